@@ -12,6 +12,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
@@ -27,7 +28,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.alerts import alerts, ends
-from asyncrl.observe.files import read_rows, write_status, write_summary
+from asyncrl.observe.files import LineFile, read_rows, write_status, write_summary
 from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, STEP_SECONDS
 from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
@@ -65,12 +66,10 @@ class Reporter:
         self._tokens = 0  # model tokens of durable turns since the last row
         earlier = read_rows(state.run_dir)
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
-        path = state.run_dir / "metrics.jsonl"
-        cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # the last line, by a crash
         self._recent = ends(earlier)  # rows, for alerts
         self._keys = dict(leaves(msgspec.to_builtins(state.config)))
-        self._file = path.open("ab", buffering=0)
-        self._unwritten = b"\n" if cut else b""
+        self._file = LineFile(state.run_dir / "metrics.jsonl")
+        self._unwritten = b""  # rows that found no room
         self._busy = self._totals()
         self._awake = state.engine_time(self.row_at)  # on the engines' clock, at the last row
         self._over = {"rollout": 0.0, "trainer": 0.0}  # busy seconds of an earlier shift, told late
@@ -135,8 +134,8 @@ class Reporter:
         self._recent = ends([*self._recent, row])
         self._unwritten += json.dumps(row).encode() + b"\n"
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._file.append(self._unwritten)
+            self._unwritten = b""
         except OSError as error:
             log.error("metrics.jsonl: %s; written with the next row", error)
 
@@ -370,7 +369,9 @@ def save_transcripts(
     path = run_dir / "transcripts" / kind / f"step-{step}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb" if anew else "ab") as file:
-            file.writelines(msgspec.json.encode(entry) + b"\n" for entry in entries)
+        if anew:
+            path.unlink(missing_ok=True)
+        with closing(LineFile(path)) as file:
+            file.append(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
     except OSError as error:
         log.error("%s: no transcripts (%s)", path, error)

@@ -18,6 +18,7 @@ from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
 LOG_BYTES, LOG_END = 64 << 20, 1 << 20  # a log may have so many bytes; of a longer one both ends are kept
 VALIDATION = b'"val-'  # in a row
+LINE_BYTES = 4 << 20  # that a line of JSON has at most
 TAIL_BYTES, MOST_LINES = 64 << 10, 2000  # of a log that are read from its end
 
 # What a log is made of: events (launch/role.py), tracebacks, those of a group indented by a margin, and the
@@ -58,6 +59,49 @@ def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
                 with suppress(ValueError):
                     found.append(json.loads(line))
     return found
+
+
+class LineFile:
+    """A file of JSON lines that is appended to, each of them whole: what a crash has left of the last one is
+    cut off when the file is opened, what a full disk has taken of one at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a+b", buffering=0)
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, size - LINE_BYTES))
+        last_line = self._file.read().rpartition(b"\n")[2]
+        if last_line and _is_object(last_line):
+            self.append(b"\n")  # only its end is missing
+        elif last_line:
+            self._file.truncate(size - len(last_line))
+
+    def append(self, lines: bytes) -> None:
+        """Append all of these lines. Raises OSError, and then none of them is there."""
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            while lines:
+                lines = lines[self._file.write(lines) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(size)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def ends_in_a_line(path: Path) -> bool:
+    """False where the last line of a file was cut off by a crash."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+    return True  # there is no file, or no line
+
+
+def _is_object(line: bytes) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(line), dict)
+    return False
 
 
 def size_of_rows(run_dir: Path) -> int:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.observe.files import ends_in_a_line
+
 CHUNK = 1 << 20  # bytes read at a time
 NO_VERSION, NO_NUMBER, LARGEST = (-1, -1), -1, 1 << 31
 START = "start"  # an event: a process began; all but the first of a file began again
@@ -31,7 +33,10 @@ class Timeline:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        whole = ends_in_a_line(path)
         self._file = path.open("a")
+        if not whole:  # of a process that was killed; its bytes may be on another machine already, and stay
+            self._file.write("\n")
         self._clock = clock
         self._flushed = clock()
         self._lock = threading.Lock()

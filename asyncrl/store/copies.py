@@ -66,11 +66,8 @@ class Copies:
         if not self.due or self.busy:
             return
         self.due, folder = False, self._run_dir / FOLDER
-        new = folder / f"new-{os.getpid()}"
         with recorded() as failure:
-            for left in folder.glob("new-*"):  # of a process that was killed
-                shutil.rmtree(left)
-            new.mkdir(parents=True)
+            (new := _cleared(folder)).mkdir(parents=True)
             db = sqlite3.connect(new / DATABASE, isolation_level=None, check_same_thread=False)
             db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {TABLES}")
             db.execute("ATTACH ? AS run", (str(self._run_dir / DATABASE),))
@@ -113,6 +110,14 @@ def _found(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("*") if path.name.isdigit()), reverse=True)
 
 
+def _cleared(folder: Path) -> Path:
+    """Return where a new copy is to be written, after what processes that were killed have left is deleted:
+    in a container each of them may have had the same id."""
+    for left in folder.glob("new-*"):
+        shutil.rmtree(left)
+    return folder / f"new-{os.getpid()}"
+
+
 def _place(new: Path) -> Path:
     """A new copy becomes the newest one, whole or not at all."""
     for written in (new / DATABASE, new):
@@ -131,7 +136,7 @@ def restore(run_dir: Path) -> list[str]:
     good = next(filter(_is_good, _found(folder)), None)
     if good is None:
         raise ConfigError(f"{path}: no good copy in {folder}; begin a new run with another name=…")
-    shutil.copytree(good, new := folder / f"new-{os.getpid()}")
+    shutil.copytree(good, new := _cleared(folder))
     with closing(sqlite3.connect(new / DATABASE)) as db, db:
         for key in ("coordinator_epoch", "trainer_epoch"):
             query = f"SELECT value FROM meta WHERE key='{key}'"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -152,12 +152,13 @@ class PinnedMemory:
 
 
 def unlinked_file(directory: Path, size: int) -> Tensor:
-    """Return memory on a disk, which ends with its tensor. On a CPU the device is main memory itself: what
-    a full disk has no room for stays there."""
+    """Return memory on a disk, which ends with its tensor, or with this process: the file has no name. On a
+    CPU the device is main memory itself: what a full disk has no room for stays there."""
     try:
-        with NamedTemporaryFile(dir=directory) as file:
+        with TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, max(1, size))  # a full disk shows now
-            return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+            opened = f"/proc/self/fd/{file.fileno()}"
+            return torch.from_file(opened, shared=True, size=size, dtype=torch.uint8)
     except OSError as error:
         log.warning("resting in main memory: %s", one_line(error))
         return torch.empty(size, dtype=torch.uint8)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import resource
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from asyncrl.coordinator.engines import REFUSALS
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.files import read_rows, read_status, read_summary, write_status, write_summary
+from asyncrl.observe.files import read_status, read_summary, write_status, write_summary
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SupersededError
 from asyncrl.types import DropReason, FailReason, PolicyVersion
@@ -453,24 +455,36 @@ def test_failed_attempts_are_in_the_status_the_rows_and_the_summary(setup: LoopS
     assert summary["newest_failure"] == "KeyError: 'b' (bad.py:41)"
 
 
-def test_a_full_disk_keeps_the_rows_of_the_metrics(setup: LoopSetup, monkeypatch: pytest.MonkeyPatch) -> None:
-    reporter = setup.coordinator.reporter
-
-    class Full:
-        def write(self, data: bytes) -> int:
-            raise OSError(28, "no space left")
-
-    monkeypatch.setattr(reporter, "_file", Full())
-    reporter.write({"a": 1.0})
-    monkeypatch.undo()
-    give(monkeypatch, ROWS)
-    reporter.write({"a": 2.0})
-    assert read_rows(setup.run_dir) == [{"a": 1.0}, {"a": 2.0}]
+@contextmanager
+def limit_of_files(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes: a write is cut there, the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_row_after_one_that_a_crash_cut_is_whole(setup: LoopSetup) -> None:
+def test_a_full_disk_keeps_the_rows_of_the_metrics(setup: LoopSetup) -> None:
+    """Whole ones: whoever reads the file meanwhile, or after a run that ends so, finds no half line."""
+    reporter, path = setup.coordinator.reporter, setup.run_dir / "metrics.jsonl"
+    reporter.write({"a": 0.0})
+    whole = path.read_bytes()
+    with limit_of_files(len(whole) + 5):
+        for number in (1.0, 2.0):
+            reporter.write({"a": number})
+            assert path.read_bytes() == whole
+    reporter.write({"a": 3.0})
+    assert [json.loads(line)["a"] for line in path.read_bytes().splitlines()] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("cut", "kept"), [('{"a"', 1), ('{"a": 1.5}', 2), ("7", 1), ("\0\0", 1)])
+def test_after_a_row_that_a_crash_cut_all_rows_are_whole(setup: LoopSetup, cut: str, kept: int) -> None:
     setup.coordinator.close()
-    (setup.run_dir / "metrics.jsonl").write_text('{"a": 1.0}\n{"a"')
+    path = setup.run_dir / "metrics.jsonl"
+    path.write_text('{"a": 1.0}\n' + cut)
     setup.start()
     setup.coordinator.reporter.write({"a": 2.0})
-    assert read_rows(setup.run_dir) == [{"a": 1.0}, {"a": 2.0}]
+    rows = [json.loads(line)["a"] for line in path.read_bytes().splitlines()]
+    assert rows == [*[1.0, 1.5][:kept], 2.0]

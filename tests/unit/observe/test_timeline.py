@@ -70,6 +70,15 @@ def test_a_line_cut_by_a_crash_is_left_out(tmp_path: Path) -> None:
     assert spans(path) == [("x", 0, 1)]
 
 
+def test_a_process_that_is_started_again_loses_no_span_to_one_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"name": "x", "start": 0, "end": 1}\n{"name": "y", "st')
+    timeline = Timeline(path)
+    timeline.record("z", 2, 3)
+    timeline.close()
+    assert spans(path) == [("x", 0, 1), ("z", 2, 3)]
+
+
 def test_spans_of_a_process_are_joined() -> None:
     assert union([(3, 4), (0, 1), (1, 2), (5, 5)]) == [(0, 2), (3, 4)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -232,6 +233,35 @@ def test_an_error_of_a_damaged_database_names_the_way_on(tmp_path: Path) -> None
         closing(RunReader.open(tmp_path)) as reader,
     ):
         reader.load()
+
+
+@pytest.mark.parametrize("killed_in", ["copytree", "rename"])
+def test_a_restoration_that_is_killed_while_it_copies_is_begun_again_by_the_same_process_id(
+    tmp_path: Path, killed_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, where each command is process 1."""
+    run = trained(tmp_path)
+    copied(run)
+    flow = run.buffer.flow()
+    run.store.close()
+    module = shutil if killed_in == "copytree" else os
+    act = getattr(module, killed_in)
+
+    def killed(source: Path, target: Path) -> None:
+        if killed_in == "copytree":
+            act(source, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, killed_in, killed)
+        with pytest.raises(KeyboardInterrupt):
+            restore(tmp_path)
+    assert list((tmp_path / "copies").glob("new-*"))
+    restore(tmp_path)
+    assert not list((tmp_path / "copies").glob("new-*"))
+    again = Coordinator(tmp_path, 1 << 30, Random(0))
+    assert again.buffer.flow() == flow
+    again.store.close()
 
 
 @pytest.mark.parametrize("calls", range(1, 5))

@@ -188,6 +188,27 @@ def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
     assert not own.now and all(t.untyped_storage().nbytes() for t in held(learner).values())
 
 
+def test_a_kill_at_any_time_leaves_no_file_of_a_rank_that_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel frees what has no name."""
+    allocate, from_file, names = os.posix_fallocate, torch.from_file, list[Path]()
+
+    def looked(act: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            names.extend(tmp_path.iterdir())
+            return act(*given, **named)
+
+        return call
+
+    monkeypatch.setattr(os, "posix_fallocate", looked(allocate))
+    monkeypatch.setattr(torch, "from_file", looked(from_file))
+    room = resting.unlinked_file(tmp_path, 10_000)
+    room.fill_(7)
+    gc.collect()
+    assert names == [] and int(room.sum()) == 70_000
+
+
 def test_without_room_on_the_disk_it_rests_in_main_memory(
     made: Made, timeline: Timeline, tmp_path: Path, whole_model: None
 ) -> None:
