@@ -146,12 +146,16 @@ def _place(error: BaseException) -> str:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """`Type: message` on one line, at most `limit` characters. The error may be of users' code."""
+    """`Type: message` on one line, at most `limit` characters. The error may be of users' code, or carry the
+    line of another one of its type, which is not named twice."""
     try:
         text = " ".join(str(error)[: 4 * limit].split())
     except Exception:
         text = "its text cannot be read"
-    return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
+    kind = type(error).__name__
+    if text and text != kind and not text.startswith(f"{kind}: "):
+        text = f"{kind}: {text}"
+    return text[:limit] or kind
 
 
 def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,26 @@ def test_recorded_lets_interrupts_travel(error: type[BaseException]) -> None:
 def test_one_line_is_cut_and_never_empty() -> None:
     assert one_line(ValueError()) == "ValueError"
     assert len(one_line(ValueError("x" * 999), limit=50)) == 50
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError("OSError: [Errno 28] No space left on device"),
+            "OSError: [Errno 28] No space left on device",
+        ),
+        (ValueError(one_line(ValueError(one_line(ValueError("a"))))), "ValueError: a"),
+        (RuntimeError("RuntimeError"), "RuntimeError"),
+        (RuntimeError(one_line(ValueError("a"))), "RuntimeError: ValueError: a"),
+        (ValueError("ValueErrors: two"), "ValueError: ValueErrors: two"),
+    ],
+)
+def test_a_kind_is_named_once(error: Exception, line: str) -> None:
+    assert one_line(error) == line == describe(error)
+    text = rf"^f: no \({re.escape(line)}\)$"
+    with pytest.raises(ConfigError, match=text), ConfigError.instead_of(Exception, text="f: no"):
+        raise error
 
 
 def failing(tmp_path: Path, body: str) -> Any:
