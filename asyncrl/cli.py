@@ -55,6 +55,7 @@ HELP = "\n".join(f"  asyncrl {name} {line}" for name, lines in COMMANDS.items() 
 def main(argv: list[str] | None = None) -> int:
     """The command line. An error that has a name is printed on one line."""
     try:
+        check_interpreter()
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         if sys.stdout is not None:
             sys.stdout.flush()  # here: at the exit of Python its errors are a stack trace
@@ -72,6 +73,15 @@ def main(argv: list[str] | None = None) -> int:
         return _report(one_line(error), 1)
     except KeyboardInterrupt:
         return _report("interrupted", 130)
+
+
+def check_interpreter() -> None:
+    """ConfigError where Python strips docstrings: models of transformers cannot be loaded then."""
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            "PYTHONOPTIMIZE=2 (python -OO) strips docstrings, which transformers and descriptions of tools "
+            "need; unset it, or set PYTHONOPTIMIZE=1"
+        )
 
 
 def _report(text: str, code: int) -> int:

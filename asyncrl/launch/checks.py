@@ -48,6 +48,7 @@ def _notes(each: Check, inputs: Inputs) -> Iterator[Note]:
 RUN = (
     preflight.check_directory,  # before a model is fetched
     machine.check_libraries,
+    machine.check_loopback,
     preflight.check_launch,
     preflight.check_models,
     preflight.check_plugins,

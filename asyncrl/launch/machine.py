@@ -6,6 +6,7 @@ import fcntl
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from asyncrl.launch.run_directory import creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.process import quick_imports
 from asyncrl.weights.model_files import published_bytes
-from asyncrl.wire.addresses import SPARE
+from asyncrl.wire.addresses import EVERY_ADDRESS, SPARE, free_ports, own_address
 from asyncrl.wire.sockets import choose_endpoints
 
 CRASHES = (3, 12, 0), (3, 12, 2)  # freeing a BytesIO crashes from the first of these, up to the second
@@ -47,6 +48,7 @@ if sys.argv[1:] and import_module("torch").cuda.is_available():
         except Exception as error:
             print(name, {BROKEN!r}, *str(error).split()[:40])
 """
+DIAL_SECONDS = 5.0  # from this machine to itself
 VERSION_SECONDS = 60.0  # on a busy machine, from a cold disk
 
 
@@ -129,6 +131,23 @@ def check_ports(inputs: Inputs) -> Iterator[Note]:
     choose_endpoints(launch.host, launch.port)
     ports = f"{launch.port} to {launch.port + 2}" if launch.port else "free ones (launch.port=0)"
     yield ok(f"{ports} on {launch.host} can be bound")
+
+
+@check("loopback")
+def check_loopback(inputs: Inputs) -> Iterator[Note]:
+    """The processes of a run dial this machine by its own address. Where its loopback interface is missing or
+    down, as in some sandboxes, a port can be bound and nobody reaches it."""
+    host = inputs.config.launch.host
+    address = own_address() if host == EVERY_ADDRESS else host
+    text = f"launch.host: this machine does not reach itself at {address}"
+    advice = "bring its loopback interface up: ip link set lo up"
+    (port,) = free_ports(address, 0, 1)
+    with (
+        ConfigError.instead_of(OSError, text=text, advice=advice),
+        socket.create_server((address, port)),
+        socket.create_connection((address, port), timeout=DIAL_SECONDS),
+    ):
+        yield ok(f"this machine reaches itself at {address}")
 
 
 @check("open files")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra() -> None:
         used = end.children_user + end.children_system - begin.children_user - begin.children_system
         seconds.append(used)
     assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize(("level", "code"), [("1", 0), ("2", 2)])
+def test_a_python_without_docstrings_is_refused_at_once(level: str, code: int) -> None:
+    """transformers cannot load a model: each role would be restarted until that is given up."""
+    variables = os.environ | {"PYTHONOPTIMIZE": level, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "asyncrl.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert done.returncode == code, done.stderr
+    assert code == 0 or re.fullmatch(r"asyncrl: PYTHONOPTIMIZE=2 .* set PYTHONOPTIMIZE=1\n", done.stderr)
 
 
 def test_help_of_train_has_flags_keys_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@ of /dev/shm. The check that is responsible says what is wrong with them."""
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import shutil
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.config import parse
+from asyncrl.errors import ConfigError
 from asyncrl.launch import gpus as gpu_checks
 from asyncrl.launch import machine
+from asyncrl.launch.data import Inputs, ok
 from tests.fakes.checked import Given, Keys, Spoil, assert_found, gpus, patched, sglang_in
+from tests.unit.test_config import with_keys
 
 TABLE = "| NVIDIA-SMI {driver}     Driver Version: {driver}     CUDA {name}: {cuda}     |"
 MIB = 1 << 20
@@ -295,3 +301,34 @@ def test_what_the_machine_lacks_is_said(given: Given, expected: str, spoils: Any
 def test_a_driver_that_does_not_answer_has_no_version(given: Given) -> None:
     given.program("nvidia-smi", "exit 9")
     assert gpu_checks.gpu_driver() == ("", "")
+
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+
+
+def look_in_a_network_of_its_own(found: Any) -> None:
+    """In it the loopback interface is down: a port can be bound, and nobody dials it."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET):
+        found.send("no namespaces here")
+        return
+    try:
+        found.send("".join(note.text for note in machine.check_loopback(Inputs(parse(with_keys())))))
+    except ConfigError as error:
+        found.send(str(error))
+
+
+def test_a_machine_that_does_not_reach_itself_is_named() -> None:
+    (reached,) = machine.check_loopback(Inputs(parse(with_keys())))
+    assert reached == ok("this machine reaches itself at 127.0.0.1")
+    forked = multiprocessing.get_context("fork")  # of one thread, as a namespace of users needs
+    receiving, sending = forked.Pipe(duplex=False)
+    process = forked.Process(target=look_in_a_network_of_its_own, args=(sending,))
+    process.start()
+    said = receiving.recv()
+    process.join()
+    if said == "no namespaces here":
+        pytest.skip(said)
+    assert said == (
+        "launch.host: this machine does not reach itself at 127.0.0.1 (OSError: [Errno 101] Network is "
+        "unreachable); bring its loopback interface up: ip link set lo up"
+    )
