@@ -172,7 +172,8 @@ class Supervisor:
             return RunOutcome(BAD_INPUT, f"{log_file}:\n{said}" if said else "")
         if self.stopping:
             if unit.plan.role == COORDINATOR:
-                return RunOutcome(FAILED, f"{dead.name} {how} while stopping\n{self._tail(dead.name)}")
+                ended = f"{dead.name} {how} while stopping{said and f': {said}'}"
+                return RunOutcome(FAILED, f"{ended}\n{self._tail(dead.name)}")
             return None
         if code == TRY_AGAIN:  # each time with less: it ends by itself
             unit.retry_at = now

@@ -401,9 +401,11 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
         buffer.admit(1, 0.0)
     land_group(buffer, 1, 1.0, 0.0)
     land(buffer, "2.0")
+    buffer.fail(buffer.episodes["3.1"], FailReason.PROMPT_TOO_LONG, 0.0)
     assert state.batches.plan(1, 0, 1) == ["1.0", "1.1"]
     setup.turn()
     stored, reasons = buffer.flow(), dict(buffer.reasons)
+    assert reasons == {"failed/prompt_too_long": 1}
     assert stored.conserved and stored.trained == stored.taken == 2 and stored.in_flight
 
     def move_all() -> None:
