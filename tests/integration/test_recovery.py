@@ -170,9 +170,10 @@ def test_a_run_goes_on_while_no_checkpoint_can_be_written(tmp_path: Path) -> Non
         run.kill("trainer-0")
         run.until_step(8)
         blocked.unlink()
-        run.completed(12)
+        summary = run.completed(12)
         assert run.text().count("is restarted") == 1
-    once(run.path, 12)
+    once(run.path, 12, summary["flow"]["trained"])  # a step may take less of a partial group
+    assert not any("checkpoints are not written" in line for line in summary["alerts"])
 
 
 def test_an_interrupted_or_killed_run_resumes(tmp_path: Path) -> None:
