@@ -72,6 +72,7 @@ MACHINE = (
     gpus.check_network,
     machine.check_sglang,
     machine.check_ports,
+    machine.check_loopback,
     machine.check_files,
     machine.check_shared_memory,
     machine.check_locks,

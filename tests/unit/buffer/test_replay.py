@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import enum
 import math
-from collections import Counter
+from collections import Counter, deque
 from itertools import islice
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.payloads import cut_back
-from asyncrl.buffer.records import MAX_LOSSES, EpisodeRecord, State
+from asyncrl.buffer.records import MAX_LOSSES, EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer, current
-from asyncrl.buffer.staleness import pending
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from tests.unit.buffer.machine import admit, count_again, land, land_group, make, run, train
+from asyncrl.buffer.staleness import floor_of, pending
+from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
+from tests.unit.buffer.machine import admit, count_again, give_up, land, land_group, make, run, train
 
 
 def test_the_version_that_a_start_needs_grows_with_the_groups_before_it() -> None:
@@ -325,6 +328,45 @@ def test_a_cohort_that_a_restart_cut_in_two_is_left_out() -> None:
     land_group(again, 2, 1.0, 0.0), land_group(again, 3, 1.0, 1.0)  # the second is filtered
     train(batches, 2)
     assert again.cohorts.take(before=5) == {"cohort/reward_gap": 0.5 - 0.75, "cohort/length_gap": 0.0}
+
+
+def contents(value: Any) -> Any:
+    """All that an object holds, down to plain values and records, as text: NaN is not equal to itself."""
+    if isinstance(value, dict):
+        return {key: contents(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [contents(one) for one in value]
+    if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, enum.Enum):
+        return contents(vars(value))
+    return repr(value)
+
+
+def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
+    """Nothing of what was undone stays: no deadline, no cohort, no time that tokens wait, no total."""
+    sizes = {"groups_per_batch": 1, "group_policy": "partial", "group_deadline": 9.0}
+    used, batches = make(**sizes)
+    admit(used, 4)
+    land_group(used, 0, 1.0, 0.0)
+    train(batches, 0)
+    land(used, "1.0")
+    stored = msgspec.msgpack.encode((list(used.live.values()), list(used.episodes.values())))
+
+    used.waiting_tokens.begin("2.0", 1.0, 10)
+    run(used, "2.0")
+    give_up(used, "2.1")
+    used.drop_group(used.live[3], DropReason.STALE)
+    admit(used, 1, step=5)
+    land(used, "1.1")
+    used.tick(99.0)
+    floor_of(used, used.live[1])
+
+    fresh, _ = make(**sizes)
+    for buffer in (used, fresh):
+        groups, episodes = msgspec.msgpack.decode(stored, type=tuple[list[GroupRecord], list[EpisodeRecord]])
+        buffer.restore(groups, episodes, {State.TRAINED: 2}, 100.0)
+        del buffer.prompts  # the order of the data, which the coordinator restores
+    assert contents(used) == contents(fresh)
+    count_again(used)
 
 
 def test_the_greedy_episode_is_of_no_cohort() -> None:
