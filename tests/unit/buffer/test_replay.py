@@ -343,7 +343,7 @@ def contents(value: Any) -> Any:
 
 def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
     """Nothing of what was undone stays: no deadline, no cohort, no time that tokens wait, no total."""
-    sizes = {"groups_per_batch": 1, "group_policy": "partial", "group_deadline": 9.0}
+    sizes = {"groups_per_batch": 1, "group_policy": "partial", "group_deadline": 9.0, "on_stale": "hold"}
     used, batches = make(**sizes)
     admit(used, 4)
     land_group(used, 0, 1.0, 0.0)
@@ -358,7 +358,7 @@ def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
     admit(used, 1, step=5)
     land(used, "1.1")
     used.tick(99.0)
-    floor_of(used, used.live[1])
+    assert floor_of(used, used.live[1]) == 0 and used.floors
 
     fresh, _ = make(**sizes)
     for buffer in (used, fresh):
