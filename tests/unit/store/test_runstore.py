@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -200,6 +201,7 @@ def test_a_full_disk_is_written_when_there_is_room(tmp_path: Path, monkeypatch: 
 def test_without_descriptors_it_waits_until_there_are_some(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     writes(store)
+    gc.collect()  # else a lower descriptor, of an earlier test's garbage, may become free meanwhile
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     os.close(lowest := os.open(os.devnull, os.O_RDONLY))
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
