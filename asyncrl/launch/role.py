@@ -12,9 +12,11 @@ import argparse
 import importlib
 import logging
 import os
+import signal
 import sys
-import threading
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import msgspec
@@ -105,15 +107,16 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def leave(code: int, patience: float = 5.0) -> NoReturn:
-    """End the process when its sockets have sent all: `sys.exit` would abort where a thread still runs."""
+    """End the process when its sockets have sent all: `sys.exit` would abort where a thread still runs. The
+    deadline is an alarm, and no thread: none starts where the process ends for a lack of memory."""
 
-    def give_up() -> None:
-        log.warning("a socket was left open: ends after %g s", patience)
+    def give_up(number: int, frame: FrameType | None) -> None:
+        with suppress(MemoryError):
+            log.warning("a socket was left open: ends after %g s", patience)
         os._exit(code)
 
-    timer = threading.Timer(patience, give_up)
-    timer.daemon = True
-    timer.start()
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, patience)
     flush_sockets()
     logging.shutdown()
     sys.stdout.flush()
