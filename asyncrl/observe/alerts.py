@@ -2,15 +2,17 @@
 
 The coordinator writes what is found into status.json, which the console and `asyncrl status` show. The page
 finds the same in the files of a run, also of one that is over. Advice is given only where nothing is wrong: a
-trainer that waits because all attempts fail needs no faster sampling.
+trainer that waits because all attempts fail needs no faster sampling. There is one hint at a time, and none
+about learning while held-out success rises.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -18,12 +20,15 @@ import msgspec
 from asyncrl.buffer.records import LOSSES
 from asyncrl.config import ValidationConfig, taught
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.held_out import fell
+from asyncrl.observe.held_out import SuccessShare, clearly_below, mean_clearly_below
 from asyncrl.observe.metrics import Row, clock, matching
 from asyncrl.observe.summary import flow_of, mean
 from asyncrl.types import FailReason
 
-WINDOW, SETTLED = 10, 5  # steps that a rule looks back on, and before which no advice is given
+WINDOW = 10  # steps that a rule looks back on
+SETTLED = 2 * WINDOW  # steps before which no advice is given
+YOUNG = 4 * WINDOW  # steps up to which the reward in training shows that a run learns, without a validation
+SHORT = 300.0  # seconds: a run that takes less needs no advice on its speed
 MOST, SOME = 0.9, 0.25  # shares from which on it is "nearly all", and worth an advice
 SOLVED, MOSTLY = 0.95, 0.8  # success from which on a run is solved, and nothing to learn is no fault
 COLLAPSED = 0.05  # nats a token, and a tenth of what it was at the beginning
@@ -59,6 +64,18 @@ class Alert(msgspec.Struct, frozen=True):
         return f"{self.name}: {self.what}; {self.do}{keys and f' ({keys})'}"
 
 
+class HeldOutSuccess(NamedTuple):
+    """Holds the success of a validation, of sampled answers where there are some."""
+
+    step: float
+    success: float
+    questions: float
+
+    @property
+    def share(self) -> SuccessShare:
+        return SuccessShare(self.success, self.questions)
+
+
 class Seen(NamedTuple):
     """Holds what rules read: the first and the last steps (before any is over, what has landed so far), the
     validations, the status, and all keys of the configuration."""
@@ -83,23 +100,43 @@ class Seen(NamedTuple):
         return sum(row.get("rollout/landed", 0.0) for row in self.last)
 
     @property
-    def judged(self) -> list[tuple[float, float]]:
-        """Return (step, success) of each validation, of sampled answers where there are some. Empty
-        while only the untrained model was validated."""
-        found = [
-            (row["training/step"], row.get(metric.SAMPLED, row.get(metric.GREEDY, 0.0)))
+    def judged(self) -> list[HeldOutSuccess]:
+        """Return the success of each validation. Empty while only the untrained model was validated."""
+        successes = [
+            HeldOutSuccess(
+                step=row["training/step"],
+                success=row.get(metric.SAMPLED, row.get(metric.GREEDY, 0.0)),
+                questions=row.get(metric.ASKED, 0.0),
+            )
             for row in self.validations
         ]
-        return found if found and (found[-1][0] or not self.last) else []
+        return successes if successes and (successes[-1].step or not self.last) else []
 
     @property
     def success(self) -> float:
         """Return the newest held-out success. Without one: the mean score as a share of the highest, if the
         highest counts as a success; a lower one may be what the right format alone earns."""
         if self.judged:
-            return self.judged[-1][1]
+            return self.judged[-1].success
         counts = len(self.last) == WINDOW and self.highest >= self.keys.get("validation.success", 1.0)
         return self.mean(metric.REWARD) / self.highest if counts else 0.0
+
+    @property
+    def rising(self) -> bool:
+        """Tell whether the run learns: the newest held-out success is above an earlier one, from before half
+        of the steps, by more than chance. In a young run that was not validated since its start: the mean
+        score in training is. Not where that score has fallen since the first steps."""
+        before, now = (
+            [row[metric.REWARD] for row in rows if metric.REWARD in row] for rows in (self.first, self.last)
+        )
+        if before and now and fmean(now) < fmean(before):
+            return False
+        if self.judged:
+            newest = self.judged[-1]
+            earlier = [one for one in self.judged if one.step < newest.step / 2]
+            return bool(earlier) and clearly_below(earlier[-1].share, newest.share)
+        step = self.last[-1].get("training/step", 0.0) if self.last else 0.0
+        return 2 * WINDOW <= step <= YOUNG and mean_clearly_below(before, now)
 
     def mean(self, name: str) -> float:
         return mean(self.last, name) or 0.0
@@ -159,6 +196,7 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     batch = keys.get("buffer.groups_per_batch", 1) * keys.get("buffer.episodes_per_group", 1)
     supervised = any(metric.NLL in row for row in last)
     scored = not supervised and (len(steps) >= WINDOW or seen.landed >= 2 * batch)
+    scored = scored and not seen.rising
     step = int(steps[-1]["training/step"]) if steps else 0
     found: list[Alert] = []
     for name, find in RULES.items():
@@ -174,9 +212,10 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
             mild = one.mild or (rule.scores and seen.success >= MOSTLY)
             level: Level = "advice" if mild else rule.level
             found.append(Alert(name, level, one.what, advice.do, step, known, rule.link))
-    active = any(alert.level in ("bad", "warn") for alert in found)
-    order = ("good", "bad", "warn") if active else ("good", "advice")
-    return [alert for level in order for alert in found if alert.level == level]
+    wrong = [alert for level in ("bad", "warn") for alert in found if alert.level == level]
+    good = [alert for alert in found if alert.level == "good"]
+    hints = [alert for alert in found if alert.level == "advice"]
+    return [*good, *wrong] if good or wrong else hints[:1]
 
 
 def _solved(seen: Seen) -> Found | None:
@@ -185,10 +224,10 @@ def _solved(seen: Seen) -> Found | None:
         return None
     if not seen.judged:
         return Found(f"mean score {seen.mean(metric.REWARD):.3g} in training, which counts as a success")
-    low = next((at for at in reversed(range(len(seen.judged))) if seen.judged[at][1] < SOLVED), -1)
+    low = next((at for at in reversed(range(len(seen.judged))) if seen.judged[at].success < SOLVED), -1)
     idle = seen.mean(metric.ZERO_ADVANTAGE)
     rest = f"; {idle:.0%} of the episodes teach nothing more" if idle >= SOME else ""
-    return Found(f"held-out success {seen.success:.0%}, since step {seen.judged[low + 1][0]:.0f}{rest}")
+    return Found(f"held-out success {seen.success:.0%}, since step {seen.judged[low + 1].step:.0f}{rest}")
 
 
 def _unsaved(seen: Seen) -> Found | None:
@@ -200,11 +239,11 @@ def _fell(seen: Seen) -> Found | None:
     """Find that the newest validation is below the best one by more than chance."""
     if not seen.judged:
         return None
-    count = seen.validations[-1].get(metric.ASKED, 0.0)
-    best, now = max(seen.judged, key=lambda one: one[1]), seen.judged[-1]
-    if not fell(best[1], now[1], count):
+    best, now = max(seen.judged, key=lambda one: one.success), seen.judged[-1]
+    if not clearly_below(now.share, best.share):
         return None
-    return Found(f"from {best[1]:.0%} at step {best[0]:.0f} to {now[1]:.0%} at step {now[0]:.0f}")
+    before = f"from {best.success:.0%} at step {best.step:.0f}"
+    return Found(f"{before} to {now.success:.0%} at step {now.step:.0f}")
 
 
 def _failing(seen: Seen) -> Found | None:
@@ -332,7 +371,11 @@ def _beyond(seen: Seen) -> Found | None:
 
 def _limited(seen: Seen) -> Found | None:
     """Find what limits the run: the longest part of an episode where the trainer waits, the trainer where the
-    engines wait. For example, a reward of 12 s is 80% of an episode of 15 s."""
+    engines wait. For example, a reward of 12 s is 80% of an episode of 15 s. Nothing is found in a short
+    run."""
+    whole_run = seen.mean(metric.STEP_SECONDS) * seen.keys.get("total_steps", math.inf)
+    if whole_run < SHORT:
+        return None
     trainer, rollout = seen.mean(metric.TRAINER_IDLE), seen.mean(metric.ROLLOUT_IDLE)
     if trainer < 1 - MOST < LIMITING <= rollout:
         return Found(f"by the trainer: it waits {trainer:.0%} of the time, the engines {rollout:.0%}")

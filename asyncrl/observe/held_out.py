@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, variance
 from typing import NamedTuple
 
 from asyncrl.config import RunConfig
@@ -193,8 +193,27 @@ def wilson(share: float | None, count: float) -> tuple[float | None, float | Non
     return (centre - width) / whole, (centre + width) / whole
 
 
-def fell(best: float, now: float, count: float) -> bool:
-    """Tell whether a share of `count` questions is below an earlier one by more than chance: their intervals
-    do not meet. For example 100% of 24 questions is more than 86%, and 50% of them less than 69%."""
-    (least, _), (_, most) = wilson(best, count), wilson(now, count)
+class SuccessShare(NamedTuple):
+    """A share of so many questions."""
+
+    value: float
+    questions: float
+
+    @property
+    def interval(self) -> tuple[float | None, float | None]:
+        return wilson(self.value, self.questions)
+
+
+def clearly_below(low: SuccessShare, high: SuccessShare) -> bool:
+    """Tell whether one share is below another by more than chance: their intervals do not meet. For example
+    100% of 24 questions is more than 86%, and 50% of them less than 69%."""
+    (_, most), (least, _) = low.interval, high.interval
     return least is not None and most is not None and most < least
+
+
+def mean_clearly_below(low: Sequence[float], high: Sequence[float]) -> bool:
+    """Tell whether one mean is below another by more than chance, by their standard errors."""
+    if min(len(low), len(high)) < 2:
+        return False
+    error = math.sqrt(variance(low) / len(low) + variance(high) / len(high))
+    return fmean(high) - fmean(low) > Z * error

@@ -14,8 +14,10 @@ from msgspec.structs import asdict
 
 from asyncrl.buffer.records import Flow
 from asyncrl.observe import metrics as metric
+from asyncrl.observe.held_out import SuccessShare, clearly_below
 from asyncrl.observe.metrics import Row, matching
 
+QUESTIONS = "questions_before", "questions_after"  # keys of the summary
 UNSOUND = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
 EDGE = 0.1  # share of the steps that `edges` average over
 JUDGED = {  # the first ones are what a run is judged by; keys of the summary, with `_before` and `_after`
@@ -55,6 +57,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
             for key, (_, name) in JUDGED.items()
             for when, value in zip(("before", "after"), _of_both(validations, name), strict=True)
         },
+        **dict(zip(QUESTIONS, _of_both(validations, metric.ASKED), strict=True)),
         "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, metric.VALIDATED) or 0)),
         "tokens_trained": int(tokens),
         "tokens_abandoned": int(_last(rows, "rollout/abandoned_tokens") or 0) or None,
@@ -96,7 +99,7 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
     before = [f"{name} {both[0]}" for name, both in held_out if both[0]]
     if found := moved or still:
         name, both = found[0]
-        text = f"{name} {' → '.join(filter(None, both))} {since}"
+        text = f"{name} {' → '.join(filter(None, both))} {since}{_unclear(summary, name)}"
     elif done:
         key, name = (
             ("nll", "loss per token") if summary.get("nll_first") is not None else ("reward", "reward")
@@ -108,6 +111,19 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
         text = f"{before[0]}{' before training' if total else ''}" if before else "no step is over"
     text = text if ended in ("", "completed") else f"{ended.partition(':')[0]}: {text}"
     return text[0].upper() + text[1:]
+
+
+def _unclear(summary: Mapping[str, Any], name: str) -> str:
+    """Say that success before and after may differ by chance alone: their intervals meet."""
+    counts = [summary.get(count) or 0 for count in QUESTIONS]
+    for key in ("success", "greedy"):
+        values = [summary.get(f"{key}_{when}") for when in ("before", "after")]
+        if name != f"held-out {JUDGED[key][0]}" or None in values or not all(counts):
+            continue
+        before, after = (SuccessShare(value, count) for value, count in zip(values, counts, strict=True))
+        if not clearly_below(before, after) and not clearly_below(after, before):
+            return f": no clear change ({counts[1]:,.0f} questions)"
+    return ""
 
 
 def text_of(key: str, value: float | None) -> str:

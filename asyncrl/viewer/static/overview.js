@@ -23,8 +23,9 @@ export async function show(place, route, state, current) {
   const { name, path, ended, phase } = state.runs[route.run] ?? state.runs[0];
   const run = { name, path, ended, phase, number: Number(route.run) };
   redraw(place, [run, answer], () => [
-    headline(run, answer), ...answer.alerts.map(warning),
-    make("div", { class: "overview" }, make("div", {}, heldOut(answer, run), training(answer)),
+    headline(run, answer), ...answer.alerts.filter(wrong).map(warning),
+    make("div", { class: "overview" }, make("div", {}, heldOut(answer, run), training(answer),
+      ...answer.alerts.filter((one) => !wrong(one)).map(warning)),
       make("div", {}, waits(answer, run), flow(answer), configuration(answer))),
     ...answer.notes.map((note) => make("p", { class: "dim small" }, note)),
     ...Object.entries(answer.tables).map(([title, rows]) =>
@@ -39,6 +40,9 @@ function headline({ name, path, ended, phase, number: at }, { outcome }) {
       swatch(hue(at)), make("b", {}, name), " ", badge(ended.split(":")[0] || phase, level), " ", path),
     make("h1", {}, outcome), ended.includes(":") && make("p", { class: "bad" }, ended));
 }
+
+/** Faults stand above all else, hints below the curves. */
+const wrong = ({ level }) => ["bad", "warn"].includes(level);
 
 /** What is wrong, what to change (with its present value), and a link to where it is seen. */
 function warning({ name, level, what, do: advice, keys, link: seen }) {

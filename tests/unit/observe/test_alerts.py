@@ -247,3 +247,57 @@ def test_rewards_that_tie_are_no_fault_where_a_teacher_teaches() -> None:
     assert alerts(rows, status(), penalty)
     assert not alerts(rows, status(), penalty | {"kl.coef": 1.0})
     assert not alerts(rows, status(), penalty | {"kl.coef": 0.05, "scorers.teacher.path": "t"})
+
+
+def learning(steps: int, held_out: dict[int, float], last: dict[str, float]) -> list[dict[str, float]]:
+    """Return steps of a run whose last WINDOW have other numbers, and the success of 256 questions."""
+    rows = [
+        {**HEALTHY, **(last if step > steps - WINDOW else {}), "training/step": step, "time_s": step}
+        for step in range(1, steps + 1)
+    ]
+    rows += [
+        {"training/step": step, SUCCESS: share, "val-aux/samples": 256} for step, share in held_out.items()
+    ]
+    return [{name: float(value) for name, value in row.items()} for row in rows]
+
+
+COLLAPSED = {"actor/entropy": 0.01}
+POOR = COLLAPSED | {"rollout/score/mean": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("steps", "held_out", "last", "names"),
+    [
+        (38, {0: 0.28, 20: 0.6}, COLLAPSED, []),
+        (59, {0: 0.28, 20: 0.6, 40: 0.75}, COLLAPSED, []),
+        (59, {0: 0.28, 20: 0.6, 40: 0.75}, {"critic/zero_advantage_frac": 0.5}, []),
+        (59, {0: 0.28, 20: 0.3, 40: 0.31}, COLLAPSED, ["entropy collapse"]),
+        (400, {0: 0.28, 20: 0.6, 200: 0.62, 380: 0.61}, COLLAPSED, ["entropy collapse"]),
+        (38, {0: 0.28, 20: 0.6}, POOR, ["entropy collapse"]),
+        (38, {0: 0.6, 20: 0.28}, COLLAPSED, ["held-out success fell", "entropy collapse"]),
+    ],
+    ids=["rises", "still rises", "hint", "flat", "flat again", "fell since", "fell"],
+)  # fmt: skip
+def test_nothing_about_learning_is_wrong_while_held_out_success_rises(
+    steps: int, held_out: dict[int, float], last: dict[str, float], names: list[str]
+) -> None:
+    rows = learning(steps, held_out, last)
+    assert [alert.name for alert in alerts(ends(rows), status(), KEYS)] == names
+
+
+@pytest.mark.parametrize(("steps", "names"), [(30, []), (60, ["entropy collapse"])])
+def test_before_the_first_validation_the_score_in_training_tells_that_a_young_run_learns(
+    steps: int, names: list[str]
+) -> None:
+    rows = learning(steps, {0: 0.28}, COLLAPSED)
+    for step, row in enumerate(rows[:-1]):
+        row["rollout/score/mean"] = 0.2 + 0.6 * step / steps + 0.05 * (step % 2)
+    assert [alert.name for alert in alerts(ends(rows), status(), KEYS)] == names
+
+
+def test_there_is_one_hint_at_a_time_and_none_on_the_speed_of_a_short_run() -> None:
+    rows = run({"async/trainer_idle_frac": 0.9, "critic/zero_advantage_frac": 0.5})
+    assert [alert.name for alert in alerts(rows, status(), KEYS)] == ["limited"]
+    short = KEYS | {"total_steps": 60}  # of a second each
+    assert [alert.name for alert in alerts(rows, status(), short)] == ["little to learn"]
+    assert [alert.name for alert in alerts(rows, status(), KEYS | {"total_steps": 600})] == ["limited"]
