@@ -17,6 +17,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.observe.alerts import Alert
 from asyncrl.observe.metrics import (
     BATCH,
     FIGURES,
@@ -35,7 +36,8 @@ from asyncrl.wire.messages.shared import Status
 
 GAP = 3  # columns between figures
 LEAST_BAR, MOST_BAR, MOST_CURVE = 8, 60, 120  # columns
-WAITS, FAILED = 4, 3  # lines of the picture, at most
+WAITS, FAILED, HINT = 4, 3, 2  # lines of the picture, at most
+WRONG = ("bad", "warn")  # levels of alerts that stand above the curves; others are hints, below them
 HUES = {"bad": "red", "warn": "yellow", "good": "green", "advice": "cyan"}  # of alerts
 KEYS = "g: newest good transcript, b: newest bad one"
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -106,8 +108,9 @@ class ConsoleState:
 
 
 def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segments:
-    """Make the live view, one line less than the terminal has: progress; then what is wrong, curves, figures
-    and who waits on whom, or a transcript. What has no room is left out. `keys`: there is a keyboard."""
+    """Make the live view, one line less than the terminal has: progress; then what is wrong, curves, a hint,
+    figures and who waits on whom, or a transcript. What has no room is left out. `keys`: there is a
+    keyboard."""
     width, height = terminal.width, terminal.height - 1
 
     def lines(*parts: RenderableType) -> list[list[Segment]]:
@@ -125,12 +128,14 @@ def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segme
         known = (figure for figure in _figures(state) if figure not in state.history)
         curves = lines(_curves(state, width))
         cells = lines(Columns(figures(known, state.known), padding=(0, GAP, 0, 0), equal=True))
-        said = [lines(_text([alert.line], HUES[alert.level])) for alert in status.alerts]
-        said += [lines(_text([status.failed], "red"))] if status.failed else []
-        wrong = list(itertools.chain(*said))[:FAILED]
+        wrong = lines(*(_alert(alert) for alert in status.alerts if alert.level in WRONG))
+        wrong += lines(_text([status.failed], "red")) if status.failed else []
+        wrong = wrong[:FAILED]
+        hints = lines(*(_alert(alert) for alert in status.alerts if alert.level not in WRONG))[:HINT]
         below = [*lines("waiting:"), *lines(_text(status.waits, "yellow"))[:WAITS]] if status.waits else []
         below += lines(Text(KEYS, "dim")) if keys else []
-        rest = [*wrong, *curves, *cells[: max(0, room - len(wrong) - len(curves) - len(below))], *below]
+        fixed = len(wrong) + len(curves) + len(hints) + len(below)
+        rest = [*wrong, *curves, *hints, *cells[: max(0, room - fixed)], *below]
     shown = [*top, *rest[:room]][:height]
     return Segments([part for line in shown for part in (*line, Segment.line())])
 
@@ -151,13 +156,17 @@ def _curves(state: ConsoleState, width: int) -> Table:
     """Label, curve of all steps so far, newest value."""
     table = Table.grid(padding=(0, 1, 0, 0))
     traced = [name for name in TRACED if state.history.get(name)]
-    wide = max(map(len, map(label, traced)), default=0)
+    newest = {name: value_of(name, state.history[name][-1]) for name in traced}
+    gaps = 2  # columns between the three of the table
+    taken = max(map(len, map(label, traced)), default=0) + max(map(len, newest.values()), default=0) + gaps
     for name in traced:
-        values = state.history[name]
-        last = value_of(name, values[-1])
-        curve = sparkline(values, max(1, min(MOST_CURVE, width - wide - len(last) - 2)))
-        table.add_row(Text(label(name), "dim"), Text(curve, "cyan"), last)
+        curve = sparkline(state.history[name], max(1, min(MOST_CURVE, width - taken)))
+        table.add_row(Text(label(name), "dim"), Text(curve, "cyan"), newest[name])
     return table
+
+
+def _alert(alert: Alert) -> Text:
+    return _text([alert.line], HUES[alert.level])
 
 
 def _text(lines: Iterable[str], style: str = "") -> Text:

@@ -14,11 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.console import Console as Terminal
 
 from asyncrl.coordinator.reporting import save_transcripts
 from asyncrl.launch.console_view import ConsoleState, Progress, render, sparkline
+from asyncrl.observe.alerts import Alert, Level
 from asyncrl.observe.metrics import (
     ENTROPY,
     FIGURES,
@@ -81,6 +83,26 @@ def test_no_line_is_wider_and_no_number_is_cut(
         assert sum(line.startswith(f"{label(name):<16}") for line in lines) == 1
     assert ("version acked" in text) == (width > 60)  # the least important figures go first
     assert lines[-1] == "g: newest good transcript, b: newest bad one"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize("steps", [9, 500])
+def test_a_curve_ends_with_the_newest_step(width: int, steps: int) -> None:
+    """A value of another curve is wider than its own."""
+    shown = state(steps)
+    shown.history[LAG] = [0.0] * (steps - 1) + [1.0]
+    lines = drawn(shown, width, 40)
+    (curve,) = [line for line in lines if line.startswith(label(LAG))]
+    assert re.search(r"▁█ 1.00 *$", curve)
+
+
+def test_faults_stand_above_the_curves_and_a_hint_below_them() -> None:
+    shown = state(9)
+    levels: tuple[Level, ...] = ("advice", "bad")
+    alerts = tuple(Alert(name=f"one that is {level}", level=level, what="", do="") for level in levels)
+    shown.status = replace(shown.status, alerts=alerts)
+    text = "\n".join(drawn(shown, 100, 40))
+    assert text.index("one that is bad") < text.index(label(REWARD)) < text.index("one that is advice")
 
 
 def numbers(text: str) -> set[str]:
