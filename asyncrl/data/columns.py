@@ -6,7 +6,9 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from datetime import date, time, timedelta
 from typing import Any
+from uuid import UUID
 
 from asyncrl.config import RunConfig
 from asyncrl.data.rows import Row
@@ -17,6 +19,8 @@ NAMES = (
     *("messages", "response", "tools"),
 )
 EXTRA = "extra_info."
+BINARY = "binary data that are no UTF-8 text"
+TEXTUAL = (date, time, timedelta, UUID)  # JSON has none of these: their text stands for them
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -73,12 +77,29 @@ def as_object(where: str, column: str, value: Any) -> dict[str, Any]:
 
 
 def as_json(where: str, column: str, value: Any) -> str:
-    """NaN, which pandas writes where a value is missing, and infinity are null: JSON has neither."""
-    with ConfigError.instead_of(ValueError, text=f"{where}: {column} cannot be written as JSON"):
-        text = json.dumps(value, ensure_ascii=False, default=str)
+    """NaN, which pandas writes where a value is missing, and infinity are null: JSON has neither. Dates and
+    times are text."""
+    with ConfigError.instead_of(
+        TypeError, ValueError, text=f"{where}: column {column} cannot be written as JSON"
+    ):
+        text = json.dumps(value, ensure_ascii=False, default=_dated)
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
     return text
+
+
+def as_text(where: str, column: str, value: Any) -> str:
+    """Return a value that names something, '' of none. Only text can: of binary data a name would be b'…'."""
+    if isinstance(value, bytes):
+        raise ConfigError(f"{where}: column {column} holds {BINARY}; write text")
+    return str(value or "")
+
+
+def _dated(value: Any) -> str:
+    if isinstance(value, TEXTUAL):
+        return str(value)
+    kind = BINARY if isinstance(value, bytes) else f"a value of type {type(value).__name__}"
+    raise TypeError(f"it holds {kind}; write text, a number, a list or an object")
 
 
 # -- what a run ignores ------------------------------------------------------------------------------

@@ -19,7 +19,10 @@ def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, 
     if isinstance(value, str):
         value = _listed(value) or [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where} must be text, or a non-empty list of {{role, content}}, or that as JSON")
+        raise ConfigError(
+            f"{where} must be text, or a non-empty list of {{role, content}}, or that as JSON, not "
+            f"{'an empty list' if value == [] else type(value).__name__}"
+        )
     try:
         return _named([_message(where, dict(item)) for item in value])
     except (TypeError, ValueError) as error:  # of dict(), and msgspec's

@@ -1,11 +1,12 @@
 """Rows of a file, one after another, whatever its format, with one piece of it in memory at a time; and files
-of rows that this package writes, with verl's columns."""
+of rows that this package writes, with verl's columns. Values are those of JSON, as far as they have one."""
 
 from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,77 @@ def _parquet(path: Path) -> Iterator[Any]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            with_maps = [(field.name, _with_maps(field.type)) for field in file.schema_arrow]
+            changed = [(name, convert) for name, convert in with_maps if convert]
             for batch in file.iter_batches(BATCH):
-                yield from batch.to_pylist()
+                for row in batch.to_pylist():
+                    row |= {name: convert(row[name]) for name, convert in changed}
+                    yield plain(row)
     except pyarrow.ArrowException as error:
         raise ValueError(one_line(error)) from error
+
+
+def _with_maps(kind: Any) -> Callable[[Any], Any] | None:
+    """Return what makes dicts of the maps in a value of an Arrow type, which pyarrow gives as lists of pairs;
+    None where the type has no map in it."""
+    import pyarrow.types
+
+    if pyarrow.types.is_map(kind):
+        of_value = _with_maps(kind.item_type) or _unchanged
+        return lambda pairs: None if pairs is None else {_key(key): of_value(value) for key, value in pairs}
+    if pyarrow.types.is_struct(kind):
+        fields = [(field.name, _with_maps(field.type)) for field in kind]
+        changed = [(name, convert) for name, convert in fields if convert]
+        if not changed:
+            return None
+        return lambda struct: struct and struct | {name: convert(struct[name]) for name, convert in changed}
+    is_list = (
+        pyarrow.types.is_list(kind)
+        or pyarrow.types.is_large_list(kind)
+        or pyarrow.types.is_fixed_size_list(kind)
+    )
+    of_item = _with_maps(kind.value_type) if is_list else None
+    return of_item and (lambda items: items and [of_item(item) for item in items])
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _key(key: Any) -> Any:
+    """The key of a map; one that is no single value as text, which a dict takes."""
+    return str(key) if isinstance(key, dict | list) else key
+
+
+def plain(value: Any) -> Any:
+    """Return the value as JSON has it. Binary data are text where they are UTF-8: Spark, Impala and old Hive
+    write texts without saying that they are. Decimal(128.00) is 128; arrays are lists. What has no such form
+    stays as it is, and is refused where a sample needs it."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes | bytearray | memoryview):
+        try:
+            return bytes(value).decode()
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, Decimal):
+        return _number(value)
+    if hasattr(value, "tolist"):  # of numpy and torch
+        return plain(value.tolist())
+    return value
+
+
+def _number(value: Decimal) -> int | float | str | None:
+    """A number, or text where a float would round it; None of one that is not finite."""
+    if not value.is_finite():
+        return None
+    if value == value.to_integral_value():
+        return int(value)
+    return float(value) if Decimal(repr(float(value))) == value else format(value.normalize(), "f")
 
 
 def _jsonl(path: Path) -> Iterator[Any]:

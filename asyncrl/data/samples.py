@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import DataConfig
-from asyncrl.data.columns import as_json, as_object, renamed
+from asyncrl.data.columns import as_json, as_object, as_text, renamed
 from asyncrl.data.messages import read_messages
 from asyncrl.data.rows import Row
 from asyncrl.data.sources import Place, reader
@@ -141,10 +141,10 @@ def _sample(where: Place, row: Row, prompt: tuple[Message, ...], truth: Any, ext
         )
     return Sample(
         row=where.number,
-        data_source=str(row.get("data_source") or where.source),
+        data_source=as_text(str(where), "data_source", row.get("data_source")) or where.source,
         prompt=prompt,
         ground_truth=as_json(str(where), "ground_truth", truth),
-        ability=str(row.get("ability") or ""),
+        ability=as_text(str(where), "ability", row.get("ability")),
         extra_info=as_json(str(where), "extra_info", extra),
     )
 

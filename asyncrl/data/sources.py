@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.config.base import Plugin
 from asyncrl.data.harbor import read_tasks
-from asyncrl.data.rows import READERS, Row, read_rows
+from asyncrl.data.rows import READERS, Row, plain, read_rows
 from asyncrl.errors import ConfigError, describe
 from asyncrl.registry import Call, load_object, make, single
 
@@ -77,7 +77,7 @@ def _hub(path: str, split: str) -> Iterator[tuple[Place, Row]]:
         "is one, and bring its cache (HF_HOME) here"
     )
     for number, row in enumerate(load_split(name, chosen, given or split, hint, revision)):
-        yield Place(name, number), row
+        yield Place(name, number), plain(row)
 
 
 def load_split(name: str, config: str, split: str, hint: str, revision: str = "") -> Iterator[Row]:
@@ -107,7 +107,7 @@ def _own(plugin: Plugin) -> Reader:
         for number, row in enumerate(_guarded(call, made, path)):
             if not isinstance(row, Mapping):
                 raise ConfigError(f"{call} gives {type(row).__name__}; rows are dicts of column and value")
-            yield Place(path, number), dict(row)
+            yield Place(path, number), plain(dict(row))
 
     return read
 

@@ -80,5 +80,10 @@ MACHINE = (
     machine.check_sandbox,
     machine.check_images,
 )
-PLAN = (preflight.describe_cluster, preflight.check_sample, preflight.estimate)  # a dry run prints these
+PLAN = (  # a dry run prints these
+    preflight.describe_cluster,
+    preflight.show_truths,
+    preflight.check_sample,
+    preflight.estimate,
+)
 ALL = tuple(dict.fromkeys((*MACHINE, *RUN, preflight.describe_chat, *PLAN)))

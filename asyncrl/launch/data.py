@@ -4,9 +4,8 @@ on, and what they say."""
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -27,15 +26,13 @@ from asyncrl.data.tasks import Task, check_task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError, SetupError
 from asyncrl.gateway import Command
 from asyncrl.launch.run_directory import begun_with, changes, stored
-from asyncrl.rewards.answers import is_number
+from asyncrl.launch.truths import TESTS, describe_truths
 from asyncrl.tools import ToolError, check_sample_tools
 from asyncrl.types import Message, Sample
 
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-LOOKED_AT = 100  # samples whose ground truth is looked at for a reward that compares numbers
-TESTS = "tests"  # the reward that judges tasks
 IMAGES = 16  # in which the program that leads episodes is looked for, and sandboxes are started
 MESSAGE_TOKENS = 64  # more than a template writes around a message
 MEASURED = 1000  # samples whose tokens are counted only for a warning
@@ -47,11 +44,13 @@ FILTERED_BY = (
 
 
 class RunData(NamedTuple):
-    """The samples of a run, in files without names, and warnings about them."""
+    """The samples of a run, in files without names, and warnings about them. `truths`: lines that show how
+    ground truths look to the rewards."""
 
     train: Samples
     test: Samples | None
     warnings: list[str]
+    truths: Sequence[str] = ()
 
     def save(self, run_dir: Path) -> None:
         """Save them where the coordinator finds them. Raises ConfigError where they cannot be written."""
@@ -78,7 +77,8 @@ def check_data(parts: EpisodeParts) -> RunData:
     filtered_by = changes(config, FILTERED_BY) if config.data.filter_overlong else []
     check_same_data(train, stored(config, "data"), "; ".join(filtered_by))
     EpochOrder(train, config.data, config.seed)(0)
-    return RunData(train, test, warnings + more)
+    truths, _ = describe_truths(parts.reward.rewards, train)
+    return RunData(train, test, warnings + more, truths)
 
 
 def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
@@ -90,8 +90,8 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
     layout = RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
     samples, warnings = prepare(config, split, layout, prompt_budgets(parts))
-    if complaint := _no_numbers(parts, samples):
-        warnings.append(f"data.{split}: {complaint}")
+    _, unequalled = describe_truths(parts.reward.rewards, samples)
+    warnings += [f"data.{split}: {line}" for line in unequalled]
     with ConfigError.instead_of(ConfigError, ValueError, text=f"data.{split}"):
         _check_tasks(parts, samples)
     if not config.rollout.agent:  # which reads what its data says about tools by itself
@@ -146,19 +146,6 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> None:
     if judged and leaving != 1:
         why = f"{leaving} of rollout.tools leave changes" if leaving else "nothing works on its tasks"
         raise ConfigError(f"{why}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
-
-
-def _no_numbers(parts: EpisodeParts, samples: Samples) -> str:
-    """A warning where the reward compares numbers, as the default does, and ground truths are texts."""
-    named = [reward.name for reward in parts.reward.rewards if reward.numbers]
-    looked_at = [sample for sample in samples[:LOOKED_AT] if not sample.demonstration]
-    words = [s.ground_truth for s in looked_at if not is_number(json.loads(s.ground_truth))]
-    if not named or not words:
-        return ""
-    return (
-        f"rollout.reward {named[0]} compares numbers, and {len(words)} of the first {len(looked_at)} ground "
-        f"truths are none, such as {words[0][:50]}: they earn nothing; set rollout.reward, e.g. to exact"
-    )
 
 
 @dataclass

@@ -128,6 +128,12 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     yield from map(warning, data.warnings)
 
 
+@check("ground truths", needs=("data",))
+def show_truths(inputs: Inputs) -> Iterator[Note]:
+    """Say how the first ground truths look to the rewards."""
+    yield from map(ok, inputs.samples.truths)
+
+
 @check("tasks", needs=("data",))
 def check_tasks(inputs: Inputs) -> Iterator[Note]:
     """Start a sandbox in the images of some tasks."""

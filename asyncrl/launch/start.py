@@ -69,6 +69,8 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         session = Session(config.launch, run_dir, endpoints, supervisor, console, on_row, trains)
         if changed:
             console.note(f"goes on with other keys: {changed}")
+        for line in data.truths:
+            console.note(line)
         for warning in warnings:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")

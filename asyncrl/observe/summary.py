@@ -117,8 +117,9 @@ def _unclear(summary: Mapping[str, Any], name: str) -> str:
     """Say that success before and after may differ by chance alone: their intervals meet."""
     counts = [summary.get(count) or 0 for count in QUESTIONS]
     for key in ("success", "greedy"):
-        values = [summary.get(f"{key}_{when}") for when in ("before", "after")]
-        if name != f"held-out {JUDGED[key][0]}" or None in values or not all(counts):
+        known = (summary.get(f"{key}_{when}") for when in ("before", "after"))
+        values = [value for value in known if value is not None]
+        if name != f"held-out {JUDGED[key][0]}" or len(values) < 2 or not all(counts):
             continue
         before, after = (SuccessShare(value, count) for value, count in zip(values, counts, strict=True))
         if not clearly_below(before, after) and not clearly_below(after, before):

@@ -28,6 +28,10 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 TAIL = 300  # characters of an answer that gsm8k looks at, as verl does
 
 
+_BYTES = re.compile(r"""b(['"]).*\1""", re.DOTALL)
+_PLAIN = re.compile(r"-?[0-9.]+")  # a number that gsm8k can find
+
+
 Scored = dict[str, Any]  # `score`, and the answer as `pred` where one was found
 
 
@@ -36,9 +40,55 @@ def is_number(ground_truth: Any) -> bool:
     return _NUMBER.fullmatch(str(ground_truth).strip()) is not None
 
 
+def as_python_writes_bytes(ground_truth: Any) -> bool:
+    """True of the text b'128', which stands in data where binary values were taken for text."""
+    return isinstance(ground_truth, str) and _BYTES.fullmatch(ground_truth) is not None
+
+
+# -- the texts that each reward accepts for a ground truth, as it compares them ----------------------------
+
+
+def _last_numbers(ground_truth: Any, **_: Any) -> list[str]:
+    return [_written_number(_value(str(ground_truth).strip()))] if is_number(ground_truth) else []
+
+
+def _plain_numbers(ground_truth: Any, **_: Any) -> list[str]:
+    number = _plain(str(ground_truth))
+    return [number] if number is not None and _PLAIN.fullmatch(number) else []
+
+
+def _exact_texts(ground_truth: Any, *, case: bool = False, **_: Any) -> list[str]:
+    return [_normalised(truth, case) for truth in _written_targets(ground_truth)]
+
+
+def _bags_of_words(ground_truth: Any, **_: Any) -> list[str]:
+    return [" ".join(_words(truth)) for truth in _written_targets(ground_truth)]
+
+
+def _of_group(ground_truth: Any, *, pattern: str, **_: Any) -> list[str] | None:
+    """None without a group: nothing is compared then."""
+    return _exact_texts(ground_truth, case=True) if re.compile(pattern).groups else None
+
+
+def _formulas(ground_truth: Any, **_: Any) -> list[str]:
+    return [str(ground_truth)] if _is_written(ground_truth) and str(ground_truth).strip() else []
+
+
+def _written_targets(ground_truth: Any) -> list[str]:
+    """The accepted answers without those of which only Python's notation would be compared, such as None."""
+    return [str(truth) for truth in _accepted(ground_truth) if _is_written(truth)]
+
+
+def _is_written(truth: Any) -> bool:
+    return isinstance(truth, str | int | float) and not as_python_writes_bytes(truth)
+
+
+# -- the rewards -------------------------------------------------------------------------------------------
+
+
 @rewards.register("final_number")
 @runs("loop")
-@needs_truth(numbers=True)
+@needs_truth(numbers=True, compared=_last_numbers)
 def final_number(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> Scored:
@@ -47,12 +97,12 @@ def final_number(
     if not found:
         return _scored(False, None)
     expected, value = _NUMBER.fullmatch(str(ground_truth).strip()), _value(found[-1])
-    return _scored(expected is not None and value == _value(expected[0]), repr(value).removesuffix(".0"))
+    return _scored(expected is not None and value == _value(expected[0]), _written_number(value))
 
 
 @rewards.register("gsm8k")
 @runs("loop")
-@needs_truth(numbers=True)
+@needs_truth(numbers=True, compared=_plain_numbers)
 def gsm8k(
     data_source: str,
     solution_str: str,
@@ -73,7 +123,7 @@ def gsm8k(
 
 @rewards.register("exact")
 @runs("loop")
-@needs_truth()
+@needs_truth(compared=_exact_texts)
 def exact(
     data_source: str,
     solution_str: str,
@@ -94,7 +144,7 @@ def exact(
 
 @rewards.register("f1")
 @runs("loop")
-@needs_truth()
+@needs_truth(compared=_bags_of_words)
 def f1(
     data_source: str,
     solution_str: str,
@@ -111,7 +161,7 @@ def f1(
 
 
 @rewards.register("regex")
-@needs_truth()
+@needs_truth(compared=_of_group)
 def regex(given: RewardInput, *, pattern: str, of: Literal["answer", "transcript"] = "answer") -> Scored:
     """1.0 if the pattern is found. If it has a group, the last match's must be one of the ground truths.
     `.` matches line ends. It runs in a process: a pattern can take for ever."""
@@ -157,9 +207,13 @@ def agent(
 
 def targets(ground_truth: Any) -> list[str]:
     """The accepted answers: of a text or number, a list, or a dict with `target` (as search data has)."""
+    return [str(truth) for truth in _accepted(ground_truth)]
+
+
+def _accepted(ground_truth: Any) -> list[Any]:
     if isinstance(ground_truth, dict):
         ground_truth = ground_truth.get("target", [])
-    return [str(truth) for truth in (ground_truth if isinstance(ground_truth, list) else [ground_truth])]
+    return ground_truth if isinstance(ground_truth, list) else [ground_truth]
 
 
 def tagged(text: str, tag: str) -> str | None:
@@ -183,6 +237,10 @@ def _plain(text: str) -> str | None:
 
 def _value(text: str) -> float:
     return float(text.replace(",", ""))
+
+
+def _written_number(value: float) -> str:
+    return repr(value).removesuffix(".0")
 
 
 def _normalised(text: str, case: bool) -> str:
@@ -216,7 +274,7 @@ class Math:
     parsing and comparing; what takes longer is wrong.
     """
 
-    needs_truth = True
+    needs_truth, compared = True, staticmethod(_formulas)
 
     def __init__(self, *, boxed: bool = False, seconds: Annotated[int, Meta(ge=1)] = 5) -> None:
         if importlib.util.find_spec("math_verify") is None:

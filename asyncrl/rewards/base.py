@@ -88,12 +88,18 @@ def runs(place: Place) -> Callable[[F], F]:
     return mark
 
 
-def needs_truth(*, numbers: bool = False) -> Callable[[F], F]:
+Compared = Callable[..., list[str] | None]
+
+
+def needs_truth(*, numbers: bool = False, compared: Compared | None = None) -> Callable[[F], F]:
     """Decorator: a sample without a ground truth is refused before the start, and with `numbers` there is a
-    warning about ground truths that are none. A class may have the attributes `needs_truth`, `numbers`."""
+    warning about ground truths that are none. A class may have the attributes `needs_truth`, `numbers`.
+    `compared(ground_truth, **options)`, of built-in rewards: the texts that are accepted, as the reward
+    compares them, for a line before the start; none for a ground truth that no answer equals."""
 
     def mark(function: F) -> F:
         function.needs_truth, function.numbers = True, numbers  # type: ignore[attr-defined]
+        function.compared = compared  # type: ignore[attr-defined]
         return function
 
     return mark

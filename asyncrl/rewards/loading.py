@@ -32,7 +32,7 @@ class RewardSource(msgspec.Struct, frozen=True):
 class Reward:
     """Gives one part of an episode's reward. `name` is what reports call it; `load` is called once in a
     process of its own before `function` is. `own_deadline`: an async one that bounds its own waits.
-    `needs_truth`, `numbers`: see `rewards.base.needs_truth`."""
+    `needs_truth`, `numbers`, `compared` (with its options): see `rewards.base.needs_truth`."""
 
     name: str
     function: Callable[[RewardInput], Any]
@@ -43,6 +43,7 @@ class Reward:
     own_deadline: float = 0.0
     needs_truth: bool = False
     numbers: bool = False
+    compared: Callable[[Any], list[str] | None] | None = None
 
 
 def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> list[Reward]:
@@ -67,6 +68,7 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     waits = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))
     place: Place = "loop" if waits else getattr(found, "runs", "processes")
     load = getattr(function, "load", lambda: None)
+    compared = getattr(found, "compared", None) if ":" not in source.spec else None
     own = getattr(found, "own_deadline", 0.0) if place == "loop" else 0.0
     return Reward(
         source.spec,
@@ -77,6 +79,7 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
         own_deadline=own,
         needs_truth=bool(getattr(found, "needs_truth", False)),
         numbers=bool(getattr(found, "numbers", False)),
+        compared=functools.partial(compared, **source.options) if compared else None,
     )
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,82 @@ def test_json_text_columns_and_other_ground_truths(tmp_path: Path) -> None:
     (sample,) = load_samples(path)
     assert sample.prompt == (Message("user", "1 plus 1?"),)
     assert (sample.ground_truth, sample.ability, sample.extra_info) == ('{"numbers": [1, 2]}', "", "{}")
+
+
+TEXT = pa.array([b"128"], pa.binary())
+DECIMAL, MAP = pa.decimal128(4, 1), pa.map_(pa.string(), pa.int64())
+TALK_IN_BYTES = pa.array([[{"role": b"user", "content": b"1 plus 1?"}]])
+
+
+@pytest.mark.parametrize(
+    ("column", "json_text"),
+    [
+        (TEXT, '"128"'),
+        (TEXT.cast(pa.large_binary()), '"128"'),
+        (TEXT.cast(pa.binary(3)), '"128"'),
+        (TEXT.dictionary_encode(), '"128"'),
+        (pa.array(["Zürich".encode()]), '"Zürich"'),
+        (pa.array([[b"a", b"b"]]), '["a", "b"]'),
+        (pa.array([{"target": [b"a"], "level": 3}]), '{"target": ["a"], "level": 3}'),
+        (pa.array([Decimal("128.00")]), "128"),
+        (pa.array([Decimal("0.50")]), "0.5"),
+        (pa.array([Decimal("0.12345678901234567890")]), '"0.1234567890123456789"'),
+        (pa.array([[(b"target", b"a")]], pa.map_(pa.binary(), pa.binary())), '{"target": "a"}'),
+        (pa.array([[[(1, Decimal("2.0"))]]], pa.list_(pa.map_(pa.int64(), DECIMAL))), '[{"1": 2}]'),
+        (pa.array([{"m": [("k", None)]}], pa.struct({"m": MAP})), '{"m": {"k": null}}'),
+        (pa.array([date(2026, 1, 31)]), '"2026-01-31"'),
+        (pa.array([datetime(2026, 1, 31, 12)]), '"2026-01-31 12:00:00"'),
+        (pa.array([time(12, 30)]), '"12:30:00"'),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",
+)  # fmt: skip
+def test_parquet_columns_of_other_types_are_values_of_json(
+    tmp_path: Path, column: pa.Array, json_text: str
+) -> None:
+    columns = {"prompt": TALK_IN_BYTES, "ground_truth": column, "data_source": pa.array([b"spark"])}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    (sample,) = load_samples(tmp_path / "a.parquet")
+    assert sample.ground_truth == json_text
+    assert (sample.prompt, sample.data_source) == ((Message("user", "1 plus 1?"),), "spark")
+
+
+NO_TEXT = b"\xff\xfe"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth cannot .*binary data that are no UTF-8"),
+        ({"reward_model": {"ground_truth": [NO_TEXT]}}, "sample 0: column ground_truth .*binary data"),
+        ({"extra_info": {"image": NO_TEXT}}, "column extra_info .*binary data that are no UTF-8 text; write"),
+        ({"data_source": NO_TEXT}, "sample 0: column data_source holds binary data"),
+        ({"prompt": NO_TEXT}, "column prompt must be text, .* not bytes"),
+        ({"prompt": [{"role": "user", "content": NO_TEXT}]}, "column prompt must hold messages"),
+    ],
+)  # fmt: skip
+def test_binary_data_that_are_no_text_are_refused_where_a_sample_needs_them(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_samples(write(tmp_path / "a.parquet", **changes))
+    (sample,) = load_samples(write(tmp_path / "b.parquet", photo=NO_TEXT))  # nothing reads that column
+    assert sample.ground_truth == '"2"'
+
+
+def test_values_of_a_users_data_set_are_values_of_json_too(tmp_path: Path) -> None:
+    code = """
+import numpy
+def rows(path):
+    yield {"prompt": "?", "ground_truth": numpy.array([b"128"]), "extra_info": {"level": numpy.int64(3)}}
+    yield {"prompt": "?", "ground_truth": {1, 2}}
+"""
+    (tmp_path / "mine.py").write_text(code)
+    config = DataConfig("p", dataset=f"{tmp_path}/mine.py:rows")
+    samples = read_samples(config, "p", "train", RowLayout(truth="a reward"))
+    first = next(samples)
+    assert (first.ground_truth, first.extra_info) == ('["128"]', '{"level": 3}')
+    with pytest.raises(ConfigError, match=r"sample 1: column ground_truth .* a value of type set; write"):
+        next(samples)
 
 
 def test_missing_numbers_of_pandas_are_null(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Shows before the start how ground truths look to the rewards that read them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from asyncrl.rewards.answers import as_python_writes_bytes, is_number
+from asyncrl.rewards.loading import Reward
+from asyncrl.types import Sample
+
+LOOKED_AT = 64  # samples of a split
+LONGEST = 50  # characters of a ground truth, and of the text that it is compared as
+TESTS = "tests"  # the reward that judges tasks: their ground truths are no answers
+KINDS = {str: "text", bool: "true or false", int: "numbers", float: "numbers", list: "lists", dict: "objects"}
+
+
+def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tuple[list[str], list[str]]:
+    """Return a line for each reward and type of the first ground truths, with how the reward compares one of
+    them; and warnings about those that equal no text that a model would write."""
+    lines, warnings = list[str](), list[str]()
+    truths = [json.loads(s.ground_truth) for s in islice(samples, LOOKED_AT) if not s.demonstration]
+    of_kind = defaultdict[str, list[Any]](list)
+    for truth in truths:
+        if truth is not None:
+            of_kind[KINDS[type(truth)]].append(truth)
+    for reward in rewards:
+        if reward.source.spec == TESTS or not (reward.needs_truth or ":" in reward.source.spec):
+            continue
+        beginning = f"rollout.reward {reward.name}"
+        for kind, members in of_kind.items():
+            texts = compared(reward, members[0])
+            as_text = f", compared as {texts[0][:LONGEST]!r}" if texts and reward.compared else ""
+            count = f"{len(members)} of the first {len(truths)} ground truths"
+            lines.append(f"{beginning}: {count} are {kind}, such as {_short(members[0])}{as_text}")
+        if unequalled := [truth for truth in truths if compared(reward, truth) == []]:
+            count = f"{len(unequalled)} of the first {len(truths)} ground truths"
+            fault = f"{beginning}: {count} equal no text that a model would write"
+            advice = "write texts, numbers or lists of these there"
+            if reward.numbers and not as_python_writes_bytes(unequalled[0]):
+                fault = f"{beginning} compares numbers, and {count} are none"
+                advice = "set rollout.reward, e.g. to exact"
+            warnings.append(f"{fault}, such as {_short(unequalled[0])}: they earn nothing; {advice}")
+    return lines, warnings
+
+
+def compared(reward: Reward, truth: Any) -> list[str] | None:
+    """Return the texts that a reward accepts for a ground truth, as it compares them; none of one that no
+    answer equals, None where the reward does not compare texts, or nobody knows."""
+    if reward.compared:
+        return reward.compared(truth)
+    if reward.numbers:
+        return [str(truth)] if is_number(truth) else []
+    return [] if as_python_writes_bytes(truth) else None
+
+
+def _short(truth: Any) -> str:
+    return json.dumps(truth, ensure_ascii=False)[:LONGEST]
