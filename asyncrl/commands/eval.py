@@ -51,6 +51,7 @@ The same command goes on after a crash, and only prints the result when it is th
 all its rows are used, or the first `samples=N`, `episodes=K` times each. Episodes are in a run of their own:
 asyncrl runs transcripts NAME. What the numbers mean: docs/evaluation.md."""
 
+EVALUATION = "evaluation.json"
 ALL = "validation.samples=1000000000"
 ALIASES = {"data": "data.test", "samples": "validation.samples", "episodes": "validation.episodes"}
 SOLVED = re.compile(r"val-core/all/(\w+/(?:success|pass@\d+))")
@@ -85,7 +86,10 @@ def main(argv: list[str]) -> int:
         code, path = evaluate(other._replace(run_dir=target.run_dir), options)
     if code or path is None:
         return code
-    print_result(result, Result.read(path))
+    baseline = Result.read(path)
+    if not (path / EVALUATION).is_file():  # Compare reads both
+        write_result(baseline)
+    print_result(result, baseline)
     return 0
 
 
@@ -227,7 +231,13 @@ def by_task(tasks: dict[int, tuple[str, str]], numbers: PerSample) -> dict[str, 
 
 
 def print_result(result: Result, baseline: Result | None = None) -> None:
-    """The table, also as evaluation.json in the run's directory."""
+    """Print the table, and write its numbers."""
+    found = write_result(result, baseline)
+    _print_table(result, baseline, found)
+
+
+def write_result(result: Result, baseline: Result | None = None) -> dict[str, dict[str, Any]]:
+    """Write evaluation.json in the run's directory; the numbers of the table."""
     if baseline is not None and baseline.data != result.data:
         raise ConfigError(
             f"{baseline.run_dir}: is of other samples than {result.run_dir}; give the same data=…"
@@ -237,9 +247,13 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
     for task, values in result.tasks.items():
         more |= {f"val-task/{task}/{name}": value for name, value in values.items()}
     written = {**found, **{name: {"mean": value} for name, value in more.items()}}
-    (result.run_dir / "evaluation.json").write_bytes(
+    (result.run_dir / EVALUATION).write_bytes(
         msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
     )
+    return found
+
+
+def _print_table(result: Result, baseline: Result | None, found: dict[str, dict[str, Any]]) -> None:
     shown = [name for name in found if name.startswith("val-core/")]
     if len({one.source for one in result.episodes}) == 1:  # `all` would say the same again
         shown = [name for name in shown if not name.startswith("val-core/all/")]

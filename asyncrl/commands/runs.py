@@ -6,8 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.commands import command_parser, find_run, runs_in
+from asyncrl.commands.status import ending
 from asyncrl.errors import ConfigError
-from asyncrl.observe.files import read_lines, read_summary
+from asyncrl.observe.alerts import WINDOW
+from asyncrl.observe.files import read_lines, read_status, read_summary, some_rows
+from asyncrl.observe.summary import newest_number, summarize
 from asyncrl.values import printable
 
 
@@ -45,17 +48,20 @@ def restore(directory: Path, name: str) -> int:
 
 
 def list_runs(directory: Path) -> int:
-    """Prints a line per run, the newest first."""
+    """Print a line per run, the newest first: how it ended or that it goes on, its steps, and its newest
+    held-out number."""
     for path in runs_in(directory):
         try:
-            found = read_summary(path)
+            found, status = read_summary(path), read_status(path)
+            ended = found.get("outcome") or ending(path).partition(":")[0]
         except ConfigError:
-            found = {"outcome": "unreadable"}
-        success = found.get("success_after")
-        shown = "" if success is None else f"  success {success:.1%}"
-        print(
-            f"{path.name:<32} {found.get('outcome', 'no summary'):<10} step {found.get('steps', '–')}{shown}"
-        )
+            found, status, ended = {}, {}, "unreadable"
+        if not found and ended != "unreadable":  # under way, or killed: the metrics so far
+            found = summarize(some_rows(path, edge=WINDOW, most=WINDOW), flow={}, conserved=True)
+        total = status.get("total_steps")
+        of = f" of {total}" if total and ended != "completed" else ""
+        steps = "evaluation" if total == 0 else f"step {found.get('steps', '–')}{of}"
+        print(f"{path.name:<32} {ended or 'running':<10} {steps}  {newest_number(found)}".rstrip())
     return 0
 
 

@@ -15,6 +15,7 @@ from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.metrics import OF_STEP, clock, figures
 from asyncrl.observe.summary import UNSOUND, flow_line
 
+NO_STEPS = "an evaluation, without steps,"
 WATCH_EVERY = 2.0  # seconds
 SILENT = 5.0  # seconds after which a status is old: there are two a second
 
@@ -73,7 +74,8 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
         ]
     age = now - status["time"]
     heard = f", silent for {age:.0f} s" if age > SILENT and not ended else ""
-    steps = f"step {status['step']} of {status['total_steps']} after {clock(status['seconds'])}"
+    progress = f"step {status['step']} of {status['total_steps']}" if status["total_steps"] else NO_STEPS
+    steps = f"{progress} after {clock(status['seconds'])}"
     gauges, when = status["gauges"], "last step" if status["metrics"] else "so far"
     numbers = (shown := ", ".join(figures(OF_STEP, gauges | status["metrics"]))) and f"{when}: {shown}"
     wrong = [] if ended else [alert.line for alert in msgspec.convert(status.get("alerts", []), list[Alert])]

@@ -24,16 +24,18 @@ RECORD = "record:"  # before the uid, in the store
 
 
 class HeldOutFlow(msgspec.Struct, frozen=True):
-    """The account of held-out episodes: `issued` is the sum of the others."""
+    """The account of held-out episodes: `issued` is the sum of the others. `begun_anew`: those that were not
+    over when their session was cut short, and began again from the start under other weights or settings."""
 
     issued: int = 0
     scored: int = 0
     failed: int = 0
     in_flight: int = 0
+    begun_anew: int = 0
 
     @property
     def conserved(self) -> bool:
-        return self.issued == self.scored + self.failed + self.in_flight
+        return self.issued == self.scored + self.failed + self.in_flight + self.begun_anew
 
 
 class HeldOutEpisodes:
@@ -68,7 +70,7 @@ class HeldOutEpisodes:
         store has of it; else nothing of it stays."""
         known = self.episodes
         if not again:
-            self.end()  # one that was cut short, and cannot go on
+            self.end(anew=True)  # one that was cut short, and cannot go on
             self._store.forget_held_out(prefix)
             for uid in known.keys() & set(uids):
                 self._store.forget_frames(uid)
@@ -82,15 +84,18 @@ class HeldOutEpisodes:
         self._counts = Counter(episode.state for episode in self.episodes.values())
         self._pending = {uid: e for uid, e in self.episodes.items() if e.state is State.PENDING}
 
-    def end(self, cause: str = "not over in time") -> list[EpisodeRecord]:
-        """The session is over: what is in flight has failed. Returns what was running."""
+    def end(self, cause: str = "not over in time", anew: bool = False) -> list[EpisodeRecord]:
+        """The session is over: what is in flight has failed, or with `anew` counts apart. Returns what was
+        running."""
         left = [
             episode for episode in self.episodes.values() if episode.state in (State.PENDING, State.RUNNING)
         ]
         running = [episode for episode in left if episode.state is State.RUNNING]
         for episode in left:
             self.give_up(episode, FailReason.DEADLINE, cause)
-        self._before, self._issued = self.flow(), 0
+        flow, unfinished = self.flow(), len(left) if anew else 0
+        failed, begun_anew = flow.failed - unfinished, flow.begun_anew + unfinished
+        self._before, self._issued = replace(flow, failed=failed, begun_anew=begun_anew), 0
         self._store.put_meta(META, msgspec.json.encode(self._before).decode())
         self._store.forget_held_out(RECORD)
         self.episodes, self._dirty = {}, {}
@@ -166,6 +171,7 @@ class HeldOutEpisodes:
             scored=before.scored + counts[State.LANDED],
             failed=before.failed + counts[State.FAILED],
             in_flight=counts[State.PENDING] + counts[State.RUNNING],
+            begun_anew=before.begun_anew,
         )
 
     def audit(self) -> bool:

@@ -88,7 +88,10 @@ class ConsoleState:
 
     @property
     def steps(self) -> str:
-        """Steps done; until the first one is, also the share of its batch: that is all that moves."""
+        """Steps done; until the first one is, also the share of its batch: that is all that moves. An
+        evaluation has none."""
+        if not self.status.total_steps:
+            return "evaluation"
         step, share = self.status.step, self.status.gauges.get(BATCH, 0.0)
         first = f" ({share:.0%} of the first batch)" if not step and share else ""
         return f"step {step}/{self.status.total_steps}{first}"

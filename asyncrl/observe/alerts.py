@@ -195,7 +195,8 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     seen = Seen(steps[:WINDOW], last, [row for row in rows if metric.SAMPLED in row], status, keys)
     batch = keys.get("buffer.groups_per_batch", 1) * keys.get("buffer.episodes_per_group", 1)
     supervised = any(metric.NLL in row for row in last)
-    scored = not supervised and (len(steps) >= WINDOW or seen.landed >= 2 * batch)
+    trains = keys.get("total_steps", 1) > 0
+    scored = trains and not supervised and (len(steps) >= WINDOW or seen.landed >= 2 * batch)
     scored = scored and not seen.rising
     step = int(steps[-1]["training/step"]) if steps else 0
     found: list[Alert] = []
@@ -204,7 +205,7 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
         solved = any(alert.level == "good" for alert in found)
         if rule.level == "advice" and len(steps) < SETTLED:
             continue
-        if (rule.scores and (solved or not scored)) or (supervised and rule.level == "good"):
+        if (rule.scores and (solved or not scored)) or (rule.level == "good" and (supervised or not trains)):
             continue
         if one := find(seen):
             advice = rule.causes.get(one.cause) or Advice(rule.do, rule.keys)

@@ -113,6 +113,18 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
     return text[0].upper() + text[1:]
 
 
+def newest_number(summary: Mapping[str, Any]) -> str:
+    """Return the newest held-out number of a run, as "success 31.2%"; before its first validation in training
+    the reward or the loss; '' while nothing is known."""
+    after = [(name, summary.get(f"{key}_after")) for key, (name, _) in JUDGED.items()]
+    training = [("reward", summary.get("reward_last")), ("loss per token", summary.get("nll_last"))]
+    before = [(name, summary.get(f"{key}_before")) for key, (name, _) in JUDGED.items()]
+    for name, value in (*after, *training, *before):
+        if value is not None:
+            return f"{name} {value:{'.1%' if name.startswith('success') else '.3g'}}"
+    return ""
+
+
 def _unclear(summary: Mapping[str, Any], name: str) -> str:
     """Say that success before and after may differ by chance alone: their intervals meet."""
     counts = [summary.get(count) or 0 for count in QUESTIONS]
@@ -175,9 +187,8 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
     """What a summary has to say of attempts that failed, and of held-out episodes: their account."""
     found = [failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", ""))]
     if (flow := summary.get("held_out", {})).get("issued"):
-        parts = (
-            f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in ("scored", "failed", "in_flight")
-        )
+        names = ["scored", "failed", "in_flight"] + ["begun_anew"] * bool(flow.get("begun_anew"))
+        parts = (f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in names)
         found.append(f"held out: {flow['issued']} issued = {' + '.join(parts)}")
     return [line for line in found if line]
 

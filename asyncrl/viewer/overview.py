@@ -22,7 +22,7 @@ from asyncrl.observe.metrics import Row, label, matching
 from asyncrl.observe.summary import JUDGED, edges, flow_of, latest, mean, notes, outcome_line, summarize
 from asyncrl.observe.table import numbers
 from asyncrl.store.launches import described, differences, launches_of, tree
-from asyncrl.viewer.compare import measures
+from asyncrl.viewer.compare import ALL, measures
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
 MOST_ROWS = 400  # of a longer run they are chosen
@@ -66,17 +66,20 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         if text
     ]
     needed = {"name": "-", "model": {"path": "-"}, "data": {"train": "-"}}
+    keys = dict(leaves(config))
     differing = differences([config, tree(parse(needed))]).items() if config else ()
     machine = recorded_machine(run_dir)
+    trains = bool(keys.get("total_steps", 1))
     told = notes(summary) if saved else [status.get("failed", "")]
     return {
-        "outcome": _outcome(ended, status, summary),
+        "outcome": _outcome(ended, status, summary, trains),
+        "trains": trains,
         "steps": summary["steps"],
         "seconds": summary["seconds"],
         "conserved": summary["conserved"],
-        "held_out": list(measures(run_dir)) or list(_held_out(rows)),
+        "held_out": list(measures(run_dir)) or list(_held_out(rows) if trains else _evaluated(rows)),
         "figures": list(_figures(steps)),
-        "alerts": [*alerts(rows, status, dict(leaves(config))), *resumed[-RESUMED:]],
+        "alerts": [*alerts(rows, status, keys), *resumed[-RESUMED:]],
         "waits": list(_waits(steps if ended else steps[-1:], gauges, status, ended)),
         "flow": summary["flow"],
         "running": int(gauges.get("async/running", 0)),
@@ -90,9 +93,14 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     }
 
 
-def _outcome(ended: str, status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+def _outcome(ended: str, status: Mapping[str, Any], summary: Mapping[str, Any], trains: bool) -> str:
     if not status and not ended and not summary["steps"]:
         return "It starts: its coordinator has not reported yet"
+    evaluated = any(summary.get(f"{key}_before") is not None for key in JUDGED)
+    if not (trains or evaluated):
+        if ended in ("", "completed"):
+            return "Evaluated without a reward" if ended else "It evaluates: no result is there yet"
+        return f"{ended.partition(':')[0].capitalize()}: nothing was evaluated"
     share = 0.0 if ended or summary["steps"] else status.get("gauges", {}).get(metric.BATCH, 0.0)
     line = outcome_line(summary, ended, status.get("total_steps", 0))
     return line + f"; {share:.0%} of the first batch is there" * (share > 0)
@@ -111,6 +119,15 @@ def _held_out(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             ends["after"] = known[-1]
         found = {"label": named, "unit": "share" if name in SHARES else "", "curve": curve}
         yield found | {"part": named in parts} | {when: _found(row, name) for when, row in ends.items()}
+
+
+def _evaluated(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Yield what an evaluation found, under the names of evaluation.json, before there is one."""
+    row = next((row for row in reversed(rows) if metric.ASKED in row), {})
+    for name in sorted(name for name in row if name.startswith(ALL)):
+        unit = "share" if name in SHARES else ""
+        label = name.removeprefix(ALL)
+        yield {"label": label, "unit": unit, "curve": [], "after": _found(row, name), "tasks": {}}
 
 
 def _found(row: Row, name: str) -> dict[str, Any]:

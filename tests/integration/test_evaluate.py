@@ -38,6 +38,9 @@ def test_an_evaluation_that_was_killed_goes_on_and_gives_the_same(
     asked = [f"run_dir={tmp_path}", "name=run", *SAME, "--baseline", str(tmp_path / "whole")]
     assert cli.main(["eval", str(MODEL), *asked]) == 0
     numbers = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    of_baseline = json.loads((tmp_path / "whole" / "evaluation.json").read_text())  # Compare has it beside
+    assert of_baseline.keys() == numbers.keys()
+    assert "difference" not in of_baseline["val-core/all/sampled/mean@2"]
     scores = [score for row in generated["run"] for score in row["rewards"]]
     mean = numbers["val-core/all/sampled/mean@2"]
     assert mean["mean"] == pytest.approx(sum(scores) / 80) and 0 < mean["low"] < mean["mean"] < mean["high"]

@@ -17,6 +17,10 @@ from asyncrl import cli
 from asyncrl.config import RunConfig, composition, parse
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import agents
+from asyncrl.launch.run_directory import lock
+from asyncrl.observe.files import write_status, write_summary
+from asyncrl.observe.metrics import SAMPLED as SUCCESS
+from tests.fakes.planted import report
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = ["name=x", "model.path=m", "data.train=t"]
@@ -363,6 +367,45 @@ def test_escape_sequences_of_a_model_are_shown_and_do_not_reach_the_terminal(
     assert cli.main(["runs", "transcripts", "first", "--run-dir", str(runs)]) == 0
     shown = "uid 3.0, ground_truth ^[]0;t^G\na\tb\n^[[2J^M^[1m^?é\n\n"
     assert capsys.readouterr().out == f"== validation, step 1: {shown}"
+
+
+VALIDATED = [{"training/step": float(step), SUCCESS: step / 100} for step in (0, 20, 40)]
+TRAINED = [{"training/step": float(s), "timing_s/step": 1.0, "rollout/score/mean": 0.5} for s in range(1, 45)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "summary", "line"),
+    [
+        ([*TRAINED, *VALIDATED], {"total_steps": 60}, None, "running    step 44 of 60  success 40.0%"),
+        (TRAINED + VALIDATED[:1], {"total_steps": 60}, None, "running    step 44 of 60  reward 0.5"),
+        ([], {"total_steps": 60}, None, "running    step 0 of 60"),
+        (
+            [{"training/step": 0.0, SUCCESS: 0.25}], {"total_steps": 0}, None,
+            "running    evaluation  success 25.0%",
+        ),
+        ([], {"total_steps": 0}, {"outcome": "completed", "steps": 0, "success_before": 0.25},
+         "completed  evaluation  success 25.0%"),
+        ([], {"total_steps": 9}, {"outcome": "completed", "steps": 9, "success_after": 0.5},
+         "completed  step 9  success 50.0%"),
+        ([], {"total_steps": 9}, {"outcome": "failed", "steps": 4, "nll_last": 0.5},
+         "failed     step 4 of 9  loss per token 0.5"),
+    ],
+)  # fmt: skip
+def test_each_run_is_listed_with_its_newest_number(
+    rows: list[dict[str, float]],
+    status: dict[str, int],
+    summary: dict[str, Any] | None,
+    line: str,
+    runs: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report(runs / "first", rows)
+    write_status(runs / "first", status)
+    if summary:
+        write_summary(runs / "first", {"conserved": True} | summary)
+    with lock(runs / "first", "run_dir"):
+        assert cli.main(["runs", "list", "--run-dir", str(runs)]) == 0
+    assert capsys.readouterr().out == f"{'first':<32} {line}\n"
 
 
 def test_runs_are_listed_and_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ function header(tab, now) {
     href: address({ run: at, uid: null }), "aria-current": state.runs[at] === one && "true",
   }, swatch(hue(at)), name)));
   document.title = `${one.name} · asyncrl`;
-  const facts = [ended.split(":")[0] || phase, total ? `step ${one.step} of ${total}` : "no step yet",
+  const facts = [ended.split(":")[0] || phase, total ? `step ${one.step} of ${total}` : phase === "starting" ? "no step yet" : "evaluation",
     clock(one.seconds), one.eta !== null && `${clock(one.eta)} left`];
   byId("state").textContent = facts.filter(Boolean).join(" · ");
 }

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from asyncrl.config import ValidationConfig
 from asyncrl.coordinator.held_out import HeldOutEpisodes, HeldOutFlow
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
+from asyncrl.observe.summary import notes
 from asyncrl.store.listing import Listing, page
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
@@ -305,6 +306,23 @@ def test_a_session_that_no_weights_are_left_for_has_failed_and_the_account_says_
     assert not after.busy and held_out.flow() == HeldOutFlow(issued=2, scored=1, failed=1)
     assert held_out.audit() and held_out.over.keys() == {*uids}
     assert after._stored() is None
+
+
+def test_rounds_that_are_begun_anew_are_no_failures(tmp_path: Path) -> None:
+    setup, _, _ = validating(tmp_path)
+    held_out = setup.state.held_out
+    for step in (3, 3, 6):  # under other settings, then of another step
+        uids = [HeldOut(step, mode, 0).uid for mode in (SAMPLED, GREEDY)]
+        held_out.begin(uid_prefix(step), uids, again=False)
+        setup.state.persist()
+    held_out.restore()
+    flow = HeldOutFlow(issued=8, in_flight=2, begun_anew=6)
+    assert held_out.flow() == flow and flow.conserved and held_out.audit()
+    assert notes({"held_out": asdict(flow)}) == [
+        "held out: 8 issued = 0 scored + 0 failed + 2 in flight + 6 begun anew"
+    ]
+    held_out.end()
+    assert held_out.flow() == HeldOutFlow(issued=8, failed=2, begun_anew=6)
 
 
 def test_an_engine_that_refuses_the_version_is_asked_again_after_a_while(tmp_path: Path) -> None:

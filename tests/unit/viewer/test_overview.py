@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from asyncrl.config import parse
 from asyncrl.observe.alerts import WINDOW
 from asyncrl.observe.files import some_rows, write_status
-from asyncrl.observe.metrics import BATCH, GREEDY, SAMPLED
+from asyncrl.observe.metrics import ASKED, BATCH, GREEDY, SAMPLED
 from asyncrl.store.launches import KEY, LaunchRecord, tree
 from asyncrl.store.runstore import RunStore
 from asyncrl.viewer.overview import overview
@@ -29,6 +30,7 @@ def save(run_dir: Path, rows: list[dict[str, float]], *rates: float, **status: A
     """A run with these metrics and this status, launched at step 0, 4, … with these learning rates."""
     run_dir.mkdir()
     basis: dict[str, Any] = {"name": run_dir.name, "model": {"path": "m"}, "data": {"train": "t"}}
+    basis |= {"total_steps": status["total_steps"]} if "total_steps" in status else {}
     configs = [parse(basis | {"trainer": {"lr": lr}}) for lr in rates or (0.5,)]
     (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(configs[-1]))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -100,6 +102,29 @@ def test_a_long_curve_is_thinned_to_means(tmp_path: Path) -> None:
     rows = [step | {"training/step": float(at), "rollout/score/mean": float(at % 2)} for at in range(480)]
     (reward, _) = overview(save(tmp_path / "a", rows), "completed")["figures"]
     assert len(reward["curve"]) == 120 and {value for _, value in reward["curve"]} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("success", "ended", "outcome"),
+    [
+        (0.97, "completed", "Held-out success 97%"),
+        (0.25, "", "Held-out success 25%"),
+        (None, "", "It evaluates: no result is there yet"),
+        (None, "completed", "Evaluated without a reward"),
+        (None, "killed: its launcher is gone", "Killed: nothing was evaluated"),
+    ],
+)
+def test_an_evaluation_is_not_told_of_steps_or_to_train_on(
+    tmp_path: Path, success: float | None, ended: str, outcome: str
+) -> None:
+    """Its numbers have the names of evaluation.json, which is not written yet."""
+    rows = [] if success is None else [{"training/step": 0.0, SAMPLED: success, ASKED: 16.0}]
+    run_dir = save(tmp_path / "a", rows, total_steps=0, gauges={})
+    found = overview(run_dir, ended)
+    assert (found["outcome"], found["trains"], found["alerts"]) == (outcome, False, [])
+    assert [(one["label"], one["after"]["value"]) for one in found["held_out"]] == [
+        ("sampled/success", success)
+    ] * (success is not None)
 
 
 def test_of_a_long_run_some_rows_are_read_its_ends_and_all_validations(tmp_path: Path) -> None:
