@@ -246,9 +246,11 @@ def engine_key(config: RunConfig) -> tuple[str, int]:
     return ("engine.servers", config.engine.tp) if config.engine.remote else ("rollout.workers", 1)
 
 
-def candidates(config: RunConfig, rates: Rates, devices: int) -> list[tuple[Keys, Forecast]]:
-    """Predict other values of these keys, the best first. Splits and slots are tried together; batch and
-    bound with the best of them."""
+def candidates(
+    config: RunConfig, rates: Rates, devices: int, chosen: Keys | None = None
+) -> list[tuple[Keys, Forecast]]:
+    """Predict other values of these keys, the best first. Splits (or the `chosen` one) and slots are tried
+    together; batch and bound with the best of them."""
     from asyncrl.planning.forecast import predict
 
     buffer, slots = config.buffer, config.rollout.slots
@@ -260,7 +262,7 @@ def candidates(config: RunConfig, rates: Rates, devices: int) -> list[tuple[Keys
         if other is not None and tuple(keys.values()) not in tried:
             tried[tuple(keys.values())] = keys, predict(other, rates)
 
-    for split in splits(config, devices):
+    for split in [chosen] if chosen else splits(config, devices):
         for some in (slots // 2, slots, 2 * slots):
             attempt(split | {SLOTS: some, GROUPS: groups, BOUND: bound})
     if not tried:
@@ -294,8 +296,11 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
     own = changed(config, {"engine.colocated": 0}) or config
     shared = asked >= tp and not config.engine.urls
     unsplit = shared or (config.shifts and not asked)
-    found = candidates(own, rates, devices) if splits(own, devices) or not unsplit else []
+    if not (splits(own, devices) or unsplit):
+        raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; give more")
+    progress("plays this configuration")
     predicted = predict(config, rates, seeds=SEEDS)
+    progress("looks for what limits it")
     saved = sorted(limits(config, rates, SEEDS).items(), key=lambda one: -one[1])
     columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
@@ -314,10 +319,11 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
     print("\nseconds a step that twice of it, or twice as fast, would save:")
     print("  " + ", ".join(f"{name} {share:z.0%}" for name, share in saved))
     print(f"limited by: {saved[0][0] if saved[0][1] > ALIKE else 'nothing alone'}")
-    if shared:
-        report_sharing(own, rates, devices)
-    if not found:
+    chosen = report_sharing(own, rates, devices) if shared else None
+    if (shared and not chosen) or not splits(own, devices):
         return
+    progress("tries other slots, batches and bounds" + " with that split" * bool(chosen))
+    found = candidates(own, rates, devices, chosen)
     names = (key, "trainer.ranks", SLOTS, GROUPS, BOUND)
     print(f"\n{devices} devices; tokens/s within about {ALIKE:.0%} of the best first, by lag:")
     print(
@@ -333,8 +339,9 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
     print("\n" + " ".join(f"{name}={found[0][0][name]}" for name in names))
 
 
-def report_sharing(config: RunConfig, rates: Rates, devices: int) -> None:
-    """Print what engines and trainer do apart, and by shifts on the same devices."""
+def report_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
+    """Print what engines and trainer do apart, and by shifts on the same devices, and which way to take.
+    Return that split; None where it is by shifts."""
     from asyncrl.planning.devices import compare, halves
     from asyncrl.planning.forecast import workload
 
@@ -343,6 +350,7 @@ def report_sharing(config: RunConfig, rates: Rates, devices: int) -> None:
     def work(engines: int, ranks: int) -> Workload:
         return workload(changed(config, {key: engines, "trainer.ranks": ranks}) or config, rates)
 
+    progress(f"splits and shares up to {devices} devices")
     g, t = halves(work(1, 1))
     print(
         f"\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine {g:.3g} s, one "
@@ -353,8 +361,15 @@ def report_sharing(config: RunConfig, rates: Rates, devices: int) -> None:
         found = compare(work, number, rates.shift_s, tp)
         elastic = f"{found.elastic:.3g} ({-found.gain:.0%})" if found.apart else "-"
         sides = " | ".join(map(_figures, (found.apart, found.shifts)))
-        print(f"{number:>7}{sides} | {elastic}")
+        print(f"{number:>7}{sides} | {elastic}", flush=True)
     print(_advice(found, key))
+    split = {key: found.best.engines, "trainer.ranks": found.best.ranks}
+    return split if found.best is found.apart else None
+
+
+def progress(what: str) -> None:
+    """Say what is simulated, as it takes seconds: on standard error, apart from the report."""
+    print(f"plan: {what} …", file=sys.stderr, flush=True)
 
 
 def _figures(placed: Placed | None) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from asyncrl.commands import command_parser, find_run
 from asyncrl.observe.alerts import Alert
 from asyncrl.observe.files import read_status, read_summary
-from asyncrl.observe.metrics import OF_STEP, clock, figures
+from asyncrl.observe.metrics import OF_STEP, clock, duration, figures
 from asyncrl.observe.summary import UNSOUND, flow_line
 
 NO_STEPS = "an evaluation, without steps,"
@@ -73,7 +73,7 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
             f"{run_dir}: {ended or 'starts: its coordinator has not reported yet'}; logs: {run_dir / 'logs'}"
         ]
     age = now - status["time"]
-    heard = f", silent for {age:.0f} s" if age > SILENT and not ended else ""
+    heard = f", silent for {duration(age)}" if age > SILENT and not ended else ""
     progress = f"step {status['step']} of {status['total_steps']}" if status["total_steps"] else NO_STEPS
     steps = f"{progress} after {clock(status['seconds'])}"
     gauges, when = status["gauges"], "last step" if status["metrics"] else "so far"

@@ -29,7 +29,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.alerts import alerts, ends
 from asyncrl.observe.files import LineFile, read_rows, write_status, write_summary
-from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, STEP_SECONDS
+from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, STEP_SECONDS, duration
 from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.store.schema import StoreError
@@ -223,7 +223,7 @@ class Reporter:
             self.state.timeline.past(name, now - self._own.pop(name))
         self._own = dict.fromkeys(names, now) | self._own
         seconds = {wait: now - since for wait, since in self._since.items()}
-        return tuple(f"{wait} ({seconds[wait]:.0f} s)" if seconds[wait] >= 1 else wait for wait in found)
+        return tuple(f"{wait} ({duration(seconds[wait])})" if seconds[wait] >= 1 else wait for wait in found)
 
     def _episodes(self) -> dict[str, float]:
         columns, landed = self.landed.columns, self.landed.ends.total()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.run_directory import creatable
+from asyncrl.observe.metrics import duration
 from asyncrl.runtime.process import is_imported
 from asyncrl.weights.model_files import parameter_count
 
@@ -156,10 +157,11 @@ def describe_time(config: RunConfig, test: int, prompt: int) -> Iterator[str]:
     sampling = size * (written + asked) / cpu_speed(dtype, config.rollout.slots) / config.rollout.workers
     played = min(held_out.samples, test) * (held_out.episodes + held_out.greedy) / (groups * each)
     times = 2 + config.total_steps // (held_out.every or config.total_steps + 1)
-    minutes = (config.total_steps * max(training, sampling) + times * played * sampling) / 60
+    total = config.total_steps * max(training, sampling) + times * played * sampling
     yield (
-        f"time          about {minutes:.1f} minutes, a step {training:.0f} s of training and {sampling:.0f} "
-        "s of sampling side by side, if episodes fill rollout.max_tokens; by this CPU's speed in products"
+        f"time          about {duration(total)}, a step {duration(training)} of training and "
+        f"{duration(sampling)} of sampling side by side, if episodes fill rollout.max_tokens; by this CPU's "
+        "speed in products"
     )
 
 

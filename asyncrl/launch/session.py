@@ -30,6 +30,7 @@ from asyncrl.launch.placement import COORDINATOR, TRAINER
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.observe.files import log_tail
+from asyncrl.observe.metrics import duration
 from asyncrl.runtime.process import ENDING
 from asyncrl.wire.enrolment import invitation
 from asyncrl.wire.messages.channels import ToObserver
@@ -206,7 +207,7 @@ class Session:
         if self._outcome.code == INTERRUPTED and ended.code != COMPLETED:
             return ended
         if self._asked and ended.code == COMPLETED:
-            self._view.note(f"the stop took {time.monotonic() - self._stop_at:.0f} s; {self._goes_on}")
+            self._view.note(f"the stop took {duration(time.monotonic() - self._stop_at)}; {self._goes_on}")
         return self._outcome
 
     def _watch(self, now: float) -> RunOutcome | None:
@@ -219,7 +220,7 @@ class Session:
             waited = f"no status of the coordinator after {silent:.0f} s, limit {limit}"
             return RunOutcome(FAILED, f"{waited}\n{path}:\n{log_tail(path)}")
         if (silent := now - self._heard_at) > self._config.stall_timeout:
-            self._view.note(f"the coordinator has been silent for {silent:.0f} s: replacing it")
+            self._view.note(f"the coordinator has been silent for {duration(silent)}: replacing it")
             self._heard_at = now
             self._supervisor.kill_role(COORDINATOR)
         return None

@@ -178,6 +178,14 @@ def matching(pattern: str, names: Iterable[str]) -> dict[str, str]:
     return {name[len(head) : len(name) - len(tail)]: name for name in fitting}
 
 
+def duration(seconds: float) -> str:
+    """A duration in words, in units that suit it: 40 s, 5.5 minutes, 3.2 hours, 20 days."""
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "minutes"), (172_800, 3600, "hours")):
+        if seconds < limit:
+            return f"{seconds / size:.{0 if unit == 's' or seconds / size >= 10 else 1}f} {unit}"
+    return f"{seconds / 86400:,.{0 if seconds >= 864_000 else 1}f} days"
+
+
 def clock(seconds: float) -> str:
     """Hours, minutes and seconds: 1:02:03."""
     minutes, rest = divmod(int(seconds), 60)

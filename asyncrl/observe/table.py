@@ -11,7 +11,7 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.observe.metrics import shown
+from asyncrl.observe.metrics import duration, shown
 from asyncrl.observe.summary import JUDGED, identity_line, notes, outcome_line
 
 NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
@@ -20,7 +20,7 @@ NUMBERS = (  # label, key of the summary, format; in the order of the page's ove
     ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
     ("trainer idle", "trainer_idle_frac", ".0%"),
     ("rollout idle", "rollout_idle_frac", ".0%"),
-    ("seconds", "seconds", ".1f"),
+    ("time", "seconds", ""),
     ("tokens trained", "tokens_trained", ",d"),
     ("tokens/s", "tokens_per_s", ",.0f"),
 )
@@ -91,7 +91,8 @@ def numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tu
     """Label and value of those that are known; `everything`: diagnostics, too."""
     for label, key, form in (*NUMBERS, *DIAGNOSTICS * everything):
         if (value := summary.get(key)) is not None:
-            yield label, shown(value, form) + ROUNDING * (key == "probe_logprob_diff_max" and value > 1e-3)
+            text = duration(value) if key == "seconds" else shown(value, form)
+            yield label, text + ROUNDING * (key == "probe_logprob_diff_max" and value > 1e-3)
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import msgspec
 
+from asyncrl.observe.metrics import duration
 from asyncrl.observe.timeline import Timeline
 
 PERIOD = 2.0  # seconds after which a span that goes on is cut; also what a crash may lose
@@ -250,7 +251,7 @@ class Waits:
         if seconds < MIN_REPORTED:
             return ""
         same = sum(other == name for _, other, _ in self._open.values())
-        return f"{name} ({seconds:.0f} s{f', {same} episodes' if same > 1 else ''})"
+        return f"{name} ({duration(seconds)}{f', {same} episodes' if same > 1 else ''})"
 
     @property
     def in_time(self) -> bool:

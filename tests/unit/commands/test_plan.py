@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -148,6 +149,25 @@ def test_devices_are_split_or_shared(
     assert [line.split()[0] for line in text.splitlines() if line.count("|") == 2] == ["devices", "1", "2"]
     assert cli.main(["plan", run_dir, "engine.colocated=1"]) == 0, "one device, which cannot be split"
     assert "limited by: trainer" in capsys.readouterr().out
+
+
+def test_one_split_is_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots, batch and bound are tried with the split that the table of both ways takes, and no other."""
+    for module, name in ((devices, "MOST_STEPS"), (devices, "LEAST_STEPS"), (forecast, "LEAST_STEPS")):
+        monkeypatch.setattr(module, name, 6)
+    monkeypatch.setattr(forecast, "MOST_STEPS", 6)
+    monkeypatch.setattr(forecast, "limits", lambda *_: {"trainer": 0.3})
+    assert cli.main(["plan", str(make_run(tmp_path, "one", 16)), "--devices", "6", "--shift", "9"]) == 0
+    out, err = capsys.readouterr()
+    taken = re.search(r"^take (rollout.workers=\d trainer.ranks=\d):", out, re.MULTILINE)
+    assert taken and out.splitlines()[-1].startswith(f"{taken[1]} rollout.slots=")
+    assert len({*re.findall(r"workers=\d trainer.ranks=\d", out)}) == 1
+    tried = out.partition("tokens/s  s/step")[2].splitlines()[1:-2]
+    assert len({tuple(line.split()[:2]) for line in tried}) == 1 and len(tried) > 3
+    said = [line for line in err.splitlines() if line.startswith("plan: ")]
+    assert len(said) == 4 and said[-1].endswith("with that split …")
 
 
 def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

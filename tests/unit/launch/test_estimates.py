@@ -25,6 +25,7 @@ from asyncrl.launch.estimates import (
 )
 from asyncrl.launch.memory import Footprint, describe_memory
 from asyncrl.launch.placement import describe, processes_of
+from asyncrl.observe.metrics import duration
 from asyncrl.runtime.process import MainMemory
 from asyncrl.weights.model_files import parameter_count
 from asyncrl.weights.snapshot import Buffers
@@ -277,3 +278,15 @@ def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
     (model / "config.json").write_text("{}")
     (line,) = describe_memory(config(model), gpu=False)
     assert line.level == "warning" and line.text.startswith("the memory of a trainer rank is not estimated: ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"), (119.4, "119 s"), (130, "2.2 minutes"), (1500, "25 minutes"), (7199, "120 minutes"),
+        (7200, "2.0 hours"), (100_000, "28 hours"), (259_200, "3.0 days"), (28878.3 * 60, "20 days"),
+        (1e8 * 86400, "100,000,000 days"),
+    ],
+)  # fmt: skip
+def test_a_duration_is_in_units_that_suit_it(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
