@@ -21,6 +21,7 @@ from asyncrl.observe.alerts import Alert
 from asyncrl.observe.metrics import (
     BATCH,
     FIGURES,
+    FILTERED,
     NLL,
     NLL_HELD_OUT,
     REWARD,
@@ -199,7 +200,7 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
 
 def _figures(state: ConsoleState) -> list[str]:
     """The figures of this kind of run: a supervised one has a loss, all others rewards."""
-    other = (REWARD, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL, NLL_HELD_OUT)
+    other = (REWARD, FILTERED, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL, NLL_HELD_OUT)
     return [name for name in FIGURES if name not in other]
 
 

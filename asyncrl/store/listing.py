@@ -53,6 +53,8 @@ FACETS = {
     "stale": "tokens masked as too old",
 }
 NEWEST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out ones last
+# Of a run that is over: episodes that were under way come last, for there is nothing to read of them.
+NEWEST_OVER = f"e.state IN ('pending', 'running'), {NEWEST}"
 FROM = """FROM episodes e LEFT JOIN questions q ON q.group_id = e.group_id
     LEFT JOIN answers a ON a.uid = e.uid"""
 TOOLS = """WITH called AS (

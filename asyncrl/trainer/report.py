@@ -17,11 +17,12 @@ from asyncrl.algorithms.diagnostics import TokenState, TokenSums, metrics_of
 from asyncrl.algorithms.normalise import Moments, end_factor, explained_variance
 from asyncrl.buffer.prompts import TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
-from asyncrl.observe.metrics import LAG_TOKENS
+from asyncrl.observe.metrics import LAG_TOKENS, NLL, ZERO_ADVANTAGE
 from asyncrl.observe.transcripts import MOST_TOKENS, TokenRatios, is_kept, save_ratios
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.objective import Terms
 
+OF_SAMPLED = ("staleness/", "rollout_corr/by_lag/", ZERO_ADVANTAGE)  # metrics of what a policy sampled
 KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 ADVANTAGES = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
 LEAST_ESS_FACTOR = 0.1
@@ -292,6 +293,8 @@ def batch_metrics(tally: MetricSums, change: Callable[[np.ndarray], np.ndarray])
     fit = explained_variance(returns, errors)
     if fit is not None:
         metrics["critic/vf_explained_var"] = fit
+    if NLL in metrics:  # demonstrations have no advantages, and no version sampled them that could be old
+        return {name: value for name, value in metrics.items() if not name.startswith(OF_SAMPLED)}
     return metrics | _lags(_histogram(hidden, KEPT_PREFIX), _histogram(metrics, LAG_TOKENS))
 
 

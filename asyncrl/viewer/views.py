@@ -104,7 +104,10 @@ class Views:
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = Listing.of(*(query.get(key, "") for key in ("where", "order", "start", "search")))
         found, searched, decode = list[str](), None, None
-        with closing(RunReader.open(path := self._path(query))) as reader:
+        path = self._path(query)
+        if wanted.order == listing.NEWEST and self._ended(path):
+            wanted = msgspec.structs.replace(wanted, order=listing.NEWEST_OVER)
+        with closing(RunReader.open(path)) as reader:
             if wanted.search:
                 with suppress(AsyncrlError):  # else what the tools said is searched
                     decode = self._decoder(_config(path).model.path)

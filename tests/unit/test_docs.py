@@ -7,6 +7,7 @@ import ast
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+from asyncrl import cli
 from asyncrl.config import parse
 from asyncrl.observe.metrics import CHARTS, catalogue, sections, spread
 from tests.fakes.scripts import script
@@ -36,6 +38,29 @@ def defined(path: Path) -> set[str]:
 
 
 RECIPES = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+WORDED = re.compile(r"(?:`|^|\$ )asyncrl ([a-z]+)((?:[^`\n#|]|\\\n)*)", re.MULTILINE)  # in code
+GONE = {"trace"}  # the changelog says so
+
+
+@pytest.mark.parametrize(
+    "page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name
+)
+def test_commands_and_their_options_are_there(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.sub(
+        r"^(?!    ).*(?<!`)\basyncrl (?:has|is|was|itself)\b", "", page.read_text(), flags=re.MULTILINE
+    )
+    wrong = []
+    for command, words in WORDED.findall(code):
+        if command not in {*cli.COMMANDS, *GONE}:
+            wrong.append(command)
+        elif options := re.findall(r"(?<![\w-])--[a-z][a-z-]*", words):
+            with suppress(SystemExit):
+                cli.main([command, "--help"])
+            known = re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out)
+            wrong += [f"{command} {option}" for option in options if option not in known]
+    assert not wrong
 
 
 def test_there_is_a_recipe_for_all_that_is_added() -> None:

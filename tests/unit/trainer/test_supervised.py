@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.observe.metrics import ZERO_ADVANTAGE
 from asyncrl.trainer.report import Ratios
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult
@@ -77,6 +78,7 @@ def test_the_gradient_is_that_of_cross_entropy(world: World, tmp_path: Path) -> 
     assert metrics["actor/nll"] == pytest.approx(loss, rel=1e-5)
     assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["rollout_corr/rho_max"] == metrics["rollout_corr/rho_min"] == 1.0  # there is no mu
+    assert not [name for name in metrics if "lag" in name or name.startswith(("staleness/", ZERO_ADVANTAGE))]
 
 
 def test_adapters_alone_learn_and_the_export_holds_them(world: World, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def facets(views: Views, *where: Any) -> dict[str, dict[Any, int]]:
 
 
 def test_filters_and_orders(views: Views) -> None:
-    assert uids(views) == ["3.0", "3.1", "2.0", "2.1", "1.0", "1.1", "0.0", "0.1"]
+    assert uids(views) == ["3.0", "3.1", "1.0", "1.1", "0.0", "0.1", "2.0", "2.1"]  # never over: the last
     trained = ["state", "=", "trained"]
     assert uids(views, trained, order="-reward") == ["0.0", "1.0", "1.1", "0.1"]
     assert uids(views, trained, ["reward", ">=", 0.5], ["reward", "<=", 0.9]) == ["1.0", "1.1"]
@@ -65,10 +65,14 @@ def test_filters_and_orders(views: Views) -> None:
     assert uids(views, ["group", "=", 0]) == ["0.0", "0.1"] and uids(views, ["end", "=", "length"]) == []
     assert uids(views, ["end", "=", "answered"], ["tokens", ">=", 10], ["group", "=", 1]) == ["1.0", "1.1"]
     assert uids(views, ["reason", "=", "group_short"]) == ["3.0", "3.1"]
-    assert uids(views, ["uid", "=", "0.0"], ["uid", "=", "2.0"]) == ["2.0", "0.0"]  # one or the other
+    assert uids(views, ["uid", "=", "0.0"], ["uid", "=", "2.0"]) == ["0.0", "2.0"]  # one or the other
     assert uids(views, ["components.acc", "=", [0.5, 1]]) == ["1.0", "1.1"]
     assert uids(views, trained, order="-components.acc")[0] == "0.0"
     assert uids(views, ["step", "=", None], ["lag", "=", None], order="lag") == ["3.0", "3.1", "2.0", "2.1"]
+
+
+def test_while_a_run_goes_on_what_is_under_way_is_listed_where_it_is_new(run_dir: Path) -> None:
+    assert uids(Views([run_dir], lambda _: ""))[2:4] == ["2.0", "2.1"]
 
 
 def test_words_are_found_in_questions_answers_and_transcripts(views: Views) -> None:
