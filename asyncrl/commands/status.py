@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.commands import command_parser, find_run
-from asyncrl.observe.alerts import Alert
+from asyncrl.observe.alerts import Alert, unless_quoted
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.metrics import OF_STEP, clock, duration, figures
 from asyncrl.observe.summary import UNSOUND, flow_line
@@ -78,8 +78,9 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
     steps = f"{progress} after {clock(status['seconds'])}"
     gauges, when = status["gauges"], "last step" if status["metrics"] else "so far"
     numbers = (shown := ", ".join(figures(OF_STEP, gauges | status["metrics"]))) and f"{when}: {shown}"
-    wrong = [] if ended else [alert.line for alert in msgspec.convert(status.get("alerts", []), list[Alert])]
-    known = filter(None, (*wrong, numbers, flow_line(gauges), status["failed"]))
+    alerts = [] if ended else msgspec.convert(status.get("alerts", []), list[Alert])
+    failed = unless_quoted(status["failed"], alerts)
+    known = filter(None, (*(alert.line for alert in alerts), numbers, flow_line(gauges), failed))
     waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
     lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *known]
     return [*lines, "waits:", *waits] if waits else lines

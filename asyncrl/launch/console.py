@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
-from asyncrl.observe.alerts import Alert
+from asyncrl.observe.alerts import Alert, newest_cause, unless_quoted
 from asyncrl.observe.background import Background
 from asyncrl.observe.metrics import BATCH, HELD_OUT, HIGHEST, VALIDATED, figures
 from asyncrl.observe.table import PipeSafeTerminal
@@ -44,12 +44,16 @@ class Console:
         self.mode, self.state, self.terminal = mode, state, terminal
         self._line_at = 0.0
         self._printed: dict[str, Alert] = {}  # alerts by name: a bad one that returns is printed again
+        self._cause = ""  # of the first failed attempt, once printed: alerts do not repeat it
 
     def status(self, status: Status) -> None:
         """The state of the run, a few times a second."""
         before, self.state.status = self.state.status, status
         news = [f"phase: {status.phase}"] if status.phase != before.phase else []
-        news += [status.failed] if status.failed and not before.failed else []
+        failed = unless_quoted(status.failed, status.alerts)
+        if failed and not before.failed:
+            news.append(failed)
+            self._cause = newest_cause(failed)
         news += self._new_alerts(status)
         now = time.monotonic()
         done = status.step + min(0.999, status.gauges.get(BATCH, 0.0))  # a whole batch is not yet a step
@@ -66,7 +70,7 @@ class Console:
         lines = [alert.line for name, alert in alerts.items() if name not in self._printed]
         lasting = {name: alert for name, alert in self._printed.items() if alert.level != "bad"}
         self._printed = lasting | alerts
-        return lines
+        return [line.replace(f": {self._cause}", "") for line in lines] if self._cause else lines
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """The metrics row of a committed step, or of a validation."""

@@ -17,7 +17,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.alerts import Alert
+from asyncrl.observe.alerts import Alert, unless_quoted
 from asyncrl.observe.metrics import (
     BATCH,
     FIGURES,
@@ -133,7 +133,8 @@ def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segme
         curves = lines(_curves(state, width))
         cells = lines(Columns(figures(known, state.known), padding=(0, GAP, 0, 0), equal=True))
         wrong = lines(*(_alert(alert) for alert in status.alerts if alert.level in WRONG))
-        wrong += lines(_text([status.failed], "red")) if status.failed else []
+        failed = unless_quoted(status.failed, status.alerts)
+        wrong += lines(_text([failed], "red")) if failed else []
         wrong = wrong[:FAILED]
         hints = lines(*(_alert(alert) for alert in status.alerts if alert.level not in WRONG))[:HINT]
         below = [*lines("waiting:"), *lines(_text(status.waits, "yellow"))[:WAITS]] if status.waits else []
@@ -187,7 +188,7 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
     names = (name for name in _figures(state) if not name.startswith("val-core/"))
     known = [*figures(names, state.known)] if status.phase != "starting" else []
     named = f"waits: {'; '.join(status.waits)}" if status.waits else ""
-    texts = (status.failed, named) if waits else ()
+    texts = (unless_quoted(status.failed, status.alerts), named) if waits else ()
     ends = list(filter(None, texts))
     each = 2 * (WIDEST - len(line)) // (2 * len(ends) + bool(known) or 1) - 3  # twice the figures' share
     kept = sum(min(len(text), each) + 3 for text in ends)

@@ -219,6 +219,17 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     return [*good, *wrong] if good or wrong else hints[:1]
 
 
+def newest_cause(failed: str) -> str:
+    """Return the newest cause that the line of failed attempts ends with."""
+    return failed.partition("the newest: ")[2]
+
+
+def unless_quoted(failed: str, shown: Sequence[Alert]) -> str:
+    """Return the line of failed attempts; '' where an alert quotes its newest cause."""
+    cause = newest_cause(failed)
+    return "" if cause and any(cause in alert.what for alert in shown) else failed
+
+
 def _solved(seen: Seen) -> Found | None:
     """Find that held-out success stays high, or, without validations, the score in training."""
     if seen.success < SOLVED:
@@ -253,7 +264,7 @@ def _failing(seen: Seen) -> Found | None:
     if failed < max(FEW, FAILING * (failed + seen.settled)):
         return None
     worst = max(counts, key=lambda reason: counts[reason])
-    newest = str(seen.status.get("failed", "")).partition("the newest: ")[2]
+    newest = newest_cause(str(seen.status.get("failed", "")))
     why = f": {newest}" if newest else ""
     return Found(f"{failed:,.0f} of {failed + seen.settled:,.0f}, most with {worst}{why}", worst)
 

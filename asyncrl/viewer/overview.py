@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 
 from asyncrl.config import leaves, parse
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.alerts import WINDOW, Alert, alerts
+from asyncrl.observe.alerts import WINDOW, Alert, alerts, unless_quoted
 from asyncrl.observe.files import read_status, read_summary, some_rows
 from asyncrl.observe.held_out import wilson
 from asyncrl.observe.machine import recorded_machine
@@ -70,7 +70,8 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     differing = differences([config, tree(parse(needed))]).items() if config else ()
     machine = recorded_machine(run_dir)
     trains = bool(keys.get("total_steps", 1))
-    told = notes(summary) if saved else [status.get("failed", "")]
+    found = alerts(rows, status, keys)
+    told = notes(summary) if saved else [unless_quoted(status.get("failed", ""), found)]
     return {
         "outcome": _outcome(ended, status, summary, trains),
         "trains": trains,
@@ -79,7 +80,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         "conserved": summary["conserved"],
         "held_out": list(measures(run_dir)) or list(_held_out(rows) if trains else _evaluated(rows)),
         "figures": list(_figures(steps)),
-        "alerts": [*alerts(rows, status, keys), *resumed[-RESUMED:]],
+        "alerts": [*found, *resumed[-RESUMED:]],
         "waits": list(_waits(steps if ended else steps[-1:], gauges, status, ended)),
         "flow": summary["flow"],
         "running": int(gauges.get("async/running", 0)),

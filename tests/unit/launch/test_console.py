@@ -108,6 +108,27 @@ def test_failed_attempts_are_counted_by_kind() -> None:
     assert failures_line({"worker_lost": 2, "reward_error": 1234}, "[x] (bad.py:41)") == FAILED
 
 
+FAIL = Alert(name="attempts fail", level="bad", what="9 of 9, most with x: no such tool", do="name it")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_why_attempts_fail_is_printed_once(together: bool) -> None:
+    """By the line of the first failure, or by the alert if that comes with it; live, too."""
+    shown, out = console()
+    first = Status("running", 0, 10, {}, (), "attempts failed: 1 x; the newest: no such tool")
+    if not together:
+        shown.status(first)
+    last = replace(first, failed="attempts failed: 9 x; the newest: no such tool", alerts=(FAIL,))
+    shown.status(last)
+    shown.status(last)
+    text = out.getvalue()
+    assert text.count("no such tool") == 1 and text.count("attempts fail: 9 of 9, most with x") == 1
+    assert "no such tool" in plain_line(shown.state) and plain_line(shown.state).count("no such tool") == 1
+    terminal = Terminal(file=io.StringIO(), width=120, height=40)
+    terminal.print(render(shown.state, terminal))
+    assert terminal.file.getvalue().count("no such tool") == 1  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("failed", ["", "attempts failed: " + 9 * "1,234 reward_error, "])
 @pytest.mark.parametrize("count", [0, 1, 9])
 def test_a_plain_line_is_never_long(failed: str, count: int) -> None:

@@ -170,7 +170,7 @@ def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -
         tmp_path / "solved", [{"training/step": 0.0, "val-core/all/sampled/success": 0.27}, *run({}, 0.98)],
         0.5, 0.25, gauges=FLOW,
     )  # fmt: skip
-    slow = {"async/trainer_idle_frac": 0.9, "timing_s/reward/mean": 7.0}
+    slow = {"async/trainer_idle_frac": 0.9, "timing_s/reward/mean": 7.0, "timing_s/step": 30.0}
     limited = save(tmp_path / "limited", run(slow), step=20, gauges=FLOW, waits=WAITS)
     views = Views([failing, solved, limited], lambda run_dir: "" if run_dir != solved else "completed")
 
