@@ -25,8 +25,8 @@ from asyncrl.observe.metrics import Row, clock, matching
 from asyncrl.observe.summary import flow_of, mean
 from asyncrl.types import FailReason
 
-WINDOW = 10  # steps that a rule looks back on
-SETTLED = 2 * WINDOW  # steps before which no advice is given
+WINDOW = 10  # steps that a rule looks back on, and before which no advice is given
+SETTLED = 2 * WINDOW  # steps before which none is about learning
 YOUNG = 4 * WINDOW  # steps up to which the reward in training shows that a run learns, without a validation
 SHORT = 300.0  # seconds: a run that takes less needs no advice on its speed
 MOST, SOME = 0.9, 0.25  # shares from which on it is "nearly all", and worth an advice
@@ -136,7 +136,7 @@ class Seen(NamedTuple):
             earlier = [one for one in self.judged if one.step < newest.step / 2]
             return bool(earlier) and clearly_below(earlier[-1].share, newest.share)
         step = self.last[-1].get("training/step", 0.0) if self.last else 0.0
-        return 2 * WINDOW <= step <= YOUNG and mean_clearly_below(before, now)
+        return SETTLED <= step <= YOUNG and mean_clearly_below(before, now)
 
     def mean(self, name: str) -> float:
         return mean(self.last, name) or 0.0
@@ -203,7 +203,7 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     for name, find in RULES.items():
         rule = rules()[name]
         solved = any(alert.level == "good" for alert in found)
-        if rule.level == "advice" and len(steps) < SETTLED:
+        if rule.level == "advice" and len(steps) < (SETTLED if rule.scores else WINDOW):
             continue
         if (rule.scores and (solved or not scored)) or (rule.level == "good" and (supervised or not trains)):
             continue
