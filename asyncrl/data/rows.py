@@ -44,37 +44,39 @@ def _parquet(path: Path) -> Iterator[Any]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            with_maps = [(field.name, _with_maps(field.type)) for field in file.schema_arrow]
-            changed = [(name, convert) for name, convert in with_maps if convert]
+            converters = [(field.name, _converter(field.type)) for field in file.schema_arrow]
+            changed = [(name, convert) for name, convert in converters if convert]
             for batch in file.iter_batches(BATCH):
                 for row in batch.to_pylist():
-                    row |= {name: convert(row[name]) for name, convert in changed}
-                    yield plain(row)
+                    yield row | {name: convert(row[name]) for name, convert in changed}
     except pyarrow.ArrowException as error:
         raise ValueError(one_line(error)) from error
 
 
-def _with_maps(kind: Any) -> Callable[[Any], Any] | None:
-    """Return what makes dicts of the maps in a value of an Arrow type, which pyarrow gives as lists of pairs;
-    None where the type has no map in it."""
-    import pyarrow.types
+def _converter(kind: Any) -> Callable[[Any], Any] | None:
+    """Return what makes values of JSON of the values of an Arrow type, for example dicts of maps, which
+    pyarrow gives as lists of pairs; None where they are such values already."""
+    import pyarrow.types as types
 
-    if pyarrow.types.is_map(kind):
-        of_value = _with_maps(kind.item_type) or _unchanged
-        return lambda pairs: None if pairs is None else {_key(key): of_value(value) for key, value in pairs}
-    if pyarrow.types.is_struct(kind):
-        fields = [(field.name, _with_maps(field.type)) for field in kind]
+    if types.is_map(kind):
+        of_key, of_value = (_converter(part) or _unchanged for part in (kind.key_type, kind.item_type))
+        return lambda pairs: (
+            None if pairs is None else {_key(of_key(key)): of_value(value) for key, value in pairs}
+        )
+    if types.is_struct(kind):
+        fields = [(field.name, _converter(field.type)) for field in kind]
         changed = [(name, convert) for name, convert in fields if convert]
         if not changed:
             return None
         return lambda struct: struct and struct | {name: convert(struct[name]) for name, convert in changed}
-    is_list = (
-        pyarrow.types.is_list(kind)
-        or pyarrow.types.is_large_list(kind)
-        or pyarrow.types.is_fixed_size_list(kind)
-    )
-    of_item = _with_maps(kind.value_type) if is_list else None
-    return of_item and (lambda items: items and [of_item(item) for item in items])
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        of_item = _converter(kind.value_type)
+        return of_item and (lambda items: items and [of_item(item) for item in items])
+    if types.is_dictionary(kind):
+        return _converter(kind.value_type)
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind):
+        return None
+    return plain
 
 
 def _unchanged(value: Any) -> Any:
@@ -93,7 +95,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {_key(plain(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, bytes | bytearray | memoryview):

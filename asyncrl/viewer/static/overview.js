@@ -26,7 +26,8 @@ export async function show(place, route, state, current) {
     headline(run, answer), ...answer.alerts.filter(wrong).map(warning),
     make("div", { class: "overview" }, make("div", {}, heldOut(answer, run), answer.trains && training(answer),
       ...answer.alerts.filter((one) => !wrong(one)).map(warning)),
-      make("div", {}, waits(answer, run), answer.trains && flow(answer), configuration(answer))),
+      make("div", {}, (answer.trains || answer.waits.length > 0) && waits(answer, run),
+        answer.trains && flow(answer), configuration(answer))),
     ...answer.notes.map((note) => make("p", { class: "dim small" }, note)),
     ...Object.entries(answer.tables).map(([title, rows]) =>
       Object.keys(rows).length > 0 && fold(title, false, table(null, Object.entries(rows)))),
