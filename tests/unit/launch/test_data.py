@@ -18,6 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import data as data_module
 from asyncrl.launch.data import PromptBudget, check_data, prepare
 from asyncrl.launch.run_directory import run_directory
+from asyncrl.launch.truths import LOOKED_AT
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import Sample
 from tests.fakes.checked import Given, questions
@@ -171,7 +172,7 @@ def test_a_limit_that_changes_which_prompts_are_left_out_is_named(given: Given) 
 
 def test_a_task_after_many_samples_is_checked_too(given: Given) -> None:
     lost = questions(1)[0] | {"extra_info": {"task": {"name": "lost", "image": "lost"}}}
-    given.write([*questions(data_module.LOOKED_AT + 1), lost])
+    given.write([*questions(LOOKED_AT + 1), lost])
     assert "data.train: task lost: there is no image 'lost'" in given.notes("data")[-1].text
 
 
