@@ -232,8 +232,7 @@ def by_task(tasks: dict[int, tuple[str, str]], numbers: PerSample) -> dict[str, 
 
 def print_result(result: Result, baseline: Result | None = None) -> None:
     """Print the table, and write its numbers."""
-    found = write_result(result, baseline)
-    _print_table(result, baseline, found)
+    _print_table(result, baseline, write_result(result, baseline))
 
 
 def write_result(result: Result, baseline: Result | None = None) -> dict[str, dict[str, Any]]:

@@ -52,16 +52,19 @@ def list_runs(directory: Path) -> int:
     held-out number."""
     for path in runs_in(directory):
         try:
-            found, status = read_summary(path), read_status(path)
-            ended = found.get("outcome") or ending(path).partition(":")[0]
+            summary = read_summary(path)
+            status = read_status(path)
+            ended = summary.get("outcome") or ending(path).partition(":")[0]
         except ConfigError:
-            found, status, ended = {}, {}, "unreadable"
-        if not found and ended != "unreadable":  # under way, or killed: the metrics so far
-            found = summarize(some_rows(path, edge=WINDOW, most=WINDOW), flow={}, conserved=True)
+            summary = {}
+            status = {}
+            ended = "unreadable"
+        if not summary and ended != "unreadable":  # under way, or killed: the metrics so far
+            summary = summarize(some_rows(path, edge=WINDOW, most=WINDOW), flow={}, conserved=True)
         total = status.get("total_steps")
         of = f" of {total}" if total and ended != "completed" else ""
-        steps = "evaluation" if total == 0 else f"step {found.get('steps', '–')}{of}"
-        print(f"{path.name:<32} {ended or 'running':<10} {steps}  {newest_number(found)}".rstrip())
+        steps = "evaluation" if total == 0 else f"step {summary.get('steps', '–')}{of}"
+        print(f"{path.name:<32} {ended or 'running':<10} {steps}  {newest_number(summary)}".rstrip())
     return 0
 
 

@@ -129,8 +129,8 @@ def _unclear(summary: Mapping[str, Any], name: str) -> str:
     """Say that success before and after may differ by chance alone: their intervals meet."""
     counts = [summary.get(count) or 0 for count in QUESTIONS]
     for key in ("success", "greedy"):
-        known = (summary.get(f"{key}_{when}") for when in ("before", "after"))
-        values = [value for value in known if value is not None]
+        both = [summary.get(f"{key}_{when}") for when in ("before", "after")]
+        values = [value for value in both if value is not None]
         if name != f"held-out {JUDGED[key][0]}" or len(values) < 2 or not all(counts):
             continue
         before, after = (SuccessShare(value, count) for value, count in zip(values, counts, strict=True))

@@ -70,8 +70,8 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     differing = differences([config, tree(parse(needed))]).items() if config else ()
     machine = recorded_machine(run_dir)
     trains = bool(keys.get("total_steps", 1))
-    found = alerts(rows, status, keys)
-    told = notes(summary) if saved else [unless_quoted(status.get("failed", ""), found)]
+    shown_alerts = alerts(rows, status, keys)
+    told = notes(summary) if saved else [unless_quoted(status.get("failed", ""), shown_alerts)]
     return {
         "outcome": _outcome(ended, status, summary, trains),
         "trains": trains,
@@ -80,7 +80,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         "conserved": summary["conserved"],
         "held_out": list(measures(run_dir)) or list(_held_out(rows) if trains else _evaluated(rows)),
         "figures": list(_figures(steps)),
-        "alerts": [*found, *resumed[-RESUMED:]],
+        "alerts": [*shown_alerts, *resumed[-RESUMED:]],
         "waits": list(_waits(steps if ended else steps[-1:], gauges, status, ended)),
         "flow": summary["flow"],
         "running": int(gauges.get("async/running", 0)),

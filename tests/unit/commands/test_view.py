@@ -85,7 +85,7 @@ def test_the_page_of_a_run_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["a$b$", "--run-dir", str(tmp_path), "--html", str(page)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(page)]
     found = recorded(page)["overview?run=0"]
-    assert found["outcome"] == "Held-out success 25% → 75% in 2 steps"
+    assert found["outcome"] == "Held-out success 25% → 75% in 2 steps: no clear change (12 questions)"
     (judged,) = found["held_out"]  # the score is the success
     before, after = judged["before"], judged["after"]
     assert (before["value"], after["value"], after["step"]) == (0.25, 0.75, 2)
@@ -115,7 +115,9 @@ def test_two_runs_side_by_side_and_one_that_is_not_over(tmp_path: Path) -> None:
     assert keys(one)["seed"] == 3 and "trainer.lr" not in keys(one)
     assert one["flow"] == dict.fromkeys(one["flow"], 0) | FLOW  # by its last row
     assert "machine.json is missing or cannot be read" in one["notes"][-1]
-    assert one["outcome"] == "Killed: held-out success 25% → 75% after 2 steps"
+    assert (
+        one["outcome"] == "Killed: held-out success 25% → 75% after 2 steps: no clear change (12 questions)"
+    )
 
 
 def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tmp_path: Path) -> None:
