@@ -117,7 +117,7 @@ def newest_number(summary: Mapping[str, Any]) -> str:
     """Return the newest held-out number of a run, as "success 31.2%"; before its first validation in training
     the reward or the loss; '' while nothing is known."""
     after = [(name, summary.get(f"{key}_after")) for key, (name, _) in JUDGED.items()]
-    training = [("reward", summary.get("reward_last")), ("loss per token", summary.get("nll_last"))]
+    training = [("loss per token", summary.get("nll_last")), ("reward", summary.get("reward_last"))]
     before = [(name, summary.get(f"{key}_before")) for key, (name, _) in JUDGED.items()]
     for name, value in (*after, *training, *before):
         if value is not None:

@@ -387,7 +387,7 @@ TRAINED = [{"training/step": float(s), "timing_s/step": 1.0, "rollout/score/mean
          "completed  evaluation  success 25.0%"),
         ([], {"total_steps": 9}, {"outcome": "completed", "steps": 9, "success_after": 0.5},
          "completed  step 9  success 50.0%"),
-        ([], {"total_steps": 9}, {"outcome": "failed", "steps": 4, "nll_last": 0.5},
+        ([], {"total_steps": 9}, {"outcome": "failed", "steps": 4, "nll_last": 0.5, "reward_last": 0.0},
          "failed     step 4 of 9  loss per token 0.5"),
     ],
 )  # fmt: skip

@@ -159,7 +159,7 @@ def test_one_split_is_recommended(
         monkeypatch.setattr(module, name, 6)
     monkeypatch.setattr(forecast, "MOST_STEPS", 6)
     monkeypatch.setattr(forecast, "limits", lambda *_: {"trainer": 0.3})
-    assert cli.main(["plan", str(make_run(tmp_path, "one", 16)), "--devices", "6", "--shift", "9"]) == 0
+    assert cli.main(["plan", str(make_run(tmp_path, "one", 16)), "--devices", "3", "--shift", "9"]) == 0
     out, err = capsys.readouterr()
     taken = re.search(r"^take (rollout.workers=\d trainer.ranks=\d):", out, re.MULTILINE)
     assert taken and out.splitlines()[-1].startswith(f"{taken[1]} rollout.slots=")
