@@ -80,7 +80,8 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
     numbers = (shown := ", ".join(figures(OF_STEP, gauges | status["metrics"]))) and f"{when}: {shown}"
     alerts = [] if ended else msgspec.convert(status.get("alerts", []), list[Alert])
     failed = unless_quoted(status["failed"], alerts)
-    known = filter(None, (*(alert.line for alert in alerts), numbers, flow_line(gauges), failed))
+    flow = flow_line(gauges) if status["total_steps"] else ""  # of an evaluation nothing is issued
+    known = filter(None, (*(alert.line for alert in alerts), numbers, flow, failed))
     waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
     lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *known]
     return [*lines, "waits:", *waits] if waits else lines
