@@ -99,6 +99,7 @@ class Lifecycle:
                 waits = [] if self.workers.peers else ["no rollout worker has reported in"]
                 if not self.state.versions.ref:
                     waits.append("the trainer has not published the first version")
+                    waits += [f"{name}: {wait}" for name, wait in self.trainer.starting_waits(now)]
                 if self.engines.lacks:
                     waits.append(f"there is not yet {self.engines.lacks}")
                 limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading models)"

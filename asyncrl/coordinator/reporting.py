@@ -211,6 +211,7 @@ class Reporter:
         peers = (*self.workers.peers, *keepers, *self.trainer.ranks.peers)
         named = [(one.name, one.beat.waiting) for one in peers if one.beat]
         own, now = dict.fromkeys(self.state.waits), time.monotonic()
+        named += self.trainer.starting_waits(now)
         who: dict[str, list[str]] = {}
         for name, waiting in named:
             who.setdefault(waiting, []).append(name)

@@ -72,6 +72,7 @@ class TrainerHandler:
         self._spiked, self._spikes = -1, 0  # the last step that spiked, and batches in a row that did there
         self.asking: dict[bytes, trainer.AskDevices] = {}  # ranks that have loaded nothing yet
         self.asker = ""  # the incarnation of the newest of them
+        self._starting: dict[bytes, tuple[trainer.TrainerBeat, float]] = {}  # no hello yet; and when heard
         self._given_up = int(state.store.read.meta("given_up", "-1"))  # the newest epoch that gave up a batch
 
     # -- control -------------------------------------------------------------------------------------
@@ -82,6 +83,7 @@ class TrainerHandler:
         rank = self.ranks.peers.hello(
             peer, message, now, lambda: RankRecord(peer, name, message, now), newest
         )
+        self._starting.pop(peer, None)
         if rank is None:
             return
         state = self.state
@@ -129,7 +131,10 @@ class TrainerHandler:
         """A heartbeat. Only work done since the last one is progress: a long step must not trip the watchdog,
         but a rank that hangs in one must."""
         if (rank := self.ranks.peers.get(peer)) is None:
-            return  # of a trainer that another has replaced
+            replaced = is_older(peer.decode().rpartition("/")[2], self.ranks.incarnation)
+            if not replaced:
+                self._starting[peer] = message, now
+            return
         before, rank.beat = rank.beat, message
         if message.rank == 0:  # its beats and its Checkpointed come in order; a new start has not tried yet
             self._unsaved = message.unsaved or self._unsaved
@@ -137,6 +142,15 @@ class TrainerHandler:
             self.state.liveness.progress(now)
         elif message.written > (before.written if before else 0):
             self.state.liveness.alive(now)  # no progress: on a full disk the same bytes are written again
+
+    def starting_waits(self, now: float) -> list[tuple[str, str]]:
+        """Name and wait of each rank that has not said hello, and was heard of within a lease."""
+        lease = self.state.config.launch.lease
+        return [
+            (f"trainer {beat.rank}", beat.waiting)
+            for beat, heard_at in self._starting.values()
+            if now - heard_at < lease
+        ]
 
     def hangs(self, now: float) -> bool:
         """True where some rank is silent; asked when nothing has moved for long. Who waits sends beats."""

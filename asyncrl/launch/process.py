@@ -111,12 +111,12 @@ class LocalSpawner:
         return LocalProcess(order.place.name, process, path)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
-        """URL of a new file for the rendezvous of the ranks of one start; '' for a single process."""
+        """The path of a new file where the ranks of one start meet; '' for a single process."""
         if len(unit.places) == 1:
             return ""
         path = (self._run_dir / "rendezvous" / incarnation).absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.as_uri()
+        return str(path)
 
     def _command(self, order: ProcessSpec) -> list[str]:
         place = order.place

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,7 +61,15 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.manual_seed(config.seed)
     if not await_devices(config, endpoints, rank, incarnation):
         return 0
-    mesh = world.join(rank, config.trainer.ranks, rendezvous, config.model.device, progress_limit(config))
+    mesh = world.join(
+        rank,
+        config.trainer.ranks,
+        rendezvous,
+        config.model.device,
+        timeout_s=progress_limit(config),
+        meet_s=silence_limit(config),
+        meet=partial(meet_others, endpoints, rank, incarnation),
+    )
     mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
     role = TrainerRank(config, endpoints, mesh, incarnation)
     try:
@@ -79,6 +88,22 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
         role.close()
         world.leave()
     return 0
+
+
+def meet_others(endpoints: Endpoints, rank: int, incarnation: str, waits: Iterator[str]) -> None:
+    """Wait until all ranks have met, and let the coordinator name this wait meanwhile."""
+    link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
+    next_beat = 0.0
+    try:
+        for name in waits:
+            if time.monotonic() > next_beat:
+                next_beat = time.monotonic() + BEAT_EVERY
+                link.send(trainer.TrainerBeat(rank, 0.0, 0.0, name))
+            answer, _ = link.receive(world.MEET_POLL) or (None, [])
+            if isinstance(answer, shared.Stop):
+                raise Stopped(answer.reason)
+    finally:
+        link.close()
 
 
 class TrainerRank:

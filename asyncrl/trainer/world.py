@@ -12,30 +12,34 @@ add up to that of the sum of their equal losses.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from math import gcd
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.autograd import Function
+from torch.distributed import DistNetworkError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
 
 T = TypeVar("T")
 MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 40 bytes per model token
 PART_BYTES = 64 << 20  # of it that travel at once
+TCP = "tcp://"  # a rendezvous that begins so is a host and a port; any other is the path of a file
+MEET_POLL = 0.05  # seconds between two looks for the other ranks
+DIAL_SECONDS = 2.0  # for rank 0's store to answer; it is dialled again until the ranks' limit to meet
 
 
 @dataclass(frozen=True)
@@ -162,9 +166,10 @@ class Words:
 
     def __init__(self, world: World) -> None:
         self._size, self._told, self._meetings = world.size, 0, 0
-        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        self._store: Any = HashStore()
         if world.size > 1:
-            host = urlsplit(world.rendezvous).hostname or "127.0.0.1"
+            address = _address(world.rendezvous)
+            host = address[0] if address else "127.0.0.1"
             open_store = partial(TCPStore, host, wait_for_workers=False)
             listener = _listener(host) if world.rank == 0 else None
             port = world.gather(listener.getsockname()[1] if listener else 0, int)[0]
@@ -206,26 +211,109 @@ def _listener(host: str) -> socket.socket:
         return socket.create_server(address, family=family)
 
 
-def join(rank: int, size: int, rendezvous: str = "", device: str = "auto", timeout_s: float = 600.0) -> World:
+Meet = Callable[[Iterator[str]], None]
+
+
+def wait_to_meet(waits: Iterator[str]) -> None:
+    """Wait until all ranks have met. `waits` yields the name of the wait again and again until then."""
+    for _ in waits:
+        time.sleep(MEET_POLL)
+
+
+def join(
+    rank: int,
+    size: int,
+    rendezvous: str = "",
+    device: str = "auto",
+    timeout_s: float = 600.0,
+    meet_s: float = 600.0,
+    meet: Meet = wait_to_meet,
+) -> World:
     """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever.
 
-    `rendezvous` is a fresh `tcp://host:port` or `file:///path`, the same for all ranks; one rank alone
-    needs none. Raises ConfigError for a device this machine does not have.
+    `rendezvous` is a fresh `tcp://host:port` or the path of a file that is not there yet, the same for all
+    ranks; one rank alone needs none. `meet` waits for the others, at most `meet_s` seconds (DeadlineError).
+    Raises ConfigError for a device this machine does not have.
     """
     place = _device(device, rank)
     if size > 1 and not rendezvous:
         raise ConfigError(f"{size} trainer ranks need a rendezvous address")
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    store = None if rendezvous else dist.HashStore()  # type: ignore[attr-defined]
+    meeting = _Meeting(rank, size, rendezvous, meet_s)
+    meet(meeting.waits())
     dist.init_process_group(
         backend,
-        init_method=rendezvous or None,
-        store=store,
+        store=meeting.store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
     return World(rank, size, place, init_device_mesh(place.type, (size,)), rendezvous=rendezvous)
+
+
+class _Meeting:
+    """The store through which ranks exchange their addresses, and the wait until all have come to it. torch's
+    own rendezvous takes a URL, whose path it does not decode, and names no wait."""
+
+    def __init__(self, rank: int, size: int, rendezvous: str, limit: float) -> None:
+        self._rank, self._size, self._rendezvous, self._limit = rank, size, rendezvous, limit
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        assert self._store is not None, "the ranks have not met"
+        return self._store
+
+    def waits(self) -> Iterator[str]:
+        """Yield the name of the wait while ranks are missing. Raises DeadlineError after the limit."""
+        deadline = time.monotonic() + self._limit
+        while missing := self._missing():
+            names = ", ".join(map(str, missing))
+            name = f"trainer ranks meet: of {self._size}, not there yet: {names}"
+            yield name
+
+            if time.monotonic() > deadline:
+                log_name = f"logs/trainer-{missing[0]}.log"
+                raise DeadlineError(
+                    f"waited {self._limit:g} s at {self._rendezvous}: {name}; {log_name} may say why"
+                )
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not come yet; rank 0 alone while its store does not answer."""
+        try:
+            if self._store is None:
+                store = self._open()
+                store.set(f"rank {self._rank}", "")
+                self._store = store
+        except DistNetworkError:
+            if self._rank == 0:
+                raise
+            return [0]
+        return [rank for rank in range(self._size) if not self._store.check([f"rank {rank}"])]
+
+    def _open(self) -> Store:
+        if not self._rendezvous:
+            return HashStore()
+        address = _address(self._rendezvous)
+        if address is None:
+            return FileStore(self._rendezvous, self._size)
+        host, port = address
+        return TCPStore(
+            host,
+            port,
+            self._size,
+            is_master=self._rank == 0,
+            timeout=timedelta(seconds=DIAL_SECONDS),
+            wait_for_workers=False,
+        )
+
+
+def _address(rendezvous: str) -> tuple[str, int] | None:
+    """Return host and port of a rendezvous; None for a file."""
+    if not rendezvous.startswith(TCP):
+        return None
+    host, _, port = rendezvous.removeprefix(TCP).rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def leave() -> None:

@@ -36,7 +36,7 @@ def run_ranks(size: int, work: Work, folder: Path) -> Any:
 
 def _rank(rank: int, size: int, work: Work, folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(rank, size, f"file://{folder}/rendezvous", "cpu", timeout_s=DEADLINE)
+    world = join(rank, size, str(folder / "rendezvous"), "cpu", timeout_s=DEADLINE)
     result = work(world, folder)
     if rank == 0:
         torch.save(result, folder / "result.pt")

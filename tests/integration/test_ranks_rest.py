@@ -117,7 +117,7 @@ class Run:
     @contextmanager
     def ranks(self, size: int) -> Iterator[None]:
         """They end in order when the body has stopped them."""
-        given = self.coordinator.endpoints, size, f"file://{self.folder}/rendezvous"
+        given = self.coordinator.endpoints, size, f"{self.folder}/rendezvous"
         config = replace(self.config, trainer=replace(self.config.trainer, ranks=size))
         ranks = [FORKED.Process(target=_rank, args=(config, rank, *given)) for rank in range(size)]
         for process in ranks:

@@ -100,7 +100,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
         found[name] = (time.monotonic() - start, peak * 1024)
 
     torch.set_num_threads(1)
-    world = join(rank, ranks, f"file://{folder}/rendezvous-{ranks}-{resume}", "cpu")
+    world = join(rank, ranks, f"{folder}/rendezvous-{ranks}-{resume}", "cpu")
     config = parse(
         {
             "name": f"large-{ranks}",

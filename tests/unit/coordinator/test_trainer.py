@@ -112,6 +112,19 @@ def test_rank_0_alone_is_given_a_plan_and_each_rank_its_payloads(
     assert setup.payloads(0, "9.9") == setup.payloads(0, "0.0", step=1) == []
 
 
+def test_ranks_that_have_yet_to_meet_are_named_until_their_hello(setup: TrainerSetup) -> None:
+    handler, lease = setup.handler, setup.state.config.launch.lease
+    waits = TrainerBeat(1, 0.0, 0.0, "trainer ranks meet: of 2, not there yet: 0")
+    setup.hello("2")
+    handler.beat(b"trainer/1/1", waits, 0.0)
+    assert handler.starting_waits(0.0) == [], "of ranks that were replaced"
+    handler.beat(b"trainer/1/3", waits, 0.0)
+    assert handler.starting_waits(lease / 2) == [("trainer 1", waits.waiting)]
+    assert handler.starting_waits(lease + 1) == [], "it may be gone"
+    handler.hello(b"trainer/1/3", TrainerHello(1, 2, "3", 0), 1.0)
+    assert handler.starting_waits(1.0) == []
+
+
 def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(setup: TrainerSetup) -> None:
     """An engine was started: without the probe it may not sample, and nothing may ever become ready."""
     versions, kinds = setup.state.versions, list[str]()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.trainer import prefix_tree
 from asyncrl.trainer import world as ranks
 from asyncrl.trainer.attention import ForestAttention, Scoring
@@ -63,6 +64,47 @@ def listeners() -> set[str]:
 def test_words_are_told_on_the_address_of_the_rendezvous_only(tmp_path: Path) -> None:
     (address,) = run_ranks(2, listening, tmp_path)
     assert address.startswith("0100007F:"), "127.0.0.1: a file is a rendezvous on one machine"
+
+
+def meet_and_gather(world: World, folder: Path) -> list[int]:
+    return world.gather(world.rank, int)
+
+
+def test_ranks_meet_in_a_directory_of_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a b ü%20#?&'\"\n$x;\\"
+    assert run_ranks(2, meet_and_gather, folder) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "address"),
+    [
+        ("tcp://10.0.0.1:29500", ("10.0.0.1", 29500)),
+        ("tcp://fe80::1:29500", ("fe80::1", 29500)),
+        ("/tcp:/x", None),
+        ("/runs/%20/tcp://x:1", None),
+    ],
+)
+def test_a_rendezvous_is_an_address_or_the_path_of_a_file(
+    rendezvous: str, address: tuple[str, int] | None
+) -> None:
+    assert ranks._address(rendezvous) == address
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wait_for_other_ranks_has_a_name_and_a_limit(tmp_path: Path, kind: str, rank: int) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        rendezvous = f"tcp://127.0.0.1:{closed.getsockname()[1]}" if kind == "tcp" else f"{tmp_path}/%20"
+    with mock.patch.object(ranks, "DIAL_SECONDS", 0.05):
+        waits = ranks._Meeting(rank, 3, rendezvous, limit=0.1).waits()
+        # A rank that cannot reach rank 0's store knows of no other.
+        missing = "0" if kind == "tcp" and rank else {0: "1, 2", 1: "0, 2"}[rank]
+        assert next(waits) == f"trainer ranks meet: of 3, not there yet: {missing}"
+        late = rf"^waited 0.1 s at .*{missing}; logs/trainer-{missing[0]}.log"
+        with pytest.raises(DeadlineError, match=late):
+            for _ in waits:
+                pass
 
 
 def tally(rank: int) -> MetricSums:
