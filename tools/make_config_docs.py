@@ -19,6 +19,7 @@ import msgspec
 
 from asyncrl import config
 from asyncrl.config import RunConfig
+from asyncrl.config.base import PATH
 from asyncrl.config.composition import verl_rows
 from asyncrl.observe.metrics import sections
 
@@ -31,6 +32,10 @@ HEAD = """\
 Generated from `asyncrl/config/` by `make docs`; do not edit. Set a key with `key=value` on the command
 line, for example `asyncrl train buffer.max_staleness=2`, or in a file of a group in `configs/`. An unknown
 key or a value out of bounds ends the command with exit code 2 before any process starts.
+
+A path or a text needs no quotes but those of the shell (`data.train=数据/a=b.jsonl`, `name=20261128`), and
+`~` at the beginning of a path is the home directory. Within the brackets of a list or a mapping, quote texts
+with other characters than letters, digits and `/._-+*`: `"data.train=['~/a=b.jsonl', more.jsonl]"`.
 """
 BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
 
@@ -117,6 +122,8 @@ def type_text(hint: Any) -> str:
     """A type with its bounds, as a person writes it: `int ≥ 1`, `"mask" | "hold"`, `list of str`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
+        if arguments[1] == PATH:
+            return type_text(arguments[0])
         meta = arguments[1]
         bounds = [text.format(getattr(meta, name)) for name, text in BOUNDS.items() if _set(meta, name)]
         if _set(meta, "min_length"):

@@ -13,7 +13,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from glob import glob
 from hashlib import blake2s
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from msgspec.structs import replace
 from asyncrl.commands import command_parser
 from asyncrl.commands.merge import find_checkpoint
 from asyncrl.config import RunConfig, read_config, texts, training
-from asyncrl.config.composition import compose, recompose
+from asyncrl.config.composition import compose, override, recompose
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import read_summary
 from asyncrl.observe.held_out import (
@@ -54,6 +53,7 @@ asyncrl runs transcripts NAME. What the numbers mean: docs/evaluation.md."""
 EVALUATION = "evaluation.json"
 ALL = "validation.samples=1000000000"
 ALIASES = {"data": "data.test", "samples": "validation.samples", "episodes": "validation.episodes"}
+STEM_BYTES = 150  # of the model's name in that of its run
 SOLVED = re.compile(r"val-core/all/(\w+/(?:success|pass@\d+))")
 COLUMNS = ("mean", "95%", "samples", "minus baseline", "95% of that")
 
@@ -137,12 +137,12 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     is evaluated, and how."""
     split = (one.partition("=") for one in options.overrides)
     given = [ALIASES.get(key, key) + equals + value for key, equals, value in split]
-    fixed = [f"model.path={target.model}", "total_steps=0"]
+    fixed = [override("model.path", target.model), "total_steps=0"]
     if target.run_dir is not None:
-        fixed += [f"run_dir={options.run_dir}"]
+        fixed += [override("run_dir", options.run_dir)]
         composed = recompose(target.run_dir, [ALL, *given, *fixed])
     else:
-        first = [ALL, "data.train=-", f"run_dir={options.run_dir}"]
+        first = [ALL, "data.train=-", override("run_dir", options.run_dir)]
         composed = compose([*first, *given, *fixed], options.config_dir)
     config = _untrained(composed)
     from asyncrl.launch.models import resolve_models
@@ -152,6 +152,8 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     if not any(one.startswith("name=") for one in given):
         parts = Path(target.model).parts
         stem = f"{parts[-4]}-{parts[-2]}" if parts[-1] == "hf" and len(parts) > 3 else parts[-1]
+        stem = "".join(character if character.isprintable() else "-" for character in stem)
+        stem = stem.encode()[:STEM_BYTES].decode(errors="ignore")
         config = replace(config, name=f"eval-{stem}-{fingerprint(config)}", resume="auto")
     return config
 
@@ -183,11 +185,12 @@ def _untrained(config: RunConfig) -> RunConfig:
 
 def fingerprint(config: RunConfig) -> str:
     """Hash how episodes are played, and name, size and time of the files: weights, data, the user's own."""
-    from asyncrl.data.sources import paths
+    from asyncrl.data.sources import named_files, paths
     from asyncrl.weights.model_files import weight_files
 
-    named = [one.partition(":")[0] for one in texts(msgspec.to_builtins(config.rollout))]  # FILE.py:function
-    data = [name for path in paths(config.data, "test") for name in glob(path, recursive=True)]
+    plugins = texts(msgspec.to_builtins(config.rollout))
+    named = [plugin.rpartition(":")[0] or plugin for plugin in plugins]  # FILE.py:function
+    data = [name for path in paths(config.data, "test") for name in named_files(path)]
     used = {*map(str, weight_files(config.model.path)), *data, *named}
     stats = [(os.path.basename(file), os.stat(file)) for file in sorted(used) if os.path.isfile(file)]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

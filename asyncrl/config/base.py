@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import isqrt
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -14,12 +15,42 @@ Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(min_length=1)]
+PATH = "path"  # marks types of texts that may be a path: `~` at their beginning is the home directory
+PathText = Annotated[str, PATH]
+RequiredPath = Annotated[str, Meta(min_length=1), PATH]
 Options = dict[str, str | int | float | bool]
-Plugin = str | dict[str, Options]  # a name, or one name with its options
+Plugin = PathText | dict[PathText, Options]  # a name, or one name with its options
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every group of keys: immutable, and an unknown key is an error."""
+
+
+def alternatives(kind: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield each type that a value of this type may have, without bounds, and whether that is a path."""
+    if get_origin(kind) is Annotated:
+        inner, *marks = get_args(kind)
+        for part, is_path in alternatives(inner):
+            yield part, is_path or PATH in marks
+    elif get_origin(kind) in (Union, UnionType):
+        for argument in get_args(kind):
+            yield from alternatives(argument)
+    else:
+        yield kind, False
+
+
+def types_of(section: type[msgspec.Struct], key: str) -> list[Any]:
+    """Return the types that the value of a dotted key may have; none for an unknown key."""
+    kinds: list[Any] = [section]
+    for name in key.split("."):
+        inner: list[Any] = []
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+                inner += [field.type for field in msgspec.structs.fields(kind) if field.name == name]
+            elif get_origin(kind) is dict:
+                inner.append(get_args(kind)[1])
+        kinds = [part for kind in inner for part, _ in alternatives(kind)]
+    return kinds
 
 
 def divisors(number: int) -> list[int]:

@@ -7,6 +7,7 @@ import difflib
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,22 @@ from typing import Any
 import msgspec
 
 import asyncrl
-from asyncrl.config.base import Plugin, leaves
+from asyncrl.config.base import Plugin, leaves, types_of
 from asyncrl.config.parsing import parse
-from asyncrl.config.run import RunConfig
+from asyncrl.config.run import RunConfig, read_config
 from asyncrl.config.training import KLConfig
 from asyncrl.errors import ConfigError, MissingKeyError, UnknownKeysError, one_line
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 ROOT = "${asyncrl_root:}"
 SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
+NOT_TEXT = ("[", "{", '"', "'")  # with which a value begins that is a list, a mapping or a quoted text
 
 
 def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     """Return the configuration of configs/, `config_dir` and `overrides`."""
     base = config_root() / "configs"
-    config = _composed(base, [*_search_path(base, config_dir), *_opened(overrides)], config_dir)
+    config = _composed([*_search_path(base, config_dir), *_opened(overrides)], base, config_dir)
     kl, keys = config.kl, _keys_of(overrides)
     coef_set = "kl.coef" in keys or kl.coef != KLConfig().coef
     if kl.where == "none" and kl.coef and coef_set and "kl.where" not in keys:
@@ -42,12 +44,39 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
 def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
     """The configuration that a run has recorded, with keys overridden. Not by files of configs/: rules and
     options that they do not name would stay as recorded."""
-    return _composed(run_dir.resolve(), [*_opened(overrides)])
+    recorded = msgspec.to_builtins(read_config(run_dir))
+    return _composed([*_opened(overrides)], recorded=_literal(recorded))
 
 
-def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) -> RunConfig:
-    """Compose `config.yaml` of a directory with overrides. If `agent/` has a file for the agent, its keys are
-    defaults. After this no OmegaConf object exists."""
+def override(key: str, text: str | Path) -> str:
+    """Return the override that sets a key to this very text, whatever characters it has."""
+    return f"{key}={_quoted(_literal(str(text)))}"
+
+
+def _quoted(text: str) -> str:
+    """Return a text as Hydra's grammar quotes it. `${…}` in it stays an interpolation."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def _literal(tree: Any) -> Any:
+    """Return a text, or a tree with such values, in which OmegaConf sees no interpolation."""
+    if isinstance(tree, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", tree)
+    if isinstance(tree, dict):
+        return {key: _literal(value) for key, value in tree.items()}
+    return [_literal(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def _composed(
+    overrides: list[str],
+    base: Path | None = None,
+    config_dir: Path | None = None,
+    recorded: dict[str, Any] | None = None,
+) -> RunConfig:
+    """Compose `config.yaml` of the directory `base`, or what is `recorded`, with overrides. If `base` has a
+    file for the agent in `agent/`, its keys are defaults. After this no OmegaConf object exists."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -58,11 +87,17 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
     root, given = str(config_root()), _keys_of(overrides)
     OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
     ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
+    ConfigStore.instance().store(name="recorded", node=recorded or {})
+    source: AbstractContextManager[None]
+    if base is None:
+        source = hydra.initialize(None, version_base="1.3", job_name="asyncrl")
+    else:
+        source = hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl")
     try:
-        with hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl"):
-            composed = hydra.compose("config", overrides)
+        with source:
+            composed = hydra.compose("config" if base else "recorded", overrides)
             name = _agent(composed)
-            if (base / "agent" / f"{name}.yaml").is_file() and "agent" not in given:
+            if base and (base / "agent" / f"{name}.yaml").is_file() and "agent" not in given:
                 composed = hydra.compose("config", [f"agent={name}", *overrides])
             found = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
@@ -126,7 +161,7 @@ def _search_path(base: Path, config_dir: Path | None) -> list[str]:
     own = config_dir or Path("configs")
     if not own.is_dir() or own.resolve() == base:
         return []
-    return [f"hydra.searchpath=[file://{own.resolve()}]"]
+    return [f"hydra.searchpath=[{_quoted(f'file://{own.resolve()}')}]"]
 
 
 def _with_root(tree: Any, root: str) -> Any:
@@ -137,15 +172,35 @@ def _with_root(tree: Any, root: str) -> Any:
 
 
 def _opened(overrides: list[str]) -> Iterator[str]:
-    """Adds Hydra's plus sign to overrides of mappings with keys of the user's choice. What takes one name is
-    replaced by a mapping that is given for it, instead of joined with that of a preset."""
+    """Adds Hydra's plus sign to overrides of mappings with keys of the user's choice, and quotes texts. What
+    takes one name is replaced by a mapping that is given for it, instead of joined with that of a preset."""
     kinds = dict(_open_keys(RunConfig))
-    for override in overrides:
-        key, _, value = override.partition("=")
+    for argument in map(_with_text, overrides):
+        key, _, value = argument.partition("=")
         if kinds.get(key) == Plugin and key != SEVERAL and value.startswith("{"):
             yield f"~{key}"
         is_open = any(f"{key}.".startswith(f"{name}.") for name in kinds)
-        yield f"++{override}" if is_open else override
+        yield f"++{argument}" if is_open else argument
+
+
+def _with_text(argument: str) -> str:
+    """Return an override whose value is quoted if it is a text that Hydra's grammar refuses; for a key that
+    takes texts and no numbers also if the grammar reads a number, a truth value or a sweep."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, _, value = argument.partition("=")
+    if not value or value.startswith(NOT_TEXT):
+        return argument
+
+    kinds = types_of(RunConfig, key.lstrip("+~"))
+    takes_text = str in kinds and not {int, float, bool} & {*kinds}
+    try:
+        parsed = OverridesParser.create().parse_override(argument)
+        is_text = takes_text and (parsed.is_sweep_override() or isinstance(parsed.value(), int | float))
+    except HydraException:
+        is_text = True
+    return f"{key}={_quoted(value)}" if is_text else argument
 
 
 def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -162,7 +217,10 @@ def _explain(error: Exception, given: Iterable[str]) -> ConfigError:
     """Hydra's error on one line; for unknown keys or choices, all that are `given`."""
     text = " ".join(str(error).split()).partition(" See https://")[0].partition(" Config search path:")[0]
     if override := getattr(error, "override", None):
-        text = f"cannot read the override {override!r}: {text}; quote it for the shell, and close brackets"
+        text = (
+            f"cannot read the override {override!r}: {text}; close brackets and quotes, and within brackets "
+            "write texts with other characters than letters, digits and /._-+* in quotes, such as \"['a=b']\""
+        )
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     known = [name for name, _ in _keys(defaults(RunConfig))]
     if override or not text.startswith("Could not override") or not key or key in known:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text
+from asyncrl.config.base import Count, Options, PathText, Plugin, Positive, Seconds, Section, Text
 
 AgentName = Annotated[str, Meta(pattern=r"^[\w-]+$")]
 
@@ -49,7 +49,7 @@ class RolloutConfig(Section, frozen=True):
     replies."""
     max_rows: Positive = 8
     """Maximum number of rows of one episode, with `history` `fork` or `fold`, or with an agent."""
-    tools: list[str] = []
+    tools: list[PathText] = []
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: dict[str, Options] = {}
     """Constructor arguments per tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
@@ -69,7 +69,7 @@ class RolloutConfig(Section, frozen=True):
     agent_address: Text = "127.0.0.1"
     """Address on which each worker listens for agents, or a name that each machine has for one of its own.
     Other addresses than 127.0.0.1 are for private networks: nothing is encrypted."""
-    untrained_agents: list[str] = []
+    untrained_agents: list[PathText] = []
     """Requests of an agent whose turns are not trained (titles, commit messages): names of their `model`,
     globs among them, or `module:function`, `file.py:function` of a request. They have limits of their own, as
     large as `max_turns` and `max_rows`."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import typing
 from typing import Any
 
 import msgspec
 
-from asyncrl.config.base import divisors, leaves
+from asyncrl.config.base import alternatives, divisors, leaves
 from asyncrl.config.run import RunConfig
 from asyncrl.config.scorers import scorer_refusals
 from asyncrl.errors import ConfigError
@@ -17,7 +18,7 @@ from asyncrl.errors import ConfigError
 def parse(mapping: Any) -> RunConfig:
     """Validate a plain mapping. Raises ConfigError with the path of the wrong key."""
     try:
-        config = msgspec.convert(mapping, RunConfig, strict=False)
+        config = msgspec.convert(_expanded(mapping, RunConfig), RunConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {_plain(str(error))}") from None
     for path, value in leaves(msgspec.to_builtins(config)):
@@ -25,6 +26,28 @@ def parse(mapping: Any) -> RunConfig:
             raise ConfigError(f"configuration: {path}: expected a finite number, got {value}")
     _check_combinations(config)
     return config
+
+
+def _expanded(value: Any, kind: Any) -> Any:
+    """Return a value of this type in which `~` at the beginning of each path is the home directory."""
+    parts = list(alternatives(kind))
+    if isinstance(value, str):
+        is_path = any(marked for part, marked in parts if part is str)
+        return os.path.expanduser(value) if is_path else value
+    if isinstance(value, list):
+        elements = [typing.get_args(part)[0] for part, _ in parts if typing.get_origin(part) is list]
+        return [_expanded(element, elements[0]) for element in value] if elements else value
+    if not isinstance(value, dict):
+        return value
+
+    for part, _ in parts:
+        if isinstance(part, type) and issubclass(part, msgspec.Struct):
+            kinds = {field.name: field.type for field in msgspec.structs.fields(part)}
+            return {name: _expanded(inner, kinds.get(name)) for name, inner in value.items()}
+        if typing.get_origin(part) is dict:
+            key_kind, value_kind = typing.get_args(part)
+            return {_expanded(name, key_kind): _expanded(inner, value_kind) for name, inner in value.items()}
+    return value
 
 
 def _plain(complaint: str) -> str:
@@ -42,6 +65,8 @@ def _plain(complaint: str) -> str:
         hint = f"; write a list: {key}=[NAME]"
     elif what.startswith("Expected `object`"):
         hint = f"; it is a section, with keys of its own: {key}.KEY=…"
+    elif what.startswith("Expected `str`"):
+        hint = "; write the text in quotes"
     return f"{key}: {what}{hint}" if key else what
 
 

@@ -9,7 +9,17 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text
+from asyncrl.config.base import (
+    Count,
+    Options,
+    PathText,
+    Plugin,
+    Positive,
+    RequiredPath,
+    Seconds,
+    Section,
+    Text,
+)
 from asyncrl.config.episodes import AgentConfig, AgentName, EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.scorers import ENGINES, ScorerConfig, ScorerName, asked_by
 from asyncrl.config.training import (
@@ -29,10 +39,10 @@ BYTES_PER_TOKEN = 24  # worst case of an encoded token: id, log-prob, share of a
 class ModelConfig(Section, frozen=True):
     """The policy, a Hugging Face causal language model with its tokenizer."""
 
-    path: Text
+    path: RequiredPath
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template; or `owner/name` of
     the Hugging Face hub, `@revision` if another than the newest is wanted."""
-    template: str = ""
+    template: PathText = ""
     """Chat template instead of the model's: a Jinja file, or `chatml_tools`, which comes with the package.
     Exports contain it."""
     template_args: Options = {}
@@ -55,17 +65,17 @@ class ModelConfig(Section, frozen=True):
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A source among several: its share of the draws is its weight by the sum of all weights."""
 
-    path: Text
+    path: RequiredPath
     weight: Annotated[float, Meta(gt=0)]
 
 
 class DataConfig(Section, frozen=True):
     """Prompts, with verl's columns or others."""
 
-    train: Text | Annotated[list[Text | WeightedSource], Meta(min_length=1)]
+    train: RequiredPath | Annotated[list[RequiredPath | WeightedSource], Meta(min_length=1)]
     """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a pattern, a hub data set
     `hf:OWNER/NAME:CONFIG:SPLIT`; or several, all with weights `{path, weight}` or none."""
-    test: str | list[Text] = ""
+    test: PathText | list[RequiredPath] = ""
     """Held-out samples, in the same ways, without weights; empty: no validation."""
     columns: dict[str, str] = {}
     """Parts of a sample that other columns hold, e.g. `{prompt: question, ground_truth: answer.value}`."""
@@ -94,7 +104,7 @@ class WeightsConfig(Section, frozen=True):
 
     every: Positive = 1
     """Publish after every k-th step."""
-    directory: Text = "auto"
+    directory: RequiredPath = "auto"
     """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Other machines
     are brought the versions. Or an absolute path that all share: in a directory of the run's own there."""
     deadline: Seconds = 60.0
@@ -173,7 +183,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     name: Text
     """Name of the run; its directory is `<run_dir>/<name>`."""
-    run_dir: Text = "runs"
+    run_dir: RequiredPath = "runs"
     """Parent of run directories; a local disk."""
     seed: int = 0
     """Seed of data order, sampling and initialisation."""

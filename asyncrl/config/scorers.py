@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from asyncrl.config.base import Positive, Section, texts
+from asyncrl.config.base import PathText, Positive, Section, texts
 from asyncrl.config.episodes import RolloutConfig
 
 ScorerName = Annotated[str, Meta(pattern=r"^(reference|reward|teacher(_[a-z0-9_]+)?)$")]
@@ -22,7 +22,7 @@ class ScorerConfig(Section, frozen=True):
     `teacher_NAME`) for distillation, both with the policy's vocabulary; `reward` for `rollout.reward`.
     Started servers take the settings of `engine`, too."""
 
-    path: str = ""
+    path: PathText = ""
     """Model directory or hub repository. The run starts servers with it; with `urls` it is only compared."""
     urls: list[str] = []
     """Attach to these servers instead of starting any. `[engines]`: the run's engines score, with the base of

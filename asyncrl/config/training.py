@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seconds, Section, Text
+from asyncrl.config.base import Count, Fraction, Options, PathText, Plugin, Positive, Seconds, Section, Text
 
 START = 0.5  # target_staleness=auto at the beginning: the time that tokens may be old is not known yet
 USUAL = 4  # most of target_staleness=auto for max_staleness up to 16: a larger bound is for the tail
@@ -149,7 +149,7 @@ class KLConfig(Section, frozen=True):
     """KL per token that the coefficient is adapted to; 0: it is fixed."""
     horizon: Positive = 10_000
     """target: episodes over which the coefficient adapts."""
-    reference: str = ""
+    reference: PathText = ""
     """Model directory or hub repository of the reference; empty: that of `scorers`, or else the initial
     policy (with LoRA: the model without the adapter)."""
     prompt: str = ""
@@ -173,7 +173,7 @@ class CriticConfig(Section, frozen=True):
 
     backbone: Literal["own", "shared"] = "own"
     """A model of its own, or a value head on the policy's last hidden states."""
-    path: str = ""
+    path: PathText = ""
     """own: model directory or hub repository it starts from; empty: model.path."""
     lr: Annotated[float, Meta(gt=0)] = 1e-5
     """own: peak learning rate; the schedule is the policy's."""
@@ -261,7 +261,7 @@ class CheckpointConfig(Section, frozen=True):
     best: bool = False
     """Keep the one with the best validation, too, of those whose step was validated: with the version that
     was published when the validation began, which may be some steps older."""
-    directory: str = ""
+    directory: PathText = ""
     """Parent of the run's directory of checkpoints: an absolute path or a URL that fsspec knows, which all
     trainer ranks share; empty: in the run directory."""
 

@@ -54,9 +54,14 @@ def reader(config: DataConfig, split: str) -> Reader:
     return lambda path: _hub(path, split) if path.startswith(HUB) else _files(path)
 
 
+def named_files(path: str) -> list[str]:
+    """Return the file or directory of this very name, or all that it names as a pattern, sorted."""
+    return [path] if Path(path).exists() else sorted(glob.glob(path, recursive=True))
+
+
 def _files(path: str) -> Iterator[tuple[Place, Row]]:
     """Read one file, or all that a pattern names, sorted by name. A directory holds tasks."""
-    found = [path] if Path(path).exists() else sorted(glob.glob(path, recursive=True))
+    found = named_files(path)
     if not found and glob.has_magic(path):
         raise ConfigError(f"{path}: no file is named so; correct the pattern")
     if not found and path.endswith("/"):

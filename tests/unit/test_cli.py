@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl import cli
-from asyncrl.config import RunConfig, composition, parse
+from asyncrl.config import RunConfig, WeightedSource, composition, parse
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import agents
 from asyncrl.launch.run_directory import lock
@@ -176,7 +177,7 @@ def test_an_agent_that_is_a_path_brings_nothing(name: str) -> None:
     assert brought == replace(composition.compose(NAMED).rollout, agent=name)
 
 
-@pytest.mark.parametrize("given", ["rollout.agent=null", "rollout.agent=5", "rollout=null"])
+@pytest.mark.parametrize("given", ["rollout.agent=null", "rollout.agent=[5]", "rollout=null"])
 def test_an_agent_of_a_wrong_type_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="rollout"):
         composition.compose([*NAMED, given])
@@ -215,6 +216,74 @@ def test_mappings_with_keys_of_ones_own_need_no_plus_sign(override: str, found: 
     """What may have options is a name or a mapping."""
     section, name = override.partition("=")[0].split(".")[:2]
     assert getattr(getattr(composition.compose([*NAMED, override]), section), name) == found
+
+
+TEXTS = {  # as the command line has them, by key, and what they are
+    "name": ("20261128", "20261128"),
+    "run_dir": ("~/runs", "HOME/runs"),
+    "model.template": ("1e5", "1e5"),
+    "data.train": ("数据/训练.jsonl", "数据/训练.jsonl"),
+    "data.test": ("a=b.jsonl", "a=b.jsonl"),
+    "data.dataset": ("~/x.py:rows", "HOME/x.py:rows"),
+    "data.order": ("true", "true"),
+    "data.system_prompt": ("~/ is (your) home, 50% of it", "~/ is (your) home, 50% of it"),
+    "data.columns.prompt": ("a,b", "a,b"),
+    "data.columns.ground_truth": ("choice(a,b)", "choice(a,b)"),
+    "data.columns.data_source": ("a\\=b", "a=b"),  # Hydra's own escape
+    "rollout.reward": ("奖励.py:score", "奖励.py:score"),
+    "rollout.tools": ("['~/tools.py:add', b]", ["HOME/tools.py:add", "b"]),
+    "rollout.environment": ("it's #?.py:Game", "it's #?.py:Game"),
+    "kl.prompt": ("on", "on"),
+    "observe.project": ("${model.path}/=x", "m/=x"),
+    "weights.directory": ("/a b", "/a b"),
+    "checkpoint.directory": ("/a,b", "/a,b"),
+    "algorithm.loss": ("-1", "-1"),
+}
+
+
+def test_texts_and_paths_need_no_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "HOME")
+    config = composition.compose([*NAMED, *(f"{key}={text}" for key, (text, _) in TEXTS.items())])
+    values = msgspec.to_builtins(config)
+    found = {}
+    for key in TEXTS:
+        section, _, name = key.rpartition(".")
+        found[key] = functools.reduce(dict.__getitem__, filter(None, section.split(".")), values)[name]
+    assert found == {key: value for key, (_, value) in TEXTS.items()}
+
+
+def test_home_is_expanded_in_several_sources_and_in_files_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "HOME")
+    sources = [{"path": "~/a", "weight": 1}, {"path": "b", "weight": 2}]
+    config = parse({"name": "x", "model": {"path": "~/m"}, "data": {"train": sources},
+                    "rollout": {"reward": {"~/r.py:score": {"file": "~/x"}}}})  # fmt: skip
+    assert config.model.path == "HOME/m"
+    assert config.data.train == [WeightedSource("HOME/a", 1), WeightedSource("b", 2)]
+    assert config.rollout.reward == {"HOME/r.py:score": {"file": "~/x"}}, "an option may be any text"
+
+
+ODD = "a b ü%20#?&='\"(,)~${x}\\${y}\\"
+
+
+def test_an_override_of_ours_sets_that_very_text() -> None:
+    texts = [ODD, *ODD, "\n", "1", "true", "null", "[a]", "'a", "${asyncrl_root:}", "\\'"]
+    wanted = {f"c{number}": text for number, text in enumerate(texts)}
+    overrides = [composition.override(f"data.columns.{name}", text) for name, text in wanted.items()]
+    assert composition.compose([*NAMED, *overrides]).data.columns == wanted
+
+
+def test_directories_of_any_name_hold_runs_and_configurations(tmp_path: Path) -> None:
+    folder = tmp_path / ODD
+    (folder / "experiment").mkdir(parents=True)
+    (folder / "experiment" / "mine.yaml").write_text("# @package _global_\nname: mine\n")
+    prompt = composition.override("kl.prompt", ODD)
+    config = composition.compose(["experiment=mine", *NAMED[1:], prompt], folder)
+    assert config.name == "mine"
+    config = replace(config, name="1e5")
+    (folder / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+    assert composition.recompose(folder, []) == config
 
 
 def test_keys_that_name_files_of_the_checkout_are_resolved(tmp_path: Path) -> None:

@@ -87,14 +87,30 @@ def test_the_same_command_names_the_same_run_and_another_another() -> None:
 
 
 def test_files_that_were_edited_are_another_run(tmp_path: Path) -> None:
-    data, reward = tmp_path / "rows.jsonl", tmp_path / "mine.py"
-    given = (*CALCULATOR, f"data={tmp_path}/*.jsonl", f"rollout.reward={reward}:score")
+    folder = tmp_path / "a:b [x] ü=(1)'"
+    folder.mkdir()
+    data, reward = folder / "[rows].jsonl", folder / "mine.py"
+    given = (*CALCULATOR, f"data={data}", f"rollout.reward={reward}:score")
     names = []
     for path in (data, reward, data):
         path.write_text("")
         names += [configured(Target(MODEL, None), *given).name for _ in range(2)]
         path.write_text("edited" * len(names))
     assert names[0::2] == names[1::2] and len(set(names)) == 3
+
+
+def test_a_model_and_runs_in_directories_of_any_name_are_evaluated(run_dir: Path) -> None:
+    odd = run_dir.rename(run_dir.with_name("a b ü%20#?='(,)\n${x}"))
+    options = argument_parser("eval", "").parse_args([str(odd), "samples=3", "--run-dir", str(odd.parent)])
+    found = configuration(find_target(str(odd), odd), options)
+    assert found.model.path == str(odd / "checkpoints" / "step-10" / "hf") and found.run_dir == str(
+        odd.parent
+    )
+    assert found.name.startswith("eval-a b ü%20#?='(,)-${x}-step-10-")
+    options.overrides = ["data=~/[1]=ü.jsonl", "rollout.reward=奖励.py:score"]
+    model = configuration(Target(found.model.path, None), options)
+    assert (model.model.path, model.run_dir) == (found.model.path, found.run_dir)
+    assert model.data.test == f"{Path.home()}/[1]=ü.jsonl"
 
 
 def test_a_run_of_another_version_is_refused_with_its_file(run_dir: Path) -> None:
