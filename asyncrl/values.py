@@ -47,6 +47,13 @@ def encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def is_deeper(value: Any, levels: int) -> bool:
+    """Return whether a JSON value is nested deeper than so many levels."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list) and (not levels or any(is_deeper(item, levels - 1) for item in value))
+
+
 def in_short(text: str, most: int = LISTED) -> str:
     """Return the text on one line of at most so many characters."""
     line = " ".join(encodable(text[: 4 * most]).replace("\0", " ").split())

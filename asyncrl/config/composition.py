@@ -4,6 +4,7 @@ importer, and only where something is composed: `asyncrl --help` does not wait f
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -84,6 +85,7 @@ def _composed(
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError
 
+    _accept_byte_order_marks()
     root, given = str(config_root()), _keys_of(overrides)
     OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
     ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
@@ -108,6 +110,8 @@ def _composed(
         raise ConfigError(f"{place}: is not YAML ({what}); correct the file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{_not_utf8(config_dir)}: is not text in UTF-8; save it as such") from None
+    except RecursionError:
+        raise ConfigError("configuration: a value is nested too deeply; flatten it") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"configuration: {one_line(error)}") from None
     if unknown := list(_unknown_keys(RunConfig, found)):
@@ -116,6 +120,16 @@ def _composed(
         if value == MISSING:
             raise MissingKeyError(key)
     return parse(_with_root(found, root))
+
+
+@functools.cache
+def _accept_byte_order_marks() -> None:
+    """Let Hydra see the first line of a file that begins with one, as YAML does."""
+    from hydra.plugins.config_source import ConfigSource
+
+    header = ConfigSource._get_header_dict
+    accepting = staticmethod(lambda text: header(text.removeprefix("\ufeff")))
+    ConfigSource._get_header_dict = accepting  # type: ignore[method-assign, assignment]
 
 
 def _agent(composed: Any) -> str:

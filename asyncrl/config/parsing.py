@@ -24,6 +24,10 @@ def parse(mapping: Any) -> RunConfig:
     for path, value in leaves(msgspec.to_builtins(config)):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"configuration: {path}: expected a finite number, got {value}")
+        try:
+            msgspec.json.encode((path, value))
+        except UnicodeEncodeError:
+            raise ConfigError(f"configuration: {path!a}: {value!a} is no text in UTF-8") from None
     _check_combinations(config)
     return config
 

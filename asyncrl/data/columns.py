@@ -13,6 +13,7 @@ from uuid import UUID
 from asyncrl.config import RunConfig
 from asyncrl.data.rows import Row
 from asyncrl.errors import ConfigError
+from asyncrl.values import encodable, is_deeper
 
 NAMES = (
     *("prompt", "ground_truth", "data_source", "ability", "reward_model", "extra_info"),
@@ -21,6 +22,7 @@ NAMES = (
 EXTRA = "extra_info."
 BINARY = "binary data that are no UTF-8 text"
 TEXTUAL = (date, time, timedelta, UUID)  # JSON has none of these: their text stands for them
+MAX_LEVELS = 200  # of nesting: readers of a sample must not exceed the recursion limit either
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -69,7 +71,7 @@ def as_object(where: str, column: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ConfigError(f"{where}: column {column} is text, but not JSON") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: column {column} must be an object, not {type(value).__name__}")
@@ -80,9 +82,14 @@ def as_json(where: str, column: str, value: Any) -> str:
     """NaN, which pandas writes where a value is missing, and infinity are null: JSON has neither. Dates and
     times are text."""
     with ConfigError.instead_of(
-        TypeError, ValueError, text=f"{where}: column {column} cannot be written as JSON"
+        TypeError,
+        ValueError,
+        RecursionError,
+        text=f"{where}: column {column} cannot be written as JSON",
     ):
         text = json.dumps(value, ensure_ascii=False, default=_dated)
+    if text.count("[") + text.count("{") > MAX_LEVELS and is_deeper(json.loads(text), MAX_LEVELS):
+        raise ConfigError(f"{where}: {column} is nested deeper than {MAX_LEVELS} levels; flatten it")
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
     return text
@@ -121,7 +128,7 @@ class IgnoredSettings:
 
     def see(self, row: Row, demonstration: bool) -> Row:
         """The same row, which was looked at."""
-        unread = (name for name, value in row.items() if value is not None and name not in READ)
+        unread = (encodable(name) for name, value in row.items() if value is not None and name not in READ)
         self._unread |= {name: None for name in unread if not (demonstration and name in DEMONSTRATED)}
         if demonstration:
             return row

@@ -182,7 +182,7 @@ def _read(folder: Path) -> TaskFolder:
 def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
     """Read a file. ConfigError where it is not there, or not what it should be."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"there is no {path.name}; a task needs one") from None
     except ValueError as error:

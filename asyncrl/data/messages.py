@@ -25,7 +25,7 @@ def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, 
         )
     try:
         return _named([_message(where, dict(item)) for item in value])
-    except (TypeError, ValueError) as error:  # of dict(), and msgspec's
+    except (TypeError, ValueError, RecursionError) as error:  # of dict(), json and msgspec
         raise ConfigError(f"{where} must hold messages {{role, content, …}} ({one_line(error)})") from None
 
 
@@ -33,7 +33,7 @@ def _listed(text: str) -> list[Any] | None:
     """The messages that JSON text holds; None for any other text, be it JSON."""
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_messages = isinstance(found, list) and all(isinstance(item, dict) and "role" in item for item in found)
     return found if is_messages else None

@@ -3,12 +3,14 @@ of rows that this package writes, with verl's columns. Values are those of JSON,
 
 from __future__ import annotations
 
+import codecs
 import csv
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -16,6 +18,8 @@ from asyncrl.errors import ConfigError, one_line
 
 Row = dict[str, Any]
 BATCH = 1024  # rows of a parquet file decoded at once
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+TOO_DEEP = "it is nested too deeply"
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -121,22 +125,46 @@ def _number(value: Decimal) -> int | float | str | None:
 
 def _jsonl(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
+        _pass_mark(file)
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield msgspec.json.decode(line)
+                    yield _decoded(line)
                 except ValueError as error:
                     raise ValueError(f"line {number}: {error}") from None
+
+
+def _pass_mark(file: BinaryIO) -> None:
+    """Read the byte order mark with which some programs begin a file in UTF-8, if it is there."""
+    start = file.read(len(codecs.BOM_UTF8))
+    if start.startswith(UTF_16):
+        raise ValueError("it is in UTF-16; save it in UTF-8")
+    if start != codecs.BOM_UTF8:
+        file.seek(0)
+
+
+def _decoded(text: bytes) -> Any:
+    """Return a JSON value, also with the NaN and Infinity that Python writes. ValueError where it is none."""
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except ValueError:
+        try:
+            return json.loads(text)
+        except RecursionError:
+            raise ValueError(TOO_DEEP) from None
 
 
 def _json(path: Path) -> Iterator[Any]:
     """A list of rows; or one row a line, as files of this name often are. A list is in memory whole."""
     with path.open("rb") as file:
-        first = file.read(4096).lstrip()[:1]
-    if first != b"[":
-        yield from _jsonl(path)
-        return
-    yield from msgspec.json.decode(path.read_bytes(), type=list[Any])
+        _pass_mark(file)
+        text = file.read(4096)
+        if text.lstrip().startswith(b"["):
+            yield from _decoded(text + file.read())
+            return
+    yield from _jsonl(path)
 
 
 def _csv(path: Path) -> Iterator[Any]:
@@ -183,7 +211,8 @@ def write_rows(path: Path, rows: Iterable[Row]) -> int:
         import pyarrow  # here: `--help` should not wait for it
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), work)
+        with work.open("wb") as file:  # pyarrow reads some paths as URLs
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), file)
     work.replace(path)
     return len(listed)
 

@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 
 MEDIA = ("images", "videos")
+MAX_SAMPLE = 16 << 20  # bytes; a reward in a process is sent the sample with its episode, within 64 MiB
 
 
 class RowLayout(msgspec.Struct, frozen=True):
@@ -109,7 +110,8 @@ def _demonstration(where: Place, row: Row, layout: RowLayout) -> Sample:
         raise ConfigError(f"{where}: has no assistant message, so there is nothing to imitate")
     extra = _extra(where, row)
     if tools := row.get("tools"):  # a list of schemas, or that as JSON text
-        with ConfigError.instead_of(ValueError, text=f"{where}: column tools must be a list of schemas"):
+        wrong = f"{where}: column tools must be a list of schemas"
+        with ConfigError.instead_of(ValueError, RecursionError, text=wrong):
             tools = json.loads(tools) if isinstance(tools, str) else tools
             extra["tool_schemas"] = msgspec.convert(tools, list[dict[str, Any]])
     messages = (*given, *learned) if given else _led(learned, layout)
@@ -139,7 +141,7 @@ def _sample(where: Place, row: Row, prompt: tuple[Message, ...], truth: Any, ext
         raise ConfigError(
             f"{where}: column {media} is not empty; only text can be trained here, so leave it out"
         )
-    return Sample(
+    sample = Sample(
         row=where.number,
         data_source=as_text(str(where), "data_source", row.get("data_source")) or where.source,
         prompt=prompt,
@@ -147,6 +149,24 @@ def _sample(where: Place, row: Row, prompt: tuple[Message, ...], truth: Any, ext
         ability=as_text(str(where), "ability", row.get("ability")),
         extra_info=as_json(str(where), "extra_info", extra),
     )
+    _check_encoded(where, sample)
+    return sample
+
+
+def _check_encoded(where: Place, sample: Sample) -> None:
+    """ConfigError where the sample cannot be sent to the processes of a run."""
+    try:
+        size = len(msgspec.msgpack.encode(sample))
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ConfigError(
+            f"{where}: has {half}, half of a character (a lone surrogate), which is no text; correct the row"
+        ) from None
+    if size > MAX_SAMPLE:
+        raise ConfigError(
+            f"{where}: a sample of {size / 1e6:.0f} MB, and rewards and tools can be sent "
+            f"{MAX_SAMPLE / 1e6:.0f} MB; leave columns out, or let the row name files with large contents"
+        )
 
 
 def _found(row: Row, *parts: str) -> str:

@@ -281,7 +281,7 @@ def _template(prompt: str) -> Any:
 
     if prompt.endswith((".txt", ".md", ".jinja")) and "\n" not in prompt:
         with ConfigError.instead_of(OSError, UnicodeDecodeError, text=f"prompt {prompt!r} cannot be read"):
-            prompt = Path(prompt).read_text()
+            prompt = Path(prompt).read_text(encoding="utf-8-sig")
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     known = {"question", "answer", "ground_truth", "transcript", "extra_info", "data_source", "scale"}
     with ConfigError.instead_of(jinja2.TemplateSyntaxError, text="the prompt is no Jinja template"):

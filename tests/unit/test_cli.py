@@ -274,6 +274,13 @@ def test_an_override_of_ours_sets_that_very_text() -> None:
     assert composition.compose([*NAMED, *overrides]).data.columns == wanted
 
 
+def test_a_file_of_ones_own_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "\ufeff# @package _global_\nname: mine\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    assert composition.compose(["experiment=mine", *NAMED[1:]], tmp_path).name == "mine"
+
+
 def test_directories_of_any_name_hold_runs_and_configurations(tmp_path: Path) -> None:
     folder = tmp_path / ODD
     (folder / "experiment").mkdir(parents=True)
@@ -334,6 +341,12 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
         (b"# @package _global_\nmodel: {path: [m\n", "mine.yaml, line 3: is not YAML"),
         (b"# @package _global_\nname: x\nname: y\n", "mine.yaml, line 3: is not YAML (found duplicate key"),
         (b"\xff\xfe", "mine.yaml: is not text in UTF-8"),
+        (b"# @package _global_\nname: " + b"[" * 1200 + b"]" * 1200, "nested too deeply"),
+        (b'# @package _global_\nkl: {prompt: "\\ud800"}\n', r"kl.prompt': '\ud800' is no text in UTF-8"),
+        (
+            b"# @package _global_\nobserve: {project: 1}\n",
+            "observe.project: Expected `str`, got `int`;",
+        ),
         (b"name: mine\n", "experiment=… has no line `# @package _global_`"),
         (b"# @package _global_\ntrainer: {lrr: 1}\n", "unknown key trainer.lrr; did you mean trainer.lr"),
         (b"# @package _global_\n1: 2\n", "unknown key 1"),

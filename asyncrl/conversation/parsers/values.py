@@ -7,7 +7,7 @@ import json
 import warnings
 from typing import Any
 
-from asyncrl.values import encodable
+from asyncrl.values import encodable, is_deeper
 
 _WORDS = {"true": True, "false": False, "null": None}
 _LONGEST = 1 << 16  # Python's parser takes 2 us for a character
@@ -61,7 +61,7 @@ def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
     """A call's name and arguments as text that any JSON reader takes. Malformed if that is impossible."""
     if not name:
         raise Malformed("a tool call has no name")
-    if _deeper(arguments, MAX_DEPTH):
+    if is_deeper(arguments, MAX_DEPTH):
         raise Malformed(f"the arguments of {quote(name)} are nested deeper than {MAX_DEPTH} levels")
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -73,12 +73,6 @@ def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
 def quote(text: str) -> str:
     """A name in an error text: on one line, and short."""
     return json.dumps(text[:60] + "…" * (len(text) > 60), ensure_ascii=False)
-
-
-def _deeper(value: Any, levels: int) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, list) and (not levels or any(_deeper(item, levels - 1) for item in value))
 
 
 # -- Python's literals, as models write them in calls ----------------------------------------------------

@@ -15,7 +15,7 @@ def read_template(given: str, key: str) -> str:
     if not given or "{{" in given or "{%" in given:
         return given
     try:
-        text = _SHIPPED.get(given, Path(given).expanduser()).read_text(encoding="utf-8")
+        text = _SHIPPED.get(given, Path(given).expanduser()).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         shipped = ", ".join(sorted(_SHIPPED))
         raise ConfigError(

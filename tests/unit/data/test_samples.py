@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import math
@@ -15,7 +16,7 @@ import pytest
 from asyncrl.config import DataConfig
 from asyncrl.data import RowLayout, load_samples
 from asyncrl.data.rows import read_rows
-from asyncrl.data.samples import read_samples
+from asyncrl.data.samples import MAX_SAMPLE, read_samples
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample, ToolCall
 
@@ -278,6 +279,9 @@ def test_all_formats_give_the_same_samples(tmp_path: Path) -> None:
     assert [sample.ability for sample in expected] == ["math", 'a, "b"\nc', "ä"]
     for name in ("a.jsonl", "a.json", "lines.json", "a.csv"):
         assert load_samples(tmp_path / name) == expected, name
+        marked = tmp_path / f"marked-{name}"
+        marked.write_bytes(codecs.BOM_UTF8 + (tmp_path / name).read_bytes())
+        assert load_samples(marked) == expected, f"{name} that begins with a byte order mark"
 
 
 @pytest.mark.parametrize(
@@ -287,15 +291,60 @@ def test_all_formats_give_the_same_samples(tmp_path: Path) -> None:
         ("a.jsonl", "3\n", "sample 0: an object is expected, not int"),
         ("a.jsonl", "\n", "the data set is empty"),
         ("a.json", "[1, 2", "not readable as json"),
+        ("a.jsonl", '{"a": 1}\n' + "[" * 5000, "line 2: it is nested too deeply"),
+        ("a.json", '[{"a": 1},' + "[" * 5000, "it is nested too deeply"),
+        ("a.jsonl", '\ufffe{"a": 1}', "in UTF-16; save it in UTF-8"),
         ("a.csv", "a,b\n1,2,3\n", "line 2: more values"),
         ("a.txt", "hello", "told by its suffix: .parquet, .jsonl, .json, .csv"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: str, complaint: str) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode("utf-16-le" if "\ufffe" in text else "utf-8"))
     with pytest.raises(ConfigError, match=complaint) as caught:
         list(read_rows(tmp_path / name))
     assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_what_python_writes_for_missing_numbers_is_null(tmp_path: Path, name: str) -> None:
+    row = ROW | {"extra_info": {"a": math.nan, "b": [math.inf, -math.inf], "c": "NaN"}}
+    (tmp_path / name).write_text(json.dumps([row] if name == "a.json" else row))
+    (sample,) = load_samples(tmp_path / name)
+    assert json.loads(sample.extra_info) == {"a": None, "b": [None, None], "c": "NaN"}
+
+
+NESTED = json.loads("[" * 300 + "]" * 300)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"prompt": "a\ud800"}, r"'\\ud800', half of a character"),
+        ({"prompt": [{"role": "user", "content": "\udfff"}]}, "half of a character"),
+        ({"prompt": json.dumps([{"role": "user", "content": "\udfff"}])}, "half of a character"),
+        ({"ground_truth": "\ud800"}, "half of a character"),
+        ({"data_source": "\ud800"}, "half of a character"),
+        ({"extra_info": {"\ud800": 1}}, "half of a character"),
+        ({"extra_info": json.dumps({"a": ["\ud800"]})}, "half of a character"),
+        ({"extra_info": {"a": NESTED}}, "extra_info is nested deeper than 200 levels"),
+        ({"extra_info": "[" * 100_000}, "extra_info is text, but not JSON"),
+        ({"ground_truth": NESTED}, "ground_truth is nested deeper than 200 levels"),
+        ({"extra_info": {"a": "x" * MAX_SAMPLE}}, "a sample of 17 MB, and rewards"),
+        ({"prompt": "x" * MAX_SAMPLE}, "a sample of 17 MB, and rewards"),
+    ],
+)
+def test_rows_that_no_process_could_be_sent_are_named(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROW, ROW | changes)
+    with pytest.raises(ConfigError, match=rf"a\.jsonl, sample 1: .*{complaint}") as caught:
+        load_samples(path)
+    assert "\n" not in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_a_prompt_of_brackets_is_text(tmp_path: Path) -> None:
+    (sample,) = load_samples(write_jsonl(tmp_path / "a.jsonl", ROW | {"prompt": "[" * 100_000}))
+    assert sample.prompt == (Message("user", "[" * 100_000),)
 
 
 def test_missing_malformed_and_empty_files(tmp_path: Path) -> None:
