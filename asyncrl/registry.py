@@ -8,9 +8,11 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,6 +21,15 @@ import msgspec
 from asyncrl.errors import ConfigError, describe, one_line
 
 T = TypeVar("T")
+# Packages that asyncrl imports, and some that these import.
+NEEDED = frozenset({
+    *("accelerate", "aiohttp", "anyio", "bm25s", "datasets", "fsspec", "gymnasium", "httpx2"),
+    *("huggingface_hub", "hydra", "jinja2", "jsonschema", "jsonschema_specifications", "math_verify", "mcp"),
+    *("msgspec", "numpy", "omegaconf", "psutil", "pyarrow", "ray", "reasoning_gym", "requests", "rich"),
+    *("safetensors", "tokenizers", "torch", "transformers", "verifiers", "xxhash", "yaml", "zmq"),
+    *("antlr4", "attr", "click", "dill", "filelock", "httpx", "idna", "multidict", "networkx", "packaging"),
+    *("pandas", "regex", "six", "sympy", "tqdm", "typer", "yarl", "zstandard"),
+})  # fmt: skip
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -257,19 +268,49 @@ def _named(complaint: str, options: Mapping[str, Any], known: list[inspect.Param
     return f"{where}.{name}: {what}{given}{choice}"
 
 
+def search_working_directory() -> None:
+    """Let modules of users be imported from the working directory. It comes behind the standard library,
+    whose modules no file there may hide from others, and before installed packages. ConfigError for a file
+    that hides one that asyncrl imports."""
+    here = os.getcwd()
+    paths = [path for path in sys.path if path not in ("", here)]
+    for name in sorted(NEEDED):
+        file = next((file for file in (f"{name}.py", f"{name}/__init__.py") if os.path.isfile(file)), "")
+        installed = PathFinder.find_spec(name, paths) if file else None
+        if installed and not str(installed.origin).startswith(f"{here}/"):
+            raise ConfigError(
+                f"{here}/{file}: hides the installed package {name}, which asyncrl imports; rename it, or "
+                "work in another directory"
+            )
+
+    library = os.path.dirname(os.__file__)
+    standard = [at for at, path in enumerate(paths) if path in (library, f"{library}/lib-dynload")]
+    paths.insert(max(standard, default=-1) + 1, here)
+    sys.path[:] = paths
+
+
 def load_object(spec: str, kind: str) -> Any:
     """Import `module:attribute` or `file.py:attribute`; ConfigError says which part was wrong."""
     source, _, attribute = spec.rpartition(":")
     try:
         module = _module_from_file(source) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
-        raise ConfigError(f"{kind} {spec!r}: cannot import {source!r} ({describe(error)})") from error
+        problem = f"{kind} {spec!r}: cannot import {source!r} ({describe(error)})"
+        raise ConfigError(f"{problem}{_hidden(source)}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         near = difflib.get_close_matches(attribute, dir(module), n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        hint = _hidden(source) or (f"; did you mean {', '.join(near)}?" if near else "")
         raise ConfigError(f"{kind} {spec!r}: {source} has no {attribute!r}{hint}") from None
+
+
+def _hidden(source: str) -> str:
+    """Say that a module of the working directory has the name of one of the standard library; else ''."""
+    top = source.partition(".")[0]
+    if top not in sys.stdlib_module_names or not (os.path.isfile(f"{top}.py") or os.path.isdir(top)):
+        return ""
+    return f"; {top} is a module of Python, which hides yours: write {top}.py:NAME, or rename it"
 
 
 def _module_from_file(source: str) -> Any:

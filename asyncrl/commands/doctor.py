@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from textwrap import indent
@@ -11,6 +9,7 @@ from textwrap import indent
 from asyncrl.commands import command_parser
 from asyncrl.config.composition import compose
 from asyncrl.errors import MissingKeyError
+from asyncrl.registry import search_working_directory
 
 HELP = """\
 Check the machine, and with model.path and data.train also these, as a run would use them. Every line is
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
         if error.key != "model.path":
             raise
         checks, config = MACHINE, compose([*NO_MODEL, *options.overrides], options.config_dir)
-    sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for a run
+    search_working_directory()
 
     def shown(findings: Iterable[Note]) -> Iterable[str]:
         """The level of each, printed as soon as it is found."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2s
@@ -36,6 +35,7 @@ from asyncrl.observe.held_out import (
     sizes,
     threshold_of,
 )
+from asyncrl.registry import search_working_directory
 
 HELP = """\
 Evaluate a model: the episodes, tools, environments and rewards of training, without training.
@@ -112,7 +112,7 @@ def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | N
             raise ConfigError(f"{run_dir}: is another run; choose another name=…")
     if read_summary(run_dir).get("outcome") == "completed" and not options.dry_run:
         return 0, run_dir
-    sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the children
+    search_working_directory()
     from asyncrl.launch.start import train
 
     code = train(config, dry_run=options.dry_run)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -23,6 +21,7 @@ from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.files import read_rows
 from asyncrl.observe.summary import latest
 from asyncrl.observe.timeline import Line, files, union
+from asyncrl.registry import search_working_directory
 
 if TYPE_CHECKING:
     from asyncrl.planning.devices import Comparison, Placed
@@ -134,7 +133,7 @@ def probe(config: RunConfig) -> list[Measurements]:
     from asyncrl.launch.process import INTERRUPTED
     from asyncrl.launch.start import train
 
-    sys.path.insert(0, os.getcwd())  # plug-ins named module:function, as for `asyncrl train`
+    search_working_directory()
     runs = Path(config.run_dir)  # whose disk has room for checkpoints
     runs.mkdir(parents=True, exist_ok=True)
     folder, found = tempfile.mkdtemp(prefix="plan-", dir=runs), []

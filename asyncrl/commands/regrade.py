@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
 from asyncrl.data.rows import write_rows
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.registry import search_working_directory
 
 if TYPE_CHECKING:
     from asyncrl.algorithms.recipe import Recipe
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     if options.out is not None and options.out.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"--out {options.out}: write FILE.parquet or FILE.jsonl")
     run_dir = find_run(options.run_dir, options.run)
-    sys.path.insert(0, os.getcwd())  # a reward named module:function may lie here
+    search_working_directory()
     config = recompose(run_dir, ["~rollout.reward", f"rollout.reward={options.reward}", *options.overrides])
     from asyncrl.launch.models import resolve_models
 

@@ -6,8 +6,6 @@ import argparse
 import asyncio
 import inspect
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import msgspec
 from asyncrl.data.samples import RowLayout, question
 from asyncrl.data.sources import Place
 from asyncrl.errors import UNDECODABLE, ConfigError
+from asyncrl.registry import search_working_directory
 from asyncrl.tools.base import Tool, names, tools
 from asyncrl.tools.loading import load_all
 from asyncrl.tools.schema import docstring, outline
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sample", type=Path, help="call: JSON file of the sample to open the tool with")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the factory")
     options = parser.parse_intermixed_args(argv)
-    sys.path.insert(0, os.getcwd())  # tools named module:function may lie here
+    search_working_directory()
     arguments = _arguments(options.option)
     if options.action == "list":
         return list_tools(options.given, arguments)

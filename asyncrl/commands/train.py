@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from asyncrl.commands import command_parser
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import compose
 from asyncrl.errors import MissingKeyError
+from asyncrl.registry import search_working_directory
 
 HELP = """\
 Train a run. OVERRIDES are Hydra's: key=value, or group=choice for a file in configs/.
@@ -71,7 +71,7 @@ def main(
             raise
         print(begin, file=sys.stderr)
         return 2
-    sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the children
+    search_working_directory()
     from asyncrl.launch.start import train
 
     return train(config, dry_run=options.dry_run)

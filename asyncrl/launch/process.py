@@ -105,10 +105,14 @@ class LocalSpawner:
                 stdin=told,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | environment(order.place),
+                env=self._environment(order),
                 start_new_session=True,
             )
         return LocalProcess(order.place.name, process, path)
+
+    def _environment(self, order: ProcessSpec) -> dict[str, str]:
+        """Keep the working directory off the import path: `role.main` adds it behind Python's own modules."""
+        return os.environ | environment(order.place) | {"PYTHONSAFEPATH": "1"}
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
         """The path of a new file where the ranks of one start meet; '' for a single process."""

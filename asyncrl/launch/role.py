@@ -27,6 +27,7 @@ from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, SCORER, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
+from asyncrl.registry import search_working_directory
 from asyncrl.runtime.process import ignore_endings, quick_imports
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
@@ -35,6 +36,8 @@ log = logging.getLogger("asyncrl.launch")
 
 def main(argv: list[str] | None = None) -> int:
     options = _arguments(argv)
+    os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone
+    search_working_directory()
     ignore_endings()
     set_up_logging()
     return execute(options, read_config(Path(options.run_dir)), read_endpoints())

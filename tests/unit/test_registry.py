@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 from msgspec import Meta
 
+import asyncrl
 from asyncrl.errors import ConfigError
-from asyncrl.registry import Registry, bind
+from asyncrl.launch.placement import RolePlace
+from asyncrl.launch.process import LocalSpawner, ProcessSpec
+from asyncrl.registry import NEEDED, Registry, bind, load_object, search_working_directory
+from asyncrl.wire.sockets import Endpoints
 
 LAZY: Registry[object] = Registry("lazy gadget", modules={"saw": "slow_saw"})
 
@@ -47,6 +55,52 @@ def test_modules_and_files_are_loaded(registry: Registry[object], tmp_path: Path
     (tmp_path / "mine.py").write_text("thing = object()")
     spec = f"{tmp_path / 'mine.py'}:thing"
     assert registry.load(spec) is registry.load(spec)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with files that have names of Python's modules."""
+    for name in ("random", "types", "json", "token", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the wrong file')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    return tmp_path
+
+
+def test_a_file_of_the_working_directory_hides_no_module_of_python(work: Path) -> None:
+    (work / "mine_of_a_user.py").write_text("thing = 1\n")
+    search_working_directory()
+    for name in ("random", "types", "json", "token", "queue"):
+        spec = PathFinder.find_spec(name)
+        assert spec is not None and not str(spec.origin).startswith(str(work))
+    assert load_object("mine_of_a_user:thing", "gadget") == 1
+    del sys.modules["mine_of_a_user"]
+    with pytest.raises(ConfigError, match=r"token has no 'score'; .* hides yours: write token.py:NAME"):
+        load_object("token:score", "gadget")
+
+
+def test_a_file_that_hides_a_needed_package_is_named(work: Path) -> None:
+    (work / "yaml.py").write_text("")
+    with pytest.raises(ConfigError, match=rf"^{work}/yaml.py: hides the installed package yaml"):
+        search_working_directory()
+
+
+def test_all_packages_that_are_imported_are_known_to_be_needed() -> None:
+    imported = set[str]()
+    for path in (Path(asyncrl.__file__).parent).rglob("*.py"):
+        lines = re.findall(r"^ *(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
+        imported |= {name for name in lines if importlib.util.find_spec(name)}
+    assert imported - sys.stdlib_module_names - {"asyncrl"} <= NEEDED
+
+
+def test_a_role_starts_beside_files_with_names_of_pythons_modules(work: Path) -> None:
+    spawner = LocalSpawner(work, Endpoints("", ""))
+    order = ProcessSpec(RolePlace("rollout", 0, 1, ""), "1")
+    command = [*spawner._command(order), "--help"]
+    done = subprocess.run(
+        command, env=spawner._environment(order), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_slow_module_is_imported_when_its_name_is_asked_for(
