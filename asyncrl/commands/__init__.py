@@ -5,8 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import ConfigError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that says what a flag it does not have is here: one of Hydra, or a key with dashes."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises ConfigError for such flags."""
+        words = [word.partition("=")[0] for word in args or ()]
+        words = words[: words.index("--")] if "--" in words else words
+        known = tuple(self._option_string_actions)
+        foreign = [
+            word
+            for word in words
+            if word.startswith("--") and not any(name.startswith(word) for name in known)
+        ]
+        takes_keys = any(action.dest in ("overrides", "what") for action in self._actions)
+        if foreign and takes_keys:
+            from asyncrl.config.composition import refused_flags
+
+            raise refused_flags(foreign)
+        return super().parse_known_args(args, namespace)
 
 
 def command_parser(
@@ -15,7 +37,7 @@ def command_parser(
     """Make the parser of `asyncrl NAME`: --help shows `text` as it stands. `run_dir`: help for --run-dir; ''
     leaves it out."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"asyncrl {name}", description=text, formatter_class=form)
+    parser = CommandParser(prog=f"asyncrl {name}", description=text, formatter_class=form)
     if run_dir:
         parser.add_argument("--run-dir", type=Path, default=Path("runs"), help=run_dir)
     return parser

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.commands import command_parser
+from asyncrl.commands import command_parser, runs_in
 from asyncrl.commands.merge import find_checkpoint
 from asyncrl.config import RunConfig, read_config, texts, training
-from asyncrl.config.composition import compose, override, recompose
+from asyncrl.config.composition import compose, override, recompose, refused_keys
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import read_summary
 from asyncrl.observe.held_out import (
@@ -70,6 +70,7 @@ def main(argv: list[str]) -> int:
     parser = argument_parser("eval", HELP)
     parser.add_argument("--baseline", help="another MODEL, or a run of asyncrl eval: compare with it")
     options = parser.parse_intermixed_args(argv)
+    check_order(options)
     target = find_target(options.model, options.run_dir)
     code, run_dir = evaluate(target, options)
     if code or run_dir is None:
@@ -124,12 +125,39 @@ def find_target(given: str, runs: Path) -> Target:
     path = Path(given)
     checkpoint = path.name.startswith("step-") and (path / "manifest.json").is_file()
     if not (checkpoint or (path / "config.yaml").is_file() or (runs / given / "config.yaml").is_file()):
+        _check_model(given, runs)
         return Target(given, None)
     checkpoints, step, run_dir = find_checkpoint(given, runs)
     export = Path(checkpoints.path(step)) / "hf"
     if not (export / "config.json").is_file():
         raise ConfigError(f"{export}: is no directory with a model; write one with asyncrl merge {given} OUT")
     return Target(str(export), run_dir)
+
+
+def check_order(options: argparse.Namespace) -> None:
+    """ConfigError where a key is in place of the model, which says what keys of other tools are here."""
+    if "=" in options.model and not os.path.exists(options.model):
+        unknown = unknown_keys([options.model, *options.overrides])
+        raise unknown or ConfigError(f"{options.model}: a model comes first, by itself, and then the keys")
+
+
+def unknown_keys(arguments: Sequence[str]) -> ConfigError | None:
+    """Describe the keys that there are not; None if all are there."""
+    return refused_keys([word for word in arguments if word.partition("=")[0] not in (*ALIASES, "out")])
+
+
+def _check_model(given: str, runs: Path) -> None:
+    """ConfigError for what can be no model: neither a directory nor the name of a hub repository."""
+    from asyncrl.launch.models import hub_model
+
+    path = Path(given).expanduser()
+    if path.is_dir() or (hub_model(given) and path.parent.resolve() != runs.resolve()):
+        return
+    names = ", ".join(sorted(run.name for run in runs_in(runs))) if runs.is_dir() else ""
+    raise ConfigError(
+        f"{given}: there is no such model, checkpoint or run; give a model directory, owner/name of the hub, "
+        f"a checkpoint ({runs}/NAME/checkpoints/step-N), or a run in {runs}: {names or 'there is none'}"
+    )
 
 
 def configuration(target: Target, options: argparse.Namespace) -> RunConfig:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.commands.eval import argument_parser, evaluate, find_target
+from asyncrl.commands.eval import argument_parser, check_order, evaluate, find_target, unknown_keys
 from asyncrl.config import read_config
 from asyncrl.data.rows import write_rows
 from asyncrl.errors import ConfigError
@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
     """Parse the arguments, sample and write. Exit code 1 where the run failed."""
     parser = argument_parser("generate", HELP)
     options = parser.parse_intermixed_args(argv)
+    check_order(options)
     out = _out(options)
     options.overrides.insert(0, "validation.greedy=false")
     code, run_dir = evaluate(find_target(options.model, options.run_dir), options)
@@ -59,9 +60,10 @@ def _out(options: argparse.Namespace) -> Path:
     """The file to write, taken from the overrides."""
     named = [one for one in options.overrides if one.startswith(OUT)]
     options.overrides = [one for one in options.overrides if one not in named]
-    path = Path(named[-1].removeprefix(OUT)) if named else Path()
+    path = Path(named[-1].removeprefix(OUT)).expanduser() if named else Path()
     if path.suffix not in (".parquet", ".jsonl"):
-        raise ConfigError(f"out={path if named else ''}: write out=FILE.parquet or out=FILE.jsonl")
+        missing = ConfigError(f"out={path if named else ''}: write out=FILE.parquet or out=FILE.jsonl")
+        raise unknown_keys(options.overrides) or missing
     if not path.parent.is_dir():
         raise ConfigError(f"out={path}: there is no directory {path.parent}; make it, or choose another")
     return path

@@ -7,7 +7,7 @@ import difflib
 import functools
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,6 +25,12 @@ from asyncrl.errors import ConfigError, MissingKeyError, UnknownKeysError, one_l
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 ROOT = "${asyncrl_root:}"
 SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
+HYDRA_FLAGS = {
+    "config-path": "--config-dir DIR names a directory with groups of your own",
+    "config-name": "experiment=NAME names a file in its experiment/",
+    "multirun": "there are no sweeps; give a command for each value",
+    "cfg": "--dry-run prints the configuration",
+}
 NOT_TEXT = ("[", "{", '"', "'")  # with which a value begins that is a list, a mapping or a quoted text
 
 
@@ -246,30 +252,55 @@ def _explain(error: Exception, given: Iterable[str]) -> ConfigError:
 
 def _unknown(keys: list[str]) -> ConfigError:
     """Describe unknown keys: what verl's are here, and the nearest known ones of others."""
-    verl, groups = {key: row for keys, *row in verl_rows() for key in keys.split(", ")}, _groups()
-    known = dict.fromkeys([*groups, *(name for name, _ in _keys(defaults(RunConfig)))])
-
-    def answer(key: str) -> str:
-        if key in groups:
-            return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
-        row = verl.get(key) or verl.get(f"actor_rollout_ref.{key}")
-        here, note = row or next((row for name, row in verl.items() if fnmatchcase(key, name)), ["", ""])
-        note = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", note).replace("`", "")
-        if here or note:
-            return f"here it is {here}" + f" ({note})" * bool(note) if here else f"none here, because {note}"
-        near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-        return f"did you mean {', '.join(near)}?" if near else "see docs/configuration.md"
-
     if len(keys) == 1:
-        return ConfigError(f"configuration: unknown key {keys[0]}; {answer(keys[0])}")
-    lines = (f"{key}: {answer(key)}" for key in sorted(keys))
+        return ConfigError(f"configuration: unknown key {keys[0]}; {_answer(keys[0])}")
+    lines = (f"{key}: {_answer(key)}" for key in sorted(keys))
     return UnknownKeysError("\n  ".join(("configuration: unknown keys", *lines)))
+
+
+def refused_flags(flags: Sequence[str]) -> ConfigError:
+    """Describe flags (`--name`) that a command does not have: those of Hydra, and keys with dashes."""
+    known = {name for name, _ in _keys(defaults(RunConfig))}
+    answers = []
+    for flag in flags:
+        key = flag.removeprefix("--")
+        answer = HYDRA_FLAGS.get(key) or (f"write {key}=…" if key in known else _answer(key))
+        answers.append(f"{flag}: {answer}")
+    if len(answers) == 1:
+        return ConfigError(f"no such flag, and keys are written without dashes, KEY=VALUE; {answers[0]}")
+    head = "no such flags, and keys are written without dashes, KEY=VALUE"
+    return UnknownKeysError("\n  ".join((head, *answers)))
+
+
+def refused_keys(overrides: Sequence[str]) -> ConfigError | None:
+    """Describe the keys of overrides that there are not; None if all are there."""
+    known = {*_groups(), *(name for name, _ in _keys(defaults(RunConfig)))}
+    opened = tuple(f"{name}." for name, _ in _open_keys(RunConfig))
+    unknown = [key for key in _keys_of(overrides) if key not in known and not key.startswith(opened)]
+    return _unknown(unknown) if unknown else None
+
+
+def _answer(key: str) -> str:
+    """Say what an unknown key is here, or which known ones are near."""
+    groups = _groups()
+    if key in groups:
+        return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
+    verl = {name: row for names, *row in verl_rows() for name in names.split(", ")}
+    row = verl.get(key) or verl.get(f"actor_rollout_ref.{key}")
+    here, note = row or next((row for name, row in verl.items() if fnmatchcase(key, name)), ["", ""])
+    note = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", note).replace("`", "")
+    if here or note:
+        return f"here it is {here}" + f" ({note})" * bool(note) if here else f"none here, because {note}"
+    known = dict.fromkeys([*groups, *(name for name, _ in _keys(defaults(RunConfig)))])
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    return f"did you mean {', '.join(near)}?" if near else "see docs/configuration.md"
 
 
 def _groups() -> list[str]:
     return [path.name for path in (config_root() / "configs").iterdir() if path.is_dir()]
 
 
+@functools.cache
 def verl_rows() -> list[tuple[str, str, str]]:
     """Keys of verl (or patterns of keys), the key here ('' for none), and a note in Markdown."""
     text = (config_root() / "configs" / "from_verl.yaml").read_bytes()

@@ -8,7 +8,6 @@ on another machine the roles can fetch the same files into the cache there.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from math import gcd
@@ -88,7 +87,6 @@ def _dtype(config: RunConfig, before: str | None) -> Literal["float32", "bfloat1
 def local_directory(given: str, key: str, before: str = "") -> str:
     """The directory of a model: `given` itself, or where the hub's cache keeps it. `before`: the one that a
     run was begun with, which is kept if it is of the same repository."""
-    given = os.path.expanduser(given)  # a shell leaves the ~ of model.path=~/mine as it is
     if not given or Path(given).is_dir():
         return given
     hub, kept = hub_model(given), hub_model(before)

@@ -15,8 +15,8 @@ def read_template(given: str, key: str) -> str:
     if not given or "{{" in given or "{%" in given:
         return given
     try:
-        text = _SHIPPED.get(given, Path(given).expanduser()).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        text = _SHIPPED.get(given, Path(given)).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         shipped = ", ".join(sorted(_SHIPPED))
         raise ConfigError(
             f"{key}: {given} cannot be read ({one_line(error)}); give a Jinja file, or one of: {shipped}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from asyncrl.commands import eval as eval_command
+from asyncrl.commands import generate
 from asyncrl.commands.eval import (
     Result,
     Target,
@@ -117,6 +121,40 @@ def test_a_run_of_another_version_is_refused_with_its_file(run_dir: Path) -> Non
     (run_dir / "config.yaml").write_text("name: x\nolder: 1\n")
     with pytest.raises(ConfigError, match=r"mine/config.yaml: cannot be read by this version"):
         find_target("mine", run_dir.parent)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nosuch"], r"^nosuch: there is no such model, checkpoint or run; .* a run in \S+: mine"),
+        (["RUNS/nosuch"], r"/nosuch: there is no such model, checkpoint or run"),
+        (["./nosuch"], r"^./nosuch: there is no such model"),
+        (["data.path=x"], "unknown key data.path; here it is data.test .data=FILE of asyncrl eval"),
+        (["model.path=m", "data=x", "samples=3"], "model.path=m: a model comes first, by itself"),
+        (
+            [MODEL, "data.path=x", "data.n_samples=2"],
+            r"data.n_samples: here it is .*\n  data.path: here it is",
+        ),
+        ([MODEL, "--data.path=x"], "keys are written without dashes.* --data.path: here it is data.test"),
+        (
+            [MODEL, "--custom_reward_function.path=x"],
+            "--custom_reward_function.path: here it is rollout.reward",
+        ),
+        (
+            [MODEL, "--config-path=/x", "--config-name", "y"],
+            r"--config-path: --config-dir DIR .*\n  --config-name",
+        ),
+        ([MODEL, "--model.path", "x"], r"--model.path: write model.path="),
+    ],
+)
+@pytest.mark.parametrize("command", [eval_command, generate])
+def test_lines_of_other_tools_are_answered(
+    command: Any, arguments: list[str], complaint: str, run_dir: Path
+) -> None:
+    words = [word.replace("RUNS", str(run_dir.parent)) for word in arguments]
+    words += ["out=x.jsonl"] * (command is generate)
+    with pytest.raises(ConfigError, match=re.compile(complaint, re.DOTALL)):
+        command.main([*words, "--run-dir", str(run_dir.parent)])
 
 
 def test_without_data_there_is_nothing_to_evaluate_on() -> None:
