@@ -39,6 +39,7 @@ MAX_REQUEST = 64 << 20  # bytes of a frame to a child
 MAX_ERROR = 1 << 16  # characters of an error
 FILES, HARD_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # descriptors, as this process began
 ROLE_FILES = max(FILES, min(HARD_FILES, 65_536))
+KILLED_BY = 128  # plus the number of the signal: the exit code of a program that a signal has ended
 CLOSE_SECONDS = 1.0  # for a child that has closed its pipe to end
 
 VARIABLES = frozenset({
@@ -100,6 +101,34 @@ def wrapped(command: Sequence[str], grace: float = GRACE) -> list[str]:
     """
     own = [sys.executable, "-I", "-S", wrapper.__file__, str(os.getpid()), str(grace), str(FILES)]
     return [*own, *command]
+
+
+def run_enclosed(function: str, arguments: Sequence[str], grace: float) -> int:
+    """Call `module:function` with these arguments in a process with our standard streams, for the exit code.
+    What the process starts ends with it, or with us. Signals that end programs are passed on to it, and
+    `grace` seconds later it is killed (math.inf: never)."""
+    module, _, name = function.partition(":")
+    paths = str(len(sys.path))
+    code = (
+        "import sys; end = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:end]; arguments = sys.argv[end:]; "
+        f"del sys.argv[1:]; from {module} import {name}; sys.exit({name}(arguments))"
+    )
+    process = subprocess.Popen(
+        wrapped([sys.executable, "-c", code, paths, *sys.path, *arguments], grace),
+        start_new_session=True,
+    )
+    passed_on: list[int] = []
+
+    def pass_on(number: int, _: Any) -> None:
+        passed_on.append(number)
+        process.send_signal(number)
+
+    for number in wrapper.PASSED_ON:
+        signal.signal(number, pass_on)
+    ended = process.wait()
+    if ended == -signal.SIGKILL and passed_on:  # it was late
+        ended = -passed_on[0]
+    return ended if ended >= 0 else KILLED_BY - ended
 
 
 def describe_exit(code: int) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl import cli
@@ -99,3 +103,30 @@ def test_options_reach_the_factory(capsys: pytest.CaptureFixture[str]) -> None:
     call = ["tools", "call", "calculator", "--option", "latency_mean=-1", '{"a": 1, "op": "plus", "b": 2}']
     assert cli.main(call) == 2
     assert "must not be negative" in capsys.readouterr().err
+
+
+HANGING = """
+import subprocess, time
+from asyncrl.tools.base import tool
+
+@tool
+def hang() -> str:
+    "Hangs, as does what it has started."
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print(child.pid, flush=True)
+    time.sleep(600)
+    return ""
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_tool_has_started_does_not_outlive_the_command(tmp_path: Path, number: int) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    code = "import sys; from asyncrl.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "tools", "call", f"{tmp_path}/hanging.py:hang"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(number)
+        assert process.wait(10) == (-number if number == signal.SIGKILL else 128 + number)
+        child.wait(10)
