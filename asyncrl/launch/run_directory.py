@@ -48,6 +48,15 @@ def run_directory(config: RunConfig) -> Path:
     return Path(config.run_dir) / config.name
 
 
+def check_paths_are_text(config: RunConfig) -> None:
+    """ConfigError where the working directory or the run's has bytes that are no text: files name them."""
+    for path, cure in ((Path.cwd(), "work in another"), (run_directory(config).absolute(), "set run_dir=…")):
+        try:
+            os.fspath(path).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"the directory {os.fspath(path)!a} is no text in UTF-8; {cure}") from None
+
+
 def check_run_directory(config: RunConfig) -> None:
     """ConfigError unless it is writable, on a local disk, and new or to be resumed as `resume` says."""
     run_dir = run_directory(config)

@@ -18,7 +18,7 @@ from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.data import Inputs
 from asyncrl.launch.estimates import count_gpus, sees_gpu
 from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, LocalSpawner, Spawn
-from asyncrl.launch.run_directory import locked, resumed_with, run_directory
+from asyncrl.launch.run_directory import check_paths_are_text, locked, resumed_with, run_directory
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.files import read_status, read_summary, write_status, write_summary
@@ -36,6 +36,7 @@ Rendezvous = Callable[[placement.Unit, str], str]
 def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int:
     """Check everything, then launch and watch the run; the exit code. `summary`: print it at the end. Raises
     ConfigError for bad input, while nothing is started."""
+    check_paths_are_text(config)
     if dry_run:
         return _dry_run(config)
     defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half

@@ -18,7 +18,7 @@ from asyncrl import cli
 from asyncrl.config import RunConfig, WeightedSource, composition, parse
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import agents
-from asyncrl.launch.run_directory import lock
+from asyncrl.launch.run_directory import check_paths_are_text, lock
 from asyncrl.observe.files import write_status, write_summary
 from asyncrl.observe.metrics import SAMPLED as SUCCESS
 from tests.fakes.planted import report
@@ -341,7 +341,7 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
         (b"# @package _global_\nmodel: {path: [m\n", "mine.yaml, line 3: is not YAML"),
         (b"# @package _global_\nname: x\nname: y\n", "mine.yaml, line 3: is not YAML (found duplicate key"),
         (b"\xff\xfe", "mine.yaml: is not text in UTF-8"),
-        (b"# @package _global_\nname: " + b"[" * 1200 + b"]" * 1200, "nested too deeply"),
+        (b"# @package _global_\nname: " + b"[" * 400 + b"]" * 400, "nested too deeply"),
         (b'# @package _global_\nkl: {prompt: "\\ud800"}\n', r"kl.prompt': '\ud800' is no text in UTF-8"),
         (
             b"# @package _global_\nobserve: {project: 1}\n",
@@ -367,9 +367,25 @@ def test_a_file_of_ones_own_that_is_wrong_is_named_in_one_line(
     assert error.count("\n") == 1 and complaint in error and "Config search path" not in error
 
 
+def test_a_directory_whose_name_is_no_text_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.mkdir(odd)
+    config = parse({"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "run_dir": str(tmp_path)})
+    check_paths_are_text(config)
+    monkeypatch.chdir(odd)
+    with pytest.raises(ConfigError, match=r"\\udcff' is no text in UTF-8; work in another"):
+        check_paths_are_text(config)
+    assert cli.main(["train", "experiment=calculator", f"run_dir={odd}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and r"run_dir': '" in error and r"\udcff' is no text in UTF-8" in error
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "says"),
     [
+        (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "no"), 2, r"'a\udcff' is no text in UTF-8"),
         (OSError(28, "No space left", "summary.json"), 1, "No space left: 'summary.json'"),
         (KeyboardInterrupt(), 130, "asyncrl: interrupted"),
     ],
