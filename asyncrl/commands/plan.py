@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
