@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
+import sys
 import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from os import _exit
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -38,9 +41,10 @@ class AsyncrlError(Exception):
     @contextmanager
     def instead_of(cls, *kinds: type[Exception], text: str, advice: str = "") -> Iterator[None]:
         """Raise this error in place of one of these kinds in the body: `text (Type: message); advice`, or of
-        one of the project's own: `text: message; advice`."""
+        one of the project's own: `text: message; advice`. With Exception among them: of all `users_code`."""
         try:
-            yield
+            with users_code() if Exception in kinds else nullcontext():
+                yield
         except kinds as error:
             why = f": {error}" if isinstance(error, AsyncrlError) else f" ({one_line(error)})"
             raise cls(f"{text}{why}" + f"; {advice}" * bool(advice)) from error
@@ -87,6 +91,14 @@ class DeadlineError(AsyncrlError):
     """A named wait ran past its deadline."""
 
 
+class UserCodeError(AsyncrlError):
+    """Users' code raised no Exception, but another BaseException: the type and text of that."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while users' code ran: a KeyboardInterrupt that this code did not raise itself."""
+
+
 class Failure:
     """Holds what `recorded` caught: empty until something failed."""
 
@@ -108,12 +120,63 @@ class Failure:
 
 @contextmanager
 def recorded() -> Iterator[Failure]:
-    """Run foreign code (a tool, a reward); an Exception becomes a value instead of travelling on."""
+    """Run foreign code (a tool, a reward); an error becomes a value instead of travelling on."""
     failure = Failure()
     try:
-        yield failure
+        with users_code():
+            yield failure
     except Exception as error:
         failure.error = error
+
+
+@contextmanager
+def users_code() -> Iterator[None]:
+    """Run users' code in the body: all errors that leave it are Exceptions.
+
+    A BaseException that the code raised itself becomes a UserCodeError: the panic of a Rust extension, an
+    outcome of pytest, SystemExit, KeyboardInterrupt, CancelledError, GeneratorExit. Ctrl-C, a cancellation of
+    this task and the closing of its coroutine travel on.
+    """
+    task = _current_task()
+    try:
+        with _interrupts_named():
+            yield
+    except Exception:
+        raise
+    except BaseException as error:
+        closed = _current_task() is not task
+        cancelled = task is not None and task.cancelling() and type(error).__name__ == "CancelledError"
+        if closed or cancelled or isinstance(error, Interrupted):
+            raise
+        raise UserCodeError(one_line(error)).with_traceback(error.__traceback__) from error
+
+
+def _current_task() -> Any:
+    """The asyncio task that runs now. A process that never imported asyncio has none."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return asyncio and asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return None
+
+
+@contextmanager
+def _interrupts_named() -> Iterator[None]:
+    """Where Python's own handler would raise KeyboardInterrupt at Ctrl-C, raise Interrupted in the body."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise Interrupted
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:  # the code may have set its own
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def disk_full(error: BaseException) -> bool:
@@ -129,7 +192,7 @@ def reason(error: BaseException) -> str:
 def describe(error: BaseException, limit: int = 300) -> str:
     """`one_line`, and the place in users' code that raised: "KeyError: 'b' (bad.py:41)". An error that was
     raised on purpose is its own text, which may hold such a description: up to twice the limit."""
-    if isinstance(error, AsyncrlError):
+    if isinstance(error, AsyncrlError) and not isinstance(error, UserCodeError):
         return " ".join(str(error).split())[: 2 * limit]
     place = _place(error)
     return one_line(error, limit - len(place)) + place
@@ -150,10 +213,11 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     line of another one of its type, which is not named twice."""
     try:
         text = " ".join(str(error)[: 4 * limit].split())
-    except Exception:
+    except BaseException:
         text = "its text cannot be read"
     kind = type(error).__name__
-    if text and text != kind and not text.startswith(f"{kind}: "):
+    names_kind = isinstance(error, UserCodeError) or text == kind or text.startswith(f"{kind}: ")
+    if text and not names_kind:
         text = f"{kind}: {text}"
     return text[:limit] or kind
 
@@ -165,7 +229,7 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
     def run() -> None:
         try:
             work()
-        except Exception as error:
+        except BaseException as error:
             what = f"thread {name!r} has died, and this process with it: {one_line(error)}"
             logging.getLogger("asyncrl").critical("%s%s", traceback.format_exc(), what)
             _exit(1)  # by a name of its own: users' code meets an os._exit that raises (isolation/calls.py)
@@ -177,15 +241,17 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 def fulfil(future: Future[T], function: Callable[[], T]) -> None:
     """Call a function in this thread for a future, unless it was cancelled before the end. It carries
-    Exceptions, but for StopIteration: what else is raised, a SystemExit, too, becomes a RuntimeError."""
+    Exceptions as `users_code` does, but for StopIteration, which becomes a UserCodeError, too."""
     try:
-        result = function()
-    except BaseException as problem:  # the caller waits for the future
-        carried = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
-        other = None if carried else RuntimeError(one_line(problem)).with_traceback(problem.__traceback__)
+        with users_code():
+            result = function()
+    except StopIteration as problem:
         if future.set_running_or_notify_cancel():
-            future.set_exception(other or problem)
-        del other  # its traceback holds this frame, and what the function was given
+            future.set_exception(UserCodeError(one_line(problem)).with_traceback(problem.__traceback__))
+        return
+    except BaseException as problem:  # the caller waits for the future
+        if future.set_running_or_notify_cancel():
+            future.set_exception(problem)
         return
     if future.set_running_or_notify_cancel():
         future.set_result(result)

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from asyncrl.errors import ConfigError, describe, one_line
+from asyncrl.errors import ConfigError, describe, one_line, users_code
 
 T = TypeVar("T")
 # Packages that asyncrl imports, and some that these import.
@@ -184,16 +184,17 @@ def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Para
     """With evaluated annotations. Those of other parameters may name what is imported for type checkers."""
     kind = inspect.Parameter.KEYWORD_ONLY
     try:
-        known = [p for p in inspect.signature(function).parameters.values() if p.kind is kind]
-        names = getattr(inspect.unwrap(function), "__globals__", None)
-        if names is not None:
-            known = [
-                p.replace(annotation=eval(p.annotation, names)) if isinstance(p.annotation, str) else p
-                for p in known
-            ]
-        elif any(isinstance(p.annotation, str) for p in known):
-            parameters = inspect.signature(function, eval_str=True).parameters.values()
-            known = [p for p in parameters if p.kind is kind]
+        with users_code():
+            known = [p for p in inspect.signature(function).parameters.values() if p.kind is kind]
+            names = getattr(inspect.unwrap(function), "__globals__", None)
+            if names is not None:
+                known = [
+                    p.replace(annotation=eval(p.annotation, names)) if isinstance(p.annotation, str) else p
+                    for p in known
+                ]
+            elif any(isinstance(p.annotation, str) for p in known):
+                parameters = inspect.signature(function, eval_str=True).parameters.values()
+                known = [p for p in parameters if p.kind is kind]
     except Exception as error:  # of an annotation, or a builtin without a signature
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
     return known
@@ -222,7 +223,8 @@ def bound(found: Any, options: Mapping[str, Any], where: str, call: Call) -> Any
 def built(factory: Callable[[], Any], where: str) -> Any:
     """Make it by a factory. Any error of its becomes a ConfigError that begins with `where`."""
     try:
-        return factory()
+        with users_code():
+            return factory()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:
@@ -293,7 +295,8 @@ def load_object(spec: str, kind: str) -> Any:
     """Import `module:attribute` or `file.py:attribute`; ConfigError says which part was wrong."""
     source, _, attribute = spec.rpartition(":")
     try:
-        module = _module_from_file(source) if source.endswith(".py") else importlib.import_module(source)
+        with users_code():
+            module = _module_from_file(source) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         problem = f"{kind} {spec!r}: cannot import {source!r} ({describe(error)})"
         raise ConfigError(f"{problem}{_hidden(source)}") from error

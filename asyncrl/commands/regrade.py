@@ -19,7 +19,7 @@ from asyncrl.commands import command_parser, find_run
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
 from asyncrl.data.rows import write_rows
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.registry import search_working_directory
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
             try:
                 end, sample = episode.result.end, samples[group.sample]
                 result = kept_result(reader, episode.uid, episode.turns)
-                earned = await regrade(parts, sample, turns, end, episode.stats.tool_calls, result)
+                with users_code():
+                    earned = await regrade(parts, sample, turns, end, episode.stats.tool_calls, result)
             except Exception as error:
                 problems.append(f"episode {episode.uid}: {one_line(error)}")
                 return None

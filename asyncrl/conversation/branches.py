@@ -153,7 +153,7 @@ class Branches:
         for _ in range(count):
             try:
                 one = self.redeliver(request) or self.place(request)
-            except Exception:
+            except BaseException:
                 self.give_back(found)
                 raise
             if isinstance(one, Refusal):

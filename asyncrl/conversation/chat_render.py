@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.types import Message, ToolCall
 from asyncrl.values import encodable
 
@@ -69,14 +69,15 @@ class Renderer:
     ) -> str:
         shaped = list(_shaped(messages, self.shape))
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [_plain(message, self.shape) for message in shaped],
-                tools=[json.loads(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=opening,
-                strftime_now=self.day,
-                **self.options,
-            )
+            with users_code():
+                text: str = self.tokenizer.apply_chat_template(
+                    [_plain(message, self.shape) for message in shaped],
+                    tools=[json.loads(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=opening,
+                    strftime_now=self.day,
+                    **self.options,
+                )
         except Exception as error:  # templates raise anything, and arguments may be no JSON
             roles = ", ".join(message.role for message in shaped)
             raise ConfigError(f"the chat template refuses the roles ({roles}): {one_line(error)}") from error

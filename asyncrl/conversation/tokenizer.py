@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.conversation.chat_render import Tokenizer
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.values import encodable
 
 Cut = Literal["head", "middle", "tail"]
@@ -41,8 +41,9 @@ def load_tokenizer(path: str) -> Any:
     from transformers import PreTrainedTokenizerFast  # takes a second
 
     try:
-        loaded: Any = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-        own = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
+        with users_code():  # the library is in Rust, and panics
+            loaded: Any = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            own = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
     except Exception as error:  # of tokenizers it is a bare Exception
         raise ConfigError(
             f"{path}: no usable tokenizer ({one_line(error)}); it needs a tokenizer.json, which "

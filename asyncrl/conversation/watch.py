@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import parse_turn
 from asyncrl.conversation.parsers.base import THINK, CallFormat
+from asyncrl.errors import users_code
 
 OnText = Callable[[str, str], None]
 """Called with the new text of a turn's reasoning and of its content; both together are never empty."""
@@ -101,7 +102,8 @@ class TurnWatch:
             return
         self._parsed = len(text)
         try:
-            parsed = parse_turn(self._rules.parse, text, self._tools, self._prompt)
+            with users_code():
+                parsed = parse_turn(self._rules.parse, text, self._tools, self._prompt)
         except Exception:  # a parser of the user's; that of a whole turn is reported
             self._on_text = None
             return

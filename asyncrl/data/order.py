@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncrl.buffer.prompts import shuffled
 from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.data.storage import Samples
-from asyncrl.errors import ConfigError, describe
+from asyncrl.errors import ConfigError, describe, users_code
 from asyncrl.registry import Call, load_object, make, single
 from asyncrl.types import Sample
 
@@ -62,7 +62,8 @@ class EpochOrder:
             return drawn
         where = f"data.order: {self._hook_name} of epoch {epoch}"
         try:
-            order = [int(number) for number in self._hook(self.samples, list(drawn), epoch)]
+            with users_code():
+                order = [int(number) for number in self._hook(self.samples, list(drawn), epoch)]
         except Exception as error:
             raise ConfigError(
                 f"{where} failed: {describe(error)}; it must give the numbers in `drawn` in another order"

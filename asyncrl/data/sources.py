@@ -11,10 +11,11 @@ from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.config.base import Plugin
 from asyncrl.data.harbor import read_tasks
 from asyncrl.data.rows import READERS, Row, plain, read_rows
-from asyncrl.errors import ConfigError, describe
+from asyncrl.errors import ConfigError, describe, users_code
 from asyncrl.registry import Call, load_object, make, single
 
 HUB = "hf:"
+END = object()  # after the last row
 CALL = Call("a class or function that takes the path", ("path",), makes=True)
 
 
@@ -120,9 +121,20 @@ def _own(plugin: Plugin) -> Reader:
 def _guarded(where: str, made: Callable[[str], Iterable[Any]], path: str) -> Iterator[Any]:
     """Turn what users' code raises into a ConfigError with its file and line. What can only be counted and
     indexed, as data sets of torch can, is iterated, too."""
-    try:
+
+    def iterated() -> Iterator[Any]:
         rows: Any = made(path)
-        yield from rows if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows)))
+        return iter(rows if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows))))
+
+    rows = _called(where, iterated)
+    while (row := _called(where, lambda: next(rows, END))) is not END:
+        yield row
+
+
+def _called(where: str, function: Callable[[], Any]) -> Any:
+    try:
+        with users_code():
+            return function()
     except ConfigError:
         raise
     except Exception as error:

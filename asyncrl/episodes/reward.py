@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.turns import rows_of
-from asyncrl.errors import describe, one_line
+from asyncrl.errors import describe, one_line, users_code
 from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape
@@ -57,7 +57,8 @@ class EpisodeReward:
     def shape(self, given: ShapingInput) -> float:
         """Return what is added to the reward of an episode. Raises RewardError."""
         try:
-            return shape(self._shapings, given)
+            with users_code():
+                return shape(self._shapings, given)
         except Exception as error:
             raise RewardError(f"algorithm.shaping: {describe(error)}") from error
 
@@ -86,10 +87,11 @@ class EpisodeReward:
 async def _in_loop(reward: Reward, given: RewardInput) -> RewardResult | RewardError:
     """The reward's errors are described here, so that they differ from those of `call_user`."""
     try:
-        return await evaluate(reward.function, given)
+        with users_code():
+            return await evaluate(reward.function, given)
     except RewardError as error:
         return error
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         return RewardError(describe(error))
 
 

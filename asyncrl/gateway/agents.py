@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config import Plugin
 from asyncrl.conversation.requests import AgentRequest, Untrained
-from asyncrl.errors import AsyncrlError, describe
+from asyncrl.errors import AsyncrlError, describe, users_code
 from asyncrl.gateway import harnesses
 from asyncrl.gateway.programs import COMMAND, Command, Harness
 from asyncrl.registry import Call, Registry, bind, built, load_object, make, single
@@ -58,8 +58,9 @@ def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents"
             return True
         for name, function in functions.items():
             try:
-                if function(request):
-                    return True
+                with users_code():
+                    if function(request):
+                        return True
             except Exception as error:
                 raise AgentError(f"{where} {name!r}: {describe(error)}") from error
         return False

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from asyncrl.errors import AsyncrlError, fulfil, one_line
+from asyncrl.errors import AsyncrlError, fulfil, users_code
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
@@ -39,8 +39,14 @@ class CallTimeout(AsyncrlError):
 
 
 async def to_its_end(function: Callable[[], T]) -> T:
-    """Call it in a thread. A cancelled call waits for the end of the thread, too."""
-    job = asyncio.ensure_future(asyncio.to_thread(function))
+    """Call it in a thread. A cancelled call waits for the end of the thread, too. All that the function
+    raises is an Exception."""
+
+    def call() -> T:
+        with users_code():
+            return function()
+
+    job = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(job)
     finally:
@@ -56,9 +62,9 @@ async def call_user(
 ) -> Any:
     """Call a sync or async function; `blocking`: a sync one, called in a thread of its own.
 
-    After `seconds` it is cancelled, and not waited for: CallTimeout. With a deadline (`math.inf` is one), all
-    that it raises is an Exception. Something is in `live` until the function has really ended, which may be
-    later.
+    After `seconds` it is cancelled, and not waited for: CallTimeout. All that it raises is an Exception; with
+    a deadline (`math.inf` is one), also where it cancels its own task. Something is in `live` until the
+    function has really ended, which may be later.
     """
     work = partial(_run_counted, function, blocking, live if live is not None else set())
     if seconds is None:
@@ -77,17 +83,14 @@ async def call_user(
 
 
 def start(work: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
-    """Start a task whose errors are Exceptions: SystemExit and KeyboardInterrupt, which would end the event
-    loop, become RuntimeError. The caller must `cancel_later` it in the end. `work` is not called if the task
-    is cancelled before it has begun."""
+    """Start a task whose errors are Exceptions. The caller must `cancel_later` it in the end. `work` is not
+    called if the task is cancelled before it has begun."""
 
-    async def without_exits() -> Any:
-        try:
+    async def guarded() -> Any:
+        with users_code():
             return await work()
-        except (SystemExit, KeyboardInterrupt) as problem:
-            raise RuntimeError(one_line(problem)).with_traceback(problem.__traceback__) from None
 
-    return asyncio.get_running_loop().create_task(without_exits())
+    return asyncio.get_running_loop().create_task(guarded())
 
 
 def cancel_later(task: asyncio.Task[Any]) -> None:
@@ -96,7 +99,7 @@ def cancel_later(task: asyncio.Task[Any]) -> None:
 
     def close() -> None:
         if not task.done():
-            with suppress(Exception):  # its cleanup is users' code, too
+            with suppress(Exception), users_code():  # its cleanup is users' code, too
                 task.get_coro().close()  # type: ignore[union-attr]
             task.cancel()
 
@@ -126,7 +129,8 @@ async def _run_counted(function: Callable[[], Any], blocking: bool, live: set[ob
     if blocking:
         return await in_thread(call, "tool")
     try:
-        return await _inline(function)
+        with users_code():
+            return await _inline(function)
     finally:
         live.discard(token)
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from asyncrl.config import RunConfig, divisors, leaves
 from asyncrl.conversation.templates import read_template
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
 from asyncrl.weights.model_files import read_json, served_modules, weight_files, weight_shapes
 
@@ -114,9 +114,10 @@ def fetch(model: HubModel, key: str) -> str:
 
     name = model.name + (f"@{model.revision}" if model.revision else "")
     try:
-        return snapshot_download(
-            model.name, revision=model.revision, allow_patterns=[*WANTED], ignore_patterns=[*UNWANTED]
-        )
+        with users_code():
+            return snapshot_download(
+                model.name, revision=model.revision, allow_patterns=[*WANTED], ignore_patterns=[*UNWANTED]
+            )
     except errors.RepositoryNotFoundError:  # a gated one, too
         why = "the hub shows no such repository; correct the name (or log in: hf auth login)"
     except errors.RevisionNotFoundError:

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.config.base import leaves
-from asyncrl.errors import ConfigError, one_line, recorded
+from asyncrl.errors import ConfigError, one_line, recorded, users_code
 from asyncrl.observe.background import Background
 from asyncrl.observe.files import read_lines, run_id
 from asyncrl.observe.metrics import VALIDATED
@@ -71,7 +71,8 @@ class Trackers:
             for name in config.observe.trackers:
                 module = _module(name)
                 try:
-                    opened._trackers[name] = OPEN[name](module, config, run_dir)
+                    with users_code():
+                        opened._trackers[name] = OPEN[name](module, config, run_dir)
                 except Exception as error:
                     raise ConfigError(_not_started(name, error)) from error
             yield opened
@@ -113,8 +114,9 @@ class Trackers:
     def _now(self, call: Callable[[Tracker], None]) -> None:
         for name in self._trackers.keys() - self._failed:
             try:
-                call(self._trackers[name])
-            except (Exception, SystemExit) as error:  # a library may end the program
+                with users_code():  # a library may end the program
+                    call(self._trackers[name])
+            except Exception as error:
                 log.warning("tracker %s is left out from here on: %s", name, one_line(error))
                 self._failed.add(name)
 
@@ -259,7 +261,8 @@ def check_trackers(config: RunConfig) -> None:
     for name in config.observe.trackers:
         module = _module(name)
         try:
-            logged_in = name not in LOGGED_IN or LOGGED_IN[name](module)
+            with users_code():
+                logged_in = name not in LOGGED_IN or LOGGED_IN[name](module)
         except Exception as error:
             raise ConfigError(_not_started(name, error)) from error
         if not logged_in:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Options
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.registry import Call, bound, check_call
 from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards, verl_arguments
 
@@ -105,14 +105,15 @@ def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
     if not callable(function):
         return function  # refused by `bound`
     try:
-        names = tuple(
-            p.name
-            for p in inspect.signature(function).parameters.values()
-            if p.kind is p.POSITIONAL_OR_KEYWORD
-        )
-        if names[: len(VERL)] != VERL or names == VERL:
-            return function
-        signature = inspect.signature(function, eval_str=True)
+        with users_code():
+            names = tuple(
+                p.name
+                for p in inspect.signature(function).parameters.values()
+                if p.kind is p.POSITIONAL_OR_KEYWORD
+            )
+            if names[: len(VERL)] != VERL or names == VERL:
+                return function
+            signature = inspect.signature(function, eval_str=True)
     except Exception as error:  # of an annotation, or a builtin without a signature
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
     made = functools.partial(function)

@@ -24,7 +24,7 @@ from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untr
 from asyncrl.conversation.turns import opening, problem, scored, trained
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.data.tasks import task_of
-from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, describe
+from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, describe, users_code
 from asyncrl.gateway import Agent, AgentError, CommandError, Endpoint, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread, to_its_end
@@ -95,7 +95,8 @@ class AgentHost:
     def _ending(self, *others: type[Exception]) -> Iterator[None]:
         """End the episode if the body raises an error, unless it is one of these: see `Host`."""
         try:
-            yield
+            with users_code():
+                yield
         except others:
             raise
         except Exception as error:

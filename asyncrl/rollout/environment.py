@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncrl.environments import Environment
-from asyncrl.errors import describe
+from asyncrl.errors import describe, users_code
 from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.runtime.activity import Waits
@@ -33,8 +33,9 @@ class EpisodeEnvironment:
 
     def __init__(self, make: Callable[[], Environment], limit: float, waits: Waits) -> None:
         try:
-            self.inner = make()
-        except (Exception, SystemExit) as error:
+            with users_code():
+                self.inner = make()
+        except Exception as error:
             raise EnvironmentFailed(f"the environment cannot be made: {describe(error)}") from error
         self._limit, self._waits = limit, waits
         self._turn = asyncio.Lock()  # a call that was cancelled may still be ending
@@ -65,7 +66,8 @@ class EpisodeEnvironment:
         limit = self.inner.timeout or self._limit
         with self._waits.named("the environment", limit):
             try:
-                return read(await call_user(lambda: self._alone(function), limit))
+                with users_code():
+                    return read(await call_user(lambda: self._alone(function), limit))
             except CallTimeout:
                 raise EnvironmentFailed(f"{what} of the environment did not end within {limit:g} s") from None
             except Exception as error:

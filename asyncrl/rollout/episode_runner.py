@@ -15,7 +15,15 @@ from typing import Protocol
 
 from asyncrl.buffer.records import RESUMABLE
 from asyncrl.episodes.recorded import turns_of
-from asyncrl.errors import AsyncrlError, EngineError, NoEngineError, ProtocolError, SetupError, describe
+from asyncrl.errors import (
+    AsyncrlError,
+    EngineError,
+    NoEngineError,
+    ProtocolError,
+    SetupError,
+    describe,
+    users_code,
+)
 from asyncrl.gateway import AgentError
 from asyncrl.rewards import RewardError
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler
@@ -84,11 +92,13 @@ class EpisodeRunner:
                     run.recall(frames[count:])
                     if run.assign.parts and not count:
                         run.caught_up()
-                    return run.final_record(await player.play(turns_of(frames[:count])))
+                    with users_code():
+                        return run.final_record(await player.play(turns_of(frames[:count])))
             except TimeoutError:
                 if not run.limit.expired():
                     raise
-                return run.final_record(await player.expire())
+                with users_code():
+                    return run.final_record(await player.expire())
         except Exception as error:
             reason = next(reason for kind, reason in _REASONS if isinstance(error, kind))
             if isinstance(error, RewardError):

@@ -7,6 +7,7 @@ unblocks: turns that wait for fresher weights
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine, EngineRefused, Request, engines
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, recorded
 from asyncrl.isolation.calls import to_its_end
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.activity import ASLEEP, FRESHER, BusyTimer, Notifier, Sleeps, Waits
@@ -25,6 +26,8 @@ from asyncrl.runtime.process import quick_imports
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.types import Generation, TokenScores
 from asyncrl.wire.messages.shared import Loaded
+
+log = logging.getLogger("asyncrl.worker")
 
 BROKEN = 8  # failed turns in a row after which the engine counts as broken
 
@@ -143,8 +146,12 @@ class LocalSampler:
         self.sleeps.change(self._asleep)
 
     def release(self, session: str) -> None:
-        if self.engine is not None:
+        if self.engine is None:
+            return
+        with recorded() as failure:  # a registered engine's is users' code
             self.engine.release(session)
+        if failure:
+            log.warning("the %s engine does not release a session: %s", self.name, failure.line)
 
     @property
     def version(self) -> int:

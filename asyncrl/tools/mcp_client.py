@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, UserCodeError, one_line, users_code
 from asyncrl.isolation.child import inherited
 from asyncrl.remote import bearer
 from asyncrl.tools.mcp_pipes import MAX_BYTES, started
@@ -150,25 +150,15 @@ class McpConnection:
 
     async def _hold(self, pause: float) -> None:
         """The task: connect and shake hands, wait for the end, close."""
-        from mcp import Client
-
         server, problem = self._server, "it was closed"
         try:
             await asyncio.sleep(pause)
-            async with AsyncExitStack() as stack:
-                async with asyncio.timeout(server.start_timeout):
-                    transport = (
-                        started(server.command, inherited(server.env), self._wrote)
-                        if server.command
-                        else self._http()
-                    )
-                    streams = await stack.enter_async_context(transport)
-                    client = await stack.enter_async_context(Client(nullcontext(streams), cache=None))
-                self._messages = streams[0] if server.command else None
-                self._client.set_result(client)
-                await self._ending.wait()
+            with users_code():
+                await self._connect_until_ending()
         except Exception as error:  # the boundary: of the package, its transports and the server
             cause: BaseException = error
+            if isinstance(error, UserCodeError) and error.__cause__ is not None:
+                cause = error.__cause__
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             late = isinstance(cause, TimeoutError)
@@ -180,6 +170,23 @@ class McpConnection:
                 self._client.set_exception(McpError(f"no MCP server at {server}: {why}"))
             self.end(problem)
             _connections.discard(self)
+
+    async def _connect_until_ending(self) -> None:
+        from mcp import Client
+
+        server = self._server
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(server.start_timeout):
+                transport = (
+                    started(server.command, inherited(server.env), self._wrote)
+                    if server.command
+                    else self._http()
+                )
+                streams = await stack.enter_async_context(transport)
+                client = await stack.enter_async_context(Client(nullcontext(streams), cache=None))
+            self._messages = streams[0] if server.command else None
+            self._client.set_result(client)
+            await self._ending.wait()
 
     @asynccontextmanager
     async def _http(self) -> AsyncIterator[Any]:

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.data.rows import read_rows
-from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
+from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line, users_code
 from asyncrl.remote import check_url, post
 from asyncrl.tools.base import Tool, tool, tools
 
@@ -235,7 +235,8 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
 def _opened(path: Path, home: Path, stopwords: str) -> Corpus:
     if home.is_dir():
         try:
-            return Corpus(home, stopwords)
+            with users_code():
+                return Corpus(home, stopwords)
         except Exception as error:  # whatever a damaged file makes the two libraries raise
             log.warning("the index %s is damaged (%s); it is built again", home, one_line(error))
             shutil.rmtree(home)

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import DeadlineError, GaveUpError
+from asyncrl.errors import DeadlineError, GaveUpError, users_code
 from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
@@ -73,7 +73,8 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
     role = TrainerRank(config, endpoints, mesh, incarnation)
     try:
-        role.loop()
+        with users_code():  # losses, advantages
+            role.loop()
     except Stopped as stop:
         log.info("leaving: %s", stop)
         role.publishing.drain()

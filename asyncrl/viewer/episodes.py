@@ -20,7 +20,7 @@ from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import RunConfig
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.episodes.recorded import credited, kept_turns, turns_of
-from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, one_line, users_code
 from asyncrl.observe.files import read_lines
 from asyncrl.observe.held_out import EVAL
 from asyncrl.observe.transcripts import read_ratios
@@ -40,7 +40,8 @@ def decoder(model: str) -> Decode:
 
     path = Path(model) / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        with users_code():  # the library is in Rust, and panics
+            tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # of tokenizers it is a bare Exception
         raise ConfigError(f"{path}: no usable tokenizer ({one_line(error)}); put the model's back") from error
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))

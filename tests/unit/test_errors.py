@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import inspect
+import os
 import re
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,12 @@ from asyncrl.errors import (
     lacks_resources,
     one_line,
     recorded,
+    users_code,
 )
-from asyncrl.isolation.calls import call_user
+from asyncrl.isolation.calls import LoopThread, OwnThread, call_user
+from asyncrl.registry import built
 from asyncrl.weights.manifest import WeightsError
+from tests.fakes.raised import BASE_EXCEPTIONS
 
 
 def test_recorded_keeps_an_exception_and_goes_on() -> None:
@@ -77,10 +85,103 @@ def test_what_a_process_lacks_is_told_from_damage(error: Exception, lacks: bool)
     assert lacks_resources(error) is lacks
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_recorded_lets_interrupts_travel(error: type[BaseException]) -> None:
-    with pytest.raises(error), recorded():
-        raise error
+@pytest.mark.parametrize("kind", BASE_EXCEPTIONS)
+@pytest.mark.parametrize(
+    "boundary", ["recorded", "object", "async", "inline", "no deadline", "thread", "own thread", "own loop"]
+)
+def test_all_that_users_code_raises_is_an_exception(kind: type[BaseException], boundary: str) -> None:
+    def use() -> None:
+        raise kind("its text")
+
+    async def wait() -> None:
+        await asyncio.sleep(0)
+        raise kind("its text")
+
+    async def call() -> None:
+        match boundary:
+            case "recorded":
+                with recorded() as failure:
+                    use()
+                assert failure.error is not None
+                raise failure.error
+            case "object":
+                built(use, "rollout.reward")
+            case "async":
+                await call_user(wait, 60)
+            case "inline":
+                await call_user(use, 60)
+            case "no deadline":
+                await call_user(wait)
+            case "thread":
+                await call_user(use, blocking=True)
+            case "own thread":
+                thread = OwnThread("test")
+                try:
+                    await thread.run(use)
+                finally:
+                    await thread.end(lambda: None)
+            case "own loop":
+                loop_thread = LoopThread("test")
+                try:
+                    await loop_thread.call(wait)
+                finally:
+                    loop_thread.close()
+
+    with pytest.raises(Exception, match=rf"{kind.__name__}: its text") as raised:
+        asyncio.run(call())
+    assert re.search(rf"{kind.__name__}: its text \(test_errors\.py:\d+\)", describe(raised.value))
+
+
+@pytest.mark.parametrize("seconds", [60.0, None])
+def test_a_cancellation_of_ours_ends_the_call_and_its_caller(seconds: float | None) -> None:
+    ended: list[str] = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("user")
+
+    async def main() -> None:
+        calling = asyncio.create_task(call_user(endless, seconds))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.wait([calling])
+        assert calling.cancelled()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert ended == ["user"]
+
+
+def test_a_coroutine_of_users_code_can_be_closed() -> None:
+    async def endless() -> None:
+        with users_code():
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        task = asyncio.create_task(endless())
+        await asyncio.sleep(0)
+        coroutine = task.get_coro()
+        assert inspect.iscoroutine(coroutine)
+        coroutine.close()
+        task.cancel()
+
+    with suppress(asyncio.CancelledError):
+        asyncio.run(main())
+
+
+def test_ctrl_c_in_users_code_ends_the_command_as_elsewhere() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt), recorded():
+        interrupted()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_one_line_is_cut_and_never_empty() -> None:
@@ -129,7 +230,7 @@ def caught(function: Any, blocking: bool = False) -> Exception:
     [
         ("def use():\n    return {}['b']", "KeyError: 'b' (bad.py:3)"),
         ("def inner():\n    {}['b']\ndef use():\n    inner()", "KeyError: 'b' (bad.py:3)"),
-        ("def use():\n    sys.exit('over')", "RuntimeError: SystemExit: over (bad.py:3)"),
+        ("def use():\n    sys.exit('over')", "SystemExit: over (bad.py:3)"),
     ],
 )
 def test_an_error_of_users_code_is_described_with_file_and_line(

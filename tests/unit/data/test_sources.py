@@ -13,6 +13,7 @@ from asyncrl.data.columns import check_columns
 from asyncrl.data.samples import RowLayout, read_samples
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
+from tests.fakes.raised import BASE_EXCEPTIONS
 
 COLUMNS = {"prompt": "question", "ground_truth": "answer.value", "extra_info.level": "level"}
 ROW = {"question": "1 + 1?", "answer": {"value": 2}, "level": 3}
@@ -158,6 +159,30 @@ def test_a_data_set_of_the_users_own(tmp_path: Path) -> None:
     assert [(one.prompt[0].content, one.ground_truth) for one in found] == [
         *(("small 0^2?", "0"), ("small 1^2?", "1"), ("small 2^2?", "4")),
     ]
+
+
+RAISING = """
+from tests.fakes.raised import BASE_EXCEPTIONS
+
+def made(path):
+    raise BASE_EXCEPTIONS[{number}]("its text")
+
+def rows(path):
+    yield {{"prompt": "?", "ground_truth": 1}}
+    made(path)
+
+if {imported}:
+    made("")
+"""
+
+
+@pytest.mark.parametrize("number", range(len(BASE_EXCEPTIONS)))
+@pytest.mark.parametrize("name", ["made", "rows", "imported"])
+def test_whatever_a_data_set_raises_is_an_error_of_its_key(tmp_path: Path, number: int, name: str) -> None:
+    (tmp_path / "own.py").write_text(RAISING.format(number=number, imported=name == "imported"))
+    kind = BASE_EXCEPTIONS[number].__name__
+    with pytest.raises(ConfigError, match=rf"own\.py.*{kind}: its text \(own\.py:5\)"):
+        read("small", RowLayout(), dataset=f"{tmp_path}/own.py:{name}")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import RunConfig, parse
+from asyncrl.errors import UserCodeError
 from asyncrl.isolation import calls
 from asyncrl.isolation.calls import LoopThread, call_user
 from asyncrl.rollout import worker
@@ -84,7 +85,7 @@ def test_without_a_limit_an_exit_is_an_error_still() -> None:
     async def leaving() -> None:
         raise SystemExit(3)
 
-    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+    with pytest.raises(UserCodeError, match="SystemExit: 3"):
         asyncio.run(call_user(leaving, math.inf))
 
 
@@ -107,7 +108,7 @@ def test_what_ends_its_process_ends_its_call() -> None:
 
     async def main() -> None:
         for function, blocking in ((leave, False), (leave, True), (leave_in_the_loop, False)):
-            with pytest.raises(RuntimeError, match=r"SystemExit: os._exit\(7\) in a process that it shares"):
+            with pytest.raises(UserCodeError, match=r"SystemExit: os._exit\(7\) in a process that it shares"):
                 await call_user(function, 60.0, blocking=blocking)
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # a fork beside threads
             assert await call_user(fork_and_leave, 60.0) == 7

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from asyncrl.errors import UserCodeError
 from asyncrl.observe.background import Background
 
 
@@ -52,7 +53,7 @@ def test_a_call_that_hangs_is_waited_for_once_and_one_that_is_lost_not_at_all() 
 
 def test_a_library_that_ends_the_program_is_answered_and_its_thread_goes_on() -> None:
     calls = Background("calls", 10)
-    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+    with pytest.raises(UserCodeError, match="SystemExit: 3"):
         calls.ask(lambda: sys.exit(3), 60)
     calls.call(lambda: sys.exit(4))
     assert calls.ask(lambda: 5, 60) == 5 and calls.lost == 1 and calls.close(60)

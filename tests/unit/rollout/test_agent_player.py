@@ -26,6 +26,7 @@ from tests.fakes.chat import FakeChat, encode
 from tests.fakes.engine import ScriptedEngine, generation
 from tests.fakes.episodes import read
 from tests.fakes.loop import settle
+from tests.fakes.raised import BASE_EXCEPTIONS
 
 ANSWER = {"role": "assistant", "content": "42"}
 
@@ -339,16 +340,8 @@ async def raising(sample: Sample, endpoint: Endpoint) -> None:
     raise KeyError("no such thing")
 
 
-async def leaving(sample: Sample, endpoint: Endpoint) -> None:
-    raise SystemExit(3)
-
-
 def silent(sample: Sample, endpoint: Endpoint) -> None:
     """Asks nothing."""
-
-
-async def interrupted(sample: Sample, endpoint: Endpoint) -> None:
-    raise KeyboardInterrupt
 
 
 async def cancelled(sample: Sample, endpoint: Endpoint) -> None:
@@ -374,9 +367,7 @@ FAILURES = {
         raising,
         f"KeyError: 'no such thing' (test_agent_player.py:{raising.__code__.co_firstlineno + 2})",
     ),
-    "exits": (leaving, f"SystemExit: 3 (test_agent_player.py:{leaving.__code__.co_firstlineno + 1})"),
-    "is interrupted": (interrupted, "KeyboardInterrupt"),
-    "awaits what it cancelled": (cancelled, "cancelled by its own code"),
+    "awaits what it cancelled": (cancelled, "CancelledError (test_agent_player.py"),
     "cancels itself": (cancelling, "cancelled by its own code"),
     "never asks": (silent, "ended without asking"),
     "returns what is no result": (odd, "returned a str"),
@@ -388,6 +379,21 @@ def test_a_failing_agent_is_a_recorded_reason(agent: Any, why: str) -> None:
     reason, detail = reason_of(AgentBench(agent))
     assert reason is FailReason.AGENT_ERROR
     assert why in detail
+
+
+@pytest.mark.parametrize("kind", BASE_EXCEPTIONS)
+@pytest.mark.parametrize("sync", [True, False])
+def test_whatever_an_agent_raises_is_a_recorded_reason(kind: type[BaseException], sync: bool) -> None:
+    def quick(sample: Sample, endpoint: Endpoint) -> None:
+        raise kind("its text")
+
+    async def waiting(sample: Sample, endpoint: Endpoint) -> None:
+        await asyncio.sleep(0)
+        raise kind("its text")
+
+    reason, detail = reason_of(AgentBench(quick if sync else waiting))
+    assert reason is FailReason.AGENT_ERROR
+    assert f"{kind.__name__}: its text (test_agent_player.py:" in detail
 
 
 def test_an_engine_error_fails_the_episode_whatever_the_agent_makes_of_it() -> None:

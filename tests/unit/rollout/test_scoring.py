@@ -15,6 +15,7 @@ from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards import Reward, RewardError, RewardInput, in_loop, load_rewards
 from asyncrl.types import EpisodeEnd, FailReason, RewardResult
 from tests.fakes.chat import sample
+from tests.fakes.raised import BASE_EXCEPTIONS
 
 GIVEN = RewardInput(sample(), "42", turns=2, end=EpisodeEnd.ANSWERED)
 
@@ -44,12 +45,19 @@ def test_no_number_is_a_reward_error(result: Any) -> None:
         verdict([in_loop(lambda **_: result)])
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyError("x"), TimeoutError("its own")])
-def test_an_exception_is_a_reward_error(error: BaseException) -> None:
-    def reward(given: RewardInput) -> float:
-        raise error
+@pytest.mark.parametrize("kind", [KeyError, TimeoutError, *BASE_EXCEPTIONS])
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_error_is_a_reward_error(kind: type[BaseException], sync: bool) -> None:
+    def quick(given: RewardInput) -> float:
+        raise kind("its text")
 
-    with pytest.raises(RewardError, match=rf"^{type(error).__name__}: .* \(test_scoring.py:\d+\)$"):
+    async def waiting(given: RewardInput) -> float:
+        await asyncio.sleep(0)
+        raise kind("its text")
+
+    reward = quick if sync else waiting
+
+    with pytest.raises(RewardError, match=rf"^{kind.__name__}: .* \(test_scoring.py:\d+\)$"):
         verdict([in_loop(reward)])
 
 
@@ -82,7 +90,11 @@ def test_a_reward_that_ignores_its_deadline_is_left_behind(monkeypatch: pytest.M
 
 def test_a_reward_that_cancels_itself_fails() -> None:
     async def gone(given: RewardInput) -> float:
-        raise asyncio.CancelledError
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.Event().wait()
+        return 1.0
 
     with pytest.raises(RewardError, match="it was cancelled"):
         verdict([in_loop(gone)])

@@ -18,6 +18,7 @@ from asyncrl.wire.messages.worker import Finished, Generated, Replied
 from tests.fakes.chat import call
 from tests.fakes.episodes import BAD, TurnBench, look
 from tests.fakes.loop import settle
+from tests.fakes.raised import BASE_EXCEPTIONS
 
 MOVE = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
 
@@ -152,24 +153,64 @@ class Over(Game):
         return Observation(done=True)
 
 
-class Leaving(Game):
-    async def step(self, message: Message) -> Observation:
-        raise SystemExit(3)
+@pytest.mark.parametrize("kind", BASE_EXCEPTIONS)
+@pytest.mark.parametrize("method", ["__init__", "reset", "step", "close"])
+def test_whatever_an_environment_raises_fails_its_episode_only(
+    kind: type[BaseException], method: str
+) -> None:
+    def quick(self: Game) -> None:
+        raise kind("its text")
+
+    async def waiting(self: Game, *given: Any) -> None:
+        await asyncio.sleep(0)
+        raise kind("its text")
+
+    world = type("Raising", (Game,), {method: quick if method == "__init__" else waiting})
+    bench = TurnBench(["42"], nothing, world)
+    if method == "close":
+        bench.finished()
+        return
+    end = bench.failed()
+    assert end.reason is FailReason.ENVIRONMENT_ERROR
+    assert f"{kind.__name__}: its text (test_turn_player.py:" in end.detail
 
 
-class Cancelled(Game):
-    async def step(self, message: Message) -> Observation:
-        raise asyncio.CancelledError
+@pytest.mark.parametrize("kind", BASE_EXCEPTIONS)
+@pytest.mark.parametrize("method", ["generate", "release"])
+def test_whatever_a_registered_engine_raises_fails_its_episode_only(
+    kind: type[BaseException], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(request: Any) -> None:
+        raise kind("its text")
+
+    def release(session: str) -> None:
+        bench.engine.released.append(session)
+        raise kind("its text")
+
+    bench = TurnBench(["42"], nothing)
+    monkeypatch.setattr(bench.engine, method, generate if method == "generate" else release)
+    if method == "release":
+        bench.finished()
+        return
+    end = bench.failed()
+    assert end.reason is FailReason.EPISODE_ERROR
+    assert f"{kind.__name__}: its text (test_turn_player.py:" in end.detail
 
 
-class Unmakable(Game):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log.append("close")
-        raise SystemExit("no licence")
+@pytest.mark.parametrize("kind", BASE_EXCEPTIONS)
+def test_whatever_a_parser_raises_fails_its_episode_only(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(*given: Any) -> None:
+        raise kind("its text")
+
+    monkeypatch.setattr("asyncrl.conversation.turns.parse_turn", raising)
+    end = TurnBench(["42"], nothing).failed()
+    assert end.reason is FailReason.EPISODE_ERROR
+    assert f"{kind.__name__}: its text (test_turn_player.py:" in end.detail
 
 
-@pytest.mark.parametrize("world", [Broken, Hung, Over, Leaving, Cancelled, Unmakable])
+@pytest.mark.parametrize("world", [Broken, Hung, Over])
 def test_an_environment_that_fails_ends_its_episode_only(world: type[Game]) -> None:
     assert TurnBench(["7"], nothing, world, tool_timeout=0.05).failed().reason is FailReason.ENVIRONMENT_ERROR
     assert world.log[-1] == "close"

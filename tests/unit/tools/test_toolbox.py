@@ -20,6 +20,7 @@ from asyncrl.tools.base import MAX_REPLY
 from asyncrl.tools.sample_tools import MAX_PROBLEMS, SampleTools
 from asyncrl.tools.toolbox import CLOSE_SECONDS
 from asyncrl.types import Sample, ToolCall, ToolReply
+from tests.fakes.raised import BASE_EXCEPTIONS
 
 
 def sample(**extra: Any) -> Sample:
@@ -173,8 +174,7 @@ def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "failure", "said"),
     [
-        ({}, SystemExit(3), "error: RuntimeError: SystemExit: 3$"),
-        ({}, asyncio.CancelledError(), "error: .*cancelled"),
+        *(({}, kind("its text"), f"error: {kind.__name__}: its text$") for kind in BASE_EXCEPTIONS),
         ({}, RuntimeError("x" * 10**7), "error: RuntimeError: x"),
         ({}, ToolError("no such city"), "error: no such city$"),
         ({"retries": 1000, "timeout": 0.05}, ConnectionError(), "error: no reply within 0.05 s$"),

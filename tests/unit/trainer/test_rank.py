@@ -14,7 +14,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from asyncrl.config import CheckpointConfig, parse
-from asyncrl.errors import ConfigError, DeadlineError, GaveUpError, lacks_memory
+from asyncrl.errors import ConfigError, DeadlineError, GaveUpError, UserCodeError, lacks_memory
 from asyncrl.runtime.liveness import progress_limit
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint
@@ -41,6 +41,7 @@ from asyncrl.wire.messages.trainer import (
     is_answer,
 )
 from asyncrl.wire.sockets import Endpoints
+from tests.fakes.raised import BASE_EXCEPTIONS
 
 
 class FakeLearner:
@@ -366,14 +367,24 @@ def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
     }
 
 
-@pytest.mark.parametrize(("size", "raised"), [((1000, 4), GaveUpError), ((0, 0), MemoryError)])
+@pytest.mark.parametrize(
+    ("size", "error", "raised"),
+    [
+        ((1000, 4), MemoryError, GaveUpError),
+        ((0, 0), MemoryError, MemoryError),
+        *(((1000, 4), kind, UserCodeError) for kind in BASE_EXCEPTIONS),
+    ],
+)
 def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
-    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], raised: type[Exception]
+    monkeypatch: pytest.MonkeyPatch,
+    size: tuple[int, int],
+    error: type[BaseException],
+    raised: type[Exception],
 ) -> None:
     """Elsewhere (the optimizer's step, a copy of the weights) it is a crash, and counts as a restart."""
 
     def loop() -> None:
-        raise MemoryError
+        raise error("its text")
 
     stopped = mock.Mock(side_effect=Stopped("less"))
     rank = SimpleNamespace(loop=loop, close=lambda: None, rank=0, trainer_epoch=1, _ask=stopped, control=None)
