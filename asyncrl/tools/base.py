@@ -87,6 +87,8 @@ class Tool:
     """The factory that made it, for samples that bring constructor arguments."""
     end: Callable[[], Awaitable[None]] | None = None
     """Awaited once at the end of a worker, for what its tools share, such as connections."""
+    check: Callable[[dict[str, Any]], Awaitable[str]] | None = None
+    """Says what else is wrong with decoded arguments, for the model; '' for nothing. Under the deadline."""
 
     @functools.cached_property
     def schema_text(self) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.remote import check_url
 from asyncrl.tools.base import Tool, tools
+from asyncrl.tools.checking import Checker, check_schema
 from asyncrl.tools.mcp_client import (
     VARIABLE,
     McpConnection,
@@ -22,7 +23,6 @@ from asyncrl.tools.mcp_client import (
     SharedConnection,
     close_servers,
 )
-from asyncrl.tools.schema import Decode
 
 NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
@@ -61,19 +61,27 @@ def mcp(
         check_url(url)
     server = McpServer(command, url, tuple(_names(env)), api_key_env, start_timeout, _headers(headers))
     server.sent()
-    options: dict[str, Any] = {"timeout": timeout or None, "end": close_servers}
+    listed = _allowed(_listed(server), _names(allow), server)
+    for found in listed:
+        check_schema(found.name, found.input_schema)
+    checker = Checker({found.name: found.input_schema for found in listed})
+
+    async def end() -> None:
+        await asyncio.gather(checker.close(), close_servers())
+
+    options: dict[str, Any] = {"timeout": timeout or None, "end": end, "decode": _decode}
     if per_episode:
         options |= {"state": functools.partial(McpConnection, server), "replay": "reapply"}
     shared = None if per_episode else SharedConnection(server)
     made = []
-    for found in _allowed(_listed(server), _names(allow), server):
+    for found in listed:
         name = f"{prefix}{found.name}"
         if not NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name of a tool: letters, digits and _ . / - are, up to 128")
         body = {"name": name, "description": found.description or "", "parameters": found.input_schema}
         schema = {"type": "function", "function": body}
-        function = _function(found, shared)
-        made.append(Tool(name, schema, function, _decoder(found), **options))
+        check = functools.partial(checker.complaint, found.name)
+        made.append(Tool(name, schema, _function(found, shared), check=check, **options))
     return made
 
 
@@ -122,7 +130,7 @@ def _listed(server: McpServer) -> list[Any]:
     except ImportError:
         raise ConfigError("the package mcp is not installed; pip install 'asyncrl[mcp]'") from None
     try:
-        with ThreadPoolExecutor(1) as thread:
+        with ThreadPoolExecutor(1) as thread, users_code():
             return thread.submit(asyncio.run, _list(server)).result()
     except McpError as error:
         raise ConfigError(str(error)) from error
@@ -146,27 +154,8 @@ def _allowed(found: list[Any], allow: list[str], server: McpServer) -> list[Any]
     return [known[name] for name in allow] if allow else found
 
 
-def _decoder(found: Any) -> Decode:
-    """A check of arguments by the server's own schema, which may not refer to other documents."""
-    import jsonschema
-    from jsonschema.validators import validator_for
-    from jsonschema_specifications import REGISTRY
-
-    kind = validator_for(found.input_schema, default=jsonschema.Draft202012Validator)
-    try:
-        kind.check_schema(found.input_schema)
-    except jsonschema.SchemaError as error:
-        raise ConfigError(f"the schema of {found.name!r} is no JSON schema: {error.message}") from None
-    validator = kind(found.input_schema, registry=REGISTRY)
-
-    def decode(text: str) -> dict[str, Any]:
-        arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
-        error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
-        if error is not None:
-            raise ValueError(f"{one_line(ValueError(error.message))} - at `{error.json_path}`")
-        return arguments
-
-    return decode
+def _decode(text: str) -> dict[str, Any]:
+    return msgspec.json.decode(text or "{}", type=dict[str, Any])
 
 
 def _headers(text: str) -> tuple[tuple[str, str], ...]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason
+from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, users_code
 from asyncrl.isolation.calls import call_user, in_thread
 from asyncrl.tools.base import Tool, ToolError, names, reply_of, within_memory
 from asyncrl.tools.process import CallLimits
@@ -201,7 +201,8 @@ class ToolSession:
         try:
             limit, blocking = max(map(self._box.limit, tools)), any(tool.blocking for tool in tools)
             snapshots = self._snapshots.of(self._episode, tools[0].name) if self._snapshots else None
-            made = self._objects[id(state)] = EpisodeObject(state(), blocking, limit, snapshots)
+            with users_code():
+                made = self._objects[id(state)] = EpisodeObject(state(), blocking, limit, snapshots)
             opening = partial(made.open, self._sample, merged_arguments(tools, asked))
             await call_user(opening, limit)
         except SetupError:
@@ -210,10 +211,10 @@ class ToolSession:
             raise ToolError(f"tool {tools[0].name!r} could not be opened: {describe(problem)}") from problem
 
     def limit(self, calls: Iterable[ToolCall]) -> float:
-        """Seconds after which all these calls, side by side, have a reply: each waits for its turn, then it
-        runs, as long as its tool may take."""
+        """Seconds after which all these calls, side by side, have a reply: each may be checked, waits for its
+        turn, then it runs, as long as its tool may take."""
         called = [self._tools[call.name] for call in calls if call.name in self._tools]
-        return 2 * max(map(self._box.limit, called), default=0.0)
+        return max((self._box.limit(tool) * (2 + (tool.check is not None)) for tool in called), default=0.0)
 
     async def call(self, call: ToolCall) -> ToolReply:
         """Run one call. Raises only when cancelled: every error is a reply."""
@@ -221,12 +222,16 @@ class ToolSession:
         if tool is None:
             return unknown_tool(call, self._tools)
         try:
-            keywords = tool.decode(call.arguments)
+            with users_code():
+                keywords = tool.decode(call.arguments)
         except Exception as problem:
-            error = f"bad arguments for {tool.name}: {reason(problem)}; it takes {outline(tool.schema)}"
-            return ToolReply(call, f"error: {error}", error, refused=True)
+            return _bad_arguments(tool, call, reason(problem))
         started = time.monotonic()
         try:
+            if tool.check is not None:
+                complaint = await call_user(partial(tool.check, keywords), self._box.limit(tool))
+                if complaint:
+                    return _bad_arguments(tool, call, complaint)
             content, reward = await self._run(tool, call.arguments, keywords)
             return ToolReply(call, content, None, time.monotonic() - started, reward)
         except Exception as problem:
@@ -322,6 +327,11 @@ async def _attempts(tool: Tool, once: Callable[[], Awaitable[tuple[str, float]]]
             log.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, describe(problem))
             await asyncio.sleep(PAUSES[min(attempt, len(PAUSES) - 1)])
     return await once()
+
+
+def _bad_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:
+    error = f"bad arguments for {tool.name}: {complaint}; it takes {outline(tool.schema)}"
+    return ToolReply(call, f"error: {error}", error, refused=True)
 
 
 def unknown_tool(call: ToolCall, known: Iterable[str]) -> ToolReply:

@@ -1,0 +1,171 @@
+"""Checks of arguments by a server's schema: none holds the event loop, and none goes on for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.isolation.calls import CallTimeout
+from asyncrl.tools import checking
+from asyncrl.tools.checking import Checker, check_schema
+
+SLOW = "^(a+)+$"
+HOSTILE = "a" * 40 + "!"
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Each schema checks the next one twice, so that the last is checked 2 ** length times."""
+    next_twice = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(length)}
+    return {"$defs": {**next_twice, f"d{length}": {"type": "object"}}, "$ref": "#/$defs/d0"}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
+COSTLY = {
+    "pattern": ({"properties": {"x": {"pattern": SLOW}}}, {"x": HOSTILE}),
+    "patternProperties": ({"patternProperties": {SLOW: {}}}, {HOSTILE: 1}),
+    "propertyNames": ({"propertyNames": {"pattern": SLOW}}, {HOSTILE: 1}),
+    "references": (chain(40), {}),
+    "uniqueItems": ({"properties": {"x": {"uniqueItems": True}}}, {"x": [{"a": n} for n in range(20_000)]}),
+    "anyOf": (
+        {"properties": {"x": {"items": {"anyOf": [{"const": -n} for n in range(1, 2000)]}}}},
+        {"x": list(range(20_000))},
+    ),
+}
+
+
+def complaints(schemas: dict[str, Any], *calls: tuple[str, dict[str, Any]]) -> tuple[list[Any], float]:
+    """What is said of each call, and the longest time for which the event loop stood still."""
+    pauses = [0.0]
+
+    async def watch() -> None:
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(0.01)
+            pauses.append(time.monotonic() - started - 0.01)
+
+    async def main() -> list[Any]:
+        checker, watching = Checker(schemas), asyncio.create_task(watch())
+        answers = [await asyncio.gather(checker.complaint(*call), return_exceptions=True) for call in calls]
+        watching.cancel()
+        await checker.close()
+        return [answer for (answer,) in answers]
+
+    return asyncio.run(main()), max(pauses)
+
+
+def test_a_costly_schema_costs_its_call_a_deadline_and_the_loop_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checking, "SECONDS", 0.05)
+    for name in ("pattern", "references", "anyOf"):
+        schema, arguments = COSTLY[name]
+        check_schema(name, schema)
+        (answer,), longest = complaints({name: schema}, (name, arguments))
+        assert isinstance(answer, CallTimeout), (name, answer)
+        assert "not checked within 0.05 s" in str(answer)
+        assert longest < 1.0
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_costly_schema_is_not_checked_in_the_loop(name: str) -> None:
+    schema, arguments = COSTLY[name]
+    check_schema(name, schema)
+    checker = Checker({name: schema})
+    assert checker._plain[name] * checking._size(arguments) > checking.MOST_STEPS
+
+
+def test_after_a_costly_call_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "PROCESSES", 1)
+    monkeypatch.setattr(checking, "SECONDS", 1.0)
+    schema = COSTLY["pattern"][0]
+    answers, _ = complaints({"t": schema}, ("t", {"x": HOSTILE}), ("t", {"x": "b"}), ("t", {"x": "aa"}))
+    assert isinstance(answers[0], CallTimeout)
+    assert answers[1:] == ["'b' does not match '^(a+)+$' - at `$.x`", ""]
+
+
+PLAIN = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 1},
+        "y": {"anyOf": [{"type": "string"}, {"const": 0}]},
+    },
+    "required": ["x"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"x": 1, "y": "a"}, ""),
+        ({"x": 0}, "0 is less than the minimum of 1 - at `$.x`"),
+        ({}, "'x' is a required property - at `$`"),
+        ({"x": 1, "z": 1}, "Additional properties are not allowed"),
+    ],
+)
+def test_a_plain_schema_is_checked_at_once(arguments: dict[str, Any], complaint: str) -> None:
+    async def main() -> str:
+        checker = Checker({"t": PLAIN})
+        said = await checker.complaint("t", arguments)
+        assert checker._pool is None
+        return said
+
+    assert complaint in asyncio.run(main())
+
+
+def ref(where: str) -> dict[str, Any]:
+    return {"$ref": where}
+
+
+@pytest.mark.parametrize(
+    ("schema", "complaint"),
+    [
+        (ref("#"), "leads from '#' back to itself"),
+        ({"properties": {"x": ref("#/properties/x")}}, "leads from '#/properties/x' back to itself"),
+        ({"$defs": {"a": ref("#/$defs/b"), "b": ref("#/$defs/a")}, **ref("#/$defs/a")}, "back to itself"),
+        ({"allOf": [{"anyOf": [ref("#")]}]}, "back to itself"),
+        ({"if": {"not": ref("#")}}, "back to itself"),
+        ({"$anchor": "here", "items": {"$anchor": "item", "oneOf": [ref("#item")]}}, "back to itself"),
+        ({"dependentSchemas": {"x": ref("#")}}, "back to itself"),
+        ({"$dynamicAnchor": "top", "allOf": [{"$dynamicRef": "#top"}]}, "back to itself"),
+        (ref("https://example.org/schema.json"), "refers to 'https://example.org/schema.json', which is not"),
+        ({"properties": {"x": ref("file:///etc/passwd")}}, "refers to 'file:///etc/passwd', which is not"),
+        ({"items": ref("#/$defs/none")}, "refers to '/$defs/none', which is not"),
+        ({"type": 3}, "no JSON schema"),
+        (nested(3000), "nested too deeply"),
+    ],
+)
+def test_a_schema_that_cannot_be_checked_is_refused_at_the_start(schema: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=r"^the schema of 't'") as refused:
+        check_schema("t", schema)
+    assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"children": {"items": ref("#")}}},  # a tree
+        {"$defs": {"a": {"items": ref("#/$defs/a")}}, "properties": {"x": ref("#/$defs/a")}},
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {"a": {}},
+            "properties": {"x": ref("#/definitions/a")},
+        },
+        {"$defs": {"a": {"type": "string"}}, "allOf": [ref("#/$defs/a"), ref("#/$defs/a")]},
+        ref("https://json-schema.org/draft/2020-12/schema"),
+        {},
+        True,
+    ],
+)
+def test_a_schema_that_goes_into_the_value_is_taken(schema: Any) -> None:
+    check_schema("t", schema)
