@@ -136,7 +136,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 class ToolReply(msgspec.Struct, frozen=True):
     """Holds what a call gave back. `error` names the failure, and its place in users' code; the content is
     what the model reads, the `reward` falls on the turn that made the call. `refused`: nothing was run, the
-    call itself was wrong."""
+    call itself was wrong. `declined`: the error is the tool's own answer, a ToolError."""
 
     call: ToolCall
     content: str
@@ -144,10 +144,11 @@ class ToolReply(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     reward: float = 0.0
     refused: bool = False
+    declined: bool = False
 
     @property
     def failed(self) -> bool:
-        return self.error is not None and not self.refused
+        return self.error is not None and not self.refused and not self.declined
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -368,7 +369,8 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class EpisodeStats(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment; `reward_s`: in
     the reward. `longest_row`: tokens; `prompt`: those of the first row before what was sampled. Of the
-    `answered` tool calls, `failed` raised or ran out of time, and `refused` were wrong themselves.
+    `answered` tool calls, `failed` raised or ran out of time, `declined` got a ToolError for an answer, and
+    `refused` were wrong themselves.
     `system_folded`: system messages that the chat template got as others. All of it is of the turns that are
     trained; `untrained_turns` there were beside them."""
 
@@ -385,6 +387,7 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False, array_like=True):
     refused: int = 0
     system_folded: int = 0
     untrained_turns: int = 0
+    declined: int = 0
 
     def misfit(self, tokens: int) -> str:
         """Why these are no figures of an episode of no more than so many tokens; '' if they may be."""

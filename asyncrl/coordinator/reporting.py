@@ -111,6 +111,7 @@ class Reporter:
             columns[name].append(value)
         shares = self.landed.shares
         shares["rollout/tool_failed_frac"].append((stats.failed, stats.answered))
+        shares["rollout/tool_declined_frac"].append((stats.declined, stats.answered))
         shares["rollout/tool_refused_frac"].append((stats.refused, stats.answered))
         self.landed.ends[result.end] += 1
         self.finished += 1

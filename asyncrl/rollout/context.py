@@ -320,6 +320,7 @@ class EpisodeRun:
                 answered=len(replies),
                 failed=sum(reply.failed for reply in replies),
                 refused=sum(reply.refused for reply in replies),
+                declined=sum(reply.declined for reply in replies),
             ),
             text=_cut(transcript(self.context.rules, outcome.turns)) if self.assign.transcript else "",
             notes=self._notes if self.assign.transcript else {},

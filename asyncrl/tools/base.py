@@ -34,8 +34,8 @@ MAX_REPLY = 1 << 18
 
 
 class ToolError(AsyncrlError):
-    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A call that raises it is
-    answered with its text as it stands, and not tried again."""
+    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A tool that raises it declines
+    a call: the model reads `error: ` and its text, nothing is tried again, and it is no failure."""
 
 
 class Options(TypedDict, total=False):

@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.remote import check_url
-from asyncrl.tools.base import Tool, tools
+from asyncrl.tools.base import Tool, ToolError, tools
 from asyncrl.tools.checking import Checker, check_schema
 from asyncrl.tools.mcp_client import (
     VARIABLE,
@@ -103,12 +103,12 @@ def _function(found: Any, shared: SharedConnection | None) -> Callable[..., Awai
 
 
 def text_of(result: Any) -> str:
-    """Return the texts of a CallToolResult; other parts by their type. McpError: the tool failed."""
+    """Return the texts of a CallToolResult; other parts by their type. ToolError: the tool's own answer."""
     text = "\n".join(map(_part, result.content))
     if not text and result.structured_content is not None:
         text = msgspec.json.encode(result.structured_content).decode()
     if result.is_error:
-        raise McpError(text or "the tool failed and gave no reason")
+        raise ToolError(text or "the tool failed and gave no reason")
     return text
 
 

@@ -235,10 +235,16 @@ class ToolSession:
             content, reward = await self._run(tool, call.arguments, keywords)
             return ToolReply(call, content, None, time.monotonic() - started, reward)
         except Exception as problem:
-            shown, seconds = f"error: {within_memory(reason(problem))}", time.monotonic() - started
-            if not isinstance(problem, ToolError):
+            declined = isinstance(problem, ToolError)
+            if not declined:
                 self._box.report(tool.name, describe(problem))
-            return ToolReply(call, shown, within_memory(describe(problem)), seconds)
+            return ToolReply(
+                call,
+                content=f"error: {within_memory(reason(problem))}",
+                error=within_memory(describe(problem)),
+                seconds=time.monotonic() - started,
+                declined=declined,
+            )
 
     async def save(self, turn: int, history: str) -> None:
         """Keep snapshots after the calls of a turn. Raises only when cancelled."""

@@ -79,7 +79,9 @@ def test_an_episode_counts_half_when_it_lands_and_whole_when_it_is_taken(reporte
 
 def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporter) -> None:
     landed(reporter, 0.5, {"answered": 1, "failed": 1}, shaping=-0.5, components={"format": 1.0})
-    landed(reporter, 0.0, {"turns": 2, "answered": 7, "refused": 4}, components={"format": 0.5})
+    landed(
+        reporter, 0.0, {"turns": 2, "answered": 7, "refused": 4, "declined": 2}, components={"format": 0.5}
+    )
     landed(reporter, 0.25, greedy=True)
     found = row(reporter, 1, groups=1)
     assert found["rollout/score/mean"] == 0.5 and found["rollout/landed"] == 2.0
@@ -88,6 +90,7 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
     assert (found["num_turns/mean"], found["num_turns/min"], found["num_turns/max"]) == (1.5, 1.0, 2.0)
     assert found["rollout/end/answered"] == 1.0
     assert (found["rollout/tool_failed_frac"], found["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
+    assert found["rollout/tool_declined_frac"] == 2 / 8
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import EngineError
 from asyncrl.rewards import RewardError
 from asyncrl.rollout import context
-from asyncrl.tools import tool
+from asyncrl.tools import ToolError, tool
 from asyncrl.types import EpisodeEnd, FailReason, Turn, TurnReply
 from asyncrl.wire.messages.worker import Finished, Generated, Replied
 from tests.fakes.chat import call
@@ -113,19 +113,27 @@ async def test_a_turn_does_not_start_on_weights_that_are_too_old(assigned: int) 
 
 
 def test_malformed_calls_and_unknown_tools_are_answered_and_counted() -> None:
-    bench = TurnBench([BAD, call("nothing"), look("up") + call("fall"), "42"])
+    bench = TurnBench([BAD, call("nothing"), look("up") + call("fall") + call("decline"), "42"])
 
     @tool
     def fall() -> str:
         """Fall."""
         raise ValueError("down")
 
-    bench.tools["fall"] = fall
+    @tool
+    def decline() -> str:
+        """Decline."""
+        raise ToolError("not today")
+
+    bench.tools |= {"fall": fall, "decline": decline}
     end = bench.finished()
     assert [type(record) for record in bench.sent] == [Generated, Replied] * 3 + [Generated, Finished]
     heard = msgspec.msgpack.decode(bench.frames[3][0], type=TurnReply)
     assert "unknown tool" in heard.replies[0].content
-    assert (end.stats.answered, end.stats.failed, end.stats.refused) == (4, 1, 2)
+    heard = msgspec.msgpack.decode(bench.frames[5][0], type=TurnReply)
+    assert heard.replies[2].content == "error: not today" and heard.replies[2].declined
+    stats = end.stats
+    assert (stats.answered, stats.failed, stats.declined, stats.refused) == (5, 1, 1, 2)
 
 
 # -- failures ----------------------------------------------------------------------------------------
