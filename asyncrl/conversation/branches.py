@@ -146,13 +146,17 @@ class Branches:
 
     # -- a request -----------------------------------------------------------------------------------
 
-    def find(self, request: AgentRequest, count: int) -> list[Turn | Placement] | Refusal:
-        """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. ConfigError
-        when the template cannot write the messages."""
+    def find(
+        self, request: AgentRequest, count: int, again: bool = False
+    ) -> list[Turn | Placement] | Refusal:
+        """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. `again`: the
+        client says that it repeats the request, so that delivered turns were not read. ConfigError when the
+        template cannot write the messages."""
         found: list[Turn | Placement] = []
         for _ in range(count):
             try:
-                one = self.redeliver(request) or self.place(request)
+                unread = self._unread(request, found) if again else None
+                one = self.redeliver(request) or unread or self.place(request)
             except BaseException:
                 self.give_back(found)
                 raise
@@ -244,6 +248,13 @@ class Branches:
         if turn is not None:
             self._change(turn.row, undelivered=False)
         return turn
+
+    def _unread(self, request: AgentRequest, found: Sequence[Turn | Placement]) -> Turn | None:
+        """The newest turn that answers the very same request, but for those found, and that no request goes
+        on from."""
+        rows = (row for row in self.rows if not row.busy and row.request == request)
+        turns = [row.last for row in rows if row.last not in found]
+        return max(turns, key=lambda turn: turn.index, default=None)
 
     # -- finding the row -----------------------------------------------------------------------------
 

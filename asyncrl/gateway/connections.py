@@ -8,6 +8,7 @@ stranger counts for the episode of its listener; at the worker's own listener fo
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import Callable
 
@@ -35,12 +36,19 @@ class Connections:
         one = self._known.get(request.protocol) or self._strangers.get(request.protocol)
         if one is None or one.episode not in (None, episode):
             return False
+        one.lose = None  # the client has read the answer before
         if self._strangers.pop(request.protocol, None):
             one.timer.cancel()
             one.owner, self._known[request.protocol] = episode, one
             if len(self._known) > KNOWN:
                 _close_one(self._known)
         return True
+
+    def answered(self, request: web.Request, lose: Callable[[], None]) -> None:
+        """An answer was written. `lose` is called if the client closes the connection without reading it."""
+        one = self._known.get(request.protocol)
+        if one is not None:
+            one.lose = lose
 
     def end(self, episode: object) -> None:
         """Close the connections of the episode's own listeners."""
@@ -70,6 +78,7 @@ class _Bounded(asyncio.Protocol):
 
     transport: asyncio.Transport
     timer: asyncio.TimerHandle
+    lose: Callable[[], None] | None = None  # takes note that the last answer was not read
 
     def __init__(self, all_of_them: Connections, inner: web.RequestHandler, episode: object) -> None:
         self._all, self.inner, self.episode, self.owner = all_of_them, inner, episode, episode
@@ -86,4 +95,12 @@ class _Bounded(asyncio.Protocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         self.timer.cancel()
         self._all.closed(self)
+        if self.lose is not None and (exc is not None or _was_reset(self.transport)):
+            self.lose()
         self.inner.connection_lost(exc)
+
+
+def _was_reset(transport: asyncio.Transport) -> bool:
+    """True if the peer closed the connection before it had read all."""
+    connection = transport.get_extra_info("socket")
+    return connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0

@@ -48,6 +48,7 @@ DIALECTS = {
     "/v1/completions": text_completions.DIALECT,
 }
 COUNT = "/v1/messages/count_tokens"
+RETRIES = ("x-stainless-retry-count", "x-retry-count", "x-retry-attempt")  # headers with a number
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -97,10 +98,11 @@ class Host(Protocol):
     """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
 
     async def answer(
-        self, ask: AgentRequest, count: int, listener: Listener | None
+        self, ask: AgentRequest, count: int, listener: Listener | None, again: bool = False
     ) -> Sequence[AgentReply] | Refusal:
-        """`count` answers; `listener`, if given, hears of them as they grow. ConfigError: the template cannot
-        write the messages. Anything else it raises ends the episode."""
+        """`count` answers; `listener`, if given, hears of them as they grow. `again`: the client says that it
+        repeats a request. ConfigError: the template cannot write the messages. Anything else it raises ends
+        the episode."""
 
     async def count(self, ask: AgentRequest) -> int:
         """The tokens of a request's prompt, which is not answered. ConfigError as above."""
@@ -113,11 +115,30 @@ Answering = asyncio.Task[Sequence[AgentReply] | Refusal]
 
 
 @dataclass(eq=False)
+class _Open:
+    """A request for turns, until it is answered, or its client has left and nothing of it is under way."""
+
+    ask: AgentRequest
+    request: web.Request
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def abandoned(self) -> bool:
+        transport = self.request.transport
+        return transport is None or transport.is_closing()
+
+    def abandon(self) -> None:
+        if self.request.transport is not None:
+            self.request.transport.abort()
+
+
+@dataclass(eq=False)
 class _Admitted:
     host: Host
     clock: Callable[[], float]
     asked: Future[None] = field(default_factory=Future)  # done with the first request for a turn
     running: set[Answering] = field(default_factory=set)
+    open: set[_Open] = field(default_factory=set)
     listeners: list[asyncio.Server] = field(default_factory=list)  # its own
     bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(BODIES))
 
@@ -246,19 +267,51 @@ class Gateway:
             for name in sorted(unheeded.keys() - self._logged)[: exchange.LOGGED - len(self._logged)]:
                 self._logged.add(name)
                 log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
-        events = _Events(asked) if asked.request.stream else None
-        task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events))
-        admitted.running.add(task)
-        task.add_done_callback(admitted.running.discard)
+        again, opened = _comes_again(request), _Open(asked.ask, request)
+        earlier = [one for one in admitted.open if one.ask == asked.ask]
+        admitted.open.add(opened)
+        task: Answering | None = None
+
+        def over(_: object) -> None:
+            admitted.open.discard(opened)
+            opened.over.set()
+
+        try:
+            await _given_up(earlier, again)
+            events = _Events(asked) if asked.request.stream else None
+            task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events, again))
+            admitted.running.add(task)
+            task.add_done_callback(admitted.running.discard)
+            return await self._answered(request, admitted.host, dialect, asked, task, events)
+        finally:
+            over(task) if task is None else task.add_done_callback(over)
+
+    async def _answered(
+        self,
+        request: web.Request,
+        host: Host,
+        dialect: ApiDialect,
+        asked: Exchange,
+        task: Answering,
+        events: _Events | None,
+    ) -> web.StreamResponse:
+        """Send what the task gives. If the client leaves, the task is cancelled, or its turns are lost."""
+
+        def lose() -> None:
+            for reply in _finished(task):
+                host.lose(reply)
+
         try:
             if events is not None:
-                return await self._stream(request, dialect, asked, task, events)
-            return await self._whole(request, asked, task)
+                response = await self._stream(request, dialect, asked, task, events)
+            else:
+                response = await self._whole(request, asked, task)
         except (asyncio.CancelledError, ConnectionError):  # the client has left
             if not task.cancel():
-                for reply in _finished(task):
-                    admitted.host.lose(reply)
+                lose()
             raise
+        self._connections.answered(request, lose)
+        return response
 
     async def _whole(self, request: web.Request, asked: Exchange, task: Answering) -> web.StreamResponse:
         """Answer in one piece. If a turn is long, line breaks come first, which mean nothing in JSON: clients
@@ -318,6 +371,24 @@ class Gateway:
         return admitted
 
 
+def _comes_again(request: web.Request) -> bool:
+    """True if the client counts this as a further try."""
+    counts = (request.headers.get(name, "").strip() for name in RETRIES)
+    return any(count.isascii() and count.isdigit() and int(count[:9]) > 0 for count in counts)
+
+
+async def _given_up(earlier: Sequence[_Open], again: bool) -> None:
+    """Wait until the turns of these requests, if their clients have left, are cancelled or kept: else the
+    same request would begin new ones beside them. `again`: its client has given up a single one whose
+    connection is still open, too."""
+    waiting = [one for one in earlier if not one.abandoned]
+    if again and len(waiting) == 1:
+        waiting[0].abandon()
+    for one in earlier:
+        if one.abandoned:
+            await one.over.wait()
+
+
 async def _body(request: web.Request, admitted: _Admitted) -> bytes:
     """TimeoutError when it does not arrive. An episode's slow bodies keep only its own waiting."""
     async with asyncio.timeout(READ_SECONDS), admitted.bodies:
@@ -357,8 +428,8 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
     """Every error becomes an answer."""
     try:
         return await handler(request)
-    except ConnectionError:
-        raise  # the client has left
+    except ConnectionError:  # the client has left; raised on, it would be logged with its traceback
+        return web.Response()
     except Exception as error:
         found = _error(request, error)
         dialect = DIALECTS.get(request.path.removesuffix("/count_tokens"), completions.DIALECT)

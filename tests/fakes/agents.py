@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -57,10 +58,16 @@ class AgentBench(Bench):
         return AgentPlayer(run, self.shared)
 
 
-async def ask(endpoint: Endpoint, *messages: Any, path: str = "/chat/completions", **body: Any) -> Any:
+async def ask(
+    endpoint: Endpoint,
+    *messages: Any,
+    path: str = "/chat/completions",
+    headers: Mapping[str, str] = MappingProxyType({}),
+    **body: Any,
+) -> Any:
     """(status, body) of a request. A str is a user's message."""
     said = [{"role": "user", "content": one} if isinstance(one, str) else one for one in messages]
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", **headers}
     url = endpoint.base_url + path
     body = {"model": endpoint.model, "messages": said, **body}
     async with aiohttp.ClientSession(headers=headers) as session, session.post(url, json=body) as answer:

@@ -34,7 +34,7 @@ class FakeHost:
         return len(ask.messages[0].content)
 
     async def answer(
-        self, ask: AgentRequest, count: int, listener: Listener | None
+        self, ask: AgentRequest, count: int, listener: Listener | None, again: bool = False
     ) -> list[AgentReply] | Refusal:
         self.asked.append(ask)
         self.entered.set()

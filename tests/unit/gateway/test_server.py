@@ -256,7 +256,11 @@ async def cancel(task: asyncio.Task[Any]) -> AgentReply:
 @pytest.mark.parametrize(("step", "leave"), [("web.StreamResponse.write_eof", reset), ("_outcome", cancel)])
 @served
 async def test_an_answer_that_cannot_be_sent_is_lost(
-    gateway: Gateway, step: str, leave: Any, monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway,
+    step: str,
+    leave: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     host = FakeHost()
     async with gateway.admit(host) as endpoint:
@@ -266,6 +270,7 @@ async def test_an_answer_that_cannot_be_sent_is_lost(
         with pytest.raises(aiohttp.ClientError):
             await ask(endpoint, "q")
     assert len(host.lost) == 1
+    assert "Traceback" not in caplog.text and "Error handling" not in caplog.text
 
 
 @served

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from functools import partial
 from typing import Any, cast
@@ -514,6 +516,80 @@ def test_a_request_whose_client_left_gives_its_row_back(comes_back: bool) -> Non
     assert bench.finished().stats.turns == 1 + comes_back
     assert bench.rows == (["q42sure?42"] if comes_back else ["q42"])
     assert engine.cancelled == ["u/1"]
+
+
+class Lingering(Held):
+    """Ends the second request, once its client has left, only when the test says so."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.let_go = threading.Event()
+
+    async def generate(self, request: Request) -> Generation:
+        try:
+            return await super().generate(request)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self.let_go.wait, 30)
+            raise
+
+
+RETRIED = {"x-stainless-retry-count": "1"}
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_request_that_comes_again_waits_for_the_end_of_the_one_before(leaves: bool) -> None:
+    """A client that does not close its connection counts its tries."""
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        first = await message(endpoint, "q")
+        engine.gate.clear()
+        asking = asyncio.ensure_future(ask(endpoint, "q", first, "sure?"))
+        await asyncio.to_thread(engine.entered.wait, 30)
+        if leaves:
+            asking.cancel()
+            await asyncio.to_thread(engine.left.wait, 30)
+        again = asyncio.ensure_future(ask(endpoint, "q", first, "sure?", headers={} if leaves else RETRIED))
+        await asyncio.to_thread(engine.left.wait, 30)
+        await settle()
+        engine.gate.set()
+        engine.let_go.set()
+        assert (await again)[0] == 200
+        await asyncio.gather(asking, return_exceptions=True)
+
+    bench = AgentBench(agent)
+    bench.engine = engine = Lingering(bench.script)
+    assert bench.finished().stats.turns == 2
+    assert bench.rows == ["q42sure?42"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "turns"),
+    [({}, 2), ({"x-stainless-retry-count": "0"}, 2), ({"x-stainless-retry-count": "²"}, 2), (RETRIED, 1)],
+)
+def test_a_client_that_counts_its_tries_gets_the_turn_that_it_did_not_read(
+    headers: dict[str, str], turns: int
+) -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "q")
+        assert (await ask(endpoint, "q", headers=headers))[0] == 200
+
+    bench = AgentBench(agent)
+    assert bench.finished().stats.turns == turns
+
+
+def test_an_answer_that_a_client_leaves_unread_is_given_again() -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        body = json.dumps({"messages": [{"role": "user", "content": "q"}]})
+        head = f"Authorization: Bearer {endpoint.api_key}\r\nContent-Length: {len(body)}"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n{body}".encode()
+            )
+            await asyncio.to_thread(connection.recv, 1, socket.MSG_PEEK)  # the answer is there, and stays
+        await message(endpoint, "q")
+
+    assert AgentBench(agent).finished().stats.turns == 1
 
 
 class Parted(ScriptedEngine):
