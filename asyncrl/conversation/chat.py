@@ -25,6 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Message
 
 CACHED = 16_384  # characters of the longest messages whose tokens are cached
+MORE = "asyncrl-goes-on"  # stands where the model's turn goes on
 SHOWN = 60  # characters of a text that an error quotes
 
 
@@ -86,7 +87,8 @@ class Chat:
         return self._tokenizer.get_added_vocab().keys() >= set(tokens)
 
     def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
-        """The conversation so far with the tools (JSON text) and the opening of the model's turn."""
+        """The conversation so far with the tools (JSON text) and the opening of the model's turn. If the last
+        message is the model's, the turn goes on with it. ConfigError where the template does not write it."""
         own = any(message.role == "assistant" for message in messages)  # no other episode has this prompt
         render = self._prompt_uncached if own or _long(messages) else self._prompt
         return render(messages, tools)
@@ -116,7 +118,13 @@ class Chat:
         at their end included. ConfigError where the template writes the message otherwise than as a turn of
         the model after its opening, or not all of it."""
         history = self._safe_replies(history)
-        opened, whole = self._render(history, tools), self._render((*history, message), tools, opening=False)
+        if _goes_on(history):
+            opened = self._unfinished(history, tools)
+            together = replace(message, content=history[-1].content + message.content)
+            whole = self._render((*history[:-1], together), tools, opening=False)
+        else:
+            opened = self._render(history, tools)
+            whole = self._render((*history, message), tools, opening=False)
         if not whole.startswith(opened):
             opens, writes = (text[len(alike(opened, whole)) :][:SHOWN] for text in (opened, whole))
             raise ConfigError(
@@ -211,12 +219,33 @@ class Chat:
         return warnings
 
     def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
-        return self._encode(self._render(self._safe_replies(messages), tools))
+        shown = self._safe_replies(messages)
+        if _goes_on(shown):
+            return self._encode(self._unfinished(shown, tools))
+        return self._encode(self._render(shown, tools))
+
+    def _unfinished(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> str:
+        """The text of a conversation up to the last word of its last message, as `continue_final_message` of
+        transformers."""
+        *history, last = messages
+        marked = replace(last, content=last.content + MORE)
+        text, mark, _ = self._render((*history, marked), tools, opening=False).rpartition(MORE)
+        if not mark or last.content.strip() not in text:
+            raise ConfigError(
+                f"the chat template does not write {last.content[:SHOWN]!r}, with which the model's turn begins"
+            )
+        return text
 
     def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """Encode the rest behind the end of the turn, to be tokenised as in the whole conversation."""
         rest = self._probe.rest(self._safe_replies(messages))
         return self._encode(self._probe.end(messages).token + rest)
+
+
+def _goes_on(messages: Sequence[Message]) -> bool:
+    """True for messages that end with words of the model, with which its next turn begins."""
+    last = messages[-1] if messages else None
+    return last is not None and last.role == "assistant" and not last.tool_calls and bool(last.content.strip())
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -323,7 +323,21 @@ def _fail(episode: Episode, reason: FailReason, detail: str) -> Episode:
 
 def _prompt(rules: Rules, episode: Episode) -> tuple[int, ...]:
     """The ids that begin a row: the whole conversation, with the tools."""
-    return rules.chat.prompt_ids(conversation(rules, episode), episode.opened.tools)
+    return rules.chat.prompt_ids(_shown(rules, episode), episode.opened.tools)
+
+
+def _shown(rules: Rules, episode: Episode) -> tuple[Message, ...]:
+    """The conversation as the template is to write it: a first turn that goes on with the prompt's last
+    message is one message with that."""
+    messages = conversation(rules, episode)
+    first = len(episode.sample.prompt) + len(episode.opened.messages)
+    if not episode.turns or messages[first - 1].role != "assistant":
+        return messages
+    written = rules.chat.decode(episode.turns[0].ids)
+    space = written[: len(written) - len(written.lstrip())]
+    turn = messages[first]
+    turn = replace(turn, content=messages[first - 1].content + space + turn.content)
+    return (*messages[: first - 1], turn, *messages[first + 1 :])
 
 
 def taught(rules: Rules, episode: Episode, asked: Generate) -> tuple[int, ...]:
@@ -332,7 +346,7 @@ def taught(rules: Rules, episode: Episode, asked: Generate) -> tuple[int, ...]:
         return ()
     if begun := next((turn for turn in episode.turns if turn.row == asked.row), None):
         return begun.taught + asked.ids[len(begun.context) :]
-    first, *others = conversation(rules, episode)
+    first, *others = _shown(rules, episode)
     truth = json.loads(episode.sample.ground_truth)
     told = rules.privilege.replace("{ground_truth}", truth if isinstance(truth, str) else json.dumps(truth))
     messages = (replace(first, content=f"{told}\n\n{first.content}"), *others)

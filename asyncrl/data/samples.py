@@ -94,6 +94,13 @@ def question(where: Place, row: Row, layout: RowLayout) -> Sample:
             f"ground_truth; {_found(row, 'ground_truth')}"
         )
     prompt = read_messages(f"{where}: column prompt", row["prompt"])
+    last = prompt[-1]
+    if last.role == "assistant" and (last.tool_calls or not last.content.strip()):
+        raise ConfigError(
+            f"{where}: column prompt ends with an assistant message that has "
+            f"{'tool calls' if last.tool_calls else 'no text'}; the model goes on with its text, so give it "
+            "some, or let the message of another role follow"
+        )
     return _sample(where, row, _led(prompt, layout), truth, _extra(where, row))
 
 

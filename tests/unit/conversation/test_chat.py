@@ -431,3 +431,22 @@ def test_what_a_template_accepts_stays_as_it_is() -> None:
     assert strict().fold((rules, more, question, more), True) == (one, question, Message("user", "b"))
     assert strict().fold((more,), False) == (Message("user", "b"),)
     assert chat_of("gemma3").fold((rules, question, more), True) == (rules, Message("user", "c\n\nb"))
+
+
+# -- a prompt that ends with the model's own words -----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("begun", ["The answer is", "  It is: ", "a < b | c >"])
+def test_a_prompt_that_ends_with_the_models_words_goes_on_with_them(name: str, begun: str) -> None:
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": begun}]
+    theirs = tokenizer_of(name).apply_chat_template(
+        messages, tokenize=False, continue_final_message=True, strftime_now=TODAY.strftime
+    )
+    ours = chat_of(name).prompt_ids((Message("user", "Why?"), Message("assistant", begun)))
+    shown = text(name, ours)
+    assert shown is not None and shown.rstrip() == theirs.rstrip()
+    assert ours[-1] not in chat_of(name).stop_ids
+    said = (Message("user", "Why?"), Message("assistant", "The answer is"))
+    turn = chat_of(name).turn_ids(said, Message("assistant", " 42"))
+    assert (text(name, turn) or "").startswith(" 42") and turn[-1] in chat_of(name).stop_ids

@@ -22,7 +22,7 @@ from asyncrl.conversation.commands import (
     ToolsReplied,
     TurnGenerated,
 )
-from asyncrl.conversation.episode import Episode, advance, conversation, resume
+from asyncrl.conversation.episode import Episode, advance, begin, conversation, resume
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
     EpisodeEnd,
@@ -375,3 +375,13 @@ def test_a_teacher_s_prompt_begins_each_row_otherwise() -> None:
     assert resume(made, given, OPENED, episode.turns).turns == episode.turns
     plain = start(rules(), given)
     assert advance(rules(), plain, TurnGenerated(generation("4"))).turns[0].taught == ()
+
+
+def test_a_row_that_begins_anew_shows_the_first_turn_with_the_words_that_it_goes_on_with() -> None:
+    made = rules(chat=FakeChat(rewrites=("user",)), environment=True, history="fork", max_rows=2)
+    begun = msgspec.structs.replace(sample(), prompt=(Message("user", "?"), Message("assistant", "It is")))
+    episode = advance(made, begin(begun), OPENED)
+    episode = advance(made, episode, TurnGenerated(generation(" 41")))
+    episode = advance(made, episode, Observed(Observation((Message("user", "no"),))))
+    assert isinstance(episode.command, Generate) and episode.command.row == 1
+    assert made.chat.decode(episode.command.ids[:-1]) == "?It is 41no"

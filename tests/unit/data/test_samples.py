@@ -264,6 +264,21 @@ def test_what_is_no_demonstration_is_one_line(tmp_path: Path, row: Any, complain
         load_demonstrations(write_jsonl(tmp_path / "a.jsonl", row))
 
 
+@pytest.mark.parametrize(
+    ("last", "complaint"),
+    [
+        ({"content": " "}, "0: column prompt ends with an assistant message that has no text"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, "message that has tool calls"),
+    ],
+)
+def test_a_prompt_whose_last_words_cannot_be_continued_is_refused(
+    tmp_path: Path, last: dict[str, Any], complaint: str
+) -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", **last}], "ground_truth": 1}
+    with pytest.raises(ConfigError, match=complaint):
+        load_samples(write_jsonl(tmp_path / "a.jsonl", row))
+
+
 def test_all_formats_give_the_same_samples(tmp_path: Path) -> None:
     texts = {key: json.dumps(ROW[key]) for key in ("prompt", "reward_model", "extra_info")}
     rows = [ROW | {"ability": text} for text in ("math", 'a, "b"\nc', "ä")]
