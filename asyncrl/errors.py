@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from os import _exit
 from pathlib import Path
 from types import FrameType
@@ -149,6 +150,27 @@ def users_code() -> Iterator[None]:
         if closed or cancelled or isinstance(error, Interrupted):
             raise
         raise UserCodeError(one_line(error)).with_traceback(error.__traceback__) from error
+
+
+_troubles: ContextVar[list[str]] = ContextVar("troubles")
+
+
+def note_trouble(text: str) -> None:
+    """Say why the call of users' code under way waits, or tries again: the newest of these is told if its
+    deadline passes."""
+    if (troubles := _troubles.get(None)) is not None:
+        troubles[:] = [text]
+
+
+@contextmanager
+def troubles_noted() -> Iterator[list[str]]:
+    """In the body, and in what it starts, `note_trouble` writes into this list; into the outermost one."""
+    troubles = _troubles.get([])
+    token = _troubles.set(troubles)
+    try:
+        yield troubles
+    finally:
+        _troubles.reset(token)
 
 
 def _current_task() -> Any:

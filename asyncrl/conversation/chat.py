@@ -232,7 +232,7 @@ class Chat:
         text, mark, _ = self._render((*history, marked), tools, opening=False).rpartition(MORE)
         if not mark or last.content.strip() not in text:
             raise ConfigError(
-                f"the chat template does not write {last.content[:SHOWN]!r}, with which the model's turn begins"
+                f"the chat template does not write {last.content[:SHOWN]!r}, with which the turn begins"
             )
         return text
 
@@ -245,7 +245,9 @@ class Chat:
 def _goes_on(messages: Sequence[Message]) -> bool:
     """True for messages that end with words of the model, with which its next turn begins."""
     last = messages[-1] if messages else None
-    return last is not None and last.role == "assistant" and not last.tool_calls and bool(last.content.strip())
+    return (
+        last is not None and last.role == "assistant" and not last.tool_calls and bool(last.content.strip())
+    )
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

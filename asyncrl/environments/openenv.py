@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.environments.base import Environment, environments, extra_info, text_observation
 from asyncrl.errors import UNDECODABLE, AsyncrlError, one_line
-from asyncrl.remote import check_url
+from asyncrl.remote import check_url, proxy_of
 from asyncrl.types import Message, Observation, Sample
 
 MAX_BYTES = 4 << 20  # of one message
@@ -88,7 +88,10 @@ class OpenEnv(Environment):
         arguments = {"seed": sample.row, **extra_info(sample).get("openenv", {})}
         try:
             async with asyncio.timeout(self._timeout):
-                self._socket = await self._session.ws_connect(self._url, max_msg_size=MAX_BYTES)
+                url = "http" + self._url.removeprefix("ws")  # as proxies know it
+                self._socket = await self._session.ws_connect(
+                    url, max_msg_size=MAX_BYTES, proxy=proxy_of(url)
+                )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise OpenEnvError(f"{self._url}: no connection ({one_line(error)})") from error
         found = await self._exchange("reset", arguments)

@@ -78,8 +78,8 @@ class EpisodeReward:
             return await call_user(partial(_in_loop, reward, given), seconds)
         except RewardError as error:
             return error
-        except CallTimeout:
-            return RewardError(f"no reward within {seconds:g} s")
+        except CallTimeout as late:
+            return RewardError(f"no reward within {seconds:g} s{late.cause}")
         except Exception as error:
             return RewardError(describe(error))
 

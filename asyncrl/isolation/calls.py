@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from asyncrl.errors import AsyncrlError, fulfil, users_code
+from asyncrl.errors import AsyncrlError, fulfil, troubles_noted, users_code
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
@@ -35,7 +35,9 @@ _abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task aliv
 
 
 class CallTimeout(AsyncrlError):
-    """A deadline passed."""
+    """A deadline passed. `cause`: " (last: what kept the call)", or ''."""
+
+    cause = ""
 
 
 async def to_its_end(function: Callable[[], T]) -> T:
@@ -69,14 +71,18 @@ async def call_user(
     work = partial(_run_counted, function, blocking, live if live is not None else set())
     if seconds is None:
         return await work()
-    task = start(work)
+    with troubles_noted() as troubles:
+        task = start(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
         if not task.done():
             cancel_later(task)
     if not task.done():
-        raise CallTimeout(f"no reply within {seconds:g} s")
+        cause = f" (last: {troubles[0]})" if troubles else ""
+        late = CallTimeout(f"no reply within {seconds:g} s{cause}")
+        late.cause = cause
+        raise late
     if task.cancelled():
         raise RuntimeError("it was cancelled")
     return task.result()

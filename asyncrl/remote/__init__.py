@@ -9,5 +9,6 @@ from asyncrl.remote.http import (
     check_url,
     close_sessions,
     post,
+    proxy_of,
     scorer_url,
 )

@@ -14,12 +14,15 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
+from urllib import request
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
+from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, note_trouble, one_line
 from asyncrl.types import Message
 
 if TYPE_CHECKING:
@@ -51,9 +54,11 @@ class _Busy(Exception):
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError unless it is of HTTP, or names a scorer."""
+    """Raise ConfigError unless it is of HTTP, or names a scorer, and for a proxy that cannot be used."""
     if not url.startswith(("http://", "https://", SCORER)):
         raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER}NAME")
+    if not url.startswith(SCORER):
+        proxy_of(url)
 
 
 scorer_url: ContextVar[Callable[[str], Awaitable[str]]] = ContextVar("scorer_url")
@@ -61,24 +66,34 @@ scorer_url: ContextVar[Callable[[str], Awaitable[str]]] = ContextVar("scorer_url
 
 
 async def post(
-    url: str, body: Any, *, seconds: float, retries: int = 2, headers: Mapping[str, str] | None = None
+    url: str,
+    body: Any,
+    *,
+    seconds: float,
+    retries: int = 2,
+    headers: Mapping[str, str] | None = None,
+    direct: bool = False,
 ) -> bytes:
     """The answer to `body`, sent as JSON, at most MAX_BYTES. `seconds` bound all of it, tries and pauses
-    included. Raises RemoteError, which begins with the URL."""
+    included. `direct`: through no proxy. Raises RemoteError, which begins with the URL."""
     data, trouble = msgspec.json.encode(body), "no answer"
     headers = {"Content-Type": "application/json", **(headers or {})}
+    proxy = None if direct else proxy_of(url)
+    through = f" through the proxy {_without_password(proxy)}" if proxy else ""
     try:
         async with asyncio.timeout(seconds):
             for attempt in range(retries + 1):
+                note_trouble(f"{url}{through}: {trouble}")
                 try:
-                    return await _once(url, data, headers)
+                    return await _once(url, data, headers, proxy)
                 except _Busy as busy:
                     trouble = str(busy)
+                    note_trouble(f"{url}{through}: {trouble}")
                     if attempt < retries:
                         await asyncio.sleep(max(busy.pause, PAUSE * 2**attempt * random.uniform(0.5, 1.0)))
     except TimeoutError:
-        raise RemoteLost(f"{url}: no answer within {seconds:g} s (last: {trouble})") from None
-    raise RemoteLost(f"{url}: {trouble}, after {retries + 1} tries")
+        raise RemoteLost(f"{url}: no answer within {seconds:g} s{through} (last: {trouble})") from None
+    raise RemoteLost(f"{url}: {trouble}{through}, after {retries + 1} tries")
 
 
 async def close_sessions() -> None:
@@ -88,11 +103,12 @@ async def close_sessions() -> None:
         await session.close()
 
 
-async def _once(url: str, data: bytes, headers: Mapping[str, str]) -> bytes:
+async def _once(url: str, data: bytes, headers: Mapping[str, str], proxy: str | None) -> bytes:
     import aiohttp
 
     try:
-        async with _session().post(url, data=data, headers=headers, allow_redirects=False) as response:
+        sent = _session().post(url, data=data, headers=headers, allow_redirects=False, proxy=proxy)
+        async with sent as response:
             answer = await _bounded(url, response)
             if response.status in AGAIN or response.status >= 500:
                 raise _Busy(_describe(response.status, answer), _pause(response))
@@ -101,6 +117,42 @@ async def _once(url: str, data: bytes, headers: Mapping[str, str]) -> bytes:
             return answer
     except aiohttp.ClientError as error:
         raise _Busy(one_line(error)) from None
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that the environment names for a URL (`http_proxy`, `https_proxy`, `all_proxy`), but for
+    hosts of `no_proxy` and for this machine: None. ws:// and wss:// are as http:// and https://."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    bypassed = request.proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
+    if _is_loopback(host) or bypassed(f"{host}:{parts.port}" if parts.port else host):
+        return None
+    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+    named = request.getproxies_environment()
+    proxy = named.get(scheme) or named.get("all")
+    if proxy and "://" not in proxy:
+        proxy = f"http://{proxy}"
+    if proxy and not proxy.startswith(("http://", "https://")):
+        kind = proxy.partition("://")[0]
+        raise ConfigError(
+            f"{scheme}_proxy names a proxy of the kind {kind}://; only http:// and https:// are used: set it "
+            f"to one of these, or put {host} into no_proxy"
+        )
+    return proxy or None
+
+
+def _without_password(proxy: str) -> str:
+    parts = urlsplit(proxy)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
@@ -178,6 +230,8 @@ class RemoteModel:
     retries: int = 2
     temperature: float = 0.0
     max_tokens: int = 1024
+    direct: bool = False
+    """Through no proxy: a server of the run."""
 
     def __post_init__(self) -> None:
         check_url(self.url)
@@ -193,7 +247,12 @@ class RemoteModel:
             **({"max_tokens": self.max_tokens} if self.max_tokens > 0 else {}),
         }
         answer = await post(
-            url, body, seconds=self.timeout, retries=self.retries, headers=bearer(self.api_key_env)
+            url,
+            body,
+            seconds=self.timeout,
+            retries=self.retries,
+            headers=bearer(self.api_key_env),
+            direct=self.direct,
         )
         try:
             return _completion(answer).choices[0].message.content or ""

@@ -121,7 +121,12 @@ class RewardModel:
         async with place_of(self._url, self._timeout) as place:
             url = f"{place.rstrip('/')}/classify"
             answer = await post(
-                url, {"input_ids": ids}, seconds=self._timeout, retries=self._retries, headers=self._headers
+                url,
+                {"input_ids": ids},
+                seconds=self._timeout,
+                retries=self._retries,
+                headers=self._headers,
+                direct=self._url.startswith(SCORER),
             )
         with RemoteError.instead_of(*UNDECODABLE, text=f"{url}: no answer of a reward model"):
             values = _classified(answer).embedding
@@ -252,8 +257,9 @@ class LLMJudge:
     async def __call__(self, given: RewardInput) -> float:
         question = self._prompt.render(variables(given), scale=f"{self._scale:g}")
         async with place_of(self._model.url, self._model.timeout) as place:
-            url = f"{place}/v1" if self._model.url.startswith(SCORER) else place
-            answer = await replace(self._model, url=url).chat([Message("user", question)])
+            own = self._model.url.startswith(SCORER)
+            model = replace(self._model, url=f"{place}/v1" if own else place, direct=own)
+            answer = await model.chat([Message("user", question)])
         found = self._score.findall(answer)
         if not found:
             raise ValueError(f"the judge gave no score: {answer[-200:]!r}")

@@ -68,8 +68,9 @@ class EpisodeEnvironment:
             try:
                 with users_code():
                     return read(await call_user(lambda: self._alone(function), limit))
-            except CallTimeout:
-                raise EnvironmentFailed(f"{what} of the environment did not end within {limit:g} s") from None
+            except CallTimeout as late:
+                text = f"{what} of the environment did not end within {limit:g} s{late.cause}"
+                raise EnvironmentFailed(text) from None
             except Exception as error:
                 raise EnvironmentFailed(f"{what} of the environment failed: {describe(error)}") from error
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError, UserCodeError, one_line, users_code
 from asyncrl.isolation.child import inherited
-from asyncrl.remote import bearer
+from asyncrl.remote import bearer, proxy_of
 from asyncrl.tools.mcp_pipes import MAX_BYTES, started
 from asyncrl.types import Sample
 
@@ -197,6 +197,7 @@ class McpConnection:
             timeout=httpx2.Timeout(10.0, read=None, pool=None),  # deadlines of answers are those of the calls
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
             follow_redirects=True,
+            mounts=_mounts(self._server.url),
             event_hooks={"request": [_adds(self._server)], "response": [self._note, _bound]},
         )
         async with client, streamable_http_client(self._server.url, http_client=client) as streams:
@@ -260,6 +261,11 @@ async def close_servers() -> None:
 
 
 # -- HTTP ------------------------------------------------------------------------------------------
+
+
+def _mounts(url: str) -> dict[str, None]:
+    """No proxy of the environment for a server on this machine."""
+    return {} if proxy_of(url) else {"all://": None}
 
 
 def _adds(server: McpServer) -> Callable[[Any], Awaitable[None]]:

@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from asyncrl.environments.openenv import OpenEnv, OpenEnvError
+from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
 from asyncrl.remote import RemoteError, RemoteModel, close_sessions, http
+from asyncrl.rewards import RewardError, RewardInput, in_loop
 from asyncrl.types import Message, ToolCall
+from tests.fakes.chat import sample
 from tests.fakes.sglang import Script, scripted
 
 PATH = "/v1/chat/completions"
@@ -201,3 +205,120 @@ def test_bad_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         RemoteModel("http://x", "m", "NO_KEY")
     with pytest.raises(ConfigError, match="must begin with http"):
         RemoteModel("localhost:8000", "m")
+
+
+# -- proxies of the environment ------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def proxy(*, silent: bool = False) -> AsyncIterator[tuple[str, list[str]]]:
+    """A proxy that answers every request itself, its address, and the first lines of what it was sent."""
+    lines: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        lines.append(head.partition(b"\r\n")[0].decode())
+        if not silent:
+            body = completion("by the proxy")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            await writer.drain()
+        else:
+            await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield "http://{}:{}".format(*listener.sockets[0].getsockname()), lines
+    finally:
+        await close_sessions()
+        listener.close()
+
+
+@pytest.fixture
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+@pytest.mark.usefixtures("no_proxies")
+async def test_other_hosts_are_asked_through_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    async with proxy() as (address, lines):
+        monkeypatch.setenv(variable, address)
+        assert await RemoteModel("http://judge.example/v1", "judge").chat(QUESTION) == "by the proxy"
+    assert lines == ["POST http://judge.example/v1/chat/completions HTTP/1.1"]
+
+
+@pytest.mark.usefixtures("no_proxies")
+async def test_openenv_is_asked_through_the_proxy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with proxy() as (address, lines):
+        monkeypatch.setenv("http_proxy", address)
+        environment = OpenEnv(url="http://world.example")
+        with pytest.raises(OpenEnvError, match=r"world\.example"):
+            await environment.reset(sample())
+        await environment.close()
+    assert lines == ["GET http://world.example/ws HTTP/1.1"]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.usefixtures("no_proxies")
+async def test_this_machine_and_servers_of_the_run_are_asked_directly(
+    monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    async with proxy() as (address, lines), server() as script:
+        monkeypatch.setenv("http_proxy", address)
+        script.says(PATH, 200, completion("itself"))
+        url = script.url.replace("127.0.0.1", "localhost") if not direct else script.url
+        assert await RemoteModel(f"{url}/v1", "judge", direct=direct).chat(QUESTION) == "itself"
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("url", "no_proxy", "used"),
+    [
+        ("http://judge.example/v1", "", "http://p:1"),
+        ("https://judge.example/v1", "", "http://s:2"),
+        ("wss://judge.example/ws", "", "http://s:2"),
+        ("http://judge.example:8000/v1", "judge.example:8000", None),
+        ("http://judge.example/v1", "other.org, .example", None),
+        ("http://judge.example/v1", "*", None),
+        ("http://127.0.0.1:8000/v1", "", None),
+        ("http://127.8.8.8/v1", "", None),
+        ("http://[::1]:8000/v1", "", None),
+        ("http://localhost:8000/v1", "", None),
+    ],
+)
+@pytest.mark.usefixtures("no_proxies")
+def test_the_proxy_of_a_url(
+    monkeypatch: pytest.MonkeyPatch, url: str, no_proxy: str, used: str | None
+) -> None:
+    monkeypatch.setenv("http_proxy", "p:1")
+    monkeypatch.setenv("https_proxy", "http://s:2")
+    monkeypatch.setenv("no_proxy", no_proxy)
+    assert http.proxy_of(url) == used
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_a_proxy_that_cannot_be_used_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("all_proxy", "socks5://p:1")
+    with pytest.raises(ConfigError, match=r"http_proxy names a proxy of the kind socks5://.*no_proxy"):
+        RemoteModel("http://judge.example/v1", "judge")
+    RemoteModel("http://127.0.0.1:8000/v1", "judge")
+
+
+@pytest.mark.usefixtures("no_proxies")
+async def test_a_reward_that_is_late_says_what_kept_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def judge(given: RewardInput) -> float:
+        await RemoteModel("http://judge.example/v1", "judge", "").chat(QUESTION)
+        return 1.0
+
+    async with proxy(silent=True) as (address, _):
+        monkeypatch.setenv("http_proxy", address.replace("//", "//user:secret@"))
+        reward = EpisodeReward([in_loop(judge)], timeout=0.2)
+        with pytest.raises(RewardError) as late:
+            await reward.score(RewardInput(sample(), "42"))
+    path = "http://judge.example/v1/chat/completions"
+    assert str(late.value) == f"no reward within 0.2 s (last: {path} through the proxy {address}: no answer)"
