@@ -76,6 +76,10 @@ def _variable(match: re.Match[str]) -> str:
 _connections: set[McpConnection] = set()
 
 
+_of_old: set[McpServer] = set()
+"""Servers that took the older handshake: one that is silent to the newer one costs 10 s, but only once."""
+
+
 class McpConnection:
     """Keep one connection, from the handshake, which begins after `pause` seconds, to its end."""
 
@@ -183,7 +187,11 @@ class McpConnection:
                     else self._http()
                 )
                 streams = await stack.enter_async_context(transport)
-                client = await stack.enter_async_context(Client(nullcontext(streams), cache=None))
+                mode = "legacy" if server in _of_old else "auto"
+                made = Client(nullcontext(streams), cache=None, mode=mode)
+                client = await stack.enter_async_context(made)
+            if client.session.initialize_result is not None:
+                _of_old.add(server)
             self._messages = streams[0] if server.command else None
             self._client.set_result(client)
             await self._ending.wait()

@@ -7,6 +7,7 @@ is no message.
 from __future__ import annotations
 
 import asyncio
+import re
 import shlex
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -21,6 +22,8 @@ MAX_NOISE = 1 << 18  # bytes on standard output that are no messages
 TAIL = 2000  # bytes of standard error that are kept
 END_SECONDS = 2.0  # for a server to end by itself once its input has ended; then SIGTERM, 1 s later SIGKILL
 GONE_SECONDS = 8.0  # for all of its processes to be gone after SIGTERM; the wrapper kills them before
+ANSWERED = re.compile(rb'"id"\s*:\s*(\d{1,18})\b')
+NO_JSON = -32700  # the code of JSON-RPC
 FLUSH_SECONDS = 0.5  # to read what an ended server wrote; its children may hold its pipes open
 
 
@@ -74,7 +77,8 @@ def _terminate(process: Process) -> None:
 
 
 async def _receive(process: Process, received: Any, wrote: bytearray, errors: asyncio.Task[None]) -> None:
-    """Pass on lines that are messages; more than MAX_NOISE bytes of others end the server."""
+    """Pass on lines that are messages; more than MAX_NOISE bytes of others end the server. An answer that
+    cannot be read is an error of its call."""
     from anyio import BrokenResourceError, ClosedResourceError
     from mcp.shared.message import SessionMessage
     from mcp.types import jsonrpc_message_adapter
@@ -92,11 +96,13 @@ async def _receive(process: Process, received: Any, wrote: bytearray, errors: as
                         break
                     if b'"jsonrpc"' not in line:  # servers may log in JSON, too
                         raise ValueError
-                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                    text = line.decode(errors="replace")
+                    message = jsonrpc_message_adapter.validate_json(text, by_name=False)
                 except ValueError:
                     noise += size
                     _keep(wrote, line)
-                else:
+                    message = _unreadable(line)
+                if message is not None:
                     await received.send(SessionMessage(message))
         if noise > MAX_NOISE:
             said = f"\nit sent {noise} bytes that are no MCP messages of at most {MAX_BYTES} bytes"
@@ -105,6 +111,17 @@ async def _receive(process: Process, received: Any, wrote: bytearray, errors: as
         else:
             await asyncio.wait({errors}, timeout=FLUSH_SECONDS)
     await _skip(process.stdout)  # a server that waits to write does not see that it should end
+
+
+def _unreadable(line: bytes) -> Any:
+    """The error that takes the place of an answer that is no JSON; None for a line that is no answer."""
+    from mcp.types import ErrorData, JSONRPCError
+
+    found = ANSWERED.search(line) if b'"jsonrpc"' in line and b'"method"' not in line else None
+    if found is None:
+        return None
+    error = ErrorData(code=NO_JSON, message="the server's answer is no JSON-RPC message")
+    return JSONRPCError(jsonrpc="2.0", id=int(found[1]), error=error)
 
 
 async def _send(process: Process, sent: Any, received: Any) -> None:

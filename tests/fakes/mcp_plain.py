@@ -62,12 +62,16 @@ if BROKEN in ("helped", "deaf"):
     os.environ["HELPER"] = str(helper.pid)
 for line in sys.stdin:
     request = json.loads(line)
-    if "id" in request and not (BROKEN == "silent_list" and request["method"] == "tools/list"):
-        print(
-            json.dumps(
-                {"jsonrpc": "2.0", "id": request["id"]} | answer(request["method"], request.get("params", {}))
-            )
-        )
+    silent = BROKEN == "silent_list" and request["method"] == "tools/list"
+    silent |= BROKEN == "silent" and request["method"] == "server/discover"
+    if "id" in request and not silent:
+        said = {"jsonrpc": "2.0", "id": request["id"]} | answer(request["method"], request.get("params", {}))
+        written = json.dumps(said).encode()
+        if request["method"] == "tools/call":
+            written = written.replace(b'"text": "', b'"text": "\xff') if BROKEN == "latin" else written
+            written = written.replace(b'"text": "', b'"text": "\\ud800') if BROKEN == "surrogate" else written
+            written = written[:-3] if BROKEN == "cut" else written
+        sys.stdout.buffer.write(written + b"\n")
         sys.stdout.flush()
 while BROKEN == "chatty":
     said = {"level": "info", "data": "x" * 1_000_000}

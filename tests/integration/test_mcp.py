@@ -169,6 +169,28 @@ def test_a_result_that_is_none_or_has_no_bounds_is_told(kind: str, complaint: st
     assert complaint in (ask(tools_of(command=f"{PLAIN} {kind}"), "pid").error or "")
 
 
+@pytest.mark.parametrize(
+    ("kind", "content", "error"),
+    [
+        ("latin", "\ufffd", None),
+        ("surrogate", "error: ", "the server's answer is no JSON-RPC message"),
+        ("cut", "error: ", "the server's answer is no JSON-RPC message"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_costs_no_deadline(kind: str, content: str, error: str | None) -> None:
+    reply = ask(tools_of(command=f"{PLAIN} {kind}"), "pid")
+    assert reply.content.startswith(content)
+    assert (error in (reply.error or "")) if error else reply.error is None
+    assert reply.seconds < DEADLINE / 2
+
+
+def test_a_server_that_is_silent_to_an_unknown_method_costs_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcp.client.session.DISCOVER_TIMEOUT_SECONDS", 0.1)
+    tools = tools_of(command=f"{PLAIN} silent")
+    monkeypatch.setattr("mcp.client.session.DISCOVER_TIMEOUT_SECONDS", 1000.0)
+    assert ask(tools, "pid").error is None
+
+
 # -- many at once, late, lost ------------------------------------------------------------------------------
 
 
