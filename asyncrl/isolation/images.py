@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import UNDECODABLE, ConfigError
+from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # of an image that names none
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -43,6 +43,13 @@ def images_directory() -> Path:
     """Find the directory of all images of this user: ASYNCRL_IMAGES, or one in the user's data directory."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share"
     return Path(os.environ.get("ASYNCRL_IMAGES") or Path(data, "asyncrl/images")).absolute()
+
+
+def no_room(images: str | Path, error: BaseException) -> str:
+    """Say where there is no room for an image, and what to do."""
+    return (
+        f"{images} has no room for it ({one_line(error)}): free some, or set ASYNCRL_IMAGES to another place"
+    )
 
 
 def find_image(name: str) -> Image:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, disk_full
 from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Child, ChildError
-from asyncrl.isolation.images import NAME, Image, find_image, images_directory, list_images
+from asyncrl.isolation.images import NAME, Image, find_image, images_directory, list_images, no_room
 from asyncrl.isolation.sandbox import emptying
 from asyncrl.isolation.unpacking import CHUNK, DELETED, OPAQUE, UNPACK, Bounds, Order
 
@@ -40,6 +40,15 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
         raise ConfigError(f"--over {over}: it lies over {MOST_OVER} images itself; import them as one")
     image = msgspec.structs.replace(image, digest="", root="", over=below, size=0, files=0)
     images = images_directory()
+    try:
+        return _imported(source, name, image, layers, bounds, images)
+    except OSError as error:
+        if not disk_full(error):
+            raise
+        raise ConfigError(f"{source}: {no_room(images, error)}; nothing was imported") from error
+
+
+def _imported(source: str, name: str, image: Image, layers: list[str], bounds: Bounds, images: Path) -> Image:
     images.mkdir(parents=True, exist_ok=True)
     emptying.sweep(str(images), INCOMING)
     with emptying.own_directory(str(images), INCOMING) as made:
@@ -59,8 +68,8 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
         spool.unlink(missing_ok=True)
         (place / "image.json").write_bytes(msgspec.json.encode(image))
         with _locked(images):
-            if below:
-                find_image(below[0])  # it may have been removed
+            if image.over:
+                find_image(image.over[0])  # it may have been removed
             if not (images / image.digest).exists():
                 place.rename(images / image.digest)
             if name:

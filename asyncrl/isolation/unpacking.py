@@ -27,9 +27,9 @@ from typing import IO, Annotated
 import msgspec
 from msgspec import Meta
 
-from asyncrl.errors import ConfigError, reason
+from asyncrl.errors import ConfigError, disk_full, reason
 from asyncrl.isolation.child import Service
-from asyncrl.isolation.images import Image
+from asyncrl.isolation.images import Image, no_room
 from asyncrl.isolation.layers import find_layers, refuse
 from asyncrl.isolation.sandbox import emptying
 from asyncrl.isolation.sandbox.kernel import NEWUSER, unshare
@@ -63,6 +63,16 @@ class Order(msgspec.Struct, frozen=True):
 
 def unpack(order: Order) -> Image:
     """To be called in a child of its own: it ends up in the new root."""
+    images = Path(order.root).parents[1]
+    try:
+        return _unpacked(order)
+    except OSError as error:
+        if not disk_full(error):
+            raise
+        raise ConfigError(no_room(images, error)) from error
+
+
+def _unpacked(order: Order) -> Image:
     if os.geteuid() != 0:
         _become_root()  # before: then a user reads its own files whatever their modes
     archive = _spool(order) if os.path.isdir(order.source) else open(order.source, "rb")  # noqa: SIM115
@@ -79,6 +89,8 @@ def unpack(order: Order) -> Image:
     try:
         return work.digest(work.unpack(archive))
     except Exception as error:
+        if disk_full(error):
+            raise
         where = f"entry {work.at[:200]!r}: " if work.at else ""
         known = {
             MemoryError: f"a header over {MEMORY >> 20} MiB",

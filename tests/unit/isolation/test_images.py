@@ -305,3 +305,42 @@ def test_doctor_says_whether_they_work(own: Path, kind: list[str], said: str) ->
     command = [*kind, sys.executable, "-c", look]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ROOT})
     assert f"0 in {own}" in done.stdout and said in done.stdout, done.stderr
+
+
+FULL = """
+import os, sys
+from asyncrl.errors import ConfigError
+from asyncrl.isolation.importing import import_image
+for source in sys.argv[1:]:
+    try:
+        import_image(source, "large")
+    except ConfigError as error:
+        print(error, flush=True)
+print(*(name for name in os.listdir(os.environ["ASYNCRL_IMAGES"]) if name.startswith("incoming")))
+"""
+
+
+def test_an_import_that_finds_no_room_names_the_directory(own: Path, tmp_path: Path) -> None:
+    """Of an archive, of a directory, and of the standard input."""
+    large = tmp_path / "large"
+    tree(large)
+    (large / "data").write_bytes(os.urandom(1 << 20))
+    with tarfile.open(tmp_path / "large.tar", "w") as archive:
+        archive.add(large, ".")
+    own.mkdir()
+    script = f'mount -t tmpfs -o size=512k none {own} && exec "$0" -c "$1" "$2" "$3" -'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, sys.executable, FULL]
+    with (tmp_path / "large.tar").open("rb") as given:
+        said = subprocess.run(
+            [*command, str(tmp_path / "large.tar"), str(large)],
+            stdin=given,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    *lines, litter = said.stdout.splitlines()
+    assert len(lines) == 3, said.stderr
+    for line, source in zip(lines, (tmp_path / "large.tar", large, "-"), strict=True):
+        assert line.startswith(f"{source}: {own} has no room for it (OSError: [Errno 28]"), line
+        assert line.endswith("set ASYNCRL_IMAGES to another place; nothing was imported")
+    assert litter == ""
