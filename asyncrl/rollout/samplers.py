@@ -163,8 +163,12 @@ class LocalSampler:
         return self.engine.tokens if self.engine is not None else 0
 
     async def close(self) -> None:
-        if self.engine is not None:
+        if self.engine is None:
+            return
+        with recorded() as failure:
             await self.engine.close()
+        if failure:
+            log.warning("the %s engine does not close: %s", self.name, failure.line)
 
     async def _built(self) -> Engine:
         if self.engine is None:

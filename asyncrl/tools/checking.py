@@ -145,7 +145,10 @@ def _plain_nodes(schema: Any) -> float:
         return 1
     if not isinstance(schema, dict) or not schema.keys() <= PLAIN:
         return float("inf")
-    size = 1 + len(schema.get("required", ())) + _size(schema.get("enum")) + _size(schema.get("const"))
+    required = schema.get("required", [])
+    if not isinstance(required, list):  # of the third draft
+        return float("inf")
+    size = 1 + len(required) + _size(schema.get("enum")) + _size(schema.get("const"))
     parts = [*schema.get("properties", {}).values()]
     parts += [part for key in SAME_VALUE_LISTS for part in schema.get(key, ())]
     parts += [schema[key] for key in ("items", "additionalProperties", "not") if key in schema]

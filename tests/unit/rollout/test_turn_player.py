@@ -176,11 +176,11 @@ def test_whatever_an_environment_raises_fails_its_episode_only(
 
 
 @pytest.mark.parametrize("kind", BASE_EXCEPTIONS)
-@pytest.mark.parametrize("method", ["generate", "release"])
+@pytest.mark.parametrize("method", ["generate", "release", "close"])
 def test_whatever_a_registered_engine_raises_fails_its_episode_only(
     kind: type[BaseException], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def generate(request: Any) -> None:
+    async def raising(*given: Any) -> None:
         raise kind("its text")
 
     def release(session: str) -> None:
@@ -188,9 +188,10 @@ def test_whatever_a_registered_engine_raises_fails_its_episode_only(
         raise kind("its text")
 
     bench = TurnBench(["42"], nothing)
-    monkeypatch.setattr(bench.engine, method, generate if method == "generate" else release)
-    if method == "release":
+    monkeypatch.setattr(bench.engine, method, release if method == "release" else raising)
+    if method != "generate":
         bench.finished()
+        asyncio.run(bench.sampler.close())
         return
     end = bench.failed()
     assert end.reason is FailReason.EPISODE_ERROR

@@ -93,6 +93,12 @@ def test_after_a_costly_call_others_are_checked(monkeypatch: pytest.MonkeyPatch)
     assert answers[1:] == ["'b' does not match '^(a+)+$' - at `$.x`", ""]
 
 
+def test_a_schema_of_an_old_draft_is_checked_in_a_process() -> None:
+    old = {"$schema": "http://json-schema.org/draft-03/schema#", "properties": {"x": {"required": True}}}
+    check_schema("t", old)
+    assert Checker({"t": old})._plain["t"] == float("inf")
+
+
 PLAIN = {
     "type": "object",
     "properties": {
