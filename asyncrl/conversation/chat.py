@@ -219,10 +219,10 @@ class Chat:
         return warnings
 
     def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
-        shown = self._safe_replies(messages)
-        if _goes_on(shown):
-            return self._encode(self._unfinished(shown, tools))
-        return self._encode(self._render(shown, tools))
+        messages = self._safe_replies(messages)
+        if _goes_on(messages):
+            return self._encode(self._unfinished(messages, tools))
+        return self._encode(self._render(messages, tools))
 
     def _unfinished(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> str:
         """The text of a conversation up to the last word of its last message, as `continue_final_message` of

@@ -46,9 +46,9 @@ class Connections:
 
     def answered(self, request: web.Request, lose: Callable[[], None]) -> None:
         """An answer was written. `lose` is called if the client closes the connection without reading it."""
-        one = self._known.get(request.protocol)
-        if one is not None:
-            one.lose = lose
+        connection = self._known.get(request.protocol)
+        if connection is not None:
+            connection.lose = lose
 
     def end(self, episode: object) -> None:
         """Close the connections of the episode's own listeners."""

@@ -278,6 +278,7 @@ class Gateway:
 
         try:
             await _given_up(earlier, again)
+            self._by_key(request)  # the episode may be over
             events = _Events(asked) if asked.request.stream else None
             task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events, again))
             admitted.running.add(task)

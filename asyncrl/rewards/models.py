@@ -257,8 +257,8 @@ class LLMJudge:
     async def __call__(self, given: RewardInput) -> float:
         question = self._prompt.render(variables(given), scale=f"{self._scale:g}")
         async with place_of(self._model.url, self._model.timeout) as place:
-            own = self._model.url.startswith(SCORER)
-            model = replace(self._model, url=f"{place}/v1" if own else place, direct=own)
+            is_scorer = self._model.url.startswith(SCORER)
+            model = replace(self._model, url=f"{place}/v1" if is_scorer else place, direct=is_scorer)
             answer = await model.chat([Message("user", question)])
         found = self._score.findall(answer)
         if not found:

@@ -170,8 +170,8 @@ def _check_references(schema: Any) -> None:
         """Yield (keyword or reference, schema, resolver) of what checks the same value."""
         for keyword in REFERENCES:
             if isinstance(reference := contents.get(keyword), str):
-                found = resolver.lookup(reference)
-                yield reference, found.contents, found.resolver
+                target = resolver.lookup(reference)
+                yield reference, target.contents, target.resolver
         for keyword in SAME_VALUE_LISTS:
             yield from ((keyword, part, resolver) for part in contents.get(keyword, ()))
         for keyword in SAME_VALUE_MAPS:

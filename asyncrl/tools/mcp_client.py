@@ -188,8 +188,8 @@ class McpConnection:
                 )
                 streams = await stack.enter_async_context(transport)
                 mode = "legacy" if server in _of_old else "auto"
-                made = Client(nullcontext(streams), cache=None, mode=mode)
-                client = await stack.enter_async_context(made)
+                unconnected = Client(nullcontext(streams), cache=None, mode=mode)
+                client = await stack.enter_async_context(unconnected)
             if client.session.initialize_result is not None:
                 _of_old.add(server)
             self._messages = streams[0] if server.command else None

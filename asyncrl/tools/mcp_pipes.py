@@ -117,11 +117,12 @@ def _unreadable(line: bytes) -> Any:
     """The error that takes the place of an answer that is no JSON; None for a line that is no answer."""
     from mcp.types import ErrorData, JSONRPCError
 
-    found = ANSWERED.search(line) if b'"jsonrpc"' in line and b'"method"' not in line else None
-    if found is None:
+    is_answer = b'"jsonrpc"' in line and b'"method"' not in line
+    answered = ANSWERED.search(line) if is_answer else None
+    if answered is None:
         return None
     error = ErrorData(code=NO_JSON, message="the server's answer is no JSON-RPC message")
-    return JSONRPCError(jsonrpc="2.0", id=int(found[1]), error=error)
+    return JSONRPCError(jsonrpc="2.0", id=int(answered[1]), error=error)
 
 
 async def _send(process: Process, sent: Any, received: Any) -> None:
