@@ -78,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
         return 141
     except UnicodeEncodeError as error:  # a path of other bytes than UTF-8
-        return _report(f"{error.object!a} is no text in UTF-8; rename that, or work elsewhere", 2)
+        return _report(
+            f"{error.object!a} is not UTF-8 text; rename the file or directory, or use another one", 2
+        )
     except OSError as error:  # a full disk, a file that may not be read
         return _report(one_line(error), 1)
     except KeyboardInterrupt:

@@ -23,12 +23,12 @@ from asyncrl.errors import ConfigError, describe, one_line, users_code
 T = TypeVar("T")
 # Packages that asyncrl imports, and some that these import.
 NEEDED = frozenset({
-    *("accelerate", "aiohttp", "anyio", "bm25s", "datasets", "fsspec", "gymnasium", "httpx2"),
-    *("huggingface_hub", "hydra", "jinja2", "jsonschema", "jsonschema_specifications", "math_verify", "mcp"),
-    *("msgspec", "numpy", "omegaconf", "psutil", "pyarrow", "ray", "reasoning_gym", "requests", "rich"),
-    *("safetensors", "tokenizers", "torch", "transformers", "verifiers", "xxhash", "yaml", "zmq"),
-    *("antlr4", "attr", "click", "dill", "filelock", "httpx", "idna", "multidict", "networkx", "packaging"),
-    *("pandas", "regex", "six", "sympy", "tqdm", "typer", "yarl", "zstandard"),
+    *("accelerate", "aiohttp", "antlr4", "anyio", "attr", "bm25s", "click", "datasets", "dill", "filelock"),
+    *("fsspec", "gymnasium", "httpx", "httpx2", "huggingface_hub", "hydra", "idna", "jinja2", "jsonschema"),
+    *("jsonschema_specifications", "math_verify", "mcp", "msgspec", "multidict", "networkx", "numpy"),
+    *("omegaconf", "packaging", "pandas", "psutil", "pyarrow", "ray", "reasoning_gym", "referencing"),
+    *("regex", "requests", "rich", "safetensors", "six", "sympy", "tokenizers", "torch", "tqdm"),
+    *("transformers", "typer", "verifiers", "xxhash", "yaml", "yarl", "zmq", "zstandard"),
 })  # fmt: skip
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -35,7 +35,7 @@ key or a value out of bounds ends the command with exit code 2 before any proces
 
 A path or a text needs no quotes but those of the shell (`data.train=数据/a=b.jsonl`, `name=20261128`), and
 `~` at the beginning of a path is the home directory. Within the brackets of a list or a mapping, quote texts
-with other characters than letters, digits and `/._-+*`: `"data.train=['~/a=b.jsonl', more.jsonl]"`.
+that have other characters than letters, digits and `/._-+*`: `"data.train=['~/a=b.jsonl', more.jsonl]"`.
 """
 BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
 

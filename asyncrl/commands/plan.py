@@ -298,9 +298,9 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
     unsplit = shared or (config.shifts and not asked)
     if not (splits(own, devices) or unsplit):
         raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; give more")
-    progress("plays this configuration")
+    progress("simulating this configuration")
     predicted = predict(config, rates, seeds=SEEDS)
-    progress("looks for what limits it")
+    progress("finding what limits it")
     saved = sorted(limits(config, rates, SEEDS).items(), key=lambda one: -one[1])
     columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
@@ -322,7 +322,7 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
     chosen = report_sharing(own, rates, devices) if shared else None
     if (shared and not chosen) or not splits(own, devices):
         return
-    progress("tries other slots, batches and bounds" + " with that split" * bool(chosen))
+    progress("trying other slots, batches and bounds" + " with that split" * bool(chosen))
     found = candidates(own, rates, devices, chosen)
     names = (key, "trainer.ranks", SLOTS, GROUPS, BOUND)
     print(f"\n{devices} devices; tokens/s within about {ALIKE:.0%} of the best first, by lag:")
@@ -350,7 +350,7 @@ def report_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None
     def work(engines: int, ranks: int) -> Workload:
         return workload(changed(config, {key: engines, "trainer.ranks": ranks}) or config, rates)
 
-    progress(f"splits and shares up to {devices} devices")
+    progress(f"comparing splits and shifts on up to {devices} devices")
     g, t = halves(work(1, 1))
     print(
         f"\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine {g:.3g} s, one "

@@ -27,8 +27,8 @@ ROOT = "${asyncrl_root:}"
 SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
 HYDRA_FLAGS = {
     "config-path": "--config-dir DIR names a directory with groups of your own",
-    "config-name": "experiment=NAME names a file in its experiment/",
-    "multirun": "there are no sweeps; give a command for each value",
+    "config-name": "experiment=NAME selects experiment/NAME.yaml, also in the DIR of --config-dir DIR",
+    "multirun": "there are no sweeps; run one command for each value",
     "cfg": "--dry-run prints the configuration",
 }
 NOT_TEXT = ("[", "{", '"', "'")  # with which a value begins that is a list, a mapping or a quoted text
@@ -239,7 +239,7 @@ def _explain(error: Exception, given: Iterable[str]) -> ConfigError:
     if override := getattr(error, "override", None):
         text = (
             f"cannot read the override {override!r}: {text}; close brackets and quotes, and within brackets "
-            "write texts with other characters than letters, digits and /._-+* in quotes, such as \"['a=b']\""
+            "quote texts that have characters other than letters, digits and /._-+*, such as \"['a=b']\""
         )
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     known = [name for name, _ in _keys(defaults(RunConfig))]
@@ -267,8 +267,8 @@ def refused_flags(flags: Sequence[str]) -> ConfigError:
         answer = HYDRA_FLAGS.get(key) or (f"write {key}=…" if key in known else _answer(key))
         answers.append(f"{flag}: {answer}")
     if len(answers) == 1:
-        return ConfigError(f"no such flag, and keys are written without dashes, KEY=VALUE; {answers[0]}")
-    head = "no such flags, and keys are written without dashes, KEY=VALUE"
+        return ConfigError(f"no such flag (keys are written KEY=VALUE, without dashes): {answers[0]}")
+    head = "no such flags (keys are written KEY=VALUE, without dashes)"
     return UnknownKeysError("\n  ".join((head, *answers)))
 
 

@@ -27,7 +27,7 @@ def parse(mapping: Any) -> RunConfig:
         try:
             msgspec.json.encode((path, value))
         except UnicodeEncodeError:
-            raise ConfigError(f"configuration: {path!a}: {value!a} is no text in UTF-8") from None
+            raise ConfigError(f"configuration: {path!a}: {value!a} is not UTF-8 text; correct it") from None
     _check_combinations(config)
     return config
 

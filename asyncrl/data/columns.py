@@ -20,7 +20,7 @@ NAMES = (
     *("messages", "response", "tools"),
 )
 EXTRA = "extra_info."
-BINARY = "binary data that are no UTF-8 text"
+BINARY = "binary data that are not UTF-8 text"
 TEXTUAL = (date, time, timedelta, UUID)  # JSON has none of these: their text stands for them
 MAX_LEVELS = 200  # of nesting: readers of a sample must not exceed the recursion limit either
 

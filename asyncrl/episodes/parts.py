@@ -174,9 +174,9 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], ro
     beyond = chat.tokens_beyond(rows)
     if not beyond:
         return
-    advice = f"{parts.config.model.path} has an embedding of {rows} rows; call resize_token_embeddings"
+    advice = f"the embedding of {parts.config.model.path} has {rows} rows; call resize_token_embeddings"
     if chat.stop_ids and min(chat.stop_ids) >= rows:
-        raise ConfigError(f"model.path: a turn ends with the token {min(chat.stop_ids)}, and {advice}")
+        raise ConfigError(f"model.path: the token {min(chat.stop_ids)} should end a turn, but {advice}")
 
     needs_text = chat.splits_at(beyond)
     for sample in samples:
@@ -188,8 +188,8 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], ro
         if highest >= rows:
             token = next(token for token, number in beyond.items() if number == highest)
             raise ConfigError(
-                f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest}), and {advice}, "
-                "or leave the token out of prompts and template"
+                f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest}), but {advice}, "
+                "or remove the token from the prompt or the chat template"
             )
 
 

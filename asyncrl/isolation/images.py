@@ -48,7 +48,8 @@ def images_directory() -> Path:
 def no_room(images: str | Path, error: BaseException) -> str:
     """Say where there is no room for an image, and what to do."""
     return (
-        f"{images} has no room for it ({one_line(error)}): free some, or set ASYNCRL_IMAGES to another place"
+        f"{images} has no room for the image ({one_line(error)}); free space there, or set ASYNCRL_IMAGES to "
+        "another directory"
     )
 
 

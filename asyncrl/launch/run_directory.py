@@ -54,7 +54,7 @@ def check_paths_are_text(config: RunConfig) -> None:
         try:
             os.fspath(path).encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"the directory {os.fspath(path)!a} is no text in UTF-8; {cure}") from None
+            raise ConfigError(f"the directory {os.fspath(path)!a} is not UTF-8 text; {cure}") from None
 
 
 def check_run_directory(config: RunConfig) -> None:

@@ -38,10 +38,10 @@ def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tup
             lines.append(f"{beginning}: {count} are {kind}, such as {_short(members[0])}{as_text}")
         if unequalled := [truth for truth in truths if compared(reward, truth) == []]:
             count = f"{len(unequalled)} of the first {len(truths)} ground truths"
-            fault = f"{beginning}: {count} equal no text that a model would write"
-            advice = "write texts, numbers or lists of these there"
+            fault = f"{beginning}: no answer can match {count}"
+            advice = "write these ground truths as text, numbers, or lists of them"
             if reward.numbers and not as_python_writes_bytes(unequalled[0]):
-                fault = f"{beginning} compares numbers, and {count} are none"
+                fault = f"{beginning} compares numbers, and {count} are not numbers"
                 advice = "set rollout.reward, e.g. to exact"
             warnings.append(f"{fault}, such as {_short(unequalled[0])}: they earn nothing; {advice}")
     return lines, warnings

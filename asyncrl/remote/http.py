@@ -135,8 +135,8 @@ def proxy_of(url: str) -> str | None:
     if proxy and not proxy.startswith(("http://", "https://")):
         kind = proxy.partition("://")[0]
         raise ConfigError(
-            f"{scheme}_proxy names a proxy of the kind {kind}://; only http:// and https:// are used: set it "
-            f"to one of these, or put {host} into no_proxy"
+            f"{scheme if named.get(scheme) else 'all'}_proxy: a proxy of the kind {kind}:// is not "
+            f"supported; set an http:// or https:// proxy, or add {host} to no_proxy"
         )
     return proxy or None
 

@@ -86,12 +86,12 @@ def check_schema(name: str, schema: Any) -> None:
     from referencing.exceptions import Unresolvable
 
     where = f"the schema of {name!r}"
-    advice = "mend it in the server, or leave the tool out (allow)"
+    advice = "correct the schema in the server, or name only other tools in `allow`"
     try:
         _class_of(schema).check_schema(schema)
         _check_references(schema)
     except jsonschema.SchemaError as error:
-        raise ConfigError(f"{where} is no JSON schema: {error.message}") from None
+        raise ConfigError(f"{where} is no JSON schema: {error.message}; {advice}") from None
     except Unresolvable as error:
         raise ConfigError(f"{where} refers to {error.ref!r}, which is not in it; {advice}") from None
     except RecursionError:

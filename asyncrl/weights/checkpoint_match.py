@@ -71,7 +71,8 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
             return f"{lacking}; {self._likely_cause()}"
         if self.mismatched:
             return (
-                f"{'; '.join(self.mismatched[:NAMES_SHOWN])}; config.json and the files are not of one model"
+                f"{'; '.join(self.mismatched[:NAMES_SHOWN])}: config.json and the files are not of one "
+                "model; correct config.json, or fetch the model anew"
             )
         if self.unexpected_bytes > MAX_UNEXPECTED * self.total_bytes:
             percent = 100 * self.unexpected_bytes / self.total_bytes
@@ -95,15 +96,15 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         wanted = set(self.missing)
         for wrapper, cause in WRAPPERS.items():
             if any(wrapper in name and name.replace(wrapper, "") in wanted for name in self.unexpected):
-                return f"names there have {wrapper!r}: {cause}"
+                return f"names in the files contain {wrapper!r}: {cause}"
         if any(_ADAPTER.search(name) for name in self.unexpected):
-            return "they hold adapters; give the model that these are for, or merge them into it"
+            return "the files hold adapters; name their base model instead, or merge them into that model"
         if prefix := self._other_prefix():
-            return f"names there begin otherwise: {prefix}; save the model with save_pretrained(...)"
+            return f"names in the files begin otherwise: {prefix}; save the model with save_pretrained(...)"
         if all(map(_HEAD.match, self.missing)) and "Classification" in self.model_class:
             return "the model has no trained head; give one that was trained for classification"
         if self.unexpected:
-            return f"they have {_named(self.unexpected)} instead; config.json is of another model"
+            return f"the files have {_named(self.unexpected)} instead; correct config.json or the files"
         return "a file was not saved or not fetched; fetch or save the model anew"
 
     def _other_prefix(self) -> str:
@@ -198,7 +199,9 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
             model = getattr(transformers, auto_class).from_config(config)
     except Exception as error:
         reason, _, _ = one_line(error).partition(" Model type should be one of")
-        raise UnknownModelError(f"{label}: transformers cannot make its model ({reason})") from error
+        text = f"{label}: transformers cannot make its model ({reason})"
+        advice = "correct config.json, or install a version of transformers that has this model"
+        raise UnknownModelError(f"{text}; {advice}") from error
 
     model_class = type(model).__name__
     state = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}

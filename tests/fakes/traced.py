@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from asyncrl.algorithms.recipe import compose
@@ -40,6 +40,7 @@ from asyncrl.trainer.model import Critic, Policy, Reference, findings
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import unfit
 from asyncrl.trainer.world import World
+from asyncrl.weights.checkpoint_match import AutoClass
 
 EXPERTS = "asyncrl_sizes"
 GROWING = ("weights", "optimizer", "gradients", "work")  # with the layers
@@ -116,7 +117,7 @@ def traced(config: RunConfig) -> Footprint:
     Of many layers that are alike, each adds the same: two models of few layers show how much.
     """
     lm, every = (
-        skeleton(AutoModelForCausalLM, config.model.path, "float32"),
+        skeleton("AutoModelForCausalLM", config.model.path, "float32"),
         config.trainer.checkpointed_every or 1,
     )
     layers, total = layers_of(lm), sum(parameter.numel() for parameter in lm.parameters())
@@ -175,7 +176,7 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
     policy = _policy(config, config.model.path, world, depth, trained=True)
     critic = reference = None
     if recipe.own_critic:
-        backbone = _skeleton(AutoModel, config.critic.path or config.model.path, config, depth)
+        backbone = _skeleton("AutoModel", config.critic.path or config.model.path, config, depth)
         critic = Critic(backbone, world.sequence)
         _pack(backbone, config)
         prepare_layers(backbone, config.trainer)
@@ -189,7 +190,7 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
 
 def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: bool) -> Policy:
     model = config.model if trained else msgspec.structs.replace(config.model, lora_rank=0)
-    lm = _skeleton(AutoModelForCausalLM, path, config, depth)
+    lm = _skeleton("AutoModelForCausalLM", path, config, depth)
     policy = Policy(lm, model, world.sequence, value_head=trained and compose(config).shared_critic)
     policy.whole, policy.packing = not policy.cut.possible, _pack(lm, config)
     if trained:
@@ -198,9 +199,9 @@ def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: 
     return policy.requires_grad_(False) if not trained else policy
 
 
-def _skeleton(kind: Any, path: str, config: RunConfig, depth: int) -> PreTrainedModel:
+def _skeleton(auto_class: AutoClass, path: str, config: RunConfig, depth: int) -> PreTrainedModel:
     with unset_fake_temporarily():  # parameters that are fake cannot be emptied in torch 2.11
-        model = skeleton(kind, path, config.model.dtype)
+        model = skeleton(auto_class, path, config.model.dtype)
     layers = set(layers_of(model)) if depth and path == config.model.path else set()
     for stack in [part for part in model.modules() if isinstance(part, nn.ModuleList) and layers & {*part}]:
         del stack[depth:]

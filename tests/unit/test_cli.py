@@ -342,7 +342,7 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
         (b"# @package _global_\nname: x\nname: y\n", "mine.yaml, line 3: is not YAML (found duplicate key"),
         (b"\xff\xfe", "mine.yaml: is not text in UTF-8"),
         (b"# @package _global_\nname: " + b"[" * 400 + b"]" * 400, "nested too deeply"),
-        (b'# @package _global_\nkl: {prompt: "\\ud800"}\n', r"kl.prompt': '\ud800' is no text in UTF-8"),
+        (b'# @package _global_\nkl: {prompt: "\\ud800"}\n', r"kl.prompt': '\ud800' is not UTF-8 text"),
         (
             b"# @package _global_\nobserve: {project: 1}\n",
             "observe.project: Expected `str`, got `int`;",
@@ -375,17 +375,17 @@ def test_a_directory_whose_name_is_no_text_is_refused_in_one_line(
     config = parse({"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "run_dir": str(tmp_path)})
     check_paths_are_text(config)
     monkeypatch.chdir(odd)
-    with pytest.raises(ConfigError, match=r"\\udcff' is no text in UTF-8; work in another"):
+    with pytest.raises(ConfigError, match=r"\\udcff' is not UTF-8 text; work in another"):
         check_paths_are_text(config)
     assert cli.main(["train", "experiment=calculator", f"run_dir={odd}"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and r"run_dir': '" in error and r"\udcff' is no text in UTF-8" in error
+    assert error.count("\n") == 1 and r"run_dir': '" in error and r"\udcff' is not UTF-8 text" in error
 
 
 @pytest.mark.parametrize(
     ("raised", "code", "says"),
     [
-        (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "no"), 2, r"'a\udcff' is no text in UTF-8"),
+        (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "no"), 2, r"'a\udcff' is not UTF-8 text"),
         (OSError(28, "No space left", "summary.json"), 1, "No space left: 'summary.json'"),
         (KeyboardInterrupt(), 130, "asyncrl: interrupted"),
     ],

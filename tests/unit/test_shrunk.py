@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from asyncrl import shrunk
+from asyncrl import shrunk, user_cache
 from asyncrl.engines.torch.check import decodes
 from asyncrl.engines.torch.engine import build
 from asyncrl.errors import ConfigError
@@ -109,11 +109,11 @@ def test_what_was_found_is_kept(cached: Path) -> None:
     for file in cached.iterdir():
         file.write_bytes(b"{")
     assert remembered(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 3
-    for index in range(shrunk.KEPT + 5):
+    for index in range(user_cache.MAX_RESULTS + 5):
         (cached / f"{index}.json").touch()
         os.utime(cached / f"{index}.json", (1, 1))
     remembered(default("llama"), "another purpose", check)
-    assert len(list(cached.iterdir())) == shrunk.KEPT
+    assert len(list(cached.iterdir())) == user_cache.MAX_RESULTS
     assert remembered(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 4
 
 

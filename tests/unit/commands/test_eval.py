@@ -130,12 +130,12 @@ def test_a_run_of_another_version_is_refused_with_its_file(run_dir: Path) -> Non
         (["RUNS/nosuch"], r"/nosuch: there is no such model, checkpoint or run"),
         (["./nosuch"], r"^./nosuch: there is no such model"),
         (["data.path=x"], "unknown key data.path; here it is data.test .data=FILE of asyncrl eval"),
-        (["model.path=m", "data=x", "samples=3"], "model.path=m: a model comes first, by itself"),
+        (["model.path=m", "data=x", "samples=3"], "model.path=m: give the model first"),
         (
             [MODEL, "data.path=x", "data.n_samples=2"],
             r"data.n_samples: here it is .*\n  data.path: here it is",
         ),
-        ([MODEL, "--data.path=x"], "keys are written without dashes.* --data.path: here it is data.test"),
+        ([MODEL, "--data.path=x"], "without dashes.*: --data.path: here it is data.test"),
         (
             [MODEL, "--custom_reward_function.path=x"],
             "--custom_reward_function.path: here it is rollout.reward",

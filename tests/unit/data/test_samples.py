@@ -107,9 +107,9 @@ NO_TEXT = b"\xff\xfe"
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth cannot .*binary data that are no UTF-8"),
+        ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth cannot .*binary data that are not UTF-8"),
         ({"reward_model": {"ground_truth": [NO_TEXT]}}, "sample 0: column ground_truth .*binary data"),
-        ({"extra_info": {"image": NO_TEXT}}, "column extra_info .*binary data that are no UTF-8 text; write"),
+        ({"extra_info": {"image": NO_TEXT}}, "extra_info .*binary data that are not UTF-8 text; write"),
         ({"data_source": NO_TEXT}, "sample 0: column data_source holds binary data"),
         ({"prompt": NO_TEXT}, "column prompt must be text, .* not bytes"),
         ({"prompt": [{"role": "user", "content": NO_TEXT}]}, "column prompt must hold messages"),
@@ -344,8 +344,8 @@ NESTED = json.loads("[" * 300 + "]" * 300)
         ({"extra_info": {"a": NESTED}}, "extra_info is nested deeper than 200 levels"),
         ({"extra_info": "[" * 100_000}, "extra_info is text, but not JSON"),
         ({"ground_truth": NESTED}, "ground_truth is nested deeper than 200 levels"),
-        ({"extra_info": {"a": "x" * MAX_SAMPLE}}, "a sample of 17 MB, and rewards"),
-        ({"prompt": "x" * MAX_SAMPLE}, "a sample of 17 MB, and rewards"),
+        ({"extra_info": {"a": "x" * MAX_SAMPLE}}, r"a sample of 16.8 MB is over the 16.8 MB"),
+        ({"prompt": "x" * MAX_SAMPLE}, r"a sample of 16.8 MB is over the 16.8 MB"),
     ],
 )
 def test_rows_that_no_process_could_be_sent_are_named(

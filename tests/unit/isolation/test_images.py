@@ -341,6 +341,6 @@ def test_an_import_that_finds_no_room_names_the_directory(own: Path, tmp_path: P
     *lines, litter = said.stdout.splitlines()
     assert len(lines) == 3, said.stderr
     for line, source in zip(lines, (tmp_path / "large.tar", large, "-"), strict=True):
-        assert line.startswith(f"{source}: {own} has no room for it (OSError: [Errno 28]"), line
-        assert line.endswith("set ASYNCRL_IMAGES to another place; nothing was imported")
+        assert line.startswith(f"{source}: {own} has no room for the image (OSError: [Errno 28]"), line
+        assert line.endswith("set ASYNCRL_IMAGES to another directory; nothing was imported")
     assert litter == ""

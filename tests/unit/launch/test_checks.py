@@ -251,7 +251,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             "'_fsdp_wrapped_module.': .*full state dict",
         ),
         (renamed("q_proj", "q_proj.base_layer"), "not merged; save model.merge_and_unload"),
-        (renamed("q_proj", "query"), r"lack 2 tensors .*they have 2 tensors .*query\..*instead"),
+        (renamed("q_proj", "query"), r"lack 2 tensors .*the files have 2 tensors .*query\..*instead"),
         (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not fetched"),
         (narrower("norm.weight"), "in the files and .* in the model.*not of one model"),
         (added("draft.fc.weight", 999, 999), r"have 1 tensor \(draft.fc.weight\) .*% of their bytes"),
@@ -270,7 +270,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (added("draft.fc.weight", 2), r"have 1 tensor \(draft.fc.weight\) that .* does not use: left out")
     ],
     "error: template": [
-        (edit(vocab_size=257), "a turn ends with the token 257, and .* embedding of 257 rows"),
+        (edit(vocab_size=257), "the token 257 should end a turn, but the embedding .* has 257 rows"),
         (
             [more_tokens, data(*questions(3), {"prompt": "<|image|>?", "ground_truth": 1})],
             "sample 3: .*image",

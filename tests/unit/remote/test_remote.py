@@ -304,7 +304,7 @@ def test_the_proxy_of_a_url(
 @pytest.mark.usefixtures("no_proxies")
 def test_a_proxy_that_cannot_be_used_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("all_proxy", "socks5://p:1")
-    with pytest.raises(ConfigError, match=r"http_proxy names a proxy of the kind socks5://.*no_proxy"):
+    with pytest.raises(ConfigError, match=r"all_proxy: a proxy of the kind socks5://.*no_proxy"):
         RemoteModel("http://judge.example/v1", "judge")
     RemoteModel("http://127.0.0.1:8000/v1", "judge")
 

@@ -481,7 +481,7 @@ async def test_turns_wait_by_name_while_servers_sleep_and_lose_no_time(
     waiting = asyncio.create_task(s.pool.generate(request("waiting")))
     await settle()
     s.now, passed = 1000.0, 1000.0  # more than a turn waits for a server
-    assert s.waits.longest() == f"{ASLEEP} (1000 s, 2 episodes)"
+    assert s.waits.longest() == f"{ASLEEP} (17 minutes, 2 episodes)"
     s.tell(entry("a", healthy=False, asleep=True, url="", incarnation="2"))  # killed, and not started yet
     await settle()
     assert s.pool.sleeps.asleep and not waiting.done() and not running.done()

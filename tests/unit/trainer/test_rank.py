@@ -391,7 +391,9 @@ def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
     rank.learner, rank.report = SimpleNamespace(size=size, step=0), partial(TrainerRank.report, rank)
     monkeypatch.setattr(module, "TrainerRank", lambda *about: rank)
     mesh = SimpleNamespace(arranged=lambda *about: None)
-    monkeypatch.setattr(module, "world", SimpleNamespace(join=lambda *about: mesh, leave=lambda: None))
+    monkeypatch.setattr(
+        module, "world", SimpleNamespace(join=lambda *about, **options: mesh, leave=lambda: None)
+    )
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
     with pytest.raises(raised):
         module.run(config, Endpoints("", ""), 0, "x")
