@@ -28,10 +28,14 @@ def keep_result(key: str, result: object) -> None:
     file = _file(key)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent)
-        with open(handle, "wb") as opened:
-            opened.write(msgspec.json.encode(result))
-        os.replace(temporary, file)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
+            try:
+                temporary.write(msgspec.json.encode(result))
+                temporary.flush()
+                os.replace(temporary.name, file)
+            except OSError:
+                os.unlink(temporary.name)
+                raise
 
         for old in sorted(file.parent.iterdir(), key=os.path.getmtime)[:-MAX_RESULTS]:
             old.unlink()

@@ -131,8 +131,10 @@ class TrainerHandler:
         """A heartbeat. Only work done since the last one is progress: a long step must not trip the watchdog,
         but a rank that hangs in one must."""
         if (rank := self.ranks.peers.get(peer)) is None:
-            replaced = is_older(peer.decode().rpartition("/")[2], self.ranks.incarnation)
-            if not replaced:
+            incarnation = peer.decode().rpartition("/")[2]
+            if message.waiting and not is_older(incarnation, self.ranks.incarnation):
+                together = (other for other in self._starting if other.decode().endswith(f"/{incarnation}"))
+                self._starting = {other: self._starting[other] for other in together}
                 self._starting[peer] = message, now
             return
         before, rank.beat = rank.beat, message

@@ -82,11 +82,12 @@ def _checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
         )
         yield key, path, "AutoModel"
     for name, scorer in config.scorers.items():
-        if scorer.path and name != "reward":  # a reward model may be of a class that only SGLang has
+        started_here = scorer.path and not scorer.urls
+        if started_here and name != "reward":  # a reward model may be of a class that only SGLang has
             yield f"scorers.{name}.path", scorer.path, "AutoModelForCausalLM"
     for reward in inputs.parts.reward.rewards:
         if reward.source.spec == "classifier":
-            path = str(reward.source.options["path"])
+            path = os.path.expanduser(str(reward.source.options["path"]))
             yield "rollout.reward.classifier.path", path, "AutoModelForSequenceClassification"
 
 

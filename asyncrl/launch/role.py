@@ -37,10 +37,15 @@ log = logging.getLogger("asyncrl.launch")
 def main(argv: list[str] | None = None) -> int:
     options = _arguments(argv)
     os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone
-    search_working_directory()
     ignore_endings()
     set_up_logging()
-    return execute(options, read_config(Path(options.run_dir)), read_endpoints())
+    try:
+        search_working_directory()
+        config = read_config(Path(options.run_dir))
+    except ConfigError as error:
+        log.error("%s", error)
+        return BAD_INPUT
+    return execute(options, config, read_endpoints())
 
 
 def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -219,9 +220,10 @@ def _conversation(given: RewardInput, of: Of) -> list[dict[str, Any]]:
 
 
 def _directory(option: str, path: str) -> str:
-    if not Path(path).is_dir():
+    directory = os.path.expanduser(path)
+    if not os.path.isdir(directory):
         raise ConfigError(f"{option}: there is no directory {path!r}")
-    return path
+    return directory
 
 
 # -- another language model as the judge, behind an OpenAI-compatible URL ------------------------------------

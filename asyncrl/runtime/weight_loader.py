@@ -145,9 +145,9 @@ class WeightLoader:
                             probed = await _compared(engine, probe)
                             self._proven = True
                         checksum = manifest.checksum
-                except TimeoutError:
+                except TimeoutError as late:
                     what = "loaded" if self._last is None else "probed"
-                    raise WeightsError(f"{ref.label} was not {what} within {self._deadline:g} s") from None
+                    raise WeightsError(f"{ref.label} was not {what} within {self._deadline:g} s") from late
         details = {"error": failure.line} if failure.line else {}
         self._timeline.record(LOAD, wall, time.time(), version=ref.version, engine=self.lane, **details)
         seconds = time.monotonic() - start
@@ -187,9 +187,12 @@ async def slept(order: Sleep, falling: Awaitable[Any]) -> Slept:
     return Slept(order.number, time.monotonic() - start, failure.line)
 
 
-def _is_of_process(error: Exception) -> bool:
-    """True where a failed load says nothing of the version's files."""
-    return isinstance(error, EngineError) or lacks_resources(error)
+def _is_of_process(error: BaseException) -> bool:
+    """True where a failed load says nothing of the version's files: its engine or server, or the process that
+    loads them, was broken, late, or lacked something."""
+    if isinstance(error, EngineError | TimeoutError | ConnectionError) or lacks_resources(error):
+        return True
+    return error.__cause__ is not None and _is_of_process(error.__cause__)
 
 
 async def _compared(engine: Loadable, probe: Probe) -> tuple[float, int, float]:

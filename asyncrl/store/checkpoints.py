@@ -81,15 +81,19 @@ class HashedFile(io.RawIOBase):
 
 
 class Checkpoints:
-    """`place`: a path, or a URL that fsspec knows (`s3://bucket/run`). ConfigError where it does not.
+    """`place`: a path, or a URL that fsspec knows (`s3://bucket/run`). ConfigError where it does not. (fsspec
+    would read `::` in a path as a chain of places.)
     `written`: bytes that this process has written; `local`: the place is a directory; `problem`: why nothing
     could be written there when the trainer began."""
 
     def __init__(self, place: str | Path) -> None:
-        with ConfigError.instead_of(
-            ValueError, ImportError, text=f"checkpoint.directory {place}: no place for files"
-        ):
-            self._fs, self.root = url_to_fs(os.fspath(place))
+        if isinstance(place, Path) or "://" not in place:
+            self._fs, self.root = LocalFileSystem(), os.path.abspath(place)
+        else:
+            with ConfigError.instead_of(
+                ValueError, ImportError, text=f"checkpoint.directory {place}: no place for files"
+            ):
+                self._fs, self.root = url_to_fs(place)
         self.local = isinstance(self._fs, LocalFileSystem)
         self.written = 0
         self.problem = ""

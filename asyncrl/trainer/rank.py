@@ -61,15 +61,19 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.manual_seed(config.seed)
     if not await_devices(config, endpoints, rank, incarnation):
         return 0
-    mesh = world.join(
-        rank,
-        config.trainer.ranks,
-        rendezvous,
-        config.model.device,
-        timeout_s=progress_limit(config),
-        meet_s=silence_limit(config),
-        meet=partial(meet_others, endpoints, rank, incarnation),
-    )
+    try:
+        mesh = world.join(
+            rank,
+            config.trainer.ranks,
+            rendezvous,
+            config.model.device,
+            timeout_s=progress_limit(config),
+            meet_s=silence_limit(config),
+            meet=partial(meet_others, endpoints, rank, incarnation),
+        )
+    except Stopped as stop:
+        log.info("leaving: %s", stop)
+        return 0
     mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
     role = TrainerRank(config, endpoints, mesh, incarnation)
     try:

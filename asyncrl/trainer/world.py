@@ -241,6 +241,7 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     meeting = _Meeting(rank, size, rendezvous, meet_s)
     meet(meeting.waits())
+    meeting.store.set_timeout(timedelta(seconds=timeout_s))  # torch does so for a URL only
     dist.init_process_group(
         backend,
         store=meeting.store,

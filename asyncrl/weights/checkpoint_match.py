@@ -52,6 +52,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
     not, by the model's names; `mismatched`: tensors of another shape, as lines. `left_out`: the names in the
     files that a rule of the model's class leaves out, such as layers for drafts. `unexpected_bytes` of
     `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
+    `of_transformers`: the class is one of transformers, not of a user's file, which may change.
     """
 
     model_class: str = ""
@@ -62,12 +63,15 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
     unexpected_bytes: int = 0
     total_bytes: int = 0
     not_compared: str = ""
+    of_transformers: bool = False
 
     @property
     def problem(self) -> str:
         """What makes the files unusable, and the likely cause; '' for nothing."""
         if self.missing:
-            lacking = f"its files lack {_named(self.missing)} of {self.model_class}, which would be random"
+            lacking = (
+                f"its files lack {_describe_names(self.missing)} of {self.model_class}, which would be random"
+            )
             return f"{lacking}; {self._likely_cause()}"
         if self.mismatched:
             return (
@@ -77,7 +81,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         if self.unexpected_bytes > MAX_UNEXPECTED * self.total_bytes:
             percent = 100 * self.unexpected_bytes / self.total_bytes
             return (
-                f"its files have {_named(self.unexpected)} that {self.model_class} does not use, "
+                f"its files have {_describe_names(self.unexpected)} that {self.model_class} does not use, "
                 f"{percent:.0f}% of their bytes: config.json is of another model; correct it, or fetch the "
                 "model anew"
             )
@@ -89,7 +93,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         if self.not_compared:
             return f"its tensors were not compared with the model ({self.not_compared})"
         if names := [*self.unexpected, *self.left_out]:
-            return f"its files have {_named(names)} that {self.model_class} does not use: left out"
+            return f"its files have {_describe_names(names)} that {self.model_class} does not use: left out"
         return ""
 
     def _likely_cause(self) -> str:
@@ -104,7 +108,9 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         if all(map(_HEAD.match, self.missing)) and "Classification" in self.model_class:
             return "the model has no trained head; give one that was trained for classification"
         if self.unexpected:
-            return f"the files have {_named(self.unexpected)} instead; correct config.json or the files"
+            return (
+                f"the files have {_describe_names(self.unexpected)} instead; correct config.json or the files"
+            )
         return "a file was not saved or not fetched; fetch or save the model anew"
 
     def _other_prefix(self) -> str:
@@ -139,15 +145,15 @@ def compare_checkpoint(path: str, label: str, auto_class: AutoClass) -> Checkpoi
     tensors = stored_tensors(path)
     if not tensors:
         return CheckpointMatch(not_compared="it has no safetensors files")
-    settings = read_json(Path(path) / "config.json")
-    described = sorted((name, tensor.shape, tensor.nbytes) for name, tensor in tensors.items())
-    code = Path(__file__).read_bytes()
-    result_key = _digest((code, version("transformers"), auto_class, settings, described))
-    if (kept := read_result(result_key, CheckpointMatch)) is not None:
-        return kept
+    model_config = read_json(Path(path) / "config.json")
+    tensor_table = sorted((name, *tensor) for name, tensor in tensors.items())
+    source_code = Path(__file__).read_bytes()
+    result_key = _digest((source_code, version("transformers"), auto_class, model_config, tensor_table))
+    if (cached_match := read_result(result_key, CheckpointMatch)) is not None:
+        return cached_match
 
     match = _compare(path, label, auto_class, tensors)
-    if not match.not_compared:
+    if not match.not_compared and match.of_transformers:
         keep_result(result_key, match)
     return match
 
@@ -204,13 +210,13 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
         raise UnknownModelError(f"{text}; {advice}") from error
 
     model_class = type(model).__name__
-    state = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    meta_tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     try:
         with _quiet_transformers():
             _, info = type(model).from_pretrained(
                 None,
                 config=model.config,
-                state_dict=state,
+                state_dict=meta_tensors,
                 device_map="meta",
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -231,14 +237,30 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
         model_class=model_class,
         missing=sorted(info["missing_keys"]),
         unexpected=sorted(unexpected),
-        mismatched=[
-            f"{name} is {_size(in_files)} in the files and {_size(in_model)} in the model"
-            for name, in_files, in_model in sorted(info["mismatched_keys"])
-        ],
+        mismatched=[*_misshapen(info["mismatched_keys"]), *_quantized(model, tensors, renamed)],
         left_out=sorted(drafts | _left_out_by_class(model, tensors)),
         unexpected_bytes=sum(t.nbytes for name, t in tensors.items() if {name, renamed[name]} & unexpected),
         total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        of_transformers=type(model).__module__.startswith("transformers."),
     )
+
+
+def _misshapen(mismatched: Iterable[tuple[str, Any, Any]]) -> Iterator[str]:
+    for name, in_files, in_model in sorted(mismatched):
+        stored = _describe_shape(in_files)
+        yield f"{name} is {stored} in the files and {_describe_shape(in_model)} in the model"
+
+
+def _quantized(model: Any, tensors: dict[str, StoredTensor], renamed: dict[str, str]) -> Iterator[str]:
+    """Yield a line for each tensor that is quantized in the files though config.json does not say so:
+    transformers would take the codes for weights."""
+    if getattr(model.config, "quantization_config", None):
+        return
+    state = model.state_dict()
+    for name, tensor in sorted(tensors.items()):
+        expected = state.get(renamed[name])
+        if expected is not None and expected.is_floating_point() and not tensor.is_float:
+            yield f"{name} is {tensor.dtype} in the files, and config.json has no quantization_config"
 
 
 def _model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -301,11 +323,11 @@ def _quiet_transformers() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _size(shape: Iterable[int]) -> str:
+def _describe_shape(shape: Iterable[int]) -> str:
     return "×".join(map(str, shape)) or "a number"
 
 
-def _named(names: list[str]) -> str:
+def _describe_names(names: list[str]) -> str:
     """The first names, and how many there are: "3 tensors (a, b, c)"."""
     first_names = ", ".join(names[:NAMES_SHOWN])
     if len(names) > NAMES_SHOWN:

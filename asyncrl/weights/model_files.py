@@ -25,6 +25,7 @@ FILES = (
 _NO_LINEAR = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
 SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 NOTES = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 MANY = 64  # keys, or characters of JSON
 
 
@@ -62,6 +63,11 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # as safetensors writes it: BF16, F32, I64 …
     nbytes: int
+
+    @property
+    def is_float(self) -> bool:
+        """True for numbers as they are computed with; quantized ones are smaller or integers."""
+        return self.dtype in FLOATS
 
 
 def stored_tensors(path: str) -> dict[str, StoredTensor]:

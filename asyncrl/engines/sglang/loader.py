@@ -153,8 +153,8 @@ class ServerLoader:
                 found = await self.api.weight_label()
                 if found != ref.label:
                     raise WeightsError(f"afterwards the server's weights are {found!r}")
-        except TimeoutError:
-            raise WeightsError(f"it took longer than {self._deadline:g} s") from None
+        except TimeoutError as late:
+            raise WeightsError(f"it took longer than {self._deadline:g} s") from late
 
     async def _flush(self) -> None:
         """In place, requests keep their KV, and salts keep the caches of versions apart. In the other modes

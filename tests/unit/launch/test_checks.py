@@ -147,6 +147,16 @@ def narrower(ending: str) -> Spoil:
     return stored(lambda ts: {n: t[:-1].clone() if n.endswith(ending) else t for n, t in ts.items()})
 
 
+def eight_bits(ending: str) -> Spoil:
+    """Quantized weights, of which config.json says nothing."""
+    return stored(
+        lambda tensors: {
+            name: tensor.to(torch.float8_e4m3fn) if name.endswith(ending) else tensor
+            for name, tensor in tensors.items()
+        }
+    )
+
+
 def classifier(given: Given) -> Keys:
     """A language model in place of a classifier."""
     return {"rollout.reward": {"classifier": {"path": str(given.model)}}}
@@ -254,6 +264,10 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (renamed("q_proj", "query"), r"lack 2 tensors .*the files have 2 tensors .*query\..*instead"),
         (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not fetched"),
         (narrower("norm.weight"), "in the files and .* in the model.*not of one model"),
+        (
+            eight_bits("up_proj.weight"),
+            "up_proj.weight is F8_E4M3 in the files, and .*no quantization_config",
+        ),
         (added("draft.fc.weight", 999, 999), r"have 1 tensor \(draft.fc.weight\) .*% of their bytes"),
         (
             [{"kl.where": "loss"}, renamed("^", "_orig_mod.", key="kl.reference")],

@@ -19,7 +19,7 @@ from asyncrl.runtime import weight_loader
 from asyncrl.runtime.weight_loader import LOAD_TRIES, PROCESS_PATIENCE, LoadFailures, WeightLoader
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import Manifest, WeightsRef
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 from tests.fakes.weights import publish
 
@@ -51,6 +51,11 @@ class ReadingEngine:
         return ()
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 def overwrite(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 0xFF
@@ -63,10 +68,14 @@ def overwrite(file: Path) -> None:
         (None, no_descriptors, None, True),
         (None, nullcontext, MemoryError(), True),
         (None, nullcontext, EngineError("the engine broke"), True),
+        (None, nullcontext, caused(WeightsError("server x: failed"), EngineError("HTTP 500")), True),
+        (None, nullcontext, TimeoutError(), True),
+        (None, nullcontext, caused(WeightsError("no answer"), ConnectionRefusedError()), True),
+        (None, nullcontext, WeightsError("tensor w does not match its manifest entry"), False),
         (overwrite, nullcontext, None, False),
         (Path.unlink, nullcontext, None, False),
     ],
-    ids=["descriptors", "memory", "broken", "damaged", "gone"],
+    ids=["descriptors", "memory", "broken", "server", "late", "refused", "mismatch", "damaged", "gone"],
 )
 async def test_a_failed_load_says_who_failed(
     tmp_path: Path,

@@ -181,6 +181,12 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
     assert "step-2" in caplog.text and "damaged" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["sft::v1", "a?b#c", "~", "%20", "file:x"])
+def test_a_directory_of_any_name_holds_its_own_checkpoints(tmp_path: Path, name: str) -> None:
+    place = Checkpoints(tmp_path / name / "checkpoints")
+    assert place.local and place.root == f"{tmp_path}/{name}/checkpoints"
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(learner: Learner, directory: Path) -> None:
     """Files may be at most 1,000 bytes long here: what a full disk does to torch's own writer, too."""
     first = save_checkpoint(directory, learner, manifest(1), hf=False)

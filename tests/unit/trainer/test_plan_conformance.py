@@ -121,7 +121,7 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
             fault.at("acknowledged")
         return due(saving)
 
-    place = f"file://{run_dir}/{incarnation}" if config.trainer.ranks > 1 else ""
+    place = f"{run_dir}/{incarnation}" if config.trainer.ranks > 1 else ""
     patched = partial(mock.patch.object, Learner)
     soon = mock.patch.multiple(rank, RESEND_EVERY=0.2, BEAT_EVERY=0.05, SAVE_POLL=0.01)
     with (

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import pad
 
 from asyncrl.errors import DeadlineError, ProtocolError
@@ -20,7 +21,7 @@ from asyncrl.trainer.attention import ForestAttention, Scoring
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.report import MetricSums
 from asyncrl.trainer.world import World
-from tests.fakes.ranks import run_ranks
+from tests.fakes.ranks import DEADLINE, run_ranks
 
 
 def test_a_rank_alone_exchanges_nothing(world: World) -> None:
@@ -67,12 +68,14 @@ def test_words_are_told_on_the_address_of_the_rendezvous_only(tmp_path: Path) ->
 
 
 def meet_and_gather(world: World, folder: Path) -> list[int]:
-    return world.gather(world.rank, int)
+    """The ranks, and the seconds that torch's store waits for a key."""
+    seconds = dist.distributed_c10d._get_default_store().timeout.total_seconds()
+    return [*world.gather(world.rank, int), round(seconds)]
 
 
 def test_ranks_meet_in_a_directory_of_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "a b ü%20#?&'\"\n$x;\\"
-    assert run_ranks(2, meet_and_gather, folder) == [0, 1]
+    assert run_ranks(2, meet_and_gather, folder) == [0, 1, DEADLINE]
 
 
 @pytest.mark.parametrize(
