@@ -252,8 +252,10 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
         try:
             work()
         except BaseException as error:
-            what = f"thread {name!r} has died, and this process with it: {one_line(error)}"
-            logging.getLogger("asyncrl").critical("%s%s", traceback.format_exc(), what)
+            logger = logging.getLogger("asyncrl")
+            logger.critical("thread %r cannot go on", name, exc_info=True)
+            # The last line of the log is what the launcher quotes.
+            logger.critical("thread %r has died, and this process with it: %s", name, one_line(error))
             _exit(1)  # by a name of its own: users' code meets an os._exit that raises (isolation/calls.py)
 
     thread = threading.Thread(target=run, name=name, daemon=True)

@@ -27,6 +27,7 @@ _RECORD = re.compile(r"[\d:.]+ (?P<level>[A-Z]+) \S+: (?P<message>.*)")
 _MARGIN = re.compile(r"^(?:\s+[|+](?:-+)? ?)*")
 _TRACEBACK = ("Traceback (most recent", "Exception Group Traceback")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
+_ERRORS = ("ERROR", "CRITICAL")  # levels
 _FATAL = ("Fatal Python error: ", "terminate called ")
 ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
@@ -125,28 +126,42 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
     """Return the line of a process's log that says why it ended: the last error that it logged, or the
     exception below the last traceback, whatever exit handlers wrote after that. Without either, its last
     line, unless that is an event of a run, which says nothing. What `crashed` has an error; any other
-    process may have been killed long after one, so events that follow show that it lived on."""
+    process may have been killed long after one, so events that follow show that it lived on. A traceback
+    below a warning is no cause."""
     text = log_tail(log, MOST_LINES).rpartition(f"incarnation {incarnation}")[2]
     lines = re.split(r"\n.* starts, pid ", text)[0].rstrip().splitlines()
-    cause, in_traceback = "", False
+    cause = level = ""
+    in_traceback = warned = False  # warned: the traceback belongs to a warning
+    was_logged = False  # True: the cause belongs to a logged error
 
     for line in lines:
-        unindented = _MARGIN.sub("", line)
-        if record := _RECORD.match(line):
-            in_traceback = False
-            if record["level"] in ("ERROR", "CRITICAL"):
-                cause = record["message"]
-            elif record["level"] == "INFO" and not crashed:
+        words = _MARGIN.sub("", line)
+        record = _RECORD.match(line)
+        if record:
+            level = record["level"]
+            words = record["message"]
+            in_traceback = warned = False
+            if level in _ERRORS:
+                cause = words
+                was_logged = True
+            elif not crashed and (level == "INFO" or not was_logged):
                 cause = ""
-        elif unindented.startswith(_TRACEBACK):
+
+        if words.startswith(_TRACEBACK):
             in_traceback = True
-        elif in_traceback and _EXCEPTION.match(unindented):
-            cause, in_traceback = unindented, False
+            warned = level == "WARNING"
+        elif in_traceback and _EXCEPTION.match(words):
+            in_traceback = False
+            if not warned:
+                cause = words
+                was_logged = level in _ERRORS
         elif line.startswith(_FATAL):
             cause = line
 
     if cause or not lines:
         return cause
+    if warned and not crashed:
+        return ""
     return "" if _RECORD.match(lines[-1]) else lines[-1]
 
 

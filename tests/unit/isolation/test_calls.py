@@ -125,7 +125,12 @@ def test_a_vital_thread_ends_such_a_process_all_the_same() -> None:
         "with exits_raise():\n    vital_thread('gate', lambda: 1 / 0).join()\nprint('goes on')"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and not ended.stdout and "thread 'gate' has died" in ended.stderr
+    assert ended.returncode == 1 and not ended.stdout
+    *log, last_line = ended.stderr.splitlines()
+    assert last_line == (
+        "thread 'gate' has died, and this process with it: ZeroDivisionError: division by zero"
+    )
+    assert "Traceback (most recent call last):" in log
 
 
 def test_a_worker_is_such_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

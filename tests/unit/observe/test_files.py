@@ -69,6 +69,15 @@ GROUP = """04:34:39.444 ERROR asyncrl.launch: rollout-0 crashed
     |     work
     | ValueError: the cause
     +------------------------------------"""
+FORMATTED = """04:34:39.444 ERROR asyncrl.worker: Traceback (most recent call last):
+  File "a.py", line 1, in run
+    work
+torch.OutOfMemoryError: CUDA out of memory"""
+WARNED = """04:34:39.444 WARNING asyncrl.worker: episode 7 failed
+Traceback (most recent call last):
+  File "a.py", line 1, in run
+    work
+ValueError: an odd row"""
 IGNORED = "Exception ignored in atexit callback: <function at 0x7f>"
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 UNCAUGHT = 'Traceback (most recent call last):\n  File "m.py", line 1\nImportError: no libcuda'
@@ -87,6 +96,11 @@ UNCAUGHT = 'Traceback (most recent call last):\n  File "m.py", line 1\nImportErr
          *["Fatal Python error: Aborted"] * 2),
         ([WENT_ON, "Killed: too much memory"], *["Killed: too much memory"] * 2),
         ([WENT_ON, EXIT_HANDLER], "", ""),
+        ([FORMATTED, EXIT_HANDLER], *[OUT_OF_MEMORY] * 2),
+        ([WARNED, EXIT_HANDLER], "", ""),
+        ([REFUSED, WARNED], *["worker 0 leaves: EngineError: no room"] * 2),
+        ([WENT_ON, WARNED], "ValueError: an odd row", ""),
+        ([WENT_ON, UNCAUGHT, EXIT_HANDLER], "ImportError: no libcuda", ""),
         ([], "", ""),
     ],
 )  # fmt: skip
