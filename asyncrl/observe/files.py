@@ -28,6 +28,9 @@ _MARGIN = re.compile(r"^(?:\s+[|+](?:-+)? ?)*")
 _TRACEBACK = ("Traceback (most recent", "Exception Group Traceback")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 _ERRORS = ("ERROR", "CRITICAL")  # levels
+# Exceptions that end no process. Python writes those of exit handlers after the crash itself.
+_STRAY = ("Exception ignored in", "Exception in thread")
+_STARTS = re.compile(r"(?:^|\n).* starts, pid ")
 _FATAL = ("Fatal Python error: ", "terminate called ")
 ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
@@ -68,6 +71,8 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a+b", buffering=0)
+        if ends_in_a_line(path):
+            return
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(max(0, size - LINE_BYTES))
         last_line = self._file.read().rpartition(b"\n")[2]
@@ -128,26 +133,37 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
     line, unless that is an event of a run, which says nothing. What `crashed` has an error; any other
     process may have been killed long after one, so events that follow show that it lived on. A traceback
     below a warning is no cause."""
-    text = log_tail(log, MOST_LINES).rpartition(f"incarnation {incarnation}")[2]
-    lines = re.split(r"\n.* starts, pid ", text)[0].rstrip().splitlines()
+    text = log_tail(log, MOST_LINES)
+    _, marker, following = text.rpartition(f"incarnation {incarnation}")
+    # A process that ended before it wrote its marker is the newest one.
+    own_text = _STARTS.split(following)[0] if marker else _STARTS.split(text)[-1]
+    lines = own_text.rstrip().splitlines()
     cause = level = ""
+    crash_logged = False  # by launch/role.py: what follows the crash and its traceback is of exit handlers
     in_traceback = warned = False  # warned: the traceback belongs to a warning
     was_logged = False  # True: the cause belongs to a logged error
 
     for line in lines:
         words = _MARGIN.sub("", line)
         record = _RECORD.match(line)
+        is_stray = words.startswith(_STRAY)
+        if crash_logged and (record or is_stray):
+            break
+
         if record:
             level = record["level"]
             words = record["message"]
             in_traceback = warned = False
+            crash_logged = level == "ERROR" and words.endswith(" crashed")
             if level in _ERRORS:
                 cause = words
                 was_logged = True
             elif not crashed and (level == "INFO" or not was_logged):
                 cause = ""
 
-        if words.startswith(_TRACEBACK):
+        if is_stray:
+            level = "WARNING"
+        elif words.startswith(_TRACEBACK):
             in_traceback = True
             warned = level == "WARNING"
         elif in_traceback and _EXCEPTION.match(words):

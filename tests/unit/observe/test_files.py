@@ -79,6 +79,7 @@ Traceback (most recent call last):
     work
 ValueError: an odd row"""
 IGNORED = "Exception ignored in atexit callback: <function at 0x7f>"
+NEVER_RETRIEVED = "04:34:44.000 ERROR asyncio: Task exception was never retrieved"
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 UNCAUGHT = 'Traceback (most recent call last):\n  File "m.py", line 1\nImportError: no libcuda'
 
@@ -101,6 +102,9 @@ UNCAUGHT = 'Traceback (most recent call last):\n  File "m.py", line 1\nImportErr
         ([REFUSED, WARNED], *["worker 0 leaves: EngineError: no room"] * 2),
         ([WENT_ON, WARNED], "ValueError: an odd row", ""),
         ([WENT_ON, UNCAUGHT, EXIT_HANDLER], "ImportError: no libcuda", ""),
+        ([CRASH, IGNORED, UNCAUGHT], *[OUT_OF_MEMORY] * 2),
+        ([CRASH, NEVER_RETRIEVED, UNCAUGHT], *[OUT_OF_MEMORY] * 2),
+        ([UNCAUGHT, IGNORED, UNCAUGHT.replace("no libcuda", "shutdown")], *["ImportError: no libcuda"] * 2),
         ([], "", ""),
     ],
 )  # fmt: skip
@@ -113,3 +117,9 @@ def test_a_process_is_quoted_by_its_error(
     log.write_text("\n".join([START.format("a.1"), "OldError: no", *own, START.format("a.3"), REFUSED]))
     assert cause_of_death(log, "a.2", crashed=True) == crashed
     assert cause_of_death(log, "a.2", crashed=False) == killed
+
+
+def test_a_process_that_ends_before_its_first_line_is_quoted_by_the_newest(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-0.log"
+    log.write_text("\n".join([START.format("a.1"), REFUSED, START.format("a.2"), WENT_ON, UNCAUGHT]))
+    assert cause_of_death(log, "a.3", crashed=True) == "ImportError: no libcuda"
