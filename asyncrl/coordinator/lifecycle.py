@@ -87,7 +87,9 @@ class Lifecycle:
                 self._end("failed" if self.error else "stopped")
             case Phase.STOPPING if not self._can_save or now > self._deadline:
                 late = f"none within launch.stop_timeout ({self.state.config.launch.stop_timeout:g} s)"
-                unsaved = self.trainer.unsaved(late if self._can_save else "the trainer was lost")
+                unsaved = self.trainer.describe_unsaved_stop(
+                    late if self._can_save else "the trainer was lost"
+                )
                 self.fail("; ".join(filter(None, (self.error, unsaved))))
             case Phase.STOPPING:
                 left = f"for at most {self._deadline - now:.0f} s more"

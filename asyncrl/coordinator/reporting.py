@@ -155,7 +155,7 @@ class Reporter:
         status = Status(phase, step, state.steps, gauges, self.waits(), failed)
         now = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
         now |= {"running": time.monotonic() - self.began, "lost": state.failed.lost}
-        now |= {"unsaved": self.trainer.unwritten}
+        now |= {"checkpoint_problem": self.trainer.checkpoint_problem}
         status = msgspec.structs.replace(status, alerts=tuple(alerts(self._recent, now, self._keys)))
         write_status(state.run_dir, now | {"alerts": status.alerts, "metrics": self._last})
         return status
@@ -329,7 +329,7 @@ class Reporter:
         ending |= {"attempts_failed": state.failed.counts, "newest_failure": state.failed.newest}
         ending["checkpoints"] = checkpoints_of(state.config, state.run_dir).root
         status = {"phase": outcome, "gauges": self.gauges(), "failed": failures_line(state.failed.counts, "")}
-        status |= {"unsaved": self.trainer.unwritten}
+        status |= {"checkpoint_problem": self.trainer.checkpoint_problem}
         ending["alerts"] = [alert.line for alert in alerts(self._recent, status, self._keys)]
         ending["agents"] = [*state.config.agents]
         threshold = {"success_threshold": state.config.validation.success}

@@ -63,7 +63,7 @@ class TrainerHandler:
         self._covered = int(state.store.read.meta("to_forget", "0"))  # steps before this one are not needed
         self._stopped_at: int | None = None  # the step at which the ranks were asked
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
-        self._unsaved = ""  # why the newest checkpoint was not written, until one is
+        self._checkpoint_problem = ""  # why the newest checkpoint was not written, until one is
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         stored = state.store.read.meta("validated", "{}")
         self._scores = msgspec.json.decode(stored, type=dict[int, float])  # of validated steps
@@ -139,7 +139,7 @@ class TrainerHandler:
             return
         before, rank.beat = rank.beat, message
         if message.rank == 0:  # its beats and its Checkpointed come in order; a new start has not tried yet
-            self._unsaved = message.unsaved or self._unsaved
+            self._checkpoint_problem = message.checkpoint_problem or self._checkpoint_problem
         if message.work > (before.work if before else 0):
             self.state.liveness.progress(now)
         elif message.written > (before.written if before else 0):
@@ -271,7 +271,7 @@ class TrainerHandler:
         state = self.state
         if self._superseded(peer, message):
             return
-        self._unsaved = ""
+        self._checkpoint_problem = ""
         # Ranks that repeat steps after a crash are stopped before the last committed one.
         reached = state.batches.committed if self._stopped_at is None else self._stopped_at
         self.finished = self.finished or (self.stopping and message.step >= reached)
@@ -323,15 +323,15 @@ class TrainerHandler:
         self.stopping, self.finished = True, self.checkpoint_step >= committed or not committed
 
     @property
-    def unwritten(self) -> str:
+    def checkpoint_problem(self) -> str:
         """Say why no checkpoint can be written, and from where a crash would go on; '' while they are."""
-        if not self._unsaved:
+        if not self._checkpoint_problem:
             return ""
         saved = self.checkpoint_step
         newest = f"the newest checkpoint is of step {saved}" if saved >= 0 else "there is no checkpoint yet"
-        return f"{self._unsaved}; {newest}"
+        return f"{self._checkpoint_problem}; {newest}"
 
-    def unsaved(self, why: str) -> str:
+    def describe_unsaved_stop(self, why: str) -> str:
         """Say what a stop without a checkpoint means."""
         step, saved = self.state.batches.committed, self.checkpoint_step
         waits = (rank.beat.waiting for rank in self.ranks.peers if rank.beat)

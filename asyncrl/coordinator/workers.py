@@ -45,11 +45,11 @@ class WorkerRecord:
     beat_at: float = 0.0
     eval_version: PolicyVersion | None = None
     eval_asked: float = 0.0  # when its eval lane was last sent a version
-    leaves: bool = False  # it was told to end: what it gives up is no loss
+    leaving: bool = False  # told to end: what the worker gives up is no loss
 
     @property
     def free(self) -> int:
-        return 0 if self.leaves else max(0, self.hello.slots - len(self.running))
+        return 0 if self.leaving else max(0, self.hello.slots - len(self.running))
 
 
 class WorkerHandler:
@@ -88,7 +88,7 @@ class WorkerHandler:
         worker = self.peers.get(peer)
         if worker is None:
             return  # it will say hello
-        worker.leaves = worker.leaves or message.leaves
+        worker.leaving = worker.leaving or message.leaving
         if message.in_time or message.tokens > (worker.beat.tokens if worker.beat else 0):
             self.state.liveness.alive(now)
         held = {attempt.uid for attempt in message.held}
@@ -110,7 +110,7 @@ class WorkerHandler:
     def note_leaving(self, peer: bytes) -> None:
         """The worker, if it is one, was told to end, by a signal: it is about to."""
         if (worker := self.peers.get(peer)) is not None:
-            worker.leaves = True
+            worker.leaving = True
 
     def clock(self) -> None:
         """Send all workers the oldest version a turn may start on."""
@@ -156,7 +156,7 @@ class WorkerHandler:
         episode = self.state.flow_of(uid).episodes.get(uid)
         if episode is None or episode.worker != worker.hello.incarnation or episode.state != "running":
             return
-        if worker.leaves:
+        if worker.leaving:
             self._reissue(episode, FailReason.WORKER_LOST, now)
         else:
             self.fail(episode, FailReason.WORKER_LOST, cause, now)

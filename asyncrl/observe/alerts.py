@@ -243,7 +243,7 @@ def _solved(seen: Seen) -> Found | None:
 
 
 def _unsaved(seen: Seen) -> Found | None:
-    why = seen.status.get("unsaved")
+    why = seen.status.get("checkpoint_problem")
     return Found(str(why)) if why else None
 
 

@@ -148,7 +148,7 @@ class RolloutWorker:
         self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = 0
         self._falling: asyncio.Task[None] | None = None  # asleep
-        self._leaves = False  # while the run goes on
+        self._leaving = False  # while the run goes on
         self._epoch = -1
 
     def _player(self, run: EpisodeRun) -> Player:
@@ -187,7 +187,7 @@ class RolloutWorker:
 
     def leave(self) -> None:
         """End because this machine is wanted back, or the whole job was told to end."""
-        self._leaves = True
+        self._leaving = True
         self.end("by a signal")
 
     async def _close(self, services: list[asyncio.Task[None]]) -> None:
@@ -205,7 +205,7 @@ class RolloutWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._leaves:  # and says nothing after that
+        if self._leaving:  # and says nothing after that
             await self._control.send(worker.Leave())
         samplers: list[LocalSampler | ServerPool] = [*self._local.values(), *self._pools.values()]
         for sampler in samplers:
@@ -326,7 +326,7 @@ class RolloutWorker:
             in_time=self.waits.in_time,
             engines=tuple(self._uses.values()),
             acked=self.outbox.acked,
-            leaves=self._leaves,
+            leaving=self._leaving,
         )
 
     # -- episodes ------------------------------------------------------------------------------------

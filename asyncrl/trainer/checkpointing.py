@@ -103,7 +103,7 @@ class Checkpointing:
         return f"a checkpoint is being written, {written}" if self.busy else ""
 
     @property
-    def unsaved(self) -> str:
+    def checkpoint_problem(self) -> str:
         """Says why the newest checkpoint could not be written, as soon as that is known; '' once one was."""
         if self._job is None or not self._job.result.done() or self._job.result.exception():
             return self.problem

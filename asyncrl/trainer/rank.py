@@ -359,10 +359,15 @@ class TrainerRank:
 
     def _status(self) -> trainer.TrainerBeat:
         spent, saving = (self.watch.busy_s, self.watch.idle_s), self.saving
-        unsaved = saving.unsaved and f"not saved: {saving.unsaved}"
-        waiting = "; ".join(filter(None, (self.waiting, unsaved, self.publishing.unwritten)))
+        not_saved = saving.checkpoint_problem and f"not saved: {saving.checkpoint_problem}"
+        waiting = "; ".join(filter(None, (self.waiting, not_saved, self.publishing.unwritten)))
         return trainer.TrainerBeat(
-            self.rank, *spent, waiting, self.work, saving.place.written, unsaved=saving.unsaved
+            self.rank,
+            *spent,
+            waiting,
+            self.work,
+            saving.place.written,
+            checkpoint_problem=saving.checkpoint_problem,
         )
 
     def report(self, error: Exception) -> str:

@@ -27,7 +27,7 @@ class TrainerHello(WireMessage, frozen=True):
 class TrainerBeat(WireMessage, frozen=True):
     """Sign of life of a rank. Seconds, `work`, the micro-batches scored or trained, and `written`, bytes of
     checkpoints, are totals since the start: a rank whose `work` stays the same is alive, but makes no
-    progress. `unsaved`: why the newest checkpoint could not be written."""
+    progress. `checkpoint_problem`: why the newest checkpoint could not be written."""
 
     rank: Count
     busy_s: Finite
@@ -35,7 +35,7 @@ class TrainerBeat(WireMessage, frozen=True):
     waiting: str = ""
     work: Count = 0
     written: Count = 0
-    unsaved: str = ""
+    checkpoint_problem: str = ""
 
 
 class AskDevices(WireMessage, frozen=True):

@@ -51,8 +51,8 @@ class Heartbeat(WireMessage, frozen=True):
     absent from `held` is lost. Seconds and counts are totals since the incarnation began; `tokens` are those
     sampled, of turns under way too. `in_time`: something that it waits for has a deadline of its own (a tool,
     a reward), which is not over. `engines`: in the order in which the worker met them. `acked` as in
-    WorkerHello: a hello that was long under way names fewer. `leaves`: it was told to end, and has given up
-    what it held."""
+    WorkerHello: a hello that was long under way names fewer. `leaving`: the worker was told to end, and has
+    given up what it held."""
 
     assigned: Count
     held: tuple[Attempt, ...]
@@ -63,7 +63,7 @@ class Heartbeat(WireMessage, frozen=True):
     in_time: bool = False
     engines: tuple[EngineUse, ...] = ()
     acked: Count = 0
-    leaves: bool = False
+    leaving: bool = False
 
 
 class Leave(WireMessage, frozen=True):

@@ -160,19 +160,19 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
 
     for incarnation, beats in (("x", (problem, "")), ("y", ("", problem))):
         trainer.hello(b"trainer/0/" + incarnation.encode(), TrainerHello(0, 2, incarnation, 0), 0.0)
-        for unsaved in beats:
-            beat = TrainerBeat(0, 0, 0, unsaved=unsaved)
+        for told_problem in beats:
+            beat = TrainerBeat(0, 0, 0, checkpoint_problem=told_problem)
             trainer.beat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
             told += alerts()
     assert told == [f"{problem}; there is no checkpoint yet"] * 4
     epoch = reporter.state.trainer_epoch
     trainer.hello(b"trainer/1/y", TrainerHello(1, 2, "y", 0), 0.0)
     trainer.checkpointed(b"trainer/0/y", Checkpointed(epoch, 0, 0), 0.0)
-    trainer.beat(b"trainer/1/y", TrainerBeat(1, 0, 0, unsaved=problem), 0.0)
+    trainer.beat(b"trainer/1/y", TrainerBeat(1, 0, 0, checkpoint_problem=problem), 0.0)
     assert alerts() == []
-    trainer.beat(b"trainer/0/y", TrainerBeat(0, 0, 0, unsaved=problem), 0.0)
+    trainer.beat(b"trainer/0/y", TrainerBeat(0, 0, 0, checkpoint_problem=problem), 0.0)
     assert alerts() == [f"{problem}; the newest checkpoint is of step 0"]
-    assert read_status(reporter.state.run_dir)["unsaved"] == alerts()[0], "the page reads it there"
+    assert read_status(reporter.state.run_dir)["checkpoint_problem"] == alerts()[0], "the page reads it there"
     reporter.state.persist()
     reporter.write_summary("failed", "")
     (line,) = read_summary(reporter.state.run_dir)["alerts"]

@@ -271,8 +271,8 @@ def test_an_assignment_that_never_arrived_is_found_by_the_heartbeat(setup: Worke
 BEAT = Heartbeat(99 << 32, (), 0.0, 0.0, 0)  # it has received all, and holds nothing any more
 
 
-def beats(setup: WorkerSetup, leaves: bool = False) -> None:
-    setup.beat(A, msgspec.structs.replace(BEAT, leaves=leaves), 1.0)
+def beats(setup: WorkerSetup, leaving: bool = False) -> None:
+    setup.beat(A, msgspec.structs.replace(BEAT, leaving=leaving), 1.0)
 
 
 def leaves(setup: WorkerSetup) -> None:
@@ -296,7 +296,7 @@ def loses_its_server(setup: WorkerSetup) -> None:
         (beats, 2),
         (lambda setup: setup.handler.peers.lose(A, "silent", 1.0), 2),
         (loses_its_server, 2),
-        (lambda setup: beats(setup, leaves=True), 0),
+        (lambda setup: beats(setup, leaving=True), 0),
         (leaves, 0),
         (lambda setup: stops(setup, lambda: beats(setup)), 0),
         (lambda setup: stops(setup, lambda: setup.handler.peers.lose(A, "silent", 1.0)), 0),
@@ -314,7 +314,7 @@ def test_a_stop_that_was_asked_for_is_no_loss(
     assert setup.state.buffer.waiting == 2
     assert sum(setup.state.failed.counts.values()) == lost
     worker = setup.handler.peers.get(A)
-    assert worker is None or worker.free == (0 if worker.leaves else 8), "one that leaves is given nothing"
+    assert worker is None or worker.free == (0 if worker.leaving else 8), "one that leaves is given nothing"
 
 
 def test_an_assignment_is_not_lost_while_its_worker_could_not_read_it(setup: WorkerSetup) -> None:

@@ -228,13 +228,16 @@ def test_a_place_that_cannot_be_written_is_told_from_the_start(made: Made, tmp_p
     (tmp_path / "t").touch()
     learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
     saving = Checkpointing(learner.config, shared_place(learner.config, tmp_path, learner.world), learner)
-    assert saving.unsaved.startswith("FileExistsError: ") and str(tmp_path / "t") in saving.unsaved
+    assert (
+        saving.checkpoint_problem.startswith("FileExistsError: ")
+        and str(tmp_path / "t") in saving.checkpoint_problem
+    )
     for blocked in (True, False):
         saving.begin(0)
         while saving.busy:
             saving.poll()
-        assert bool(saving.unsaved) is blocked
-        assert not blocked or saving.unsaved.endswith(f"; checkpoint {tmp_path / 't' / 'step-0'}")
+        assert bool(saving.checkpoint_problem) is blocked
+        assert not blocked or saving.checkpoint_problem.endswith(f"; checkpoint {tmp_path / 't' / 'step-0'}")
         if blocked:
             (tmp_path / "t").unlink()
 

@@ -302,7 +302,9 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
     rank.saving.add(["0.0"])
     rank.saving.begin(1)
     settle(rank)
-    assert rank._status().unsaved == "step-0: OSError: no space", "a long step does not hide the failure"
+    assert rank._status().checkpoint_problem == "step-0: OSError: no space", (
+        "a long step does not hide the failure"
+    )
     assert not rank.saving.poll()
     assert rank.saving.mark_due()  # at once, not after the next `every` steps
     assert rank._status().waiting == "not saved: step-0: OSError: no space"
@@ -310,7 +312,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
     assert rank._status().waiting.endswith("no space; no room for weights")
     rank.saving.add(["1.0"])
     assert saved(rank) and rank._status().waiting == "no room for weights"
-    assert rank._status().unsaved == ""
+    assert rank._status().checkpoint_problem == ""
     assert [(manifest.parent, manifest.trained) for manifest in disk.saved] == [(-1, ("0.0", "1.0"))]
 
 
