@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.config.base import Plugin
 from asyncrl.data.harbor import read_tasks
-from asyncrl.data.rows import READERS, Row, plain, read_rows
+from asyncrl.data.rows import READERS, TOO_DEEP, Row, plain, read_rows
 from asyncrl.errors import ConfigError, describe, users_code
 from asyncrl.registry import Call, load_object, make, single
 
 HUB = "hf:"
-END = object()  # after the last row
+NO_MORE_ROWS = object()  # after the last row
 CALL = Call("a class or function that takes the path", ("path",), makes=True)
 
 
@@ -113,9 +114,18 @@ def _own(plugin: Plugin) -> Reader:
         for number, row in enumerate(_guarded(call, made, path)):
             if not isinstance(row, Mapping):
                 raise ConfigError(f"{call} gives {type(row).__name__}; rows are dicts of column and value")
-            yield Place(path, number), plain(dict(row))
+            origin = Place(path, number)
+            yield origin, _call_dataset(f"{call}, sample {number}", partial(_plain_row, row, origin))
 
     return read
+
+
+def _plain_row(row: Mapping[str, Any], origin: Place) -> Row:
+    """Read all columns of a row, which may be users' code, too."""
+    try:
+        return plain(dict(row))
+    except RecursionError:
+        raise ConfigError(f"{origin}: {TOO_DEEP}; make its values flatter, or texts") from None
 
 
 def _guarded(where: str, made: Callable[[str], Iterable[Any]], path: str) -> Iterator[Any]:
@@ -126,12 +136,12 @@ def _guarded(where: str, made: Callable[[str], Iterable[Any]], path: str) -> Ite
         rows: Any = made(path)
         return iter(rows if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows))))
 
-    rows = _called(where, iterated)
-    while (row := _called(where, lambda: next(rows, END))) is not END:
+    rows = _call_dataset(where, iterated)
+    while (row := _call_dataset(where, lambda: next(rows, NO_MORE_ROWS))) is not NO_MORE_ROWS:
         yield row
 
 
-def _called(where: str, function: Callable[[], Any]) -> Any:
+def _call_dataset(where: str, function: Callable[[], Any]) -> Any:
     try:
         with users_code():
             return function()

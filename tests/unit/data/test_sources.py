@@ -150,6 +150,13 @@ def nothing():
 
 def empty(path):
     return []
+
+
+def deep(path):
+    value = []
+    for _ in range(5000):
+        value = [value]
+    return [{"prompt": "?"}, {"prompt": "?", "extra_info": {"tree": value}}]
 """
 
 
@@ -162,8 +169,8 @@ def test_a_data_set_of_the_users_own(tmp_path: Path) -> None:
 
 
 RAISING = """
+from collections import UserDict
 from tests.fakes.raised import BASE_EXCEPTIONS
-
 def made(path):
     raise BASE_EXCEPTIONS[{number}]("its text")
 
@@ -171,13 +178,20 @@ def rows(path):
     yield {{"prompt": "?", "ground_truth": 1}}
     made(path)
 
+class LazyRow(UserDict):
+    def __getitem__(self, column):
+        made(column)
+
+def lazy(path):
+    return [{{"prompt": "?", "ground_truth": 1}}, LazyRow(prompt="?")]
+
 if {imported}:
     made("")
 """
 
 
 @pytest.mark.parametrize("number", range(len(BASE_EXCEPTIONS)))
-@pytest.mark.parametrize("name", ["made", "rows", "imported"])
+@pytest.mark.parametrize("name", ["made", "rows", "lazy", "imported"])
 def test_whatever_a_data_set_raises_is_an_error_of_its_key(tmp_path: Path, number: int, name: str) -> None:
     (tmp_path / "own.py").write_text(RAISING.format(number=number, imported=name == "imported"))
     kind = BASE_EXCEPTIONS[number].__name__
@@ -192,6 +206,7 @@ def test_whatever_a_data_set_raises_is_an_error_of_its_key(tmp_path: Path, numbe
         ("numbers", "gives int; rows are dicts"),
         ("nothing", r"nothing \(own.py:22\) takes other arguments"),
         ("empty", "small: the data set is empty"),
+        ("deep", "small, sample 1: it is nested too deeply; make its values flatter"),
         ("none", "has no 'none'"),
     ],
 )
