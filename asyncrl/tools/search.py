@@ -155,12 +155,20 @@ class Passage:
 
 def passage(document: Mapping[str, Any]) -> Passage:
     """Read a document with `text` or `contents`, and perhaps a `title`. Without one, a first line in quotes
-    is the title, as in Search-R1's corpora. ValueError when there is no text."""
+    is the title, as in Search-R1's corpora. ValueError when there is no text, or half a character in it."""
     text = next((document[key] for key in TEXTS if isinstance(document.get(key), str)), None)
     if text is None:
         raise ValueError(f"no {' or '.join(TEXTS)}, only {', '.join(map(str, document)) or 'nothing'}")
-    if title := document.get("title"):
-        return Passage(str(title), text)
+
+    title = str(document.get("title") or "")
+    try:
+        (title + text).encode()  # bm25s would lose its position in the file after such a passage
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ValueError(f"half of a character ({half}, a lone surrogate); correct the text") from None
+
+    if title:
+        return Passage(title, text)
     first, _, rest = text.partition("\n")
     if rest and first.startswith('"') and first.endswith('"'):
         return Passage(first.strip('"'), rest)
