@@ -11,10 +11,11 @@ import asyncio
 import os
 import random
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import TYPE_CHECKING, Any
 from urllib import request
 from urllib.parse import urlsplit
@@ -53,11 +54,14 @@ class _Busy(Exception):
         self.pause = pause
 
 
-def check_url(url: str) -> None:
-    """Raise ConfigError unless it is of HTTP, or names a scorer, and for a proxy that cannot be used."""
+def check_url(url: str, *, direct: bool = False) -> None:
+    """Raise ConfigError for a URL that is neither of HTTP nor of a scorer and, unless `direct`, for one whose
+    proxy cannot be used."""
     if not url.startswith(("http://", "https://", SCORER)):
         raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER}NAME")
-    if not url.startswith(SCORER):
+    with ConfigError.instead_of(ValueError, text=f"the URL {url!r}", advice="correct its host or its port"):
+        _ = urlsplit(url).port
+    if not direct and not url.startswith(SCORER):
         proxy_of(url)
 
 
@@ -120,22 +124,22 @@ async def _once(url: str, data: bytes, headers: Mapping[str, str], proxy: str | 
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy that the environment names for a URL (`http_proxy`, `https_proxy`, `all_proxy`), but for
-    hosts of `no_proxy` and for this machine: None. ws:// and wss:// are as http:// and https://."""
+    """Return the proxy that the environment names for a URL (`http_proxy`, `https_proxy`, `all_proxy`); None
+    for hosts and networks of `no_proxy` and for this machine. ws:// and wss:// are as http:// and https://."""
     parts = urlsplit(url)
     host = parts.hostname or ""
-    bypassed = request.proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
-    if _is_loopback(host) or bypassed(f"{host}:{parts.port}" if parts.port else host):
+    proxies = request.getproxies_environment()
+    if _is_bypassed(host, parts.port, proxies.get("no", "")):
         return None
+
     scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
-    named = request.getproxies_environment()
-    proxy = named.get(scheme) or named.get("all")
+    proxy = proxies.get(scheme) or proxies.get("all")
     if proxy and "://" not in proxy:
         proxy = f"http://{proxy}"
     if proxy and not proxy.startswith(("http://", "https://")):
         kind = proxy.partition("://")[0]
         raise ConfigError(
-            f"{scheme if named.get(scheme) else 'all'}_proxy: a proxy of the kind {kind}:// is not "
+            f"{scheme if proxies.get(scheme) else 'all'}_proxy: a proxy of the kind {kind}:// is not "
             f"supported; set an http:// or https:// proxy, or add {host} to no_proxy"
         )
     return proxy or None
@@ -146,13 +150,26 @@ def _without_password(proxy: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
-def _is_loopback(host: str) -> bool:
+def _is_bypassed(host: str, port: int | None, no_proxy: str) -> bool:
+    """True for this machine, and for what `no_proxy` lists: names with or without a port, and networks."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
+    is_listed = request.proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
+    if is_listed(f"{host}:{port}" if port else host):
+        return True
+
     try:
-        return ip_address(host).is_loopback
-    except ValueError:
+        address = ip_address(host)
+    except ValueError:  # a name
         return False
+    return address.is_loopback or any(address in network for network in _networks(no_proxy))
+
+
+def _networks(no_proxy: str) -> Iterator[IPv4Network | IPv6Network]:
+    """Yield the networks in a list of names, addresses and networks, such as `10.0.0.0/8`."""
+    for entry in no_proxy.split(","):
+        with suppress(ValueError):
+            yield ip_network(entry.strip(), strict=False)
 
 
 async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
@@ -234,7 +251,7 @@ class RemoteModel:
     """Through no proxy: a server of the run."""
 
     def __post_init__(self) -> None:
-        check_url(self.url)
+        check_url(self.url, direct=self.direct)
         bearer(self.api_key_env)
 
     async def chat(self, messages: Sequence[Message]) -> str:

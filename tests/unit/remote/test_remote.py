@@ -205,6 +205,9 @@ def test_bad_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         RemoteModel("http://x", "m", "NO_KEY")
     with pytest.raises(ConfigError, match="must begin with http"):
         RemoteModel("localhost:8000", "m")
+    for url in ("http://judge:80000/v1", "http://judge:eight/v1", "http://[::1/v1"):
+        with pytest.raises(ConfigError, match=r"the URL 'http://.*correct its host or its port"):
+            RemoteModel(url, "m")
 
 
 # -- proxies of the environment ------------------------------------------------------------------------
@@ -285,6 +288,11 @@ async def test_this_machine_and_servers_of_the_run_are_asked_directly(
         ("http://judge.example:8000/v1", "judge.example:8000", None),
         ("http://judge.example/v1", "other.org, .example", None),
         ("http://judge.example/v1", "*", None),
+        ("http://10.1.2.3:8000/v1", "judge.example, 10.0.0.0/8", None),
+        ("http://10.1.2.3/v1", "10.1.9.9/16", None),
+        ("http://11.1.2.3/v1", "10.0.0.0/8, 10.0.0.0/99, fd00::/8", "http://p:1"),
+        ("ws://[fd00::1]:8000/ws", "fd00::/8", None),
+        ("http://[fd00::1]/v1", "fd00:0::1", None),
         ("http://127.0.0.1:8000/v1", "", None),
         ("http://127.8.8.8/v1", "", None),
         ("http://[::1]:8000/v1", "", None),
@@ -307,6 +315,9 @@ def test_a_proxy_that_cannot_be_used_is_refused_before_the_start(monkeypatch: py
     with pytest.raises(ConfigError, match=r"all_proxy: a proxy of the kind socks5://.*no_proxy"):
         RemoteModel("http://judge.example/v1", "judge")
     RemoteModel("http://127.0.0.1:8000/v1", "judge")
+    RemoteModel("http://judge.example/v1", "judge", direct=True)
+    with pytest.raises(ConfigError, match="must begin with http"):
+        RemoteModel("judge.example", "judge", direct=True)
 
 
 @pytest.mark.usefixtures("no_proxies")
