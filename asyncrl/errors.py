@@ -152,25 +152,31 @@ def users_code() -> Iterator[None]:
         raise UserCodeError(one_line(error)).with_traceback(error.__traceback__) from error
 
 
-_troubles: ContextVar[list[str]] = ContextVar("troubles")
-
-
-def note_trouble(text: str) -> None:
-    """Say why the call of users' code under way waits, or tries again: the newest of these is told if its
-    deadline passes."""
-    if (troubles := _troubles.get(None)) is not None:
-        troubles[:] = [text]
+_waits: ContextVar[dict[object, str]] = ContextVar("waits")
 
 
 @contextmanager
-def troubles_noted() -> Iterator[list[str]]:
-    """In the body, and in what it starts, `note_trouble` writes into this list; into the outermost one."""
-    troubles = _troubles.get([])
-    token = _troubles.set(troubles)
+def waits_noted() -> Iterator[dict[object, str]]:
+    """In the body, and in what it starts, `waits_for` writes into this dict; into the outermost one."""
+    waits = _waits.get({})
+    token = _waits.set(waits)
     try:
-        yield troubles
+        yield waits
     finally:
-        _troubles.reset(token)
+        _waits.reset(token)
+
+
+@contextmanager
+def waits_for(text: str) -> Iterator[None]:
+    """Say, for the time of the body, why the call of users' code under way waits. The error of a deadline
+    names the newest of such waits."""
+    waits = _waits.get({})
+    key = object()
+    waits[key] = text
+    try:
+        yield
+    finally:
+        del waits[key]
 
 
 def _current_task() -> Any:

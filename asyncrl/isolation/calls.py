@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from asyncrl.errors import AsyncrlError, fulfil, troubles_noted, users_code
+from asyncrl.errors import AsyncrlError, fulfil, users_code, waits_noted
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
@@ -35,9 +35,9 @@ _abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task aliv
 
 
 class CallTimeout(AsyncrlError):
-    """A deadline passed. `cause`: " (last: what kept the call)", or ''."""
+    """A deadline passed. `last_trouble`: " (last: why the call waited)", or ''."""
 
-    cause = ""
+    last_trouble = ""
 
 
 async def to_its_end(function: Callable[[], T]) -> T:
@@ -71,7 +71,7 @@ async def call_user(
     work = partial(_run_counted, function, blocking, live if live is not None else set())
     if seconds is None:
         return await work()
-    with troubles_noted() as troubles:
+    with waits_noted() as waits:
         task = start(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -79,9 +79,9 @@ async def call_user(
         if not task.done():
             cancel_later(task)
     if not task.done():
-        cause = f" (last: {troubles[0]})" if troubles else ""
-        late = CallTimeout(f"no reply within {seconds:g} s{cause}")
-        late.cause = cause
+        last_trouble = f" (last: {list(waits.values())[-1]})" if waits else ""
+        late = CallTimeout(f"no reply within {seconds:g} s{last_trouble}")
+        late.last_trouble = last_trouble
         raise late
     if task.cancelled():
         raise RuntimeError("it was cancelled")

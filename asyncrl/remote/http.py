@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, note_trouble, one_line
+from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line, waits_for
 from asyncrl.types import Message
 
 if TYPE_CHECKING:
@@ -80,24 +80,28 @@ async def post(
 ) -> bytes:
     """The answer to `body`, sent as JSON, at most MAX_BYTES. `seconds` bound all of it, tries and pauses
     included. `direct`: through no proxy. Raises RemoteError, which begins with the URL."""
-    data, trouble = msgspec.json.encode(body), "no answer"
+    data = msgspec.json.encode(body)
     headers = {"Content-Type": "application/json", **(headers or {})}
     proxy = None if direct else proxy_of(url)
-    through = f" through the proxy {_without_password(proxy)}" if proxy else ""
+    via_proxy = f" through the proxy {_without_password(proxy)}" if proxy else ""
+    trouble = "no answer"
+
     try:
         async with asyncio.timeout(seconds):
             for attempt in range(retries + 1):
-                note_trouble(f"{url}{through}: {trouble}")
                 try:
-                    return await _once(url, data, headers, proxy)
+                    with waits_for(f"{url}{via_proxy}: {trouble}"):
+                        return await _once(url, data, headers, proxy)
                 except _Busy as busy:
                     trouble = str(busy)
-                    note_trouble(f"{url}{through}: {trouble}")
-                    if attempt < retries:
-                        await asyncio.sleep(max(busy.pause, PAUSE * 2**attempt * random.uniform(0.5, 1.0)))
+                    pause = max(busy.pause, PAUSE * 2**attempt * random.uniform(0.5, 1.0))
+
+                if attempt < retries:
+                    with waits_for(f"{url}{via_proxy}: {trouble}"):
+                        await asyncio.sleep(pause)
     except TimeoutError:
-        raise RemoteLost(f"{url}: no answer within {seconds:g} s{through} (last: {trouble})") from None
-    raise RemoteLost(f"{url}: {trouble}{through}, after {retries + 1} tries")
+        raise RemoteLost(f"{url}: no answer within {seconds:g} s{via_proxy} (last: {trouble})") from None
+    raise RemoteLost(f"{url}: {trouble}{via_proxy}, after {retries + 1} tries")
 
 
 async def close_sessions() -> None:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from asyncrl.environments.openenv import OpenEnv, OpenEnvError
 from asyncrl.episodes.reward import EpisodeReward
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, waits_noted
 from asyncrl.remote import RemoteError, RemoteModel, close_sessions, http
 from asyncrl.rewards import RewardError, RewardInput, in_loop
 from asyncrl.types import Message, ToolCall
@@ -333,3 +333,27 @@ async def test_a_reward_that_is_late_says_what_kept_it(monkeypatch: pytest.Monke
             await reward.score(RewardInput(sample(), "42"))
     path = "http://judge.example/v1/chat/completions"
     assert str(late.value) == f"no reward within 0.2 s (last: {path} through the proxy {address}: no answer)"
+
+
+async def test_only_a_server_that_keeps_a_call_waiting_is_named() -> None:
+    async with server() as script:
+        is_asked, never = asyncio.Event(), asyncio.Event()
+
+        async def silent(request: web.Request) -> web.Response:
+            is_asked.set()
+            await never.wait()
+            return web.Response()
+
+        script.answers["/silent"] = silent
+        script.says("/fine", 200, b"{}")
+        script.says("/busy", 503, b"")
+        with waits_noted() as waits:
+            waiting = asyncio.create_task(http.post(f"{script.url}/silent", {}, seconds=60.0))
+            await is_asked.wait()
+            await http.post(f"{script.url}/fine", {}, seconds=60.0)
+            with pytest.raises(RemoteError, match="after 2 tries"):
+                await http.post(f"{script.url}/busy", {}, seconds=60.0, retries=1)
+            assert list(waits.values()) == [f"{script.url}/silent: no answer"]
+            never.set()
+            await waiting
+            assert not waits
