@@ -22,7 +22,11 @@ MAX_NOISE = 1 << 18  # bytes on standard output that are no messages
 TAIL = 2000  # bytes of standard error that are kept
 END_SECONDS = 2.0  # for a server to end by itself once its input has ended; then SIGTERM, 1 s later SIGKILL
 GONE_SECONDS = 8.0  # for all of its processes to be gone after SIGTERM; the wrapper kills them before
-ANSWERED = re.compile(rb'"id"\s*:\s*(\d{1,18})\b')
+# How a JSON-RPC answer begins, and how one ends whose id is not at the beginning.
+ANSWER_HEAD = re.compile(
+    rb'\s*\{(?:\s*"jsonrpc"\s*:\s*"2\.0"\s*,|\s*"id"\s*:\s*(\d{1,18})\s*,)*\s*"(?:result|error)"\s*:'
+)
+ANSWER_TAIL = re.compile(rb',\s*"id"\s*:\s*(\d{1,18})\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
 NO_JSON = -32700  # the code of JSON-RPC
 FLUSH_SECONDS = 0.5  # to read what an ended server wrote; its children may hold its pipes open
 
@@ -117,12 +121,25 @@ def _unreadable(line: bytes) -> Any:
     """The error that takes the place of an answer that is no JSON; None for a line that is no answer."""
     from mcp.types import ErrorData, JSONRPCError
 
-    is_answer = b'"jsonrpc"' in line and b'"method"' not in line
-    answered = ANSWERED.search(line) if is_answer else None
-    if answered is None:
+    call_id = answered_call(line)
+    if call_id is None:
         return None
     error = ErrorData(code=NO_JSON, message="the server's answer is no JSON-RPC message")
-    return JSONRPCError(jsonrpc="2.0", id=int(answered[1]), error=error)
+    return JSONRPCError(jsonrpc="2.0", id=call_id, error=error)
+
+
+def answered_call(line: bytes) -> int | None:
+    """Return the id of the call that a line answers, as far as its edges say: the line may be no JSON, and
+    ids within a result are other things. None for logs, requests and notifications."""
+    head = ANSWER_HEAD.match(line) if b'"jsonrpc"' in line else None
+    if head is None:
+        return None
+    if head[1]:
+        return int(head[1])
+
+    tail = ANSWER_TAIL.search(line)
+    is_cut = line.count(b"{") != line.count(b"}")  # then the last id may be one of the result
+    return int(tail[1]) if tail and not is_cut else None
 
 
 async def _send(process: Process, sent: Any, received: Any) -> None:
