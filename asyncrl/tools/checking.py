@@ -23,6 +23,7 @@ PROCESSES = 2
 MAX_ANSWER = 1 << 16  # bytes
 MAX_COMPLAINT = 300  # characters
 MOST_STEPS = 50_000  # visits of a node of the arguments by a node of the schema, before a process does it
+TEXT_NODE = 64  # characters of a text that count as one node
 
 # Keywords whose work for each node of the arguments is bounded by the size of their own node.
 PLAIN = frozenset({
@@ -128,12 +129,17 @@ def _complaint(validator: Any, arguments: Any) -> str:
 
 
 def _size(value: Any) -> int:
-    """The number of nodes of a JSON value."""
-    count, waiting = 0, [value]
+    """The number of nodes of a JSON value: keys are nodes, and so is each TEXT_NODE characters of a text, as
+    every complaint quotes the value."""
+    count = 0
+    waiting = [value]
     while waiting:
         node = waiting.pop()
         count += 1
-        if isinstance(node, dict):
+        if isinstance(node, str):
+            count += len(node) // TEXT_NODE
+        elif isinstance(node, dict):
+            waiting.extend(node)
             waiting.extend(node.values())
         elif isinstance(node, list):
             waiting.extend(node)
@@ -156,14 +162,18 @@ def _plain_nodes(schema: Any) -> float:
 
 
 def _check_references(schema: Any) -> None:
-    """Raise Unresolvable or ReferenceLoop for a schema, one of its parts, or what they refer to."""
+    """Check all that references of a schema reach, step by step. Raises Unresolvable, ReferenceLoop, or
+    SchemaError for a part that is no schema."""
     from jsonschema_specifications import REGISTRY
     from referencing.jsonschema import specification_with
 
-    specification = specification_with(_class_of(schema).META_SCHEMA.get("$schema", ""))
+    validator_class = _class_of(schema)
+    specification = specification_with(validator_class.META_SCHEMA.get("$schema", ""))
     root = specification.create_resource(schema)
     clean: set[int] = set()  # schemas, by their identities, from which no loop can be reached
     above: set[int] = set()
+    queued: set[int] = set()
+    targets: list[tuple[Any, Any]] = []  # (schema, resolver) of references
     waiting = [(root, REGISTRY.resolver_with_root(root))]
 
     def successors(contents: dict[str, Any], resolver: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -171,6 +181,7 @@ def _check_references(schema: Any) -> None:
         for keyword in REFERENCES:
             if isinstance(reference := contents.get(keyword), str):
                 target = resolver.lookup(reference)
+                targets.append((target.contents, target.resolver))
                 yield reference, target.contents, target.resolver
         for keyword in SAME_VALUE_LISTS:
             yield from ((keyword, part, resolver) for part in contents.get(keyword, ()))
@@ -190,8 +201,16 @@ def _check_references(schema: Any) -> None:
         above.discard(id(contents))
         clean.add(id(contents))
 
-    while waiting:
+    while waiting or targets:
+        if not waiting:  # targets in places where the standard has schemas have been checked by now
+            contents, resolver = targets.pop()
+            if id(contents) in queued:
+                continue
+            validator_class.check_schema(contents)
+            waiting.append((specification.create_resource(contents), resolver))
+
         resource, resolver = waiting.pop()
+        queued.add(id(resource.contents))
         visit(resource.contents, resolver)
         inside = resolver.in_subresource(resource)
         waiting += [(part, inside) for part in resource.subresources()]

@@ -40,6 +40,8 @@ COSTLY = {
         {"properties": {"x": {"items": {"anyOf": [{"const": -n} for n in range(1, 200)]}}}},
         {"x": list(range(2_000))},
     ),
+    "texts": ({"properties": {"x": {"anyOf": [{"const": -n} for n in range(100)]}}}, {"x": "a" * 200_000}),
+    "keys": ({"anyOf": [{"type": "string"} for _ in range(100)]}, {"a" * 200_000: 1}),
 }
 
 
@@ -133,6 +135,18 @@ def ref(where: str) -> dict[str, Any]:
     return {"$ref": where}
 
 
+def through_components(properties: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose other schemas are where the standard has none, as in OpenAPI's documents."""
+    components = {
+        "A": {"properties": properties},
+        "B": {"allOf": [ref("#/components/B")]},
+        "tree": {"items": ref("#/components/tree")},
+        "nothing": 7,
+        "typed": {"properties": {"x": {"type": 3}}},
+    }
+    return {"components": components, "properties": {"a": ref("#/components/A")}}
+
+
 @pytest.mark.parametrize(
     ("schema", "complaint"),
     [
@@ -147,6 +161,10 @@ def ref(where: str) -> dict[str, Any]:
         (ref("https://example.org/schema.json"), "refers to 'https://example.org/schema.json', which is not"),
         ({"properties": {"x": ref("file:///etc/passwd")}}, "refers to 'file:///etc/passwd', which is not"),
         ({"items": ref("#/$defs/none")}, "refers to '/$defs/none', which is not"),
+        (through_components({"b": ref("#/components/B")}), "leads from '#/components/B' back to itself"),
+        (through_components({"b": ref("#/components/none")}), "refers to '/components/none', which is not"),
+        (through_components({"b": ref("#/components/nothing")}), "is no JSON schema: 7 is not of type"),
+        (through_components({"b": ref("#/components/typed")}), "is no JSON schema: 3 is not valid"),
         ({"type": 3}, "no JSON schema"),
         (nested(3000), "nested too deeply"),
     ],
@@ -169,6 +187,7 @@ def test_a_schema_that_cannot_be_checked_is_refused_at_the_start(schema: Any, co
         },
         {"$defs": {"a": {"type": "string"}}, "allOf": [ref("#/$defs/a"), ref("#/$defs/a")]},
         ref("https://json-schema.org/draft/2020-12/schema"),
+        through_components({"b": ref("#/components/tree")}),
         {},
         True,
     ],
