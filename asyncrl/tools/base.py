@@ -85,6 +85,9 @@ class Tool:
     """With `process`: environment variables that it sees beside the usual ones (isolation/child.py)."""
     remake: Callable[..., Tool] | None = None
     """The factory that made it, for samples that bring constructor arguments."""
+    begin: Callable[[], Awaitable[None]] | None = None
+    """Awaited before every episode that has the tool, for what calls need and their deadline must not count;
+    it returns at once where that is ready."""
     end: Callable[[], Awaitable[None]] | None = None
     """Awaited once at the end of a worker, for what its tools share, such as connections."""
     check: Callable[[dict[str, Any]], Awaitable[str]] | None = None

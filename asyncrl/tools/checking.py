@@ -50,6 +50,20 @@ class Checker:
         """Say what is wrong with arguments; '' for nothing. CallTimeout: the check took too long."""
         if self._plain[name] * _size(arguments) <= MOST_STEPS:
             return _complaint(self._here[name], arguments)
+        try:
+            return await self._processes().call((name, arguments), SECONDS)
+        except CallTimeout:
+            raise CallTimeout(
+                f"its arguments were not checked within {SECONDS:g} s: the server's schema is too costly"
+            ) from None
+
+    async def warm(self) -> None:
+        """Wait for a process, which takes longer to start than a call may take, where calls will need one.
+        ChildError."""
+        if any(nodes > MOST_STEPS for nodes in self._plain.values()):
+            await self._processes().warm()
+
+    def _processes(self) -> ProcessPool[dict[str, Any], tuple[str, Any], str]:
         if self._pool is None:
             self._pool = ProcessPool(
                 CHECKS,
@@ -59,12 +73,7 @@ class Checker:
                 largest=MAX_ANSWER,
                 start_seconds=START_SECONDS,
             )
-        try:
-            return await self._pool.call((name, arguments), SECONDS)
-        except CallTimeout:
-            raise CallTimeout(
-                f"its arguments were not checked within {SECONDS:g} s: the server's schema is too costly"
-            ) from None
+        return self._pool
 
     async def close(self) -> None:
         pool, self._pool = self._pool, None

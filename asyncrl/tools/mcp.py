@@ -69,7 +69,12 @@ def mcp(
     async def end() -> None:
         await asyncio.gather(checker.close(), close_servers())
 
-    options: dict[str, Any] = {"timeout": timeout or None, "end": end, "decode": _decode}
+    options: dict[str, Any] = {
+        "timeout": timeout or None,
+        "begin": checker.warm,
+        "end": end,
+        "decode": _decode,
+    }
     if per_episode:
         options |= {"state": functools.partial(McpConnection, server), "replay": "reapply"}
     shared = None if per_episode else SharedConnection(server)

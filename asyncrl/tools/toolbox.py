@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, users_code
+from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, recorded, users_code
 from asyncrl.isolation.calls import call_user, in_thread
 from asyncrl.tools.base import Tool, ToolError, names, reply_of, within_memory
 from asyncrl.tools.process import CallLimits
@@ -53,6 +53,18 @@ class Toolbox:
         self.timeout = timeout
         self.call_limits = {name: CallLimits(tool) for name, tool in tools.items()}
         self._reported: set[str] = set()
+
+    async def begin(self, tools: Iterable[Tool]) -> None:
+        """Wait until what these tools share is ready. A failure is logged; calls fail with it, too."""
+
+        async def begin_one(name: str, begin: Callable[[], Awaitable[None]]) -> None:
+            with recorded() as failure:
+                await begin()
+            if failure.error is not None:
+                self.report(name, describe(failure.error))
+
+        names_by_begin = {tool.begin: tool.name for tool in tools if tool.begin is not None}
+        await asyncio.gather(*(begin_one(name, begin) for begin, name in names_by_begin.items()))
 
     def session(self, sample: Sample, episode: str = "", snapshots: Snapshots | None = None) -> ToolSession:
         """The tools of one episode, not yet open. `episode`: its name in `snapshots`."""
@@ -185,6 +197,7 @@ class ToolSession:
         passes; `close` must be called in any case."""
         asked = read_sample_tools(self._sample)
         tools = select_tools(self._box.tools, asked)
+        await self._box.begin(tools.values())
         sharing: dict[int, list[Tool]] = {}
         for tool in filter(lambda tool: tool.state, tools.values()):
             sharing.setdefault(id(tool.state), []).append(tool)

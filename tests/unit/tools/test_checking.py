@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.calls import CallTimeout
-from asyncrl.tools import checking
+from asyncrl.tools import Tool, Toolbox, checking
 from asyncrl.tools.checking import Checker, check_schema
+from tests.fakes.chat import sample
 
 SLOW = "^(a+)+$"
 HOSTILE = "a" * 40 + "!"
@@ -129,6 +131,31 @@ def test_a_plain_schema_is_checked_at_once(arguments: dict[str, Any], complaint:
         return said
 
     assert complaint in asyncio.run(main())
+
+
+@pytest.mark.parametrize(("schema", "processes"), [(PLAIN, 0), (COSTLY["pattern"][0], 1)])
+def test_the_start_of_a_process_does_not_count_as_time_of_a_call(
+    schema: dict[str, Any], processes: int
+) -> None:
+    async def main() -> int:
+        checker = Checker({"t": schema})
+        tool = Tool("t", {}, len, json.loads, begin=checker.warm, end=checker.close, check=checker.complaint)
+        toolbox = Toolbox({"t": tool})
+        await toolbox.session(sample()).open()
+        ready = len(checker._pool.children) if checker._pool else 0
+        await toolbox.close()
+        return ready
+
+    assert asyncio.run(main()) == processes
+
+
+def test_a_process_that_cannot_start_fails_calls_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def warm() -> None:
+        raise OSError("no process")
+
+    tool = Tool("t", {}, len, json.loads, begin=warm)
+    asyncio.run(Toolbox({"t": tool}).session(sample()).open())
+    assert "tool t failed (later failures are not logged): OSError: no process" in caplog.text
 
 
 def ref(where: str) -> dict[str, Any]:
