@@ -13,10 +13,17 @@ from msgspec import Meta
 
 from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import Task, task_of
-from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunKind, RunResult, SandboxLimits
+from asyncrl.isolation.sandbox.base import (
+    ISOLATION,
+    RunEnding,
+    RunKind,
+    RunResult,
+    SandboxError,
+    SandboxLimits,
+)
 from asyncrl.isolation.sandbox.detection import check_image, check_isolation
 from asyncrl.isolation.sandbox.jail import Jail
-from asyncrl.tools.base import MAX_REPLY, Tool, ToolError, tools
+from asyncrl.tools.base import MAX_REPLY, Tool, tools
 from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample
 
@@ -105,7 +112,7 @@ class Workspace:
             return
         result = await self._sandbox.prepare(self._setup, self._seconds)
         if result.ending != RunEnding.DONE:
-            raise ToolError(f"the setup of sample {self._number} did not run: {result.output[-500:]}")
+            raise SandboxError(f"the setup of sample {self._number} did not run: {result.output[-500:]}")
         self._prepared = self._sandbox.losses
 
 

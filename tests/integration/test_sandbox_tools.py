@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.isolation.sandbox.base import RunEnding, RunResult, SandboxLimits
+from asyncrl.isolation.sandbox.base import RunEnding, RunResult, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.detection import Isolation, check_isolation, detect_isolation
 from asyncrl.rewards.code import Code, cases_of, last_block, read_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
@@ -126,7 +126,7 @@ async def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
     try:
         space._sandbox.losses, space._sandbox._emptied = 1, True  # a loss that the next cell reports
         space._setup = "1 / 0"
-        with pytest.raises(ToolError, match="setup of sample 0 did not run"):
+        with pytest.raises(SandboxError, match="setup of sample 0 did not run"):  # no answer of the tool's
             await space.python("1")
         space._setup = flaky
         assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"

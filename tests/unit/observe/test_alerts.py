@@ -78,6 +78,7 @@ def test_a_held_out_success_that_falls_by_more_than_chance_is_told(questions: fl
             {"staleness/by_length/512/masked_frac": 0.2},
         ),
         ("tools fail", {"rollout/tool_failed_frac": 0.5}, {"rollout/tool_failed_frac": 0.1}),
+        ("tools decline", {"rollout/tool_declined_frac": 0.95}, {"rollout/tool_declined_frac": 0.6}),
         ("little to learn", {"critic/zero_advantage_frac": 0.5}, {"critic/zero_advantage_frac": 0.2}),
     ],
 )  # fmt: skip
