@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
             return value
     if isinstance(value, Decimal):
         return _number(value)
-    if hasattr(value, "tolist"):  # of numpy and torch
+    if hasattr(value, "tolist"):  # arrays of numpy and torch
         return plain(value.tolist())
     return value
 

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError, describe, users_code
 from asyncrl.registry import Call, load_object, make, single
 
 HUB = "hf:"
-NO_MORE_ROWS = object()  # after the last row
+NO_MORE_ROWS = object()  # stands for the row after the last one
 CALL = Call("a class or function that takes the path", ("path",), makes=True)
 
 
@@ -96,7 +96,7 @@ def load_split(name: str, config: str, split: str, hint: str, revision: str = ""
     datasets.disable_progress_bars()
     with ConfigError.instead_of(
         Exception, text=f"{name}: the split {split!r} cannot be loaded", advice=hint
-    ):  # of the network, the disk, the format
+    ):  # errors of the network, the disk, the format
         if config and datasets.get_dataset_config_names(name, revision or None) == ["default"]:
             config = ""
         found = datasets.load_dataset(name, config or None, split=split, revision=revision or None)

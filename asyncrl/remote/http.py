@@ -29,9 +29,9 @@ from asyncrl.types import Message
 if TYPE_CHECKING:
     import aiohttp  # imported when first used: it takes 0.1 s, and reward processes import this file
 
-MAX_BYTES = 4 << 20  # of one answer
+MAX_BYTES = 4 << 20  # bytes of one answer
 PAUSE = 0.5  # seconds before the first repetition
-SCORER = "scorer:"  # how a URL begins that names a scorer of the run
+SCORER = "scorer:"  # beginning of a URL that names a scorer of the run
 AGAIN = frozenset({408, 409, 429})
 
 _Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "aiohttp.ClientSession"]
@@ -43,7 +43,7 @@ class RemoteError(AsyncrlError):
 
 
 class RemoteLost(RemoteError):
-    """It does not answer, or has no room: another try, elsewhere or later, may succeed."""
+    """A remote model does not answer, or has no room: another try, elsewhere or later, may succeed."""
 
 
 class _Busy(Exception):

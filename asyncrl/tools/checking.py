@@ -17,7 +17,7 @@ from asyncrl.isolation.child import Service
 from asyncrl.isolation.pool import ProcessPool
 from asyncrl.values import in_short
 
-SECONDS = 5.0  # that a process may take to check one call
+SECONDS = 5.0  # for a process to check one call
 START_SECONDS = 60.0
 PROCESSES = 2
 MAX_ANSWER = 1 << 16  # bytes
@@ -33,7 +33,7 @@ PLAIN = frozenset({
     *("exclusiveMaximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties"),
     "maxProperties",
 })  # fmt: skip
-SAME_VALUE_LISTS = ("allOf", "anyOf", "oneOf")  # of schemas that check the same value again
+SAME_VALUE_LISTS = ("allOf", "anyOf", "oneOf")  # lists of schemas that check the same value again
 SAME_VALUE_MAPS = ("dependentSchemas", "dependencies")
 SAME_VALUE = ("not", "if", "then", "else", "extends")
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -161,7 +161,7 @@ def _plain_nodes(schema: Any) -> float:
     if not isinstance(schema, dict) or not schema.keys() <= PLAIN:
         return float("inf")
     required = schema.get("required", [])
-    if not isinstance(required, list):  # of the third draft
+    if not isinstance(required, list):  # a boolean in the third draft
         return float("inf")
     size = 1 + len(required) + _size(schema.get("enum")) + _size(schema.get("const"))
     parts = [*schema.get("properties", {}).values()]

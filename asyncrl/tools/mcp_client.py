@@ -25,7 +25,7 @@ from asyncrl.types import Sample
 
 log = logging.getLogger("asyncrl.tools")
 
-MAX_TOOLS = 256  # that one server may have
+MAX_TOOLS = 256  # tools of one server
 CLOSE_SECONDS = 5.0  # to close a connection
 MAX_UNANSWERED = 8  # calls in a row that ended without an answer, after which a server counts as hung
 PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before a connection, by failures in a row before it
@@ -75,9 +75,8 @@ def _variable(match: re.Match[str]) -> str:
 
 _connections: set[McpConnection] = set()
 
-
-_of_old: set[McpServer] = set()
-"""Servers that took the older handshake: one that is silent to the newer one costs 10 s, but only once."""
+servers_of_older_handshake: set[McpServer] = set()
+"""Servers that are not asked for the newer handshake again: where one is silent to it, this costs 10 s."""
 
 
 class McpConnection:
@@ -187,11 +186,11 @@ class McpConnection:
                     else self._http()
                 )
                 streams = await stack.enter_async_context(transport)
-                mode = "legacy" if server in _of_old else "auto"
+                mode = "legacy" if server in servers_of_older_handshake else "auto"
                 unconnected = Client(nullcontext(streams), cache=None, mode=mode)
                 client = await stack.enter_async_context(unconnected)
             if client.session.initialize_result is not None:
-                _of_old.add(server)
+                servers_of_older_handshake.add(server)
             self._messages = streams[0] if server.command else None
             self._client.set_result(client)
             await self._ending.wait()

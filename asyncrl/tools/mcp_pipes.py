@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.isolation.child import wrapped
 
-MAX_BYTES = 8 << 20  # of one message
+MAX_BYTES = 8 << 20  # bytes of one message
 MAX_NOISE = 1 << 18  # bytes on standard output that are no messages
 TAIL = 2000  # bytes of standard error that are kept
 END_SECONDS = 2.0  # for a server to end by itself once its input has ended; then SIGTERM, 1 s later SIGKILL
@@ -92,7 +92,8 @@ async def _receive(process: Process, received: Any, wrote: bytearray, errors: as
     async with received:
         with suppress(BrokenResourceError, ClosedResourceError):  # the connection was closed
             while noise <= MAX_NOISE:
-                line, size = b"", MAX_BYTES  # of one beyond the limit, which is a ValueError, too
+                line = b""
+                size = MAX_BYTES  # a line beyond the limit is a ValueError, too, and is not returned
                 try:
                     line = await process.stdout.readline()
                     size = len(line)
