@@ -114,11 +114,14 @@ class ReferenceLoop(Exception):
     """A reference that leads back to its own schema without going into the value."""
 
 
-def _class_of(schema: Any) -> Any:
+def _class_of(schema: Any, default: Any = None) -> Any:
+    """Return the class of validators for the draft that a schema names; without one, the default."""
     import jsonschema
     from jsonschema.validators import validator_for
 
-    return validator_for(schema, default=jsonschema.Draft202012Validator)
+    default = default or jsonschema.Draft202012Validator
+    names_draft = isinstance(schema, dict) and isinstance(schema.get("$schema"), str)
+    return validator_for(schema, default=default) if names_draft else default
 
 
 def _validator(schema: Any) -> Any:
@@ -174,6 +177,7 @@ def _check_references(schema: Any) -> None:
     """Check all that references of a schema reach, step by step. Raises Unresolvable, ReferenceLoop, or
     SchemaError for a part that is no schema."""
     from jsonschema_specifications import REGISTRY
+    from referencing import Resource
     from referencing.jsonschema import specification_with
 
     validator_class = _class_of(schema)
@@ -215,8 +219,9 @@ def _check_references(schema: Any) -> None:
             contents, resolver = targets.pop()
             if id(contents) in queued:
                 continue
-            validator_class.check_schema(contents)
-            waiting.append((specification.create_resource(contents), resolver))
+            target_class = _class_of(contents, default=validator_class)
+            target_class.check_schema(contents)
+            waiting.append((Resource.from_contents(contents, specification), resolver))
 
         resource, resolver = waiting.pop()
         queued.add(id(resource.contents))

@@ -193,6 +193,8 @@ def through_components(properties: dict[str, Any]) -> dict[str, Any]:
         (through_components({"b": ref("#/components/nothing")}), "is no JSON schema: 7 is not of type"),
         (through_components({"b": ref("#/components/typed")}), "is no JSON schema: 3 is not valid"),
         ({"type": 3}, "no JSON schema"),
+        ({"$schema": 7}, "no JSON schema: 7 is not of type 'string'"),
+        (7, "no JSON schema: 7 is not of type"),
         (nested(3000), "nested too deeply"),
     ],
 )
@@ -214,6 +216,7 @@ def test_a_schema_that_cannot_be_checked_is_refused_at_the_start(schema: Any, co
         },
         {"$defs": {"a": {"type": "string"}}, "allOf": [ref("#/$defs/a"), ref("#/$defs/a")]},
         ref("https://json-schema.org/draft/2020-12/schema"),
+        {"properties": {"x": ref("http://json-schema.org/draft-04/schema#")}},  # of an older draft
         through_components({"b": ref("#/components/tree")}),
         {},
         True,
