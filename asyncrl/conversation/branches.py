@@ -146,17 +146,21 @@ class Branches:
 
     # -- a request -----------------------------------------------------------------------------------
 
-    def find(
-        self, request: AgentRequest, count: int, again: bool = False
-    ) -> list[Turn | Placement] | Refusal:
-        """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. `again`: the
-        client says that it repeats the request, so that delivered turns were not read. ConfigError when the
-        template cannot write the messages."""
+    def find(self, request: AgentRequest, count: int, attempt: int = 0) -> list[Turn | Placement] | Refusal:
+        """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. `attempt`:
+        the number of the try. A client that counts its tries did not read the turns of those before.
+        ConfigError when the template cannot write the messages."""
+        if attempt == 0:
+            self._mark_read(request)
+
         found: list[Turn | Placement] = []
         for _ in range(count):
             try:
-                unread = self._unread(request, found) if again else None
-                one = self.redeliver(request) or unread or self.place(request)
+                one = (
+                    self.redeliver(request, attempt)
+                    or self._unread(request, attempt, found)
+                    or self.place(request, attempt)
+                )
             except BaseException:
                 self.give_back(found)
                 raise
@@ -171,7 +175,7 @@ class Branches:
         for one in found:
             self.mark_undelivered(one) if isinstance(one, Turn) else self.cancel(one)
 
-    def place(self, request: AgentRequest) -> Placement | Refusal:
+    def place(self, request: AgentRequest, attempt: int = 0) -> Placement | Refusal:
         """Find the place of the answer to a request. ConfigError when the template cannot write its
         messages."""
         side = self._untrained(request)
@@ -180,6 +184,7 @@ class Branches:
             if not side:
                 self.refused = found
             return found
+        found = replace(found, attempt=attempt)
         self._pending[found.session] = found
         if found.row is None:
             self._left = [one for one in self._left if one.session != found.session]
@@ -219,7 +224,15 @@ class Branches:
         known = 0 if place.row is None else len(self.rows[row].messages)
         self.folded += self._folded(place.messages[known:], place.row is None)
         self.rows[row : row + 1] = [
-            TokenRow(place.request, place.session, messages, ids, turn, untrained=place.untrained)
+            TokenRow(
+                place.request,
+                place.session,
+                messages,
+                ids,
+                turn,
+                attempt=place.attempt,
+                untrained=place.untrained,
+            )
         ]
         self.turns.append(turn)
         if not turn.untrained:
@@ -241,20 +254,36 @@ class Branches:
         if self.rows[turn.row].last is turn:
             self._change(turn.row, undelivered=True)
 
-    def redeliver(self, request: AgentRequest) -> Turn | None:
+    def redeliver(self, request: AgentRequest, attempt: int = 0) -> Turn | None:
         """The newest undelivered turn that answers the very same request; it counts as delivered now."""
         rows = [row for row in self.rows if row.undelivered and not row.busy and row.request == request]
         turn = max((row.last for row in rows), key=lambda turn: turn.index, default=None)
         if turn is not None:
-            self._change(turn.row, undelivered=False)
+            self._change(turn.row, undelivered=False, attempt=attempt)
         return turn
 
-    def _unread(self, request: AgentRequest, found: Sequence[Turn | Placement]) -> Turn | None:
-        """The newest turn that answers the very same request, but for those found, and that no request goes
-        on from."""
-        rows = (row for row in self.rows if not row.busy and row.request == request)
-        turns = [row.last for row in rows if row.last not in found]
-        return max(turns, key=lambda turn: turn.index, default=None)
+    def _mark_read(self, request: AgentRequest) -> None:
+        """Note, at the first try of a request, that turns which answered the same before were read: no later
+        try is answered with them."""
+        for number, row in enumerate(self.rows):
+            if not row.undelivered and not row.read and row.request == request:
+                self._change(number, read=True)
+
+    def _unread(self, request: AgentRequest, attempt: int, found: Sequence[Turn | Placement]) -> Turn | None:
+        """Return a turn that an earlier try of the very same request got, but for those found, and that no
+        request goes on from: that of the try just before if there is one, and of those the newest. This try
+        has it now. (Equal requests may be under way side by side, each with its tries.)"""
+        rows = [
+            row
+            for row in self.rows
+            if row.attempt < attempt and not row.busy and not row.read and row.request == request
+        ]
+        turns = [(row.attempt, row.last.index, row.last) for row in rows if row.last not in found]
+        if not turns:
+            return None
+        *_, turn = max(turns, key=lambda entry: entry[:2])
+        self._change(turn.row, attempt=attempt)
+        return turn
 
     # -- finding the row -----------------------------------------------------------------------------
 
@@ -395,5 +424,5 @@ class Branches:
     def _number(self, place: Placement) -> int:
         return len(self.rows) if place.row is None else place.row
 
-    def _change(self, row: int, **changes: bool) -> None:
+    def _change(self, row: int, **changes: int) -> None:
         self.rows[row] = replace(self.rows[row], **changes)

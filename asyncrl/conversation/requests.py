@@ -38,7 +38,7 @@ Untrained = Callable[[AgentRequest], bool]
 class Placement(msgspec.Struct, frozen=True):
     """The place of an answer to a request. Sample at most `max_new_tokens` after `ids`, of which `context` is
     new; `messages` are those that `ids` show. A row gets its number when its first turn is done (None: it has
-    none yet); `session` names it from the start."""
+    none yet); `session` names it from the start. `attempt`: the number of the request's try."""
 
     request: AgentRequest
     session: int
@@ -48,12 +48,15 @@ class Placement(msgspec.Struct, frozen=True):
     max_new_tokens: int
     messages: tuple[Message, ...]
     untrained: bool = False
+    attempt: int = 0
 
 
 class TokenRow(msgspec.Struct, frozen=True):
     """`last`, the row's newest turn, answers `request`; `messages` and `ids` end with it. (The
     message of a turn that ended at a text has that text, too, as its ids do; the agent got what is before.)
     `busy`: a request is extending the row. `undelivered`: the client left before it got the last turn.
+    `read`: the agent has made the same request anew since, so that it must have read the last turn.
+    `attempt`: the number of the try that got the last turn; 0 for a first one.
     `untrained`: it is of side requests."""
 
     request: AgentRequest
@@ -63,6 +66,8 @@ class TokenRow(msgspec.Struct, frozen=True):
     last: Turn
     busy: bool = False
     undelivered: bool = False
+    read: bool = False
+    attempt: int = 0
     untrained: bool = False
 
 

@@ -98,11 +98,11 @@ class Host(Protocol):
     """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
 
     async def answer(
-        self, ask: AgentRequest, count: int, listener: Listener | None, again: bool = False
+        self, ask: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
     ) -> Sequence[AgentReply] | Refusal:
-        """`count` answers; `listener`, if given, hears of them as they grow. `again`: the client says that it
-        repeats a request. ConfigError: the template cannot write the messages. Anything else it raises ends
-        the episode."""
+        """`count` answers; `listener`, if given, hears of them as they grow. `attempt`: the number of the
+        try, as the client counts them; 0 for the first. ConfigError: the template cannot write the messages.
+        Anything else it raises ends the episode."""
 
     async def count(self, ask: AgentRequest) -> int:
         """The tokens of a request's prompt, which is not answered. ConfigError as above."""
@@ -267,7 +267,7 @@ class Gateway:
             for name in sorted(unheeded.keys() - self._logged)[: exchange.LOGGED - len(self._logged)]:
                 self._logged.add(name)
                 log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
-        again, opened = _comes_again(request), _Open(asked.ask, request)
+        attempt, opened = _attempt(request), _Open(asked.ask, request)
         earlier = [one for one in admitted.open if one.ask == asked.ask]
         admitted.open.add(opened)
         task: Answering | None = None
@@ -277,10 +277,10 @@ class Gateway:
             opened.over.set()
 
         try:
-            await _given_up(earlier, again)
+            await _given_up(earlier, attempt > 0)
             self._by_key(request)  # the episode may be over
             events = _Events(asked) if asked.request.stream else None
-            task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events, again))
+            task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events, attempt))
             admitted.running.add(task)
             task.add_done_callback(admitted.running.discard)
             return await self._answered(request, admitted.host, dialect, asked, task, events)
@@ -372,10 +372,10 @@ class Gateway:
         return admitted
 
 
-def _comes_again(request: web.Request) -> bool:
-    """True if the client counts this as a further try."""
+def _attempt(request: web.Request) -> int:
+    """Return the number of the try, where the client counts them; 0 for the first."""
     counts = (request.headers.get(name, "").strip() for name in RETRIES)
-    return any(count.isascii() and count.isdigit() and int(count[:9]) > 0 for count in counts)
+    return max((int(count[:9]) for count in counts if count.isascii() and count.isdigit()), default=0)
 
 
 async def _given_up(earlier: Sequence[_Open], again: bool) -> None:

@@ -76,11 +76,11 @@ class AgentHost:
         self._changed = Notifier()  # there is one more turn
 
     async def answer(
-        self, request: AgentRequest, count: int, listener: Listener | None, again: bool = False
+        self, request: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
     ) -> Sequence[AgentReply] | Refusal:
         with self._ending(ConfigError):
             await self._render(request)
-            found = self._branches.find(request, count, again)
+            found = self._branches.find(request, count, attempt)
         if isinstance(found, Refusal):
             return found
         with self._ending(), self._idle.paused():

@@ -34,7 +34,7 @@ class FakeHost:
         return len(ask.messages[0].content)
 
     async def answer(
-        self, ask: AgentRequest, count: int, listener: Listener | None, again: bool = False
+        self, ask: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
     ) -> list[AgentReply] | Refusal:
         self.asked.append(ask)
         self.entered.set()

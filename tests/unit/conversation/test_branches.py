@@ -393,6 +393,43 @@ def test_a_turn_that_its_row_goes_on_from_was_heard() -> None:
     assert branches.redeliver(AgentRequest((USER,))) is None
 
 
+TRIES: dict[str, tuple[tuple[int, ...], list[int]]] = {
+    "a try counted further did not read the turn": ((0, 1, 2), [0, 0, 0]),
+    "a second sample is read, and not taken for the first": ((0, 0, 1, 1), [0, 1, 1, 2]),
+    "the first try of the second sample was cancelled": ((0, -1, 1), [0, 1]),
+    "two samples side by side, neither read": ((0, 0, 1, 2), [0, 1, 1, 1]),
+    "a further try that sampled is not another's": ((-1, -1, 1, 1, 2), [0, 1, 1]),
+}
+
+
+@pytest.mark.parametrize(("attempts", "turns"), TRIES.values(), ids=TRIES)
+def test_a_try_gets_the_turn_of_the_try_before(attempts: tuple[int, ...], turns: list[int]) -> None:
+    """Of equal requests, by the numbers of their tries; -1: a first try whose client leaves at once."""
+    branches = Branches(rules())
+    answers: list[int] = []
+    for attempt in attempts:
+        (answer,) = branches.find(AgentRequest((USER,)), 1, max(attempt, 0))
+        if isinstance(answer, Placement) and attempt < 0:
+            branches.cancel(answer)
+            continue
+        if isinstance(answer, Placement):
+            answered(branches, answer, "42")
+            answer = branches.turns[-1]
+        answers.append(answer.index)
+    assert answers == turns
+
+
+def test_both_answers_that_were_not_read_are_given_again_once() -> None:
+    """As equal requests side by side, whose answers a proxy lost, come again one after the other."""
+    branches = Branches(rules())
+    places = [branches.find(AgentRequest((USER,)), 1)[0] for _ in range(2)]
+    for place in places:
+        answered(branches, place, "42")
+    tries = [branches.find(AgentRequest((USER,)), 1, 1) for _ in range(2)]
+    assert tries == [[branches.turns[1]], [branches.turns[0]]]
+    assert isinstance(branches.find(AgentRequest((USER,)), 1, 1)[0], Placement)
+
+
 # -- recalling ---------------------------------------------------------------------------------------
 
 
