@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import fcntl
+import gc
 import pickle
 import socket
 import struct
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -219,3 +221,70 @@ async def test_an_agent_that_keeps_connections_keeps_nobody_away(
         assert (await reader.readline()).endswith(b" 200 OK\r\n")
         for _, writer in kept:
             writer.close()
+
+
+@served
+async def test_kept_connections_do_not_keep_ended_episodes(gateway: Gateway) -> None:
+    """Nor where a client uses one connection for several, or its request ends as the episode does."""
+    hosts = [FakeHost() for _ in range(3)]
+    alive = [weakref.ref(host) for host in hosts]
+    async with aiohttp.ClientSession() as session:
+
+        async def post(endpoint: Endpoint) -> int:
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            body = {"messages": [{"role": "user", "content": "q"}]}
+            async with session.post(
+                endpoint.base_url + "/chat/completions", json=body, headers=headers
+            ) as answer:
+                await answer.read()
+                return answer.status
+
+        for number, host in enumerate(hosts):
+            async with gateway.admit(host) as endpoint:
+                assert await post(endpoint) == 200
+                if number == 2:
+                    host.entered.clear()
+                    host.gate.clear()
+                    asking = asyncio.create_task(post(endpoint))
+                    await host.entered.wait()
+        assert await asking == 410
+        hosts.clear()
+        del host
+        gc.collect()
+        assert len(session.connector._conns) == 1  # type: ignore[union-attr]
+        assert [host() for host in alive] == [None, None, None]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@served
+async def test_an_idle_connection_that_is_reset_had_its_answer_read(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """Not so where the client has not taken all of a long answer, however long ago that was written."""
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.0)
+    host = FakeHost("4" if reads else "4" * (60 << 10))
+    async with gateway.admit(host) as endpoint:
+        address = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets
+        client.connect((address[0], int(address[1])))
+        client.setblocking(False)
+        while not gateway._connections._strangers:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        (connection,) = gateway._connections._strangers.values()
+        accepted = connection.transport.get_extra_info("socket")
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        body = b'{"messages": [{"role": "user", "content": "q"}]}'
+        start = "POST /v1/chat/completions HTTP/1.1\r\nHost: x"
+        head = f"{start}\r\nAuthorization: Bearer {endpoint.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(client, head.encode() + body)
+        assert await loop.sock_recv(client, 8192)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (connection.lose is None) is reads
+        client.close()
+        while gateway._connections._known:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert len(host.lost) == (not reads)
