@@ -15,6 +15,7 @@ import math
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -48,6 +49,7 @@ DIALECTS = {
     "/v1/completions": text_completions.DIALECT,
 }
 COUNT = "/v1/messages/count_tokens"
+MOST_UNANSWERED = 8  # requests of an episode whose unanswered tries are remembered
 RETRIES = ("x-stainless-retry-count", "x-retry-count", "x-retry-attempt")  # headers with a number
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -115,17 +117,20 @@ Answering = asyncio.Task[Sequence[AgentReply] | Refusal]
 
 
 @dataclass(eq=False)
-class _Open:
-    """A request for turns, until it is answered, or its client has left and nothing of it is under way."""
+class OpenRequest:
+    """A request for turns, until it is answered, or its client has left and nothing of it is under way.
+    `attempt`: the number of the try, as the client counts them. `settled`: it is noted whether a further try
+    may come."""
 
     ask: AgentRequest
+    attempt: int
     request: web.Request
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    settled: bool = False
 
     @property
     def abandoned(self) -> bool:
-        transport = self.request.transport
-        return transport is None or transport.is_closing()
+        return _is_gone(self.request)
 
     def abandon(self) -> None:
         if self.request.transport is not None:
@@ -134,13 +139,34 @@ class _Open:
 
 @dataclass(eq=False)
 class _Admitted:
+    """An episode that runs. `unanswered`: tries of requests that ended without an answer and that no further
+    try has followed, by request and number."""
+
     host: Host
     clock: Callable[[], float]
     asked: Future[None] = field(default_factory=Future)  # done with the first request for a turn
     running: set[Answering] = field(default_factory=set)
-    open: set[_Open] = field(default_factory=set)
+    open: set[OpenRequest] = field(default_factory=set)
+    unanswered: Counter[tuple[AgentRequest, int]] = field(default_factory=Counter)
     listeners: list[asyncio.Server] = field(default_factory=list)  # its own
     bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(BODIES))
+
+    def note_unanswered(self, request: OpenRequest) -> None:
+        """Note, once, that a try has ended without an answer: its client may try again."""
+        if request.settled:
+            return
+
+        request.settled = True
+        self.unanswered[request.ask, request.attempt] += 1
+        if len(self.unanswered) > MOST_UNANSWERED:
+            del self.unanswered[next(iter(self.unanswered))]
+
+    def take_unanswered(self, ask: AgentRequest, attempt: int) -> bool:
+        """Return whether a try of this number had ended without an answer. Another one follows it now."""
+        count = self.unanswered.pop((ask, attempt), 0)
+        if count > 1:
+            self.unanswered[ask, attempt] = count - 1
+        return count > 0
 
 
 class _Events:
@@ -267,51 +293,64 @@ class Gateway:
             for name in sorted(unheeded.keys() - self._logged)[: exchange.LOGGED - len(self._logged)]:
                 self._logged.add(name)
                 log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
-        attempt, opened = _attempt(request), _Open(asked.ask, request)
-        earlier = [one for one in admitted.open if one.ask == asked.ask]
+        opened = OpenRequest(asked.ask, _attempt(request), request)
+        same_requests = [one for one in admitted.open if one.ask == asked.ask]
         admitted.open.add(opened)
         task: Answering | None = None
 
-        def over(_: object) -> None:
+        def finish(_: object) -> None:
             admitted.open.discard(opened)
-            opened.over.set()
+            opened.finished.set()
 
         try:
-            await _given_up(earlier, attempt > 0)
+            await _end_earlier_tries(admitted, opened, same_requests)
             self._by_key(request)  # the episode may be over
             events = _Events(asked) if asked.request.stream else None
-            task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, events, attempt))
+            answering = admitted.host.answer(asked.ask, asked.count, events, opened.attempt)
+            task = asyncio.ensure_future(answering)
             admitted.running.add(task)
             task.add_done_callback(admitted.running.discard)
-            return await self._answered(request, admitted.host, dialect, asked, task, events)
+            return await self._answered(admitted, opened, dialect, asked, task, events)
+        except BaseException:
+            admitted.note_unanswered(opened)
+            raise
         finally:
-            over(task) if task is None else task.add_done_callback(over)
+            finish(task) if task is None else task.add_done_callback(finish)
 
     async def _answered(
         self,
-        request: web.Request,
-        host: Host,
+        admitted: _Admitted,
+        opened: OpenRequest,
         dialect: ApiDialect,
         asked: Exchange,
         task: Answering,
         events: _Events | None,
     ) -> web.StreamResponse:
         """Send what the task gives. If the client leaves, the task is cancelled, or its turns are lost."""
+        request = opened.request
 
         def lose() -> None:
-            for reply in _finished(task):
-                host.lose(reply)
+            admitted.note_unanswered(opened)
+            for reply in _replies_of(task):
+                admitted.host.lose(reply)
 
         try:
             if events is not None:
                 response = await self._stream(request, dialect, asked, task, events)
             else:
                 response = await self._whole(request, asked, task)
-        except (asyncio.CancelledError, ConnectionError):  # the client has left
+        except (
+            asyncio.CancelledError,
+            ConnectionError,
+        ):  # the client has left, or the engine was not reached
             if not task.cancel():
                 lose()
             raise
-        self._connections.answered(request, lose)
+
+        if _replies_of(task):
+            self._connections.answered(request, lose)
+        else:
+            admitted.note_unanswered(opened)  # the answer was an error
         return response
 
     async def _whole(self, request: web.Request, asked: Exchange, task: Answering) -> web.StreamResponse:
@@ -378,16 +417,32 @@ def _attempt(request: web.Request) -> int:
     return max((int(count[:9]) for count in counts if count.isascii() and count.isdigit()), default=0)
 
 
-async def _given_up(earlier: Sequence[_Open], again: bool) -> None:
-    """Wait until the turns of these requests, if their clients have left, are cancelled or kept: else the
-    same request would begin new ones beside them. `again`: its client has given up a single one whose
-    connection is still open, too."""
-    waiting = [one for one in earlier if not one.abandoned]
-    if again and len(waiting) == 1:
-        waiting[0].abandon()
-    for one in earlier:
-        if one.abandoned:
-            await one.over.wait()
+async def _end_earlier_tries(
+    admitted: _Admitted, opened: OpenRequest, same_requests: Sequence[OpenRequest]
+) -> None:
+    """Wait until the turns of equal requests whose clients have left are cancelled or kept: else this one
+    would begin new turns beside them.
+
+    A further try also ends the try before it whose connection is still open, as proxies keep it. Other
+    samples of the same prompt may be under way, too, and go on: the try is ended only if no try of that
+    number went without an answer, and a single one can be meant."""
+    for earlier in same_requests:
+        if earlier.abandoned:
+            admitted.note_unanswered(earlier)
+
+    if opened.attempt > 0 and not admitted.take_unanswered(opened.ask, opened.attempt - 1):
+        tries_before = [
+            earlier
+            for earlier in same_requests
+            if earlier.attempt == opened.attempt - 1 and not earlier.abandoned
+        ]
+        if len(tries_before) == 1:
+            tries_before[0].settled = True  # this is the try that follows
+            tries_before[0].abandon()
+
+    for earlier in same_requests:
+        if earlier.abandoned:
+            await earlier.finished.wait()
 
 
 async def _body(request: web.Request, admitted: _Admitted) -> bytes:
@@ -416,12 +471,17 @@ async def _outcome(task: Answering) -> Sequence[AgentReply]:
     return found
 
 
-def _finished(task: Answering) -> Sequence[AgentReply]:
+def _replies_of(task: Answering) -> Sequence[AgentReply]:
     """The answers, if the task has them."""
     if not task.done() or task.cancelled() or task.exception() is not None:
         return ()
     found = task.result()
     return () if isinstance(found, Refusal) else found
+
+
+def _is_gone(request: web.Request) -> bool:
+    """Return whether the client has left."""
+    return request.transport is None or request.transport.is_closing()
 
 
 @web.middleware

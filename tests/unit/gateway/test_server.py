@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from typing import Any
 
 import aiohttp
@@ -271,6 +273,75 @@ async def test_an_answer_that_cannot_be_sent_is_lost(
             await ask(endpoint, "q")
     assert len(host.lost) == 1
     assert "Traceback" not in caplog.text and "Error handling" not in caplog.text
+
+
+class Samples(FakeHost):
+    """Answers each request with the outcome that the test sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: list[asyncio.Future[Any]] = []
+        self.arrived = asyncio.Semaphore(0)
+
+    async def answer(self, *request: Any) -> Any:
+        outcome = asyncio.get_running_loop().create_future()
+        self.outcomes.append(outcome)
+        self.arrived.release()
+        self.found = await outcome
+        return await super().answer(*request)
+
+
+@pytest.mark.parametrize("ends", ["its client leaves", "it fails", "its answer is not read"])
+@served
+async def test_equal_requests_side_by_side_do_not_end_each_other(gateway: Gateway, ends: str) -> None:
+    """One sample of a prompt comes again, and once more, while another one goes on."""
+    host = Samples()
+
+    async def begin(attempt: int) -> asyncio.Task[Any]:
+        headers = {"x-stainless-retry-count": str(attempt)}
+        asking = asyncio.create_task(ask(endpoint, "q", headers=headers))
+        await host.arrived.acquire()
+        return asking
+
+    async def end(asking: asyncio.Task[Any]) -> None:
+        if ends == "its client leaves":
+            asking.cancel()
+            await asyncio.wait([host.outcomes[-1]])
+        else:
+            host.outcomes[-1].set_exception(EngineError("broke"))
+            assert (await asking)[0] == 500
+
+    async def leave_unread(attempt: int) -> None:
+        host.lost.clear()
+        address, _, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+        body = json.dumps({"messages": [{"role": "user", "content": "q"}]})
+        headers = {
+            "Host": "x",
+            "x-api-key": endpoint.api_key,
+            "x-stainless-retry-count": attempt,
+            "Content-Length": len(body),
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        with socket.create_connection((address, int(port))) as client:
+            client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n{body}".encode())
+            await host.arrived.acquire()
+            host.outcomes[-1].set_result("42")
+            await asyncio.to_thread(client.recv, 1, socket.MSG_PEEK)  # the answer is there, and stays
+        while not host.lost:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    async with gateway.admit(host) as endpoint:
+        healthy = await begin(0)
+        for attempt in (0, 1):
+            if ends == "its answer is not read":
+                await leave_unread(attempt)
+            else:
+                await end(await begin(attempt))
+        last = await begin(2)
+        assert not healthy.done()
+        for outcome in (host.outcomes[0], host.outcomes[-1]):
+            outcome.set_result("42")
+        assert [(await asking)[0] for asking in (healthy, last)] == [200, 200]
 
 
 @served
