@@ -446,9 +446,13 @@ async def _end_earlier_tries(
 
 
 async def _body(request: web.Request, admitted: _Admitted) -> bytes:
-    """TimeoutError when it does not arrive. An episode's slow bodies keep only its own waiting."""
-    async with asyncio.timeout(READ_SECONDS), admitted.bodies:
-        return await request.read()
+    """Read a request's body. ApiError when it does not arrive. An episode's slow bodies keep only its own
+    waiting."""
+    try:
+        async with asyncio.timeout(READ_SECONDS), admitted.bodies:
+            return await request.read()
+    except TimeoutError as error:
+        raise ApiError(408, f"no request within {READ_SECONDS:g} s") from error
 
 
 def _url(listener: socket.socket) -> str:
@@ -489,9 +493,9 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
     """Every error becomes an answer."""
     try:
         return await handler(request)
-    except ConnectionError:  # the client has left; raised on, it would be logged with its traceback
-        return web.Response()
     except Exception as error:
+        if isinstance(error, ConnectionError) and _is_gone(request):
+            return web.Response()  # to nobody; raised on, the error would be logged with its traceback
         found = _error(request, error)
         dialect = DIALECTS.get(request.path.removesuffix("/count_tokens"), completions.DIALECT)
         response = _json(dialect.error(found), found.status)
@@ -511,8 +515,6 @@ def _error(request: web.Request, error: Exception) -> ApiError:
             return ApiError(error.status, wrong, "unknown_url")
         case web.HTTPException():  # a body that is too large
             return ApiError(error.status, error.reason)
-        case TimeoutError():
-            return ApiError(408, f"no request within {READ_SECONDS:g} s")
         case ProtocolError():
             pass  # the agent did not repeat itself: its episode starts again, and the coordinator says so
         case _:

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from asyncrl.conversation.requests import Refusal
 from asyncrl.errors import ConfigError, EngineError
@@ -53,6 +54,8 @@ async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None
         (ConfigError("the chat template refuses the roles"), 400, None),
         (EngineError("broke"), 500, None),
         (ZeroDivisionError(), 500, None),
+        (ConnectionRefusedError("no engine"), 500, None),
+        (TimeoutError("no engine"), 500, None),
     ],
     ids=str,
 )
@@ -245,7 +248,10 @@ async def test_a_client_that_leaves_takes_its_request_along(gateway: Gateway, sl
     assert host.ended
 
 
-def reset(*_: Any) -> dict[str, Any]:
+def reset(response: web.StreamResponse, body: bytes) -> None:
+    """As where the client closes the connection while the answer is written."""
+    assert response._req is not None and response._req.transport is not None
+    response._req.transport.abort()
     raise ConnectionResetError
 
 
