@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Message
 
 CACHED = 16_384  # characters of the longest messages whose tokens are cached
-MORE = "asyncrl-goes-on"  # stands where the model's turn goes on
+CONTINUATION_MARK = "asyncrl-goes-on"  # stands where the model's turn goes on
 SHOWN = 60  # characters of a text that an error quotes
 
 
@@ -118,7 +118,7 @@ class Chat:
         at their end included. ConfigError where the template writes the message otherwise than as a turn of
         the model after its opening, or not all of it."""
         history = self._safe_replies(history)
-        if _goes_on(history):
+        if prefill_of(history):
             opened = self._unfinished(history, tools)
             together = replace(message, content=history[-1].content + message.content)
             whole = self._render((*history[:-1], together), tools, opening=False)
@@ -220,7 +220,7 @@ class Chat:
 
     def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
         messages = self._safe_replies(messages)
-        if _goes_on(messages):
+        if prefill_of(messages):
             return self._encode(self._unfinished(messages, tools))
         return self._encode(self._render(messages, tools))
 
@@ -228,8 +228,8 @@ class Chat:
         """The text of a conversation up to the last word of its last message, as `continue_final_message` of
         transformers."""
         *history, last = messages
-        marked = replace(last, content=last.content + MORE)
-        text, mark, _ = self._render((*history, marked), tools, opening=False).rpartition(MORE)
+        marked = replace(last, content=last.content + CONTINUATION_MARK)
+        text, mark, _ = self._render((*history, marked), tools, opening=False).rpartition(CONTINUATION_MARK)
         if not mark or last.content.strip() not in text:
             raise ConfigError(
                 f"the chat template does not write {last.content[:SHOWN]!r}, with which the turn begins"
@@ -242,12 +242,13 @@ class Chat:
         return self._encode(self._probe.end(messages).token + rest)
 
 
-def _goes_on(messages: Sequence[Message]) -> bool:
-    """True for messages that end with words of the model, with which its next turn begins."""
+def prefill_of(messages: Sequence[Message]) -> str:
+    """Return the words of the model that end a conversation, with which its next turn begins; '' if that turn
+    begins anew: after another role, tool calls, or a message without text."""
     last = messages[-1] if messages else None
-    return (
-        last is not None and last.role == "assistant" and not last.tool_calls and bool(last.content.strip())
-    )
+    if last is None or last.role != "assistant" or last.tool_calls or not last.content.strip():
+        return ""
+    return last.content
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
+from asyncrl.conversation.chat import prefill_of
 from asyncrl.conversation.commands import (
     CallTools,
     Command,
@@ -46,7 +47,8 @@ from asyncrl.conversation.commands import (
     TurnGenerated,
 )
 from asyncrl.conversation.parsers import Parsed
-from asyncrl.conversation.turns import make_turn, problem, read_turn, scored, turn_message
+from asyncrl.conversation.parsers.base import think_tags
+from asyncrl.conversation.turns import make_turn, problem, read_turn, scored, split_thought, turn_message
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
     EpisodeEnd,
@@ -195,7 +197,8 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
     if not before:
         turn = replace(turn, taught=taught(rules, episode, asked))
     rows = (*episode.rows[: asked.row], asked.ids + generation.ids)
-    parsed = read_turn(rules, turn, episode.opened.tools)
+    prefill = "" if episode.turns else prefill_of((*episode.sample.prompt, *episode.opened.messages))
+    parsed = read_turn(rules, turn, episode.opened.tools, prefill=prefill)
     episode = replace(episode, rows=rows, turns=(*episode.turns, turn), read=(*episode.read, parsed))
     to_environment = _for_environment(rules, episode, parsed)
     if (end := _end(rules, episode, parsed, to_environment)) is not None:
@@ -331,12 +334,21 @@ def _shown(rules: Rules, episode: Episode) -> tuple[Message, ...]:
     message is one message with that."""
     messages = conversation(rules, episode)
     first = len(episode.sample.prompt) + len(episode.opened.messages)
-    if not episode.turns or messages[first - 1].role != "assistant":
+    prefill = prefill_of(messages[:first])
+    if not episode.turns or not prefill:
         return messages
+
+    begun = messages[first - 1]
+    turn = messages[first]
     written = rules.chat.decode(episode.turns[0].ids)
     space = written[: len(written) - len(written.lstrip())]
-    turn = messages[first]
-    turn = replace(turn, content=messages[first - 1].content + space + turn.content)
+    text, thought = split_thought(rules, prefill)
+    if thought and not episode.read[0].errors:
+        thought = thought.removeprefix(think_tags(rules.parse).open).lstrip()
+        turn = replace(turn, content=text + turn.content, reasoning=thought + space + turn.reasoning)
+    else:
+        content = prefill + space + turn.content.lstrip()
+        turn = replace(turn, content=content, reasoning=turn.reasoning or begun.reasoning)
     return (*messages[: first - 1], turn, *messages[first + 1 :])
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.parsers import Parsed, parse_turn
+from asyncrl.conversation.parsers.base import think_tags
 from asyncrl.conversation.watch import before
 from asyncrl.types import (
     EpisodeEnd,
@@ -65,11 +66,26 @@ def opening(rules: Rules, context: tuple[int, ...]) -> str:
     return rules.chat.decode(context[-OPENING:])
 
 
-def read_turn(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequence[str] = ()) -> Parsed:
+def split_thought(rules: Rules, prefill: str) -> tuple[str, str]:
+    """Split words of the model that its turn goes on with into the text before a thought that they leave
+    open, and that thought with its tag. The second part is '' if they leave none open."""
+    think = think_tags(rules.parse)
+    start = prefill.rfind(think.open)
+    if start <= prefill.rfind(think.close):
+        return prefill, ""
+    return prefill[:start], prefill[start:]
+
+
+def read_turn(
+    rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequence[str] = (), prefill: str = ""
+) -> Parsed:
     """The turn's content, calls and reasoning, up to the first of the texts `stops`. Without `tools`
-    (schemas) nothing is a call."""
+    (schemas) nothing is a call. `prefill`: the model's words in the prompt that the turn goes on with."""
     text = before(rules.chat.decode(turn.ids), stops)
-    parsed = parse_turn(rules.parse, text, tools, opening(rules, turn.context))
+    prompt = opening(rules, turn.context)
+    if split_thought(rules, prefill)[1]:
+        prompt = think_tags(rules.parse).open
+    parsed = parse_turn(rules.parse, text, tools, prompt)
     return replace(parsed, content=rules.chat.content(parsed.content))
 
 

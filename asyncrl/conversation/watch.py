@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import parse_turn
-from asyncrl.conversation.parsers.base import THINK, CallFormat
+from asyncrl.conversation.parsers.base import CallFormat, think_tags
 from asyncrl.errors import users_code
 
 OnText = Callable[[str, str], None]
@@ -73,8 +73,7 @@ class TurnWatch:
         self._parsed, self._reasoning, self._content = 0, "", ""
         parser = rules.parse
         self._own = isinstance(parser, CallFormat) and not tools  # then its text has no marks but of thoughts
-        think = parser.think if isinstance(parser, CallFormat) else THINK
-        self._held_back = (*stops, *think)
+        self._held_back = (*stops, *think_tags(parser))
 
     def __call__(self, ids: Sequence[int]) -> bool:
         if len(ids) <= self._count:  # the ids since then were lost

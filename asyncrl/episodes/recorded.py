@@ -21,6 +21,7 @@ from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.payloads import decode_reply, decode_turn
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.config import RunConfig
+from asyncrl.conversation.chat import prefill_of
 from asyncrl.conversation.commands import Done, Opened
 from asyncrl.conversation.episode import Episode, begin, conversation
 from asyncrl.conversation.turns import read_turn, scored, trained
@@ -128,7 +129,8 @@ def reward_input(
         shown = tuple(turn for turn in turns if turn.row == turns[-1].row)
     else:
         schemas = parts.toolbox.schemas(sample)
-    read = tuple(read_turn(rules, turn, schemas) for turn in shown)
+    prefill = "" if rules.config.agent else prefill_of(sample.prompt)
+    read = tuple(read_turn(rules, turn, schemas, prefill="" if turn.index else prefill) for turn in shown)
     episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown, read=read)
     return RewardInput(
         sample=sample,

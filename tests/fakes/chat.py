@@ -73,7 +73,8 @@ class FakeChat:
 
 def _written(message: Message) -> str:
     calls = "".join(call(made.name, made.arguments) for made in message.tool_calls)
-    return f"[{message.content}]" if message.role == "tool" else message.content + calls
+    thought = f"({message.reasoning})" if message.reasoning else ""
+    return f"[{message.content}]" if message.role == "tool" else thought + message.content + calls
 
 
 def rules(

@@ -119,7 +119,7 @@ def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = 
     one, a closing tag in the turn is content, unless the turn begins with it. A thought is never content: if
     a parser that is no CallFormat found one beside a call in such text, the content is without the call's
     text."""
-    think = parser.think if isinstance(parser, CallFormat) else THINK
+    think = think_tags(parser)
     prompt, thinks = prompt.rstrip(), text.lstrip().startswith(think.open)
     if prompt.endswith(think.open) and not thinks:
         text = think.open + text
@@ -133,6 +133,11 @@ def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = 
     if not tools and (parsed.calls or parsed.errors):
         return Parsed(parsed.content if parsed.reasoning else text, reasoning=parsed.reasoning)
     return parsed
+
+
+def think_tags(parser: Parser) -> Tags:
+    """Return the tags around the thoughts of the models that a parser reads."""
+    return parser.think if isinstance(parser, CallFormat) else THINK
 
 
 def split_reasoning(text: str, think: Tags) -> tuple[str, str]:

@@ -33,6 +33,7 @@ from asyncrl.types import (
     Observation,
     RewardResult,
     StopReason,
+    ToolCall,
     ToolReply,
     VersionSpan,
 )
@@ -377,11 +378,53 @@ def test_a_teacher_s_prompt_begins_each_row_otherwise() -> None:
     assert advance(rules(), plain, TurnGenerated(generation("4"))).turns[0].taught == ()
 
 
-def test_a_row_that_begins_anew_shows_the_first_turn_with_the_words_that_it_goes_on_with() -> None:
-    made = rules(chat=FakeChat(rewrites=("user",)), environment=True, history="fork", max_rows=2)
-    begun = msgspec.structs.replace(sample(), prompt=(Message("user", "?"), Message("assistant", "It is")))
-    episode = advance(made, begin(begun), OPENED)
-    episode = advance(made, episode, TurnGenerated(generation(" 41")))
-    episode = advance(made, episode, Observed(Observation((Message("user", "no"),))))
+@pytest.mark.parametrize(
+    ("last", "turn", "prompt"),
+    [
+        (Message("assistant", "It is"), " 41", "?It is 41no"),
+        (Message("assistant", "It is", (ToolCall("f", "{}"),)), " 41", f"?It is{call('f')}41no"),
+        (Message("assistant", " "), " 41", "? 41no"),
+        (Message("assistant", "It is"), f" 41 {BAD}", f"?It is 41 {BAD}[error: "),
+        (Message("assistant", "<think>\nLet me"), " see.</think>41", "?(Let me see.)41no"),
+        (
+            Message("assistant", "<think>\nLet me"),
+            f" see.</think>{BAD}",
+            f"?<think>\nLet me see.</think>{BAD}[error",
+        ),
+        (Message("assistant", "It is", reasoning="Hm."), " 41", "?(Hm.)It is 41no"),
+        (Message("user", "<think>"), " 41", "?<think>41no"),
+    ],
+)
+def test_a_row_that_begins_anew_shows_the_first_turn_with_the_words_that_it_goes_on_with(
+    last: Message, turn: str, prompt: str
+) -> None:
+    made = rules(chat=FakeChat(rewrites=("user", "tool")), environment=True, history="fork", max_rows=2)
+    opened = Opened(OPENED.tools, messages=(Message("user", "?"), last))
+    given = msgspec.structs.replace(sample(), prompt=())
+    episode = advance(made, begin(given), opened)
+    episode = advance(made, episode, TurnGenerated(generation(turn)))
+    if isinstance(episode.command, Step):
+        episode = advance(made, episode, Observed(Observation((Message("user", "no"),))))
     assert isinstance(episode.command, Generate) and episode.command.row == 1
-    assert made.chat.decode(episode.command.ids[:-1]) == "?It is 41no"
+    assert made.chat.decode(episode.command.ids[:-1]).startswith(prompt)
+    assert resume(made, given, opened, episode.turns) == episode
+
+
+@pytest.mark.parametrize(
+    ("begun", "turn", "content", "reasoning"),
+    [
+        ("<think>\nLet me", " see", "", "see"),
+        ("<think>\nLet me", " see.</think>41", "41", "see."),
+        ("<think>", "see.</think>41", "41", "see."),
+        ("<think>a</think>It", " is 41", "is 41", ""),
+        ("Sure", " <think>a</think>41", "41", "a"),
+    ],
+)
+def test_a_thought_that_the_prompt_leaves_open_is_no_content(
+    begun: str, turn: str, content: str, reasoning: str
+) -> None:
+    given = msgspec.structs.replace(sample(), prompt=(Message("user", "?"), Message("assistant", begun)))
+    cut = generation(turn, stop=StopReason.LENGTH)
+    episode = advance(rules(), advance(rules(), begin(given), OPENED), TurnGenerated(cut))
+    assert (episode.read[0].content, episode.read[0].reasoning) == (content, reasoning)
+    assert episode.command == Score(content, EpisodeEnd.LENGTH)
