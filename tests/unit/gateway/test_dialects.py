@@ -173,6 +173,15 @@ def test_what_cannot_be_is_told(dialect: str, name: str) -> None:
     assert caught.value.kind == "invalid_request_error"
 
 
+@every_dialect
+def test_a_text_that_the_model_began_is_refused(dialect: Dialect) -> None:
+    """No API of the gateway continues one, as a prompt of the data is."""
+    data = json.dumps(dialect.body([USER, Message("assistant", "It is")])).encode()
+    with pytest.raises(ApiError, match="a text that it began is not continued") as caught:
+        dialect.read(data)
+    assert caught.value.status == 400
+
+
 def test_a_thread_is_refused_so_that_anthropics_clients_send_all_messages() -> None:
     """Their tool runners send new messages only, until they read this code."""
     body = MESSAGES.body([USER]) | {"thread": {"type": "create"}}
