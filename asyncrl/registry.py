@@ -21,14 +21,22 @@ import msgspec
 from asyncrl.errors import ConfigError, describe, one_line, users_code
 
 T = TypeVar("T")
-# Packages that asyncrl imports, and some that these import.
-NEEDED = frozenset({
-    *("accelerate", "aiohttp", "antlr4", "anyio", "attr", "bm25s", "click", "datasets", "dill", "filelock"),
-    *("fsspec", "gymnasium", "httpx", "httpx2", "huggingface_hub", "hydra", "idna", "jinja2", "jsonschema"),
-    *("jsonschema_specifications", "math_verify", "mcp", "msgspec", "multidict", "networkx", "numpy"),
-    *("omegaconf", "packaging", "pandas", "psutil", "pyarrow", "ray", "reasoning_gym", "referencing"),
-    *("regex", "requests", "rich", "safetensors", "six", "sympy", "tokenizers", "torch", "tqdm"),
-    *("transformers", "typer", "verifiers", "xxhash", "yaml", "yarl", "zmq", "zstandard"),
+# Packages that asyncrl imports, and those that these import.
+IMPORTED_PACKAGES = frozenset({
+    *("accelerate", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated_types", "anthropic", "antlr4"),
+    *("anyio", "attr", "attrs", "bm25s", "certifi", "cffi", "charset_normalizer", "click", "cloudpickle"),
+    *("colorama", "cryptography", "datasets", "dateutil", "dill", "distro", "docstring_parser", "filelock"),
+    *("frozenlist", "fsspec", "google", "grpc", "gymnasium", "h11", "httpcore", "httpcore2", "httpx"),
+    *("httpx2", "huggingface_hub", "hydra", "idna", "importlib_metadata", "jinja2", "jiter", "jsonschema"),
+    *("jsonschema_specifications", "latex2sympy2_extended", "markupsafe", "math_verify", "mcp"),
+    *("mcp_types", "mpmath", "msgpack", "msgspec", "multidict", "multiprocess", "networkx", "numpy"),
+    *("omegaconf", "openai", "opentelemetry", "packaging", "pandas", "PIL", "propcache", "psutil"),
+    *("pyarrow", "pydantic", "pydantic_core", "pydantic_settings", "pygments", "python_multipart", "pytz"),
+    *("ray", "reasoning_gym", "referencing", "regex", "requests", "rich", "rpds", "safetensors", "scipy"),
+    *("setuptools", "sglang", "six", "sniffio", "sse_starlette", "starlette", "swanlab", "sympy"),
+    *("tenacity", "tensorboard", "tokenizers", "torch", "torchgen", "tqdm", "transformers", "triton"),
+    *("truststore", "typer", "typing_extensions", "typing_inspection", "urllib3", "uvicorn", "verifiers"),
+    *("wandb", "wcwidth", "websockets", "xxhash", "yaml", "yarl", "zipp", "zmq", "zstandard"),
 })  # fmt: skip
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -274,20 +282,20 @@ def search_working_directory() -> None:
     """Let modules of users be imported from the working directory. It comes behind the standard library,
     whose modules no file there may hide from others, and before installed packages. ConfigError for a file
     that hides one that asyncrl imports."""
-    here = os.getcwd()
-    paths = [path for path in sys.path if path not in ("", here)]
-    for name in sorted(NEEDED):
+    directory = os.getcwd()
+    paths = [path for path in sys.path if os.path.realpath(path) != directory]
+    for name in sorted(IMPORTED_PACKAGES):
         file = next((file for file in (f"{name}.py", f"{name}/__init__.py") if os.path.isfile(file)), "")
         installed = PathFinder.find_spec(name, paths) if file else None
-        if installed and not str(installed.origin).startswith(f"{here}/"):
+        if installed and os.path.realpath(str(installed.origin)) != os.path.realpath(file):
             raise ConfigError(
-                f"{here}/{file}: hides the installed package {name}, which asyncrl imports; rename it, or "
-                "work in another directory"
+                f"{directory}/{file}: hides the installed package {name}, which asyncrl imports; rename it, "
+                "or work in another directory"
             )
 
     library = os.path.dirname(os.__file__)
-    standard = [at for at, path in enumerate(paths) if path in (library, f"{library}/lib-dynload")]
-    paths.insert(max(standard, default=-1) + 1, here)
+    standard = [index for index, path in enumerate(paths) if path in (library, f"{library}/lib-dynload")]
+    paths.insert(max(standard, default=-1) + 1, directory)
     sys.path[:] = paths
 
 
@@ -309,7 +317,10 @@ def load_object(spec: str, kind: str) -> Any:
 
 
 def _hidden(source: str) -> str:
-    """Say that a module of the working directory has the name of one of the standard library; else ''."""
+    """Say that a module of the working directory has the name of one of the standard library; '' if it has
+    not, and for a file, which is loaded by its path."""
+    if source.endswith(".py"):
+        return ""
     top = source.partition(".")[0]
     if top not in sys.stdlib_module_names or not (os.path.isfile(f"{top}.py") or os.path.isdir(top)):
         return ""

@@ -17,7 +17,7 @@ import asyncrl
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import RolePlace
 from asyncrl.launch.process import LocalSpawner, ProcessSpec
-from asyncrl.registry import NEEDED, Registry, bind, load_object, search_working_directory
+from asyncrl.registry import IMPORTED_PACKAGES, Registry, bind, load_object, search_working_directory
 from asyncrl.wire.sockets import Endpoints
 
 LAZY: Registry[object] = Registry("lazy gadget", modules={"saw": "slow_saw"})
@@ -77,12 +77,36 @@ def test_a_file_of_the_working_directory_hides_no_module_of_python(work: Path) -
     del sys.modules["mine_of_a_user"]
     with pytest.raises(ConfigError, match=r"token has no 'score'; .* hides yours: write token.py:NAME"):
         load_object("token:score", "gadget")
+    (work / "token.py").write_text("score = 1\n")
+    with pytest.raises(ConfigError, match=r"token.py has no 'scoer'; did you mean score\?$"):
+        load_object("token.py:scoer", "gadget")
 
 
-def test_a_file_that_hides_a_needed_package_is_named(work: Path) -> None:
-    (work / "yaml.py").write_text("")
-    with pytest.raises(ConfigError, match=rf"^{work}/yaml.py: hides the installed package yaml"):
+@pytest.mark.parametrize("name", ["yaml", "pydantic", "urllib3", "typing_extensions"])
+@pytest.mark.parametrize("environment", ["elsewhere", ".venv/lib/site-packages"])
+def test_a_file_that_hides_a_needed_package_is_named(
+    work: Path, monkeypatch: pytest.MonkeyPatch, name: str, environment: str
+) -> None:
+    if environment != "elsewhere":
+        installed = work / environment / name
+        installed.mkdir(parents=True)
+        (installed / "__init__.py").write_text("")
+        monkeypatch.setattr(sys, "path", [str(work / environment)])
+    (work / f"{name}.py").write_text("")
+    with pytest.raises(ConfigError, match=rf"^{work}/{name}.py: hides the installed package {name}"):
         search_working_directory()
+
+
+def test_a_package_in_the_working_directory_hides_none(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory may be a checkout of that package, or be searched under another name."""
+    (work / "yaml.py").write_text("")
+    links = work / "build"
+    links.mkdir()
+    (links / "yaml.py").symlink_to(work / "yaml.py")
+    (work / "same").symlink_to(work)
+    monkeypatch.setattr(sys, "path", [str(work / "same"), str(links)])
+    search_working_directory()
+    assert sys.path == [str(work), str(links)]
 
 
 def test_all_packages_that_are_imported_are_known_to_be_needed() -> None:
@@ -90,7 +114,7 @@ def test_all_packages_that_are_imported_are_known_to_be_needed() -> None:
     for path in (Path(asyncrl.__file__).parent).rglob("*.py"):
         lines = re.findall(r"^ *(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
         imported |= {name for name in lines if importlib.util.find_spec(name)}
-    assert imported - sys.stdlib_module_names - {"asyncrl"} <= NEEDED
+    assert imported - sys.stdlib_module_names - {"asyncrl"} <= IMPORTED_PACKAGES
 
 
 def test_a_role_starts_beside_files_with_names_of_pythons_modules(work: Path) -> None:
