@@ -6,14 +6,13 @@ The launcher's checks, a worker and the commands over recorded episodes use them
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import Chat
@@ -179,9 +178,12 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], ro
         raise ConfigError(f"model.path: the token {min(chat.stop_ids)} should end a turn, but {advice}")
 
     needs_text = chat.splits_at(beyond)
+    # Arguments of calls and extra_info are JSON text, where some characters are escaped.
+    escaped = [json.dumps(token, ensure_ascii=ascii)[1:-1] for token in beyond for ascii in (True, False)]
+    spellings = {*beyond, *escaped}
     for sample in samples:
-        text = msgspec.json.encode((sample.prompt, sample.extra_info)).decode()
-        written_by_text = any(token in text for token in beyond) or not needs_text
+        text = _written_text(sample)
+        written_by_text = any(spelling in text for spelling in spellings) or not needs_text
         if sample is not samples[0] and not written_by_text:
             continue
         highest = max(_rendered_ids(parts, sample), default=0)
@@ -191,6 +193,15 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], ro
                 f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest}), but {advice}, "
                 "or remove the token from the prompt or the chat template"
             )
+
+
+def _written_text(sample: Sample) -> str:
+    """Return all text of a sample that its prompt can contain."""
+    texts = [sample.extra_info]
+    for message in sample.prompt:
+        texts += [message.content, message.reasoning, message.name, message.tool_call_id]
+        texts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
+    return "\n".join(texts)
 
 
 def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:

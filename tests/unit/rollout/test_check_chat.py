@@ -11,12 +11,12 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.conversation.templates import read_template
-from asyncrl.episodes.parts import EpisodeParts, check_chat, shown_calls
+from asyncrl.episodes.parts import EpisodeParts, check_chat, check_token_ids, shown_calls
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import Inputs, RunData
 from asyncrl.launch.preflight import check_settings
 from asyncrl.tools import tool
-from asyncrl.types import Message, Sample
+from asyncrl.types import Message, Sample, ToolCall
 from tests.fakes.chatml import TEMPLATE as CHATML
 from tests.fakes.families import tokenizer_of
 
@@ -153,3 +153,31 @@ def test_a_call_of_one_tool_does_not_show_the_others(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, "calculator", f"{__name__}:pick")
     assert shown_calls(parts, (*FIRST, call)) == {"calculator"}
     assert not shown_calls(parts, (Message("user", call.content),))  # nobody's turn but the model's
+
+
+TOKEN_TEXTS: dict[str, tuple[Message, ...]] = {
+    '<say "x">': (Message("user", 'a <say "x"> b'),),
+    "<tab\there>": (Message("user", "a <tab\there> b"),),
+    "<back\\slash>": (Message("user", "a <back\\slash> b"),),
+    "<größe>": (Message("user", "a <größe> b"),),
+    "<argument>": (
+        Message("user", "?"),
+        Message("assistant", "", (ToolCall("f", '{"a": "<argument>"}', "c"),)),
+        Message("user", "?"),
+    ),
+}
+
+
+@pytest.mark.parametrize("token", TOKEN_TEXTS)
+def test_a_token_that_the_embedding_lacks_is_found_as_the_prompt_writes_it(
+    token: str, tmp_path: Path
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    rows = len(tokenizer)
+    tokenizer.add_tokens([token])
+    parts = parts_of(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    samples = [Sample(0, "test", FIRST, "1"), Sample(1, "test", TOKEN_TEXTS[token], "1")]
+    check_token_ids(parts, "data.train", samples, rows + 1)
+    with pytest.raises(ConfigError, match=r"data\.train, sample 1: its prompt has the token"):
+        check_token_ids(parts, "data.train", samples, rows)
