@@ -282,20 +282,20 @@ def search_working_directory() -> None:
     """Let modules of users be imported from the working directory. It comes behind the standard library,
     whose modules no file there may hide from others, and before installed packages. ConfigError for a file
     that hides one that asyncrl imports."""
-    directory = os.getcwd()
-    paths = [path for path in sys.path if os.path.realpath(path) != directory]
+    working_directory = os.getcwd()
+    paths = [path for path in sys.path if os.path.realpath(path) != working_directory]
     for name in sorted(IMPORTED_PACKAGES):
         file = next((file for file in (f"{name}.py", f"{name}/__init__.py") if os.path.isfile(file)), "")
         installed = PathFinder.find_spec(name, paths) if file else None
         if installed and os.path.realpath(str(installed.origin)) != os.path.realpath(file):
             raise ConfigError(
-                f"{directory}/{file}: hides the installed package {name}, which asyncrl imports; rename it, "
+                f"{working_directory}/{file}: hides the installed package {name}, which asyncrl imports; rename it, "
                 "or work in another directory"
             )
 
     library = os.path.dirname(os.__file__)
     standard = [index for index, path in enumerate(paths) if path in (library, f"{library}/lib-dynload")]
-    paths.insert(max(standard, default=-1) + 1, directory)
+    paths.insert(max(standard, default=-1) + 1, working_directory)
     sys.path[:] = paths
 
 
