@@ -289,8 +289,8 @@ def search_working_directory() -> None:
         installed = PathFinder.find_spec(name, paths) if file else None
         if installed and os.path.realpath(str(installed.origin)) != os.path.realpath(file):
             raise ConfigError(
-                f"{working_directory}/{file}: hides the installed package {name}, which asyncrl imports; rename it, "
-                "or work in another directory"
+                f"{working_directory}/{file}: hides the installed package {name}, which asyncrl imports; "
+                "rename it, or work in another directory"
             )
 
     library = os.path.dirname(os.__file__)
