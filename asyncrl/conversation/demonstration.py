@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from asyncrl.config import RolloutConfig
+from asyncrl.conversation.chat import prefill_of
 from asyncrl.conversation.commands import Fail, Rules
 from asyncrl.conversation.turns import read_turn, rows_of
 from asyncrl.errors import ConfigError
@@ -29,7 +30,7 @@ def demonstrated(
     """
     turns: list[Turn] = []
     said: tuple[Message, ...] = ()
-    answered, row = 0, -1  # messages before the newest turn, itself included; its row
+    answered, row = 0, -1  # messages up to the newest turn, itself included; its row
     try:
         for place, message in enumerate(sample.prompt):
             if message.role == "assistant" and place >= (sample.given or 0):
@@ -39,12 +40,15 @@ def demonstrated(
                     context = rules.chat.prompt_ids(said, tools)
                 at = Turn(len(turns), context, (), (), (), StopReason.STOP, row=row)
                 turns.append(_turn(rules, at, said, message, tools, version))
-                answered = place + 1
+                if prefill := prefill_of(said):  # one message with the one that it continues
+                    message = replace(message, content=prefill + message.content)
+                    said = said[:-1]
+                answered = len(said) + 1
             elif message.role == "tool":
                 message = replace(message, content=rules.shorten(message.content))
             said += (message,)
     except ConfigError as error:
-        return Fail(FailReason.MISALIGNED, f"message {len(said)}: {error}")
+        return Fail(FailReason.MISALIGNED, f"message {place}: {error}")
     return tuple(turns)
 
 

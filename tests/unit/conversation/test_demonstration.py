@@ -83,6 +83,17 @@ def test_a_template_that_rewrites_earlier_turns_begins_new_rows() -> None:
     assert found is not None and "2 rows" in found.detail
 
 
+def test_a_row_that_begins_anew_joins_a_continued_message_with_its_turn() -> None:
+    begun = Message("assistant", "It is")
+    made = rules("qwen3", history="fork")
+    talk = (ASK, begun, Message("assistant", " so."), Message("user", "Why?"), ANSWER)
+    turns = demonstrated(made, sample(*talk, given=2), ())
+    assert not isinstance(turns, Fail) and [turn.row for turn in turns] == [0, 1]
+    assert made.chat.decode(turns[0].ids) == " so."
+    last_row = made.chat.decode(rows_of(turns)[1])
+    assert "It is so." in last_row and last_row.count("assistant\n") == 2
+
+
 @pytest.mark.parametrize(
     ("messages", "tools", "why"),
     [
