@@ -17,9 +17,10 @@ import msgspec
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
 LOG_BYTES, LOG_END = 64 << 20, 1 << 20  # a log may have so many bytes; of a longer one both ends are kept
-VALIDATION = b'"val-'  # in a row
-LINE_BYTES = 4 << 20  # that a line of JSON has at most
-TAIL_BYTES, MOST_LINES = 64 << 10, 2000  # of a log that are read from its end
+VALIDATION = b'"val-'  # begins a key in rows of validations
+LINE_BYTES = 4 << 20  # longest line of JSON, in bytes
+TAIL_BYTES = 64 << 10  # most bytes read from the end of a log
+MOST_LINES = 2000  # most lines read from there
 
 # What a log is made of: events (launch/role.py), tracebacks, those of a group indented by a margin, and the
 # last words of the interpreter and of C++.
