@@ -173,7 +173,7 @@ class Command:
         runs = list[asyncio.Future[Any]]()
         try:
             async with self._starts:
-                both = self._run(sample, endpoint, task, stop), endpoint.asked()
+                both = self._run(sample, endpoint, task, stop), endpoint.wait_for_first_request()
                 running, asked = runs = [*map(asyncio.ensure_future, both)]
                 await asyncio.wait(runs, timeout=self._setup_seconds, return_when=asyncio.FIRST_COMPLETED)
             if not (running.done() or asked.done()):

@@ -29,7 +29,8 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, one_line
-from asyncrl.gateway import completions, exchange, messages, responses, text_completions
+from asyncrl.gateway import completions, messages, responses, text_completions
+from asyncrl.gateway import exchange as exchanges
 from asyncrl.gateway.connections import Connections
 from asyncrl.gateway.exchange import AgentReply, ApiDialect, ApiError, Event, Exchange, Listener, written
 
@@ -62,7 +63,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     base_url: str
     api_key: str
-    model: str = exchange.MODEL
+    model: str = exchanges.MODEL
     max_tokens: int = 0
     seconds: float = math.inf
 
@@ -85,12 +86,13 @@ class Endpoint(msgspec.Struct, frozen=True):
         served = asyncio.run_coroutine_threadsafe(gateway.listen(self.api_key, listener), gateway.loop)
         return replace(self, base_url=await asyncio.wrap_future(served))
 
-    async def asked(self) -> None:
+    async def wait_for_first_request(self) -> None:
         """Wait for the agent's first request for a turn, in any event loop; for ever, where no gateway of
         this process runs the episode."""
         gateway = _gateways.get(self.api_key)
-        asked = gateway.admitted[self.api_key].asked if gateway is not None else Future[None]()
-        await asyncio.shield(asyncio.wrap_future(asked))
+        admitted = gateway.admitted[self.api_key] if gateway is not None else None
+        first_request = Future[None]() if admitted is None else admitted.first_request
+        await asyncio.shield(asyncio.wrap_future(first_request))
 
 
 _gateways: dict[str, Gateway] = {}  # by the keys of episodes that run in this process
@@ -144,7 +146,7 @@ class _Admitted:
 
     host: Host
     clock: Callable[[], float]
-    asked: Future[None] = field(default_factory=Future)  # done with the first request for a turn
+    first_request: Future[None] = field(default_factory=Future)  # done with the first request for a turn
     running: set[Answering] = field(default_factory=set)
     open: set[OpenRequest] = field(default_factory=set)
     unanswered: Counter[tuple[AgentRequest, int]] = field(default_factory=Counter)
@@ -172,15 +174,16 @@ class _Admitted:
 class _Events:
     """The events of a stream that are not sent yet. See `Listener`."""
 
-    def __init__(self, asked: Exchange) -> None:
-        self._asked, self._waiting = asked, list[Event]()
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._waiting: list[Event] = []
         self.changed = asyncio.Event()  # there are some, or the request is answered
 
     def begun(self, prompt_tokens: int) -> None:
-        self._add(self._asked.begin(prompt_tokens))
+        self._add(self._exchange.begin(prompt_tokens))
 
     def delta(self, index: int, reasoning: str, content: str) -> None:
-        self._add(self._asked.delta(index, reasoning, content))
+        self._add(self._exchange.delta(index, reasoning, content))
 
     def _add(self, events: Iterable[Event]) -> None:
         self._waiting += events
@@ -196,8 +199,9 @@ class _Events:
 
     def take(self) -> list[Event]:
         self.changed.clear()
-        taken, self._waiting = self._waiting, []
-        return taken
+        events = self._waiting
+        self._waiting = []
+        return events
 
 
 class Gateway:
@@ -212,7 +216,7 @@ class Gateway:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_post(COUNT, self._count)
-        app.router.add_route("HEAD", "/", _there)
+        app.router.add_route("HEAD", "/", _head)
         for path in DIALECTS:
             app.router.add_post(path, self._exchange)
         self._listener: asyncio.Server | None = None
@@ -227,10 +231,13 @@ class Gateway:
         self.loop, self._connections = asyncio.get_running_loop(), Connections(self._runner.server)
         where = f"rollout.agent_address is {self._address!r}"
         try:
-            found = (await self.loop.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM))[0][4][0]
-            if ip_address(found).is_unspecified:
+            (_, _, _, _, found_address), *_ = await self.loop.getaddrinfo(
+                self._address, 0, type=socket.SOCK_STREAM
+            )
+            host = str(found_address[0])
+            if ip_address(host).is_unspecified:
                 raise ConfigError(f"{where}, to which no agent can connect; give an address of this machine")
-            self._listener = await self.loop.create_server(self._connections.of(), str(found), 0)
+            self._listener = await self.loop.create_server(self._connections.of(), host, 0)
         except OSError as error:
             wrong = f"{where}: {error.strerror or error}; give an address of this machine, or the name of one"
             raise ConfigError(wrong) from error
@@ -262,57 +269,62 @@ class Gateway:
         admitted = self.admitted.get(key)
         if admitted is None:
             raise AsyncrlError("the episode of this endpoint is over")
-        own = socket.socket(fileno=listener.detach())  # nobody else can close it
-        server = await self.loop.create_server(self._connections.of(admitted), sock=own, start_serving=False)
+        episode_socket = socket.socket(fileno=listener.detach())  # nobody else can close it
+        server = await self.loop.create_server(
+            self._connections.of(admitted), sock=episode_socket, start_serving=False
+        )
         admitted.listeners.append(server)
         await server.start_serving()
-        return _url(own)
+        return _url(episode_socket)
 
     # -- requests ------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
-        return _json({"object": "list", "data": [exchange.model()]})
+        return _json({"object": "list", "data": [exchanges.model()]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
-        return _json(exchange.model(request.match_info["name"]))  # requests may have any name for it
+        return _json(exchanges.model(request.match_info["name"]))  # requests may have any name for it
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)
-        asked = messages.read(await _body(request, admitted))
-        return _json({"input_tokens": await admitted.host.count(asked.ask)})
+        exchange = messages.read(await _body(request, admitted))
+        return _json({"input_tokens": await admitted.host.count(exchange.ask)})
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         admitted, dialect = self._by_key(request), DIALECTS[request.path]  # before the body is read
-        if not admitted.asked.done():
-            admitted.asked.set_result(None)
-        asked = dialect.read(body := await _body(request, admitted))
-        if len(self._logged) < exchange.LOGGED:  # else an agent's inventions would keep the loop each time
-            unheeded = exchange.without_effect(body, asked.request) | asked.left_out
-            for name in sorted(unheeded.keys() - self._logged)[: exchange.LOGGED - len(self._logged)]:
+        if not admitted.first_request.done():
+            admitted.first_request.set_result(None)
+        body = await _body(request, admitted)
+        exchange = dialect.read(body)
+
+        if len(self._logged) < exchanges.LOGGED:  # else an agent's inventions would keep the loop each time
+            unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
+            for name in sorted(unheeded.keys() - self._logged)[: exchanges.LOGGED - len(self._logged)]:
                 self._logged.add(name)
                 log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
-        opened = OpenRequest(asked.ask, _attempt(request), request)
-        same_requests = [one for one in admitted.open if one.ask == asked.ask]
-        admitted.open.add(opened)
+
+        open_request = OpenRequest(exchange.ask, _attempt(request), request)
+        same_requests = [earlier for earlier in admitted.open if earlier.ask == exchange.ask]
+        admitted.open.add(open_request)
         task: Answering | None = None
 
         def finish(_: object) -> None:
-            admitted.open.discard(opened)
-            opened.finished.set()
+            admitted.open.discard(open_request)
+            open_request.finished.set()
 
         try:
-            await _end_earlier_tries(admitted, opened, same_requests)
+            await _end_earlier_tries(admitted, open_request, same_requests)
             self._by_key(request)  # the episode may be over
-            events = _Events(asked) if asked.request.stream else None
-            answering = admitted.host.answer(asked.ask, asked.count, events, opened.attempt)
+            events = _Events(exchange) if exchange.request.stream else None
+            answering = admitted.host.answer(exchange.ask, exchange.count, events, open_request.attempt)
             task = asyncio.ensure_future(answering)
             admitted.running.add(task)
             task.add_done_callback(admitted.running.discard)
-            return await self._answered(admitted, opened, dialect, asked, task, events)
+            return await self._answered(admitted, open_request, dialect, exchange, task, events)
         except BaseException:
-            admitted.note_unanswered(opened)
+            admitted.note_unanswered(open_request)
             raise
         finally:
             finish(task) if task is None else task.add_done_callback(finish)
@@ -320,25 +332,25 @@ class Gateway:
     async def _answered(
         self,
         admitted: _Admitted,
-        opened: OpenRequest,
+        open_request: OpenRequest,
         dialect: ApiDialect,
-        asked: Exchange,
+        exchange: Exchange,
         task: Answering,
         events: _Events | None,
     ) -> web.StreamResponse:
         """Send what the task gives. If the client leaves, the task is cancelled, or its turns are lost."""
-        request = opened.request
+        request = open_request.request
 
         def lose() -> None:
-            admitted.note_unanswered(opened)
+            admitted.note_unanswered(open_request)
             for reply in _replies_of(task):
                 admitted.host.lose(reply)
 
         try:
             if events is not None:
-                response = await self._stream(request, dialect, asked, task, events)
+                response = await self._stream(request, dialect, exchange, task, events)
             else:
-                response = await self._whole(request, asked, task)
+                response = await self._whole(request, exchange, task)
         except (
             asyncio.CancelledError,
             ConnectionError,
@@ -350,10 +362,10 @@ class Gateway:
         if _replies_of(task):
             self._connections.answered(request, lose)
         else:
-            admitted.note_unanswered(opened)  # the answer was an error
+            admitted.note_unanswered(open_request)  # the answer was an error
         return response
 
-    async def _whole(self, request: web.Request, asked: Exchange, task: Answering) -> web.StreamResponse:
+    async def _whole(self, request: web.Request, exchange: Exchange, task: Answering) -> web.StreamResponse:
         """Answer in one piece. If a turn is long, line breaks come first, which mean nothing in JSON: clients
         wait for a silent server for five or ten minutes, and an engine may sleep for longer."""
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -361,7 +373,7 @@ class Gateway:
             await response.prepare(request)
             await response.write(b"\n")
         try:
-            body = msgspec.json.encode(asked.whole(await _outcome(task)))
+            body = msgspec.json.encode(exchange.whole(await _outcome(task)))
         except Exception:
             if not response.prepared:
                 raise
@@ -374,31 +386,33 @@ class Gateway:
         return response
 
     async def _stream(
-        self, request: web.Request, dialect: ApiDialect, asked: Exchange, task: Answering, events: _Events
+        self, request: web.Request, dialect: ApiDialect, exchange: Exchange, task: Answering, events: _Events
     ) -> web.StreamResponse:
         """Stream events from the moment that the request has its place: its client need not fear that nobody
         is there. An error before that is an answer of its own, and an event later."""
         task.add_done_callback(lambda _: events.changed.set())
         await events.wait(None)
-        begun = events.take()
-        if not begun:
+        first_events = events.take()
+        if not first_events:
             await _outcome(task)  # refused
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        await response.write(written(begun))
+        await response.write(written(first_events))
         while not task.done():
             changed = await events.wait(BEAT_SECONDS)
-            await response.write(written(events.take() if changed else asked.ping()))
-        last = events.take()
+            await response.write(written(events.take() if changed else exchange.ping()))
+        last_events = events.take()
         try:
             replies = await _outcome(task)
         except Exception as error:
-            await response.write_eof(written([*last, ("error", dialect.error(_error(request, error)))]))
+            await response.write_eof(
+                written([*last_events, ("error", dialect.error(_error(request, error)))])
+            )
         else:
-            last += asked.end(replies)
-            await response.write_eof(written(last) + dialect.done)
+            last_events += exchange.end(replies)
+            await response.write_eof(written(last_events) + dialect.done)
         return response
 
     def _by_key(self, request: web.Request) -> _Admitted:
@@ -418,7 +432,7 @@ def _attempt(request: web.Request) -> int:
 
 
 async def _end_earlier_tries(
-    admitted: _Admitted, opened: OpenRequest, same_requests: Sequence[OpenRequest]
+    admitted: _Admitted, open_request: OpenRequest, same_requests: Sequence[OpenRequest]
 ) -> None:
     """Wait until the turns of equal requests whose clients have left are cancelled or kept: else this one
     would begin new turns beside them.
@@ -430,11 +444,11 @@ async def _end_earlier_tries(
         if earlier.abandoned:
             admitted.note_unanswered(earlier)
 
-    if opened.attempt > 0 and not admitted.take_unanswered(opened.ask, opened.attempt - 1):
+    if open_request.attempt > 0 and not admitted.take_unanswered(open_request.ask, open_request.attempt - 1):
         tries_before = [
             earlier
             for earlier in same_requests
-            if earlier.attempt == opened.attempt - 1 and not earlier.abandoned
+            if earlier.attempt == open_request.attempt - 1 and not earlier.abandoned
         ]
         if len(tries_before) == 1:
             tries_before[0].settled = True  # this is the try that follows
@@ -466,21 +480,21 @@ async def _outcome(task: Answering) -> Sequence[AgentReply]:
     if task.cancelled():
         raise ApiError(410, "the episode is over", "episode_over")
     try:
-        found = task.result()
+        outcome = task.result()
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
-    if isinstance(found, Refusal):
-        code = exchange.LIMITS.get(found.end, str(found.end))
-        raise ApiError(400, found.detail, code, refusal=found)
-    return found
+    if isinstance(outcome, Refusal):
+        code = exchanges.LIMITS.get(outcome.end, str(outcome.end))
+        raise ApiError(400, outcome.detail, code, refusal=outcome)
+    return outcome
 
 
 def _replies_of(task: Answering) -> Sequence[AgentReply]:
     """The answers, if the task has them."""
     if not task.done() or task.cancelled() or task.exception() is not None:
         return ()
-    found = task.result()
-    return () if isinstance(found, Refusal) else found
+    outcome = task.result()
+    return () if isinstance(outcome, Refusal) else outcome
 
 
 def _is_gone(request: web.Request) -> bool:
@@ -496,10 +510,10 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
     except Exception as error:
         if isinstance(error, ConnectionError) and _is_gone(request):
             return web.Response()  # to nobody; raised on, the error would be logged with its traceback
-        found = _error(request, error)
+        api_error = _error(request, error)
         dialect = DIALECTS.get(request.path.removesuffix("/count_tokens"), completions.DIALECT)
-        response = _json(dialect.error(found), found.status)
-        if found.status == 401:
+        response = _json(dialect.error(api_error), api_error.status)
+        if api_error.status == 401:
             response.force_close()
         return response
 
@@ -510,8 +524,8 @@ def _error(request: web.Request, error: Exception) -> ApiError:
         case ApiError():
             return error
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
-            there = ", ".join(f"POST {path}" for path in (*DIALECTS, COUNT))
-            wrong = f"there is no {request.method} {request.path}; there are {there}, GET /v1/models[/NAME]"
+            paths = ", ".join(f"POST {path}" for path in (*DIALECTS, COUNT))
+            wrong = f"there is no {request.method} {request.path}; there are {paths}, GET /v1/models[/NAME]"
             return ApiError(error.status, wrong, "unknown_url")
         case web.HTTPException():  # a body that is too large
             return ApiError(error.status, error.reason)
@@ -522,7 +536,7 @@ def _error(request: web.Request, error: Exception) -> ApiError:
     return ApiError(500, one_line(error), kind="server_error")
 
 
-async def _there(request: web.Request) -> web.StreamResponse:
+async def _head(request: web.Request) -> web.StreamResponse:
     """Answer clients that look if somebody is there, before they have a key."""
     return web.Response()
 

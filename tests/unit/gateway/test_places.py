@@ -289,11 +289,11 @@ async def test_a_programs_time_stands_while_the_episodes_does(monkeypatch: pytes
         await over.wait()
         return "whole"
 
-    async def asked(_: Endpoint) -> None: ...
+    async def wait_for_first_request(_: Endpoint) -> None: ...
 
     command = Command(line="true", seconds=0.001)
     monkeypatch.setattr(command, "_run", run)
-    monkeypatch.setattr(Endpoint, "asked", asked)
+    monkeypatch.setattr(Endpoint, "wait_for_first_request", wait_for_first_request)
     monkeypatch.setattr(Endpoint, "clock", clock)
     assert await command(SAMPLE, ENDPOINT) == "whole"
 
@@ -306,7 +306,7 @@ async def test_so_many_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, name: int) -> None:
             self.name, self.first, self.clock = name, asyncio.Event(), time.monotonic
 
-        async def asked(self) -> None:
+        async def wait_for_first_request(self) -> None:
             await self.first.wait()
 
     async def run(sample: Sample, endpoint: Asking, *_: object) -> int:
