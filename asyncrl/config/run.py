@@ -134,8 +134,8 @@ class ObserveConfig(Section, frozen=True):
     """Console and trackers."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
-    """Live view on a terminal, where `g` and `b` show the newest good and bad transcript; elsewhere a line
-    for each step."""
+    """Live view on a terminal, where in `asyncrl train` and `sft` the keys `g` and `b` show the newest good
+    and bad transcript; elsewhere a line for each step."""
     trackers: list[Tracker] = []
     """Trackers beside metrics.jsonl; wandb and swanlab need a login, or to be offline (`WANDB_MODE=offline`).
     The others, except tensorboard, run through accelerate: they get only numbers and the configuration."""
