@@ -31,16 +31,18 @@ def call(name: str, arguments: str = "{}") -> str:
 
 
 class FakeChat:
-    """`rewrites`: a message of these roles makes the template rewrite what was said before."""
+    """`rewrites`: a message of these roles makes the template rewrite what was said before. `thoughts`: the
+    template writes the reasoning of messages."""
 
     stop_ids = (END,)
     vocabulary = 1 << 20
 
-    def __init__(self, rewrites: tuple[str, ...] = ()) -> None:
+    def __init__(self, rewrites: tuple[str, ...] = (), thoughts: bool = False) -> None:
         self._rewrites = rewrites
+        self._thoughts = thoughts
 
     def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
-        return (*encode("".join(tools) + "".join(_written(message) for message in messages)), OPEN)
+        return (*encode("".join(tools) + "".join(self._written(message) for message in messages)), OPEN)
 
     def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
         if after not in self.stop_ids:  # the turn ended at a text: its end comes first
@@ -48,7 +50,7 @@ class FakeChat:
             return found and (END, *found)
         if any(message.role in self._rewrites for message in messages):
             return None
-        return (*encode("".join(_written(message) for message in messages)), OPEN)
+        return (*encode("".join(self._written(message) for message in messages)), OPEN)
 
     def fold(self, messages: tuple[Message, ...], beginning: bool) -> tuple[Message, ...]:
         return messages
@@ -56,7 +58,7 @@ class FakeChat:
     def turn_ids(
         self, history: tuple[Message, ...], message: Message, tools: tuple[str, ...] = ()
     ) -> tuple[int, ...]:
-        return (*encode(_written(message)), END)
+        return (*encode(self._written(message)), END)
 
     def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
         return encode(text)
@@ -70,11 +72,10 @@ class FakeChat:
     def shorten(self, text: str, limit: int, where: Cut) -> str:
         return text[:limit]
 
-
-def _written(message: Message) -> str:
-    calls = "".join(call(made.name, made.arguments) for made in message.tool_calls)
-    thought = f"({message.reasoning})" if message.reasoning else ""
-    return f"[{message.content}]" if message.role == "tool" else thought + message.content + calls
+    def _written(self, message: Message) -> str:
+        calls = "".join(call(made.name, made.arguments) for made in message.tool_calls)
+        thought = f"({message.reasoning})" if message.reasoning and self._thoughts else ""
+        return f"[{message.content}]" if message.role == "tool" else thought + message.content + calls
 
 
 def rules(

@@ -398,7 +398,9 @@ def test_a_teacher_s_prompt_begins_each_row_otherwise() -> None:
 def test_a_row_that_begins_anew_shows_the_first_turn_with_the_words_that_it_goes_on_with(
     last: Message, turn: str, prompt: str
 ) -> None:
-    made = rules(chat=FakeChat(rewrites=("user", "tool")), environment=True, history="fork", max_rows=2)
+    made = rules(
+        chat=FakeChat(rewrites=("user", "tool"), thoughts=True), environment=True, history="fork", max_rows=2
+    )
     opened = Opened(OPENED.tools, messages=(Message("user", "?"), last))
     given = msgspec.structs.replace(sample(), prompt=())
     episode = advance(made, begin(given), opened)
