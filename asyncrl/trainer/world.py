@@ -40,6 +40,7 @@ PART_BYTES = 64 << 20  # of it that travel at once
 TCP = "tcp://"  # a rendezvous that begins so is a host and a port; any other is the path of a file
 MEET_POLL = 0.05  # seconds between two looks for the other ranks
 DIAL_SECONDS = 2.0  # for rank 0's store to answer; it is dialled again until the ranks' limit to meet
+OWN_DIAL_SECONDS = 60.0  # for rank 0 to reach the store that it has just opened, on a busy machine, too
 
 
 @dataclass(frozen=True)
@@ -299,12 +300,14 @@ class _Meeting:
         if address is None:
             return FileStore(self._rendezvous, self._size)
         host, port = address
+        is_master = self._rank == 0
+        dial_seconds = OWN_DIAL_SECONDS if is_master else DIAL_SECONDS
         return TCPStore(
             host,
             port,
             self._size,
-            is_master=self._rank == 0,
-            timeout=timedelta(seconds=DIAL_SECONDS),
+            is_master=is_master,
+            timeout=timedelta(seconds=dial_seconds),
             wait_for_workers=False,
         )
 

@@ -96,10 +96,10 @@ def test_a_rendezvous_is_an_address_or_the_path_of_a_file(
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wait_for_other_ranks_has_a_name_and_a_limit(tmp_path: Path, kind: str, rank: int) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        rendezvous = f"tcp://127.0.0.1:{closed.getsockname()[1]}" if kind == "tcp" else f"{tmp_path}/%20"
-    with mock.patch.object(ranks, "DIAL_SECONDS", 0.05):
+    with socket.socket() as silent, mock.patch.object(ranks, "DIAL_SECONDS", 0.05):
+        silent.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else can
+        port = silent.getsockname()[1] if rank else 0  # 0: any that is free, for rank 0 to listen on
+        rendezvous = f"tcp://127.0.0.1:{port}" if kind == "tcp" else f"{tmp_path}/%20"
         waits = ranks._Meeting(rank, 3, rendezvous, limit=0.1).waits()
         # A rank that cannot reach rank 0's store knows of no other.
         missing = "0" if kind == "tcp" and rank else {0: "1, 2", 1: "0, 2"}[rank]
