@@ -14,6 +14,10 @@ from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Child, ChildError, Service
 
 KILL_SECONDS = 5.0  # that `close` waits for the end of the children
+MAX_REFUSALS = (
+    3  # of children that could not begin, where none ever could; then one is tried from time to time
+)
+RETRY_SECONDS = 30.0  # between those; calls in between are told the last refusal at once
 
 S = TypeVar("S")
 Q = TypeVar("Q")
@@ -25,7 +29,8 @@ class ProcessPool(Generic[S, Q, A]):
     errors call a child, `largest` how many bytes it may answer at once, `env` its environment variables
     (None: ours). It belongs to one event loop.
 
-    A start that its call stops waiting for goes on, for the next call.
+    A start that its call stops waiting for goes on, for the next call. Where no child could ever begin, each
+    try may read a model for a minute before it fails: after MAX_REFUSALS they are RETRY_SECONDS apart.
     """
 
     def __init__(
@@ -45,6 +50,9 @@ class ProcessPool(Generic[S, Q, A]):
         self._places = asyncio.Semaphore(size)
         self._warming = asyncio.Lock()
         self._warm = False  # a child has been ready
+        self._refusals = 0  # of children that said why they cannot begin, until one is ready
+        self._last_refusal = ""
+        self._next_try = 0.0  # the loop's time
         self._closed = False
         self._idle: list[Child[S, Q, A]] = []
         self._spare: list[asyncio.Task[Child[S, Q, A]]] = []  # starts that no call waits for
@@ -74,7 +82,6 @@ class ProcessPool(Generic[S, Q, A]):
             async with asyncio.timeout(self._start_seconds), self._warming:
                 if not self._warm:
                     self._put(await self._take())
-                    self._warm = True
         except TimeoutError:
             raise self._late() from None
 
@@ -127,6 +134,9 @@ class ProcessPool(Generic[S, Q, A]):
     async def _start(self) -> Child[S, Q, A]:
         if self._closed:
             raise self._closed_error()
+        now = asyncio.get_running_loop().time
+        if not self._warm and self._refusals >= MAX_REFUSALS and now() < self._next_try:
+            raise ChildError(self._last_refusal)
         child = await Child.start(self._service, self._name, self._largest, self._env)
         self.children = {child} | {other for other in self.children if not other.ended}
         try:
@@ -134,8 +144,13 @@ class ProcessPool(Generic[S, Q, A]):
         except CallTimeout:
             raise self._late() from None
         except ChildError as error:
+            text = f"{self._name} cannot start: {error}"
+            if child.usable:  # it answered; one that was killed says nothing about the next one
+                self._refusals += 1
+                self._last_refusal, self._next_try = text, now() + RETRY_SECONDS
             child.kill()
-            raise ChildError(f"{self._name} cannot start: {error}") from None
+            raise ChildError(text) from None
+        self._warm = True
         return child
 
     def _closed_error(self) -> ChildError:

@@ -19,6 +19,12 @@ def opened(first: str) -> Callable[[str], str]:
     match first.split():
         case ["refuse"]:
             raise ValueError("no such model")
+        case ["refuse", path]:
+            with open(path, "a") as tries:
+                tries.write("x")
+            raise ValueError("no such model")
+        case ["leave"]:
+            os._exit(3)
         case ["say", path]:  # that it has begun, and never be ready
             with open(path, "w"):
                 time.sleep(1000)

@@ -152,6 +152,25 @@ async def test_what_cannot_be_loaded_in_time_is_told(
         assert [await pool.ask("any") for _ in range(2)] == [why] * 2
 
 
+async def test_what_can_never_begin_is_not_tried_for_each_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = tmp_path / "tries"
+    async with pooled(f"refuse {tries}") as children:
+        answers = {await children.ask("any") for _ in range(20)}
+        assert answers == {"the child cannot start: ValueError: no such model"}
+        assert len(tries.read_text()) == pool.MAX_REFUSALS
+        monkeypatch.setattr(children, "_next_try", 0.0)
+        assert {await children.ask("any")} == answers and len(tries.read_text()) == pool.MAX_REFUSALS + 1
+
+
+async def test_a_process_that_dies_before_it_is_ready_is_tried_again() -> None:
+    async with pooled("leave") as children:
+        for _ in range(pool.MAX_REFUSALS + 1):
+            await children.ask("any")
+        assert children._refusals == 0
+
+
 async def test_a_process_that_dies_between_calls_costs_nothing() -> None:
     async with pooled() as pool:
         before = await pool.ask("pid")
