@@ -27,7 +27,7 @@ ROOT = "${asyncrl_root:}"
 SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
 HYDRA_FLAGS = {
     "config-path": "--config-dir DIR names a directory with groups of your own",
-    "config-name": "experiment=NAME selects experiment/NAME.yaml, also in the DIR of --config-dir DIR",
+    "config-name": "experiment=NAME reads experiment/NAME.yaml, also the one in the DIR of --config-dir DIR",
     "multirun": "there are no sweeps; run one command for each value",
     "cfg": "--dry-run prints the configuration",
 }
@@ -204,8 +204,8 @@ def _opened(overrides: list[str]) -> Iterator[str]:
 
 
 def _with_text(argument: str) -> str:
-    """Return an override whose value is quoted if it is a text that Hydra's grammar refuses; for a key that
-    takes texts and no numbers also if the grammar reads a number, a truth value or a sweep."""
+    """Return an override whose value is quoted if it is a text: for a key that takes texts and no numbers all
+    but `null` and Hydra's escapes (`a\\=b`), for others what Hydra's grammar refuses."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -214,13 +214,15 @@ def _with_text(argument: str) -> str:
         return argument
 
     kinds = types_of(RunConfig, key.lstrip("+~"))
-    takes_text = str in kinds and not {int, float, bool} & {*kinds}
+    takes_text = any(kind is str or typing.get_origin(kind) is typing.Literal for kind in kinds)
+    only_text = takes_text and not {int, float, bool} & {*kinds}
+    if only_text and value != "null" and "\\" not in value:
+        return f"{key}={_quoted(value)}"
     try:
-        parsed = OverridesParser.create().parse_override(argument)
-        is_text = takes_text and (parsed.is_sweep_override() or isinstance(parsed.value(), int | float))
+        OverridesParser.create().parse_override(argument)
     except HydraException:
-        is_text = True
-    return f"{key}={_quoted(value)}" if is_text else argument
+        return f"{key}={_quoted(value)}"
+    return argument
 
 
 def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -238,6 +238,8 @@ TEXTS = {  # as the command line has them, by key, and what they are
     "weights.directory": ("/a b", "/a b"),
     "checkpoint.directory": ("/a,b", "/a,b"),
     "algorithm.loss": ("-1", "-1"),
+    "data.columns.a": ("str(5)", "str(5)"),
+    "data.columns.b": (" a ", " a "),
 }
 
 
