@@ -188,9 +188,9 @@ async def slept(order: Sleep, falling: Awaitable[Any]) -> Slept:
 
 
 def _is_of_process(error: BaseException) -> bool:
-    """True where a failed load says nothing of the version's files: its engine or server, or the process that
-    loads them, was broken, late, or lacked something."""
-    if isinstance(error, EngineError | TimeoutError | ConnectionError) or lacks_resources(error):
+    """True where a failed load says nothing of the version: its engine or server, or the process that loads
+    it, was broken, late, or lacked something. (Who cannot be connected to is the trainer that broadcasts.)"""
+    if isinstance(error, EngineError | TimeoutError) or lacks_resources(error):
         return True
     return error.__cause__ is not None and _is_of_process(error.__cause__)
 

@@ -99,7 +99,7 @@ class Receiver:
             await self.close()
             if isinstance(error, TimeoutError):
                 late = f"weights {ref.path}: {ref.label} did not arrive within {seconds:g} s"
-                raise WeightsError(late) from error
+                raise WeightsError(late) from None  # the trainer may be the one that is late
             raise
 
     async def close(self) -> None:

@@ -70,12 +70,12 @@ def overwrite(file: Path) -> None:
         (None, nullcontext, EngineError("the engine broke"), True),
         (None, nullcontext, caused(WeightsError("server x: failed"), EngineError("HTTP 500")), True),
         (None, nullcontext, TimeoutError(), True),
-        (None, nullcontext, caused(WeightsError("no answer"), ConnectionRefusedError()), True),
+        (None, nullcontext, caused(WeightsError("no sender there"), ConnectionRefusedError()), False),
         (None, nullcontext, WeightsError("tensor w does not match its manifest entry"), False),
         (overwrite, nullcontext, None, False),
         (Path.unlink, nullcontext, None, False),
     ],
-    ids=["descriptors", "memory", "broken", "server", "late", "refused", "mismatch", "damaged", "gone"],
+    ids=["descriptors", "memory", "broken", "server", "late", "no trainer", "mismatch", "damaged", "gone"],
 )
 async def test_a_failed_load_says_who_failed(
     tmp_path: Path,
