@@ -158,7 +158,7 @@ class Branches:
             try:
                 one = (
                     self.redeliver(request, attempt)
-                    or self._unread(request, attempt, found)
+                    or self._unread(request, attempt)
                     or self.place(request, attempt)
                 )
             except BaseException:
@@ -252,7 +252,7 @@ class Branches:
     def mark_undelivered(self, turn: Turn) -> None:
         """The client left without this turn. No effect once its row has gone on: then it was delivered."""
         if self.rows[turn.row].last is turn:
-            self._change(turn.row, undelivered=True)
+            self._change(turn.row, undelivered=True, read=False)
 
     def redeliver(self, request: AgentRequest, attempt: int = 0) -> Turn | None:
         """The newest undelivered turn that answers the very same request; it counts as delivered now."""
@@ -269,21 +269,23 @@ class Branches:
             if not row.undelivered and not row.read and row.request == request:
                 self._change(number, read=True)
 
-    def _unread(self, request: AgentRequest, attempt: int, found: Sequence[Turn | Placement]) -> Turn | None:
-        """Return a turn that an earlier try of the very same request got, but for those found, and that no
-        request goes on from: that of the try just before if there is one, and of those the newest. This try
-        has it now. (Equal requests may be under way side by side, each with its tries.)"""
+    def _unread(self, request: AgentRequest, attempt: int) -> Turn | None:
+        """Return a turn that an earlier try of the very same request got, and that no request goes on from:
+        that of the try just before if there is one, and of those the newest. This try has it now. None where
+        the try just before got no turn: this one goes on with what that began. (Equal requests may be under
+        way side by side, each with its tries.)"""
+        if any(left.request == request and left.attempt == attempt - 1 for left in self._left):
+            return None
         rows = [
             row
             for row in self.rows
             if row.attempt < attempt and not row.busy and not row.read and row.request == request
         ]
-        turns = [(row.attempt, row.last.index, row.last) for row in rows if row.last not in found]
-        if not turns:
+        row = max(rows, key=lambda row: (row.attempt, row.last.index), default=None)
+        if row is None:
             return None
-        *_, turn = max(turns, key=lambda entry: entry[:2])
-        self._change(turn.row, attempt=attempt)
-        return turn
+        self._change(row.last.row, attempt=attempt)
+        return row.last
 
     # -- finding the row -----------------------------------------------------------------------------
 

@@ -430,6 +430,27 @@ def test_both_answers_that_were_not_read_are_given_again_once() -> None:
     assert isinstance(branches.find(AgentRequest((USER,)), 1, 1)[0], Placement)
 
 
+def test_a_try_whose_earlier_one_got_no_turn_goes_on_with_that() -> None:
+    """Beside it, an equal request was answered and read."""
+    branches = Branches(rules())
+    first, second = (branches.find(AgentRequest((USER,)), 1)[0] for _ in range(2))
+    answered(branches, first, "42")
+    branches.cancel(second)
+    (again,) = branches.find(AgentRequest((USER,)), 1, 1)
+    assert isinstance(again, Placement) and again.session == second.session
+
+
+def test_a_turn_that_is_lost_again_is_given_again() -> None:
+    """Also after it seemed to be read: a second request with the same messages came."""
+    branches = Branches(rules())
+    for _ in range(2):
+        answered(branches, branches.find(AgentRequest((USER,)), 1)[0], "42")
+    first, _ = branches.turns
+    branches.mark_undelivered(first)
+    assert branches.find(AgentRequest((USER,)), 1, 1) == [first]
+    assert branches.find(AgentRequest((USER,)), 1, 2) == [first]
+
+
 # -- recalling ---------------------------------------------------------------------------------------
 
 
