@@ -28,10 +28,12 @@ _RECORD = re.compile(r"[\d:.]+ (?P<level>[A-Z]+) \S+: (?P<message>.*)")
 _MARGIN = re.compile(r"^(?:\s+[|+](?:-+)? ?)*")
 _TRACEBACK = ("Traceback (most recent", "Exception Group Traceback")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
-_ERRORS = ("ERROR", "CRITICAL")  # levels
+_ERROR_LEVELS = ("ERROR", "CRITICAL")
 # Exceptions that end no process. Python writes those of exit handlers after the crash itself.
-_STRAY = ("Exception ignored in", "Exception in thread")
-_STARTS = re.compile(r"(?:^|\n).* starts, pid ")
+_NONFATAL = ("Exception ignored in", "Exception in thread")
+_START_LINE = re.compile(r"(?:^|\n).* starts, pid ")
+_CRASH = re.compile(r"[\d:.]+ ERROR asyncrl\.launch: \S+ crashed$")  # launch/role.py
+_CHAINED = ("During handling of the above", "The above exception was")
 _FATAL = ("Fatal Python error: ", "terminate called ")
 ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
@@ -135,49 +137,55 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
     process may have been killed long after one, so events that follow show that it lived on. A traceback
     below a warning is no cause."""
     text = log_tail(log, MOST_LINES)
-    _, marker, following = text.rpartition(f"incarnation {incarnation}")
+    _, marker, text_after_marker = text.rpartition(f"incarnation {incarnation}")
     # A process that ended before it wrote its marker is the newest one.
-    own_text = _STARTS.split(following)[0] if marker else _STARTS.split(text)[-1]
+    own_text = _START_LINE.split(text_after_marker)[0] if marker else _START_LINE.split(text)[-1]
     lines = own_text.rstrip().splitlines()
-    cause = level = ""
+    cause = ""
+    cause_was_logged = False  # True: it belongs to a logged error
     crash_logged = False  # by launch/role.py: what follows the crash and its traceback is of exit handlers
-    in_traceback = warned = False  # warned: the traceback belongs to a warning
-    was_logged = False  # True: the cause belongs to a logged error
+    level = last_level = ""  # of the record that a traceback belongs to; of that of the traceback before
+    in_traceback = is_of_warning = False
 
     for line in lines:
-        words = _MARGIN.sub("", line)
+        message = _MARGIN.sub("", line)
         record = _RECORD.match(line)
-        is_stray = words.startswith(_STRAY)
-        if crash_logged and (record or is_stray):
-            break
+        is_nonfatal = message.startswith(_NONFATAL)
+        if crash_logged and (record or is_nonfatal):
+            if marker:
+                break
+            crash_logged = False  # it was of the process before
 
         if record:
             level = record["level"]
-            words = record["message"]
-            in_traceback = warned = False
-            crash_logged = level == "ERROR" and words.endswith(" crashed")
-            if level in _ERRORS:
-                cause = words
-                was_logged = True
-            elif not crashed and (level == "INFO" or not was_logged):
+            message = record["message"]
+            in_traceback = is_of_warning = False
+            crash_logged = _CRASH.match(line) is not None
+            if level in _ERROR_LEVELS:
+                cause = message
+                cause_was_logged = True
+            elif not crashed and (level == "INFO" or not cause_was_logged):
                 cause = ""
 
-        if is_stray:
+        if is_nonfatal:
             level = "WARNING"
-        elif words.startswith(_TRACEBACK):
+        elif message.startswith(_CHAINED):
+            level = last_level
+        elif message.startswith(_TRACEBACK):
             in_traceback = True
-            warned = level == "WARNING"
-        elif in_traceback and _EXCEPTION.match(words):
+            is_of_warning = level == "WARNING"
+        elif in_traceback and _EXCEPTION.match(message):
             in_traceback = False
-            if not warned:
-                cause = words
-                was_logged = level in _ERRORS
+            if not is_of_warning:
+                cause = message
+                cause_was_logged = level in _ERROR_LEVELS
+            level, last_level = "", level  # another traceback is not of this record
         elif line.startswith(_FATAL):
             cause = line
 
     if cause or not lines:
         return cause
-    if warned and not crashed:
+    if is_of_warning and not crashed:
         return ""
     return "" if _RECORD.match(lines[-1]) else lines[-1]
 

@@ -83,6 +83,10 @@ NEVER_RETRIEVED = "04:34:44.000 ERROR asyncio: Task exception was never retrieve
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 UNCAUGHT = 'Traceback (most recent call last):\n  File "m.py", line 1\nImportError: no libcuda'
 
+BROWSER = "04:34:39.444 ERROR my_tool: the browser crashed"
+IN_A_THREAD = UNCAUGHT.replace("Traceback", "Exception in thread Thread-1:\nTraceback")
+CHAINED_WARNING = CRASH.replace("ERROR asyncrl.launch: rollout-0 crashed", "WARNING my_tool: odd")
+
 
 @pytest.mark.parametrize(
     ("lines", "crashed", "killed"),
@@ -105,6 +109,10 @@ UNCAUGHT = 'Traceback (most recent call last):\n  File "m.py", line 1\nImportErr
         ([CRASH, IGNORED, UNCAUGHT], *[OUT_OF_MEMORY] * 2),
         ([CRASH, NEVER_RETRIEVED, UNCAUGHT], *[OUT_OF_MEMORY] * 2),
         ([UNCAUGHT, IGNORED, UNCAUGHT.replace("no libcuda", "shutdown")], *["ImportError: no libcuda"] * 2),
+        ([BROWSER, UNCAUGHT], *["ImportError: no libcuda"] * 2),
+        ([WARNED, UNCAUGHT, IGNORED], *["ImportError: no libcuda"] * 2),
+        ([IN_A_THREAD, UNCAUGHT], *["ImportError: no libcuda"] * 2),
+        ([CHAINED_WARNING, EXIT_HANDLER], "", ""),
         ([], "", ""),
     ],
 )  # fmt: skip
@@ -123,3 +131,5 @@ def test_a_process_that_ends_before_its_first_line_is_quoted_by_the_newest(tmp_p
     log = tmp_path / "trainer-0.log"
     log.write_text("\n".join([START.format("a.1"), REFUSED, START.format("a.2"), WENT_ON, UNCAUGHT]))
     assert cause_of_death(log, "a.3", crashed=True) == "ImportError: no libcuda"
+    log.write_text("\n".join([START.format("a.1"), CRASH, IGNORED, REFUSED]))
+    assert cause_of_death(log, "a.2", crashed=True) == "worker 0 leaves: EngineError: no room"
