@@ -23,7 +23,7 @@ PROCESSES = 2
 MAX_ANSWER = 1 << 16  # bytes
 MAX_COMPLAINT = 300  # characters
 MOST_STEPS = 50_000  # visits of a node of the arguments by a node of the schema, before a process does it
-TEXT_NODE = 64  # characters of a text that count as one node
+CHARACTERS_PER_NODE = 64  # characters of a text that count as one node
 
 # Keywords whose work for each node of the arguments is bounded by the size of their own node.
 PLAIN = frozenset({
@@ -54,7 +54,8 @@ class Checker:
             return await self._processes().call((name, arguments), SECONDS)
         except CallTimeout:
             raise CallTimeout(
-                f"its arguments were not checked within {SECONDS:g} s: the server's schema is too costly"
+                f"checking its arguments took over {SECONDS:g} s; simplify the schema's "
+                "patterns and references, or leave the tool out of `allow`"
             ) from None
 
     async def warm(self) -> None:
@@ -96,12 +97,12 @@ def check_schema(name: str, schema: Any) -> None:
     from referencing.exceptions import Unresolvable
 
     where = f"the schema of {name!r}"
-    advice = "correct the schema in the server, or name only other tools in `allow`"
+    advice = "correct the schema in the server, or list in `allow` the tools you need without this one"
     try:
         _class_of(schema).check_schema(schema)
         _check_references(schema)
     except jsonschema.SchemaError as error:
-        raise ConfigError(f"{where} is no JSON schema: {error.message}; {advice}") from None
+        raise ConfigError(f"{where} is no valid JSON schema: {error.message}; {advice}") from None
     except Unresolvable as error:
         raise ConfigError(f"{where} refers to {error.ref!r}, which is not in it; {advice}") from None
     except RecursionError:
@@ -141,15 +142,15 @@ def _complaint(validator: Any, arguments: Any) -> str:
 
 
 def _size(value: Any) -> int:
-    """The number of nodes of a JSON value: keys are nodes, and so is each TEXT_NODE characters of a text, as
-    every complaint quotes the value."""
+    """The number of nodes of a JSON value: keys are nodes, and each CHARACTERS_PER_NODE characters of a text
+    are one, as every complaint quotes the value."""
     count = 0
     waiting = [value]
     while waiting:
         node = waiting.pop()
         count += 1
         if isinstance(node, str):
-            count += len(node) // TEXT_NODE
+            count += len(node) // CHARACTERS_PER_NODE
         elif isinstance(node, dict):
             waiting.extend(node)
             waiting.extend(node.values())
@@ -178,6 +179,7 @@ def _check_references(schema: Any) -> None:
     SchemaError for a part that is no schema."""
     from jsonschema_specifications import REGISTRY
     from referencing import Resource
+    from referencing.exceptions import Unresolvable
     from referencing.jsonschema import specification_with
 
     validator_class = _class_of(schema)
@@ -185,7 +187,7 @@ def _check_references(schema: Any) -> None:
     root = specification.create_resource(schema)
     clean: set[int] = set()  # schemas, by their identities, from which no loop can be reached
     above: set[int] = set()
-    queued: set[int] = set()
+    visited: set[int] = set()
     targets: list[tuple[Any, Any]] = []  # (schema, resolver) of references
     waiting = [(root, REGISTRY.resolver_with_root(root))]
 
@@ -193,7 +195,10 @@ def _check_references(schema: Any) -> None:
         """Yield (keyword or reference, schema, resolver) of what checks the same value."""
         for keyword in REFERENCES:
             if isinstance(reference := contents.get(keyword), str):
-                target = resolver.lookup(reference)
+                try:
+                    target = resolver.lookup(reference)
+                except (TypeError, ValueError):  # it leads through a value that has no parts
+                    raise Unresolvable(ref=reference) from None
                 targets.append((target.contents, target.resolver))
                 yield reference, target.contents, target.resolver
         for keyword in SAME_VALUE_LISTS:
@@ -217,14 +222,14 @@ def _check_references(schema: Any) -> None:
     while waiting or targets:
         if not waiting:  # targets in places where the standard has schemas have been checked by now
             contents, resolver = targets.pop()
-            if id(contents) in queued:
+            if id(contents) in visited:
                 continue
             target_class = _class_of(contents, default=validator_class)
             target_class.check_schema(contents)
             waiting.append((Resource.from_contents(contents, specification), resolver))
 
         resource, resolver = waiting.pop()
-        queued.add(id(resource.contents))
+        visited.add(id(resource.contents))
         visit(resource.contents, resolver)
         inside = resolver.in_subresource(resource)
         waiting += [(part, inside) for part in resource.subresources()]

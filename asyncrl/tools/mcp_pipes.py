@@ -27,6 +27,7 @@ ANSWER_HEAD = re.compile(
     rb'\s*\{(?:\s*"jsonrpc"\s*:\s*"2\.0"\s*,|\s*"id"\s*:\s*(\d{1,18})\s*,)*\s*"(?:result|error)"\s*:'
 )
 ANSWER_TAIL = re.compile(rb',\s*"id"\s*:\s*(\d{1,18})\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
+JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 NO_JSON = -32700  # the code of JSON-RPC
 FLUSH_SECONDS = 0.5  # to read what an ended server wrote; its children may hold its pipes open
 
@@ -122,14 +123,14 @@ def _unreadable(line: bytes) -> Any:
     """The error that takes the place of an answer that is no JSON; None for a line that is no answer."""
     from mcp.types import ErrorData, JSONRPCError
 
-    call_id = answered_call(line)
+    call_id = answered_call_id(line)
     if call_id is None:
         return None
     error = ErrorData(code=NO_JSON, message="the server's answer is no JSON-RPC message")
     return JSONRPCError(jsonrpc="2.0", id=call_id, error=error)
 
 
-def answered_call(line: bytes) -> int | None:
+def answered_call_id(line: bytes) -> int | None:
     """Return the id of the call that a line answers, as far as its edges say: the line may be no JSON, and
     ids within a result are other things. None for logs, requests and notifications."""
     head = ANSWER_HEAD.match(line) if b'"jsonrpc"' in line else None
@@ -139,7 +140,8 @@ def answered_call(line: bytes) -> int | None:
         return int(head[1])
 
     tail = ANSWER_TAIL.search(line)
-    is_cut = line.count(b"{") != line.count(b"}")  # then the last id may be one of the result
+    braces = JSON_STRING.sub(b"", line)
+    is_cut = braces.count(b"{") != braces.count(b"}")  # then the last id may be one of the result
     return int(tail[1]) if tail and not is_cut else None
 
 

@@ -112,7 +112,7 @@ class Workspace:
             return
         result = await self._sandbox.prepare(self._setup, self._seconds)
         if result.ending != RunEnding.DONE:
-            raise SandboxError(f"the setup of sample {self._number} did not run: {result.output[-500:]}")
+            raise SandboxError(f"the setup code of sample {self._number} failed: {result.output[-500:]}")
         self._prepared = self._sandbox.losses
 
 

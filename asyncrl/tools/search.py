@@ -165,7 +165,7 @@ def passage(document: Mapping[str, Any]) -> Passage:
         (title + text).encode()  # bm25s would lose its position in the file after such a passage
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
-        raise ValueError(f"half of a character ({half}, a lone surrogate); correct the text") from None
+        raise ValueError(f"it has {half}, a lone surrogate (half of a character); correct the text") from None
 
     if title:
         return Passage(title, text)

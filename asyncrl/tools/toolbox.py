@@ -41,6 +41,7 @@ log = logging.getLogger("asyncrl.tools")
 
 RESTORED = "\n[files are kept; variables and background processes of earlier calls are lost]"
 """A reply after `restore` ends so."""
+BEGIN_SECONDS = 90.0  # for what tools share to be ready; a process has 60 s to start
 CLOSE_SECONDS = 5.0  # after which a session is closed, whatever its tools do
 PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last one repeats
 
@@ -57,14 +58,14 @@ class Toolbox:
     async def begin(self, tools: Iterable[Tool]) -> None:
         """Wait until what these tools share is ready. A failure is logged; calls fail with it, too."""
 
-        async def begin_one(name: str, begin: Callable[[], Awaitable[None]]) -> None:
+        async def begin_and_report(name: str, begin: Callable[[], Awaitable[None]]) -> None:
             with recorded() as failure:
-                await begin()
+                await call_user(begin, BEGIN_SECONDS)
             if failure.error is not None:
                 self.report(name, describe(failure.error))
 
         names_by_begin = {tool.begin: tool.name for tool in tools if tool.begin is not None}
-        await asyncio.gather(*(begin_one(name, begin) for begin, name in names_by_begin.items()))
+        await asyncio.gather(*(begin_and_report(name, begin) for begin, name in names_by_begin.items()))
 
     def session(self, sample: Sample, episode: str = "", snapshots: Snapshots | None = None) -> ToolSession:
         """The tools of one episode, not yet open. `episode`: its name in `snapshots`."""

@@ -525,7 +525,10 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
         ({"command": "", "url": "localhost"}, "must begin with http"),
         ({"command": PLAIN, "allow": "pid, nothing"}, "has no tool 'nothing'; it has pid, variable"),
         ({"command": PLAIN, "prefix": "with space "}, "is no name of a tool"),
-        ({"command": f"{PLAIN} bad_schema"}, "the schema of 'variable' is no JSON schema: 'nothing' is"),
+        (
+            {"command": f"{PLAIN} bad_schema"},
+            "the schema of 'variable' is no valid JSON schema: 'nothing' is",
+        ),
         ({"command": f"{PLAIN} endless"}, "there are more than 256"),
         ({"command": f"{PLAIN} bad_list"}, "does not list its tools: ValidationError"),
         ({"command": f"{PLAIN} no_tools"}, "does not list its tools: MCPError: no tools"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.tools.mcp_pipes import answered_call
+from asyncrl.tools.mcp_pipes import answered_call_id
 
 HALF = '"text": "\\ud800"'
 
@@ -18,6 +18,7 @@ HALF = '"text": "\\ud800"'
         ('{"jsonrpc":"2.0","result":{"method":"GET","items":[{"id":12,' + HALF + '}]},"id":7}\r\n', 7),
         ('{"result":{"items":[{"id":12,' + HALF + '}]},"jsonrpc":"2.0","id":7}', 7),
         ('{"result":{"items":[{"id":12,' + HALF + '}]},"id":7, "jsonrpc":"2.0"}', 7),
+        ('{"result":{"text":"if (x) { \\" ","a":' + HALF[8:] + '},"jsonrpc":"2.0","id":7}', 7),
         ('{"jsonrpc":"2.0","result":{"items":[{"x":1,"id":12}', None),
         ('{"jsonrpc":"2.0","result":{"items":[{"id":12,' + HALF, None),
         ('DEBUG sending {"jsonrpc":"2.0","id":7,"result":{}}', None),
@@ -30,4 +31,4 @@ HALF = '"text": "\\ud800"'
     ],
 )
 def test_the_call_that_a_line_answers(line: str, call_id: int | None) -> None:
-    assert answered_call(line.encode()) == call_id
+    assert answered_call_id(line.encode()) == call_id

@@ -232,8 +232,16 @@ def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> N
         ("corpus.txt", "a,b", "no data file by its name"),
         ("broken.jsonl", '{"text": "a"}\n{oops\n', "line 2"),
         ("list.jsonl", "[1]\n", "an object is expected, not list"),
-        ("halves.jsonl", '{"text": "a"}\n{"text": "\\ud800"}\n', "document 2: half of a character .*ud800"),
-        ("halves.json", '[{"text": "a", "title": "\\udc00"}]', "document 1: half of a character .*udc00"),
+        (
+            "halves.jsonl",
+            '{"text": "a"}\n{"text": "\\ud800"}\n',
+            "document 2: it has .*ud800.*half of a character",
+        ),
+        (
+            "halves.json",
+            '[{"text": "a", "title": "\\udc00"}]',
+            "document 1: it has .*udc00.*half of a character",
+        ),
         ("empty.jsonl", "", "is empty"),
         ("wordless.jsonl", '{"text": "?"}', "no words to search"),
         ("fake.parquet", "PAR?", "not readable as parquet"),
