@@ -320,7 +320,7 @@ class Coordinator:
         outcome = self.lifecycle.outcome
         for peers in self.peers:
             peers.stop(outcome)
-        for peer in self.trainer.asking:
+        for peer in (*self.trainer.asking, *self.trainer.starting):
             self.state.outbox.to_control(peer, shared.Stop(outcome))
         self._to_observers(self.reporter.write_status(self.lifecycle.phase))
         self._to_observers(shared.RunEnd(outcome, self.lifecycle.error))

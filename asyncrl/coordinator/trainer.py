@@ -72,7 +72,7 @@ class TrainerHandler:
         self._spiked, self._spikes = -1, 0  # the last step that spiked, and batches in a row that did there
         self.asking: dict[bytes, trainer.AskDevices] = {}  # ranks that have loaded nothing yet
         self.asker = ""  # the incarnation of the newest of them
-        self._starting: dict[bytes, tuple[trainer.TrainerBeat, float]] = {}  # no hello yet; and when heard
+        self.starting: dict[bytes, tuple[trainer.TrainerBeat, float]] = {}  # no hello yet; and when heard
         self._given_up = int(state.store.read.meta("given_up", "-1"))  # the newest epoch that gave up a batch
 
     # -- control -------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class TrainerHandler:
         rank = self.ranks.peers.hello(
             peer, message, now, lambda: RankRecord(peer, name, message, now), newest
         )
-        self._starting.pop(peer, None)
+        self.starting.pop(peer, None)
         if rank is None:
             return
         state = self.state
@@ -133,9 +133,11 @@ class TrainerHandler:
         if (rank := self.ranks.peers.get(peer)) is None:
             incarnation = peer.decode().rpartition("/")[2]
             if message.waiting and not is_older(incarnation, self.ranks.incarnation):
-                together = (other for other in self._starting if other.decode().endswith(f"/{incarnation}"))
-                self._starting = {other: self._starting[other] for other in together}
-                self._starting[peer] = message, now
+                same_start_peers = (
+                    other for other in self.starting if other.decode().endswith(f"/{incarnation}")
+                )
+                self.starting = {other: self.starting[other] for other in same_start_peers}
+                self.starting[peer] = message, now
             return
         before, rank.beat = rank.beat, message
         if message.rank == 0:  # its beats and its Checkpointed come in order; a new start has not tried yet
@@ -150,7 +152,7 @@ class TrainerHandler:
         lease = self.state.config.launch.lease
         return [
             (f"trainer {beat.rank}", beat.waiting)
-            for beat, heard_at in self._starting.values()
+            for beat, heard_at in self.starting.values()
             if now - heard_at < lease
         ]
 

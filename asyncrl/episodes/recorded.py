@@ -129,7 +129,8 @@ def reward_input(
         shown = tuple(turn for turn in turns if turn.row == turns[-1].row)
     else:
         schemas = parts.toolbox.schemas(sample)
-    prefill = "" if rules.config.agent else prefill_of(sample.prompt)
+    # What an environment opens with follows the prompt.
+    prefill = "" if rules.config.agent or rules.config.environment else prefill_of(sample.prompt)
     read = tuple(read_turn(rules, turn, schemas, prefill="" if turn.index else prefill) for turn in shown)
     episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown, read=read)
     return RewardInput(

@@ -160,8 +160,8 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
 
     for incarnation, beats in (("x", (problem, "")), ("y", ("", problem))):
         trainer.hello(b"trainer/0/" + incarnation.encode(), TrainerHello(0, 2, incarnation, 0), 0.0)
-        for told_problem in beats:
-            beat = TrainerBeat(0, 0, 0, checkpoint_problem=told_problem)
+        for reported_problem in beats:
+            beat = TrainerBeat(0, 0, 0, checkpoint_problem=reported_problem)
             trainer.beat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
             told += alerts()
     assert told == [f"{problem}; there is no checkpoint yet"] * 4
