@@ -138,7 +138,9 @@ def check_order(options: argparse.Namespace) -> None:
     """ConfigError where a key is in place of the model, which says what keys of other tools are here."""
     if "=" in options.model and not os.path.exists(options.model):
         unknown = unknown_keys([options.model, *options.overrides])
-        raise unknown or ConfigError(f"{options.model}: give the model first, without a key, then the keys")
+        raise unknown or ConfigError(
+            f"{options.model}: give the model first, then KEY=VALUE (asyncrl eval MODEL KEY=VALUE …)"
+        )
 
 
 def unknown_keys(arguments: Sequence[str]) -> ConfigError | None:

@@ -316,7 +316,7 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
         f"an episode {1e3 * rates.episode_s:.3g} ms of training on one rank, a step {rates.commit_s:.3g} s "
         f"more, a push {rates.publish_s:.3g} s{note * rates.assumed}"
     )
-    print("\nseconds a step that twice of it, or twice as fast, would save:")
+    print("\nshare of a step's time that would be saved by twice as much of it, or twice as fast:")
     print("  " + ", ".join(f"{name} {share:z.0%}" for name, share in saved))
     print(f"limited by: {saved[0][0] if saved[0][1] > ALIKE else 'nothing alone'}")
     chosen = report_sharing(own, rates, devices) if shared else None

@@ -93,8 +93,8 @@ def _key(key: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return the value as JSON has it. Binary data are text where they are UTF-8: Spark, Impala and old Hive
-    write texts without saying that they are. Decimal(128.00) is 128; arrays are lists. What has no such form
+    """Return the value as JSON has it. Binary data are text where they are UTF-8: Impala, Hive and old Spark
+    do not mark texts as such. Decimal(128.00) is 128; arrays are lists. What has no such form
     stays as it is, and is refused where a sample needs it."""
     if value is None or isinstance(value, str | int | float):
         return value

@@ -98,8 +98,8 @@ def question(where: Place, row: Row, layout: RowLayout) -> Sample:
     if last.role == "assistant" and (last.tool_calls or not last.content.strip()):
         raise ConfigError(
             f"{where}: column prompt ends with an assistant message that has "
-            f"{'tool calls' if last.tool_calls else 'no text'}; the model would continue this message: give "
-            "text alone, or end the prompt with a message of another role"
+            f"{'tool calls' if last.tool_calls else 'no text'}; the model continues this message: "
+            "give it text and no tool calls, or end the prompt with a message of the user or a tool"
         )
     return _sample(where, row, _led(prompt, layout), truth, _extra(where, row))
 
@@ -167,12 +167,12 @@ def _check_encoded(where: Place, sample: Sample) -> None:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise ConfigError(
-            f"{where}: has {half}, half of a character (a lone surrogate), not text; correct the row"
+            f"{where}: has {half}, a lone surrogate (half of a character), which is no text; correct the row"
         ) from None
     if size > MAX_SAMPLE:
         raise ConfigError(
-            f"{where}: a sample of {size / 1e6:.1f} MB is over the {MAX_SAMPLE / 1e6:.1f} MB that can be "
-            "sent to rewards and tools; leave columns out, or let the row name files with large contents"
+            f"{where}: a sample of {size:,} bytes is over the {MAX_SAMPLE:,} that can be sent to rewards and "
+            "tools; leave columns out, or put large contents into files and their paths into the row"
         )
 
 

@@ -125,7 +125,7 @@ def _plain_row(row: Mapping[str, Any], origin: Place) -> Row:
     try:
         return plain(dict(row))
     except RecursionError:
-        raise ConfigError(f"{origin}: {TOO_DEEP}; make its values flatter, or texts") from None
+        raise ConfigError(f"{origin}: {TOO_DEEP}; flatten its values, or store them as JSON text") from None
 
 
 def _guarded(where: str, made: Callable[[str], Iterable[Any]], path: str) -> Iterator[Any]:

@@ -173,13 +173,20 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], ro
     beyond = chat.tokens_beyond(rows)
     if not beyond:
         return
-    advice = f"the embedding of {parts.config.model.path} has {rows} rows; call resize_token_embeddings"
+    advice = (
+        f"the embedding of {parts.config.model.path} has {rows} rows; run "
+        "model.resize_token_embeddings(len(tokenizer)) and save the model"
+    )
     if chat.stop_ids and min(chat.stop_ids) >= rows:
-        raise ConfigError(f"model.path: the token {min(chat.stop_ids)} should end a turn, but {advice}")
+        raise ConfigError(
+            f"model.path: only the token {min(chat.stop_ids)} or a higher one ends a turn, but {advice}"
+        )
 
     needs_text = chat.splits_at(beyond)
     # Arguments of calls and extra_info are JSON text, where some characters are escaped.
-    escaped = [json.dumps(token, ensure_ascii=ascii)[1:-1] for token in beyond for ascii in (True, False)]
+    escaped = [
+        json.dumps(token, ensure_ascii=is_ascii)[1:-1] for token in beyond for is_ascii in (True, False)
+    ]
     spellings = {*beyond, *escaped}
     for sample in samples:
         text = _written_text(sample)

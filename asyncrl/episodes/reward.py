@@ -79,7 +79,7 @@ class EpisodeReward:
         except RewardError as error:
             return error
         except CallTimeout as late:
-            return RewardError(f"no reward within {seconds:g} s{late.last_trouble}")
+            return RewardError(f"no reward within {seconds:g} s{late.last_wait}")
         except Exception as error:
             return RewardError(describe(error))
 

@@ -121,14 +121,14 @@ Answering = asyncio.Task[Sequence[AgentReply] | Refusal]
 @dataclass(eq=False)
 class OpenRequest:
     """A request for turns, until it is answered, or its client has left and nothing of it is under way.
-    `attempt`: the number of the try, as the client counts them. `settled`: it is noted whether a further try
-    may come."""
+    `attempt`: the number of the try, as the client counts them. `retry_noted`: it is noted that a further
+    try may come, or this is followed by one."""
 
     ask: AgentRequest
     attempt: int
     request: web.Request
     finished: asyncio.Event = field(default_factory=asyncio.Event)
-    settled: bool = False
+    retry_noted: bool = False
 
     @property
     def abandoned(self) -> bool:
@@ -155,10 +155,10 @@ class _Admitted:
 
     def note_unanswered(self, request: OpenRequest) -> None:
         """Note, once, that a try has ended without an answer: its client may try again."""
-        if request.settled:
+        if request.retry_noted:
             return
 
-        request.settled = True
+        request.retry_noted = True
         self.unanswered[request.ask, request.attempt] += 1
         if len(self.unanswered) > MOST_UNANSWERED:
             del self.unanswered[next(iter(self.unanswered))]
@@ -231,10 +231,10 @@ class Gateway:
         self.loop, self._connections = asyncio.get_running_loop(), Connections(self._runner.server)
         where = f"rollout.agent_address is {self._address!r}"
         try:
-            (_, _, _, _, found_address), *_ = await self.loop.getaddrinfo(
+            (_, _, _, _, socket_address), *_ = await self.loop.getaddrinfo(
                 self._address, 0, type=socket.SOCK_STREAM
             )
-            host = str(found_address[0])
+            host = str(socket_address[0])
             if ip_address(host).is_unspecified:
                 raise ConfigError(f"{where}, to which no agent can connect; give an address of this machine")
             self._listener = await self.loop.create_server(self._connections.of(), host, 0)
@@ -306,7 +306,7 @@ class Gateway:
                 log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
 
         open_request = OpenRequest(exchange.ask, _attempt(request), request)
-        same_requests = [earlier for earlier in admitted.open if earlier.ask == exchange.ask]
+        equal_requests = [earlier for earlier in admitted.open if earlier.ask == exchange.ask]
         admitted.open.add(open_request)
         task: Answering | None = None
 
@@ -315,7 +315,7 @@ class Gateway:
             open_request.finished.set()
 
         try:
-            await _end_earlier_tries(admitted, open_request, same_requests)
+            await _end_earlier_tries(admitted, open_request, equal_requests)
             self._by_key(request)  # the episode may be over
             events = _Events(exchange) if exchange.request.stream else None
             answering = admitted.host.answer(exchange.ask, exchange.count, events, open_request.attempt)
@@ -432,7 +432,7 @@ def _attempt(request: web.Request) -> int:
 
 
 async def _end_earlier_tries(
-    admitted: _Admitted, open_request: OpenRequest, same_requests: Sequence[OpenRequest]
+    admitted: _Admitted, open_request: OpenRequest, equal_requests: Sequence[OpenRequest]
 ) -> None:
     """Wait until the turns of equal requests whose clients have left are cancelled or kept: else this one
     would begin new turns beside them.
@@ -440,21 +440,21 @@ async def _end_earlier_tries(
     A further try also ends the try before it whose connection is still open, as proxies keep it. Other
     samples of the same prompt may be under way, too, and go on: the try is ended only if no try of that
     number went without an answer, and a single one can be meant."""
-    for earlier in same_requests:
+    for earlier in equal_requests:
         if earlier.abandoned:
             admitted.note_unanswered(earlier)
 
     if open_request.attempt > 0 and not admitted.take_unanswered(open_request.ask, open_request.attempt - 1):
-        tries_before = [
+        previous_tries = [
             earlier
-            for earlier in same_requests
+            for earlier in equal_requests
             if earlier.attempt == open_request.attempt - 1 and not earlier.abandoned
         ]
-        if len(tries_before) == 1:
-            tries_before[0].settled = True  # this is the try that follows
-            tries_before[0].abandon()
+        if len(previous_tries) == 1:
+            previous_tries[0].retry_noted = True  # this is the try that follows
+            previous_tries[0].abandon()
 
-    for earlier in same_requests:
+    for earlier in equal_requests:
         if earlier.abandoned:
             await earlier.finished.wait()
 
@@ -466,7 +466,9 @@ async def _body(request: web.Request, admitted: _Admitted) -> bytes:
         async with asyncio.timeout(READ_SECONDS), admitted.bodies:
             return await request.read()
     except TimeoutError as error:
-        raise ApiError(408, f"no request within {READ_SECONDS:g} s") from error
+        raise ApiError(
+            408, f"the request's body did not arrive within {READ_SECONDS:g} s; send it again"
+        ) from error
 
 
 def _url(listener: socket.socket) -> str:
@@ -525,7 +527,7 @@ def _error(request: web.Request, error: Exception) -> ApiError:
             return error
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
             paths = ", ".join(f"POST {path}" for path in (*DIALECTS, COUNT))
-            wrong = f"there is no {request.method} {request.path}; there are {paths}, GET /v1/models[/NAME]"
+            wrong = f"there is no {request.method} {request.path}; available: {paths}, GET /v1/models[/NAME]"
             return ApiError(error.status, wrong, "unknown_url")
         case web.HTTPException():  # a body that is too large
             return ApiError(error.status, error.reason)

@@ -35,9 +35,9 @@ _abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task aliv
 
 
 class CallTimeout(AsyncrlError):
-    """A deadline passed. `last_trouble`: " (last: why the call waited)", or ''."""
+    """A deadline passed. `last_wait`: " (it waits for …)", or ''."""
 
-    last_trouble = ""
+    last_wait = ""
 
 
 async def to_its_end(function: Callable[[], T]) -> T:
@@ -79,9 +79,10 @@ async def call_user(
         if not task.done():
             cancel_later(task)
     if not task.done():
-        last_trouble = f" (last: {list(waits.values())[-1]})" if waits else ""
-        late = CallTimeout(f"no reply within {seconds:g} s{last_trouble}")
-        late.last_trouble = last_trouble
+        current_waits = list(waits.values())
+        last_wait = f" (it waits for {current_waits[-1]})" if current_waits else ""
+        late = CallTimeout(f"no reply within {seconds:g} s{last_wait}")
+        late.last_wait = last_wait
         raise late
     if task.cancelled():
         raise RuntimeError("it was cancelled")

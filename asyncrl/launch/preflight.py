@@ -82,8 +82,8 @@ def _checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
         )
         yield key, path, "AutoModel"
     for name, scorer in config.scorers.items():
-        started_here = scorer.path and not scorer.urls
-        if started_here and name != "reward":  # a reward model may be of a class that only SGLang has
+        is_started_by_run = scorer.path and not scorer.urls
+        if is_started_by_run and name != "reward":  # a reward model may be of a class that only SGLang has
             yield f"scorers.{name}.path", scorer.path, "AutoModelForCausalLM"
     for reward in inputs.parts.reward.rewards:
         if reward.source.spec == "classifier":

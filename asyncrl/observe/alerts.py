@@ -416,7 +416,9 @@ RULES: dict[str, Callable[[Seen], Found | None]] = {
     "nothing to learn": _by_rewards(_nothing_taught),
     "a process was lost": _lost,
     "tools fail": _often("rollout/tool_failed_frac", "of the calls raised or ran out of time", FAILING),
-    "tools decline": _often("rollout/tool_declined_frac", "of the calls got an error as the tool's answer"),
+    "tools decline": _often(
+        "rollout/tool_declined_frac", "of the calls were answered with an error by the tool"
+    ),
     "entropy collapse": _collapse,
     "growing log-prob gap": _gap,
     "skipped optimizer steps": _skipped,

@@ -158,8 +158,8 @@ def _is_bypassed(host: str, port: int | None, no_proxy: str) -> bool:
     """True for this machine, and for what `no_proxy` lists: names with or without a port, and networks."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
-    is_listed = request.proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
-    if is_listed(f"{host}:{port}" if port else host):
+    proxy_bypass = request.proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
+    if proxy_bypass(f"{host}:{port}" if port else host):
         return True
 
     try:

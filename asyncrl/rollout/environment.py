@@ -69,7 +69,7 @@ class EpisodeEnvironment:
                 with users_code():
                     return read(await call_user(lambda: self._alone(function), limit))
             except CallTimeout as late:
-                text = f"{what} of the environment did not end within {limit:g} s{late.last_trouble}"
+                text = f"{what} of the environment did not end within {limit:g} s{late.last_wait}"
                 raise EnvironmentFailed(text) from None
             except Exception as error:
                 raise EnvironmentFailed(f"{what} of the environment failed: {describe(error)}") from error

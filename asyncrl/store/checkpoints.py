@@ -91,7 +91,10 @@ class Checkpoints:
             self._fs, self.root = LocalFileSystem(), os.path.abspath(place)
         else:
             with ConfigError.instead_of(
-                ValueError, ImportError, text=f"checkpoint.directory {place}: no place for files"
+                ValueError,
+                ImportError,
+                text=f"checkpoint.directory {place}: cannot be opened",
+                advice="install what fsspec needs for it (s3fs for s3://), or give a directory",
             ):
                 self._fs, self.root = url_to_fs(place)
         self.local = isinstance(self._fs, LocalFileSystem)

@@ -70,13 +70,14 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         """What makes the files unusable, and the likely cause; '' for nothing."""
         if self.missing:
             lacking = (
-                f"its files lack {_describe_names(self.missing)} of {self.model_class}, which would be random"
+                f"its files lack {_describe_names(self.missing)} of {self.model_class}, which would start as "
+                "random numbers"
             )
             return f"{lacking}; {self._likely_cause()}"
         if self.mismatched:
             return (
-                f"{'; '.join(self.mismatched[:NAMES_SHOWN])}: config.json and the files are not of one "
-                "model; correct config.json, or fetch the model anew"
+                f"{'; '.join(self.mismatched[:NAMES_SHOWN])}: config.json and the files are of different "
+                "models; correct config.json, or fetch the model anew"
             )
         if self.unexpected_bytes > MAX_UNEXPECTED * self.total_bytes:
             percent = 100 * self.unexpected_bytes / self.total_bytes
@@ -102,9 +103,11 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
             if any(wrapper in name and name.replace(wrapper, "") in wanted for name in self.unexpected):
                 return f"names in the files contain {wrapper!r}: {cause}"
         if any(_ADAPTER.search(name) for name in self.unexpected):
-            return "the files hold adapters; name their base model instead, or merge them into that model"
+            return "these are weights of an adapter (LoRA); name its base model, or merge it into that first"
         if prefix := self._other_prefix():
-            return f"names in the files begin otherwise: {prefix}; save the model with save_pretrained(...)"
+            return (
+                f"names in the files have another prefix: {prefix}; save the model with save_pretrained(...)"
+            )
         if all(map(_HEAD.match, self.missing)) and "Classification" in self.model_class:
             return "the model has no trained head; give one that was trained for classification"
         if self.unexpected:
@@ -205,8 +208,8 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
             model = getattr(transformers, auto_class).from_config(config)
     except Exception as error:
         reason, _, _ = one_line(error).partition(" Model type should be one of")
-        text = f"{label}: transformers cannot make its model ({reason})"
-        advice = "correct config.json, or install a version of transformers that has this model"
+        text = f"{label}: transformers cannot build its model ({reason})"
+        advice = "correct config.json, or install a version of transformers that supports it"
         raise UnknownModelError(f"{text}; {advice}") from error
 
     model_class = type(model).__name__
@@ -237,7 +240,10 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
         model_class=model_class,
         missing=sorted(info["missing_keys"]),
         unexpected=sorted(unexpected),
-        mismatched=[*_misshapen(info["mismatched_keys"]), *_quantized(model, tensors, renamed)],
+        mismatched=[
+            *_describe_shape_mismatches(info["mismatched_keys"]),
+            *_describe_undeclared_quantization(model, tensors, renamed),
+        ],
         left_out=sorted(drafts | _left_out_by_class(model, tensors)),
         unexpected_bytes=sum(t.nbytes for name, t in tensors.items() if {name, renamed[name]} & unexpected),
         total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
@@ -245,13 +251,15 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
     )
 
 
-def _misshapen(mismatched: Iterable[tuple[str, Any, Any]]) -> Iterator[str]:
+def _describe_shape_mismatches(mismatched: Iterable[tuple[str, Any, Any]]) -> Iterator[str]:
     for name, in_files, in_model in sorted(mismatched):
         stored = _describe_shape(in_files)
         yield f"{name} is {stored} in the files and {_describe_shape(in_model)} in the model"
 
 
-def _quantized(model: Any, tensors: dict[str, StoredTensor], renamed: dict[str, str]) -> Iterator[str]:
+def _describe_undeclared_quantization(
+    model: Any, tensors: dict[str, StoredTensor], renamed: dict[str, str]
+) -> Iterator[str]:
     """Yield a line for each tensor that is quantized in the files though config.json does not say so:
     transformers would take the codes for weights."""
     if getattr(model.config, "quantization_config", None):

@@ -92,7 +92,7 @@ def marked(folder: Path) -> list[psutil.Process]:
     [
         (forgetful, 50, False),
         (partial(as_users_run_it, "codex"), 50, False),
-        (partial(as_users_run_it, "claude_code"), 10, True),
+        (partial(as_users_run_it, "claude_code"), 20, True),
     ],
     ids=["forgetful", "codex", "claude_code"],
 )

@@ -334,7 +334,7 @@ NESTED = json.loads("[" * 300 + "]" * 300)
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"prompt": "a\ud800"}, r"'\\ud800', half of a character"),
+        ({"prompt": "a\ud800"}, r"'\\ud800', a lone surrogate"),
         ({"prompt": [{"role": "user", "content": "\udfff"}]}, "half of a character"),
         ({"prompt": json.dumps([{"role": "user", "content": "\udfff"}])}, "half of a character"),
         ({"ground_truth": "\ud800"}, "half of a character"),
@@ -344,8 +344,11 @@ NESTED = json.loads("[" * 300 + "]" * 300)
         ({"extra_info": {"a": NESTED}}, "extra_info is nested deeper than 200 levels"),
         ({"extra_info": "[" * 100_000}, "extra_info is text, but not JSON"),
         ({"ground_truth": NESTED}, "ground_truth is nested deeper than 200 levels"),
-        ({"extra_info": {"a": "x" * MAX_SAMPLE}}, r"a sample of 16.8 MB is over the 16.8 MB"),
-        ({"prompt": "x" * MAX_SAMPLE}, r"a sample of 16.8 MB is over the 16.8 MB"),
+        (
+            {"extra_info": {"a": "x" * MAX_SAMPLE}},
+            r"a sample of 16,77[78],\d{3} bytes is over the 16,777,216",
+        ),
+        ({"prompt": "x" * MAX_SAMPLE}, r"a sample of 16,77[78],\d{3} bytes is over the 16,777,216"),
     ],
 )
 def test_rows_that_no_process_could_be_sent_are_named(

@@ -206,7 +206,7 @@ def test_whatever_a_data_set_raises_is_an_error_of_its_key(tmp_path: Path, numbe
         ("numbers", "gives int; rows are dicts"),
         ("nothing", r"nothing \(own.py:22\) takes other arguments"),
         ("empty", "small: the data set is empty"),
-        ("deep", "small, sample 1: it is nested too deeply; make its values flatter"),
+        ("deep", "small, sample 1: it is nested too deeply; flatten its values"),
         ("none", "has no 'none'"),
     ],
 )

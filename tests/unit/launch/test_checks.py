@@ -255,7 +255,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: tensors": [
         (renamed("^", "_orig_mod."), "model.path .*its files lack .*'_orig_mod.': .*torch.compile"),
         (renamed("^", "module."), "'module.': .*save model.module"),
-        (renamed("^", "policy."), "begin otherwise: policy.*save_pretrained"),
+        (renamed("^", "policy."), "another prefix: policy.*save_pretrained"),
         (
             renamed("layers.0.", "layers.0._fsdp_wrapped_module."),
             "'_fsdp_wrapped_module.': .*full state dict",
@@ -278,13 +278,16 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             "critic.path .*layers.0.mlp.*not fetched",
         ),
         (classifier, "rollout.reward.classifier.path .*no trained head"),
-        (edit(model_type="mistral3", architectures=None), "model.path .*transformers cannot make its model"),
+        (edit(model_type="mistral3", architectures=None), "model.path .*transformers cannot build its model"),
     ],
     "warning: tensors": [
         (added("draft.fc.weight", 2), r"have 1 tensor \(draft.fc.weight\) that .* does not use: left out")
     ],
     "error: template": [
-        (edit(vocab_size=257), "the token 257 should end a turn, but the embedding .* has 257 rows"),
+        (
+            edit(vocab_size=257),
+            "only the token 257 or a higher one ends a turn, but the embedding .* has 257 rows",
+        ),
         (
             [more_tokens, data(*questions(3), {"prompt": "<|image|>?", "ground_truth": 1})],
             "sample 3: .*image",

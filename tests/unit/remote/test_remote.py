@@ -332,7 +332,10 @@ async def test_a_reward_that_is_late_says_what_kept_it(monkeypatch: pytest.Monke
         with pytest.raises(RewardError) as late:
             await reward.score(RewardInput(sample(), "42"))
     path = "http://judge.example/v1/chat/completions"
-    assert str(late.value) == f"no reward within 0.2 s (last: {path} through the proxy {address}: no answer)"
+    assert (
+        str(late.value)
+        == f"no reward within 0.2 s (it waits for {path} through the proxy {address}: no answer)"
+    )
 
 
 async def test_only_a_server_that_keeps_a_call_waiting_is_named() -> None:
