@@ -37,6 +37,7 @@ COUNT = re.compile(r"heads(?!_per_)|groups$|n_head$")
 DIM = re.compile(r"head_?(dim|size)|d_head|dim_head|kv_channels|rotary_dim|qk_\w+_dim|attn_scalar|mrope")
 FAR = re.compile(r"window|chunk|top_?k|block|scale|attention$|distance|extent")
 WIDTH = re.compile(r"hidden|intermediate|ffn|dff|emb|width|inner|size|dim|model|rank|state|ssm|proj")
+UNIMPORTANT = ("_name_or_path", "transformers_version", "dtype")  # settings that decide no result
 LAYERS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
 
 
@@ -58,8 +59,8 @@ def remembered(
     the user's cache, for this purpose, architecture, and these versions of code. Processes may race."""
     try:
         narrow = narrowed(config)
-        given = narrow.to_dict() | dict.fromkeys(("_name_or_path", "transformers_version", "dtype"))
-        key = json.dumps([purpose, type(config).__name__, given, *_versions()], sort_keys=True, default=str)
+        settings = narrow.to_dict() | dict.fromkeys(UNIMPORTANT)
+        key = json.dumps([purpose, type(config).__name__, settings, *versions()], sort_keys=True, default=str)
         if (kept := read_result(key, dict[str, str])) is not None:
             return kept
         logger.info("a small copy of %s is checked, once on this machine", type(config).__name__)
@@ -74,7 +75,7 @@ def remembered(
 
 
 @cache
-def _versions() -> tuple[str, ...]:
+def versions() -> tuple[str, ...]:
     """Return those of torch, transformers, and the code here that computes with models."""
     root = Path(__file__).parent
     files = [Path(__file__), *sorted(root.glob("trainer/*.py")), *sorted(root.glob("engines/**/*.py"))]

@@ -3,6 +3,7 @@ by one: a model is asked, usually a small copy of it (shrunk.py)."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +17,11 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import one_line
-from asyncrl.shrunk import AGREE, RESERVED, passes
+from asyncrl.shrunk import AGREE, RESERVED, UNIMPORTANT, passes, versions
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
+from asyncrl.user_cache import keep_result, read_result
 
 # Distance / norm of log-probs, and of gradients: of a small copy, whose recurrent layers round more, and of a
 # loaded model by the type of its forward.
@@ -81,6 +83,37 @@ def examine(
             model.set_attn_implementation(own)
     _set_whole(root, not cuts)
     return found
+
+
+def examined(
+    root: nn.Module, ways: Sequence[Packing], dtype: str, world: World, compiled: bool = False
+) -> dict[str, str]:
+    """Return what `examine` says of a loaded model. It is asked once on this machine: the answer is kept in
+    the user's cache, by what decides it: classes, configuration, names of trained tensors, `dtype` of a
+    forward, kind of device, ranks that share a sequence, whether layers are `compiled`, and versions of the
+    code. A collective."""
+    key, kept = "", None
+    if world.rank == 0:
+        key = _cache_key(root, ways, dtype, world, compiled)
+        kept = read_result(key, dict[str, str])
+    kind: Any = dict[str, str] | None
+    answer = world.gather(kept, kind)[0]
+    if answer is None:
+        answer = examine(root, ways, dtype, world)
+        if world.rank == 0:
+            keep_result(key, answer)
+    return answer
+
+
+def _cache_key(root: nn.Module, ways: Sequence[Packing], dtype: str, world: World, compiled: bool) -> str:
+    model, device = transformer(root), world.device
+    settings = model.config.to_dict() | dict.fromkeys(UNIMPORTANT)
+    trained = sorted(name for name, parameter in root.named_parameters() if parameter.requires_grad)
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    sharing = world.sequence.count if world.sequence else 1
+    classes = type(root).__name__, type(model).__name__
+    parts = "examined", *classes, settings, trained, *ways, dtype, device_name, sharing, compiled, *versions()
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
 def _all_tokens(rows: Sequence[np.ndarray], packing: Packing) -> Selected:

@@ -76,7 +76,8 @@ class Learner:
         if self.reference is not None and self.reference.policy is not self.policy:
             policies.append(self.reference.policy)
         models = [*policies, *([self.critic] if self.critic else [])]  # in one order on all ranks
-        self.packing = packing_for(models, config.trainer.packing, config.model.dtype, world)
+        layout, dtype, compiled = config.trainer.packing, config.model.dtype, config.trainer.compile
+        self.packing = packing_for(models, layout, dtype, world, compiled)
         for policy in policies:
             policy.packing = self.packing
         # After the check, which holds gradients.

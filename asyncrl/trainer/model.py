@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.shrunk import remembered
-from asyncrl.trainer.examine import examine
+from asyncrl.trainer.examine import examine, examined
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
@@ -158,15 +158,15 @@ def load_policy(
         prepare_layers(source.model, trainer)
         policy.replay = ForcedRoutes(source.model) if trainer.router_replay else None
     shard_and_fill(policy, source, world, offload=offload)
-    _check_cut(policy, config.dtype, world)
+    _check_cut(policy, config.dtype, world, compiled=trainer is not None and trainer.compile)
     return policy
 
 
-def _check_cut(policy: Policy, dtype: str, world: World) -> None:
+def _check_cut(policy: Policy, dtype: str, world: World, compiled: bool) -> None:
     """True if the model is cut at its output layer; it is asked itself where no small copy can be made."""
     found, kind = shared_findings(policy.lm.config, world), type(policy.lm).__name__
     if found is None and not policy.whole:
-        found = examine(policy, (), dtype, world)
+        found = examined(policy, (), dtype, world, compiled)
     problem = "has no backbone" if policy.whole else found and found["cut"]
     policy.whole = bool(problem)
     if problem:

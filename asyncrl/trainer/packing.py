@@ -12,17 +12,19 @@ from transformers import PreTrainedModel
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.examine import examine, transformer
+from asyncrl.trainer.examine import examined, transformer
 from asyncrl.trainer.model import Policy, shared_findings
 from asyncrl.trainer.world import World
 
 logger = logging.getLogger(__name__)
 
 
-def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world: World) -> Packing:
+def packing_for(
+    models: Sequence[nn.Module], wanted: Packing, dtype: str, world: World, compiled: bool = False
+) -> Packing:
     """`wanted`, if each of these FSDP roots gives the gradients of rows one by one with it; else padded, and
     a warning; ConfigError where ranks are to share a sequence, which padded rows cannot. Sets their attention
-    accordingly. `dtype`: of a forward. A collective."""
+    accordingly. `dtype`: of a forward. `compiled`: their layers are. A collective."""
     for model in models:
         own, kind = transformer(model), type(transformer(model)).__name__
         found = shared_findings(own.config, world)
@@ -32,7 +34,7 @@ def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world:
             continue
         problem = unfit(own, wanted, found, world.sequence.count if world.sequence else 1)
         if not problem and (found is None or world.sequence or world.device.type != "cpu"):
-            problem = examine(model, [wanted], dtype, world)[wanted]
+            problem = examined(model, [wanted], dtype, world, compiled)[wanted]
         if problem and world.sequence:
             raise ConfigError(
                 f"trainer.sequence_parallel={world.sequence.count} needs packed rows, but {kind} {problem}; "

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer import attention, prefix_tree
+from asyncrl.trainer import attention, examine, prefix_tree
 from asyncrl.trainer.attention import FlexKernel, NodeKernel, RowKernel, Scoring
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
@@ -368,6 +369,32 @@ def test_ranks_that_are_to_share_a_sequence_cannot_fall_back_to_padding(
     sharing: Any = SequenceRanks(world.group, 0, ranks)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"sequence_parallel={ranks} needs packed rows, but .*{reason}"):
         packing_for([policy], "tree", "float32", replace(world, sequence=sharing))
+
+
+def test_a_loaded_model_is_asked_once_on_a_machine(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As every model is on a GPU, and here where no small copy can be made. A restart asks no more, but other
+    numbers, other layers or a compiled model do."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delattr(shrunk, "shrunk")
+    asked = mock.Mock(wraps=examine.examine)
+    monkeypatch.setattr(examine, "examine", asked)
+
+    def questions(dtype: str = "float32", compiled: bool = False, **sizes: Any) -> int:
+        """Start a trainer, and return how often its model was asked."""
+        asked.reset_mock()
+        make("Llama", **sizes).save_pretrained(tmp_path / "model")
+        policy = load_policy(ModelConfig(path=str(tmp_path / "model"), dtype=dtype), world)
+        assert packing_for([policy], "packed", dtype, world, compiled) == "packed"
+        return int(asked.call_count)
+
+    assert questions() == 2, "is it cut at its output layer, and may it be packed"
+    assert questions() == 0
+    assert questions(dtype="bfloat16") == 2
+    assert questions(rms_norm_eps=1e-5) == 2
+    assert questions(compiled=True) == 1
+    assert questions() == 0
 
 
 @pytest.mark.parametrize("copied", [True, False])

@@ -56,7 +56,7 @@ def random_weights() -> Iterator[None]:
     with (
         mock.patch("asyncrl.trainer.loading.locate", _everywhere),
         mock.patch("asyncrl.trainer.loading.fill", _randomise),
-        mock.patch("asyncrl.trainer.packing.examine", return_value=dict.fromkeys(WAYS, "")),
+        mock.patch("asyncrl.trainer.packing.examined", return_value=dict.fromkeys(WAYS, "")),
     ):
         yield
 
