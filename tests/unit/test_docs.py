@@ -239,3 +239,25 @@ def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text()
     pages = [page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md")]
     assert not [page for page in pages if f": {page}\n" not in nav]
+
+
+def gpu_cells() -> list[str]:
+    """What README's table of parts says of a GPU, part by part."""
+    table = (ROOT / "README.md").read_text().partition("| part | 2 CPU cores | a GPU |")[2]
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    return [row.split(" | ")[2] for row in rows]
+
+
+@pytest.mark.parametrize("cell", gpu_cells())
+def test_what_the_readme_says_of_a_gpu_is_in_a_report(cell: str) -> None:
+    """Of each part: end to end, in part, or CPU only. The numbers that it names are those of the report."""
+    if cell == "CPU only":
+        return
+    assert cell.startswith(("in part: ", "end to end: "))
+    links = re.findall(r"\]\((docs/gpu/[\w.-]+\.md)\)", cell)
+    assert links, "it names no report"
+    report = "".join((ROOT / link).read_text() for link in links)
+    text = re.sub(r"\]\(.*?\)", "", cell)
+    claims = re.findall(r"\d{4}-\d{2}-\d{2}|\d[\d.]*%|\d[\d.]* GiB|\d+ of \d+ steps|kill -9|gloo", text)
+    assert [claim for claim in claims if claim not in report] == []
+    assert re.search(r"\d{4}-\d{2}-\d{2}", text), "it names no date"
