@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from asyncrl.trainer.batch import Example, MicroBatch, collate, dealt, example, 
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
-from asyncrl.trainer.objective import evaluate, teacher_of
+from asyncrl.trainer.objective import Evaluated, evaluate, teacher_of
 from asyncrl.trainer.optimizer import (
     SpikeError,
     learning_rate,
@@ -47,6 +48,16 @@ from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 Work = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _ScoredMicroBatch:
+    """A micro-batch between its forward and the count of what its loss is made of. `logp`: [N]."""
+
+    examples: Sequence[Example]
+    micro: MicroBatch
+    logp: Tensor
+    evaluated: Evaluated
 
 
 class Learner:
@@ -270,14 +281,17 @@ class Learner:
                     examples = with_values(examples, "reference", self.reference.logp(tokens))
             if not self.recipe.critic:
                 examples = self._credited(examples, tally)
-        loss = self._evaluate(examples, tally, progress)
-        (loss * (self.averaging / self._expected)).backward()
+        scored = self._score(examples, tally, progress)
+        (scored.evaluated.loss * (self.averaging / self._expected)).backward()
+        self._count(scored, tally)  # reads numbers from the device, which the backward keeps busy meanwhile
         if self.reference is not None:
             self.reference.release()
         self.pulse()
 
-    def _evaluate(self, examples: Sequence[Example], tally: report.MetricSums, progress: float) -> Tensor:
-        """Return the loss of some episodes, undivided; what it is made of goes to `tally`."""
+    def _score(
+        self, examples: Sequence[Example], tally: report.MetricSums, progress: float
+    ) -> _ScoredMicroBatch:
+        """Run the forward of some episodes. Their loss is undivided. `tally` gets their credit only."""
         micro = self._collate(examples)
         computed, scored = micro.selected.ids.numel(), len(micro.selected.labels)
         self._computed += computed
@@ -294,18 +308,23 @@ class Learner:
         if not self.behind_barrier and value is not None:
             examples = self._credited(with_values(examples, "value", value.detach()), tally)
             micro = micro.updated(examples)
-        found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
+        kl_coef = self.state["kl_coef"]
+        evaluated = evaluate(micro, scores, value, self.config, self.recipe, kl_coef, progress)
+        return _ScoredMicroBatch(examples, micro, scores.logp.detach(), evaluated)
+
+    def _count(self, scored: _ScoredMicroBatch, tally: report.MetricSums) -> None:
+        """Count what the loss of a micro-batch is made of, and note ratios of single tokens."""
+        examples, micro, evaluated = scored.examples, scored.micro, scored.evaluated
         if self.ratios is not None and not self.recipe.loss.demonstrations:  # those have no mu
-            state = found.state
-            self.ratios.note(examples, scores.logp.detach() - micro.mu, state.correction.masked & state.fresh)
+            dropped = evaluated.state.correction.masked & evaluated.state.fresh
+            self.ratios.note(examples, scored.logp - micro.mu, dropped)
         denominator = math.fsum(e.denominator for e in examples)
         if self.policy.replay is not None:
-            report.tally_routes(tally, micro.selected.routes, computed)
+            report.tally_routes(tally, micro.selected.routes, micro.selected.ids.numel())
         tally.total("_D", denominator)
-        report.tally_tokens(tally, token_sums(found.state), denominator)
-        report.tally_agents(tally, self.agents, micro.agent, found.state, denominator)
-        report.tally_terms(tally, found.terms, denominator)
-        return found.loss
+        report.tally_tokens(tally, token_sums(evaluated.state), denominator)
+        report.tally_agents(tally, self.agents, micro.agent, evaluated.state, denominator)
+        report.tally_terms(tally, evaluated.terms, denominator)
 
     def _credited(self, examples: Sequence[Example], tally: report.MetricSums) -> list[Example]:
         """Advantages of episodes that need no others of the batch."""

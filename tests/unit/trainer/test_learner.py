@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.algorithms.recipe import compose
 from asyncrl.observe.transcripts import read_ratios
@@ -116,6 +118,45 @@ def test_loss_and_counts_are_reported(made: Made, model: Any, episodes: list[Epi
     assert metrics["rollout_corr/logprob_diff_tokens"] == exact > 0
     same = [rho - 1 - math.log(rho) for rho in (math.exp(p.item() - mu) for p, mu, v in tokens if v == STEP)]
     assert metrics["rollout_corr/k3_kl_same_version"] == pytest.approx(sum(same) / exact)
+
+
+class DeviceReads(TorchDispatchMode):
+    """Notes the events of a step, and each time that numbers of a tensor with gradient are needed here, for
+    which one waits on a GPU."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.events.append("read")
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device_between_forward_and_backward(
+    made: Made, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, events = made(STEP, trainer={"micro_batch_tokens": 64}), list[str]()
+
+    def noted(owner: Any, name: str, event: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            events.append(event)
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("tolist", "item", "numpy", "__float__", "__bool__", "__int__"):
+        noted(Tensor, name, "read")
+    noted(learner.policy, "forward", "forward")
+    noted(Tensor, "backward", "backward")
+    with DeviceReads(events):
+        run_batch(learner, whole(episodes))
+    steps = "".join({"read": "r", "forward": "f", "backward": "b"}[event] for event in events)
+    assert steps.count("fb") == steps.count("f") == steps.count("b") > 1, steps
+    assert "br" in steps, "what is counted is read afterwards"
 
 
 def test_a_learner_that_masks_nothing_is_seen_in_the_lag(

@@ -46,7 +46,7 @@ from tests.fakes.models import VOCABULARY
 from tests.fakes.training import save_tiny_qwen, tiny_config
 
 pytestmark = pytest.mark.slow
-DEADLINE = 20.0
+DEADLINE = 120.0
 STEPS, GROUPS, MEMBERS = 3, 4, 2
 
 
