@@ -293,9 +293,8 @@ class Learner:
     ) -> _ScoredMicroBatch:
         """Run the forward of some episodes. Their loss is undivided. `tally` gets their credit only."""
         micro = self._collate(examples)
-        computed, scored = micro.selected.ids.numel(), len(micro.selected.labels)
-        self._computed += computed
-        self._flops += computed * self._flop_count.body + scored * self._flop_count.head
+        self._computed += micro.selected.ids.numel()
+        self._flops += self._flop_count.in_all(micro.selected.host_positions, len(micro.selected.labels))
         entropy_grad, teacher = self.config.algorithm.entropy_coef > 0, None
         if self.recipe.divergence:
             with self.watch.phase("ref"):

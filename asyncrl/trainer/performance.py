@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -21,12 +25,22 @@ PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # of the matrices multiplied
 GB = 1e9
 
 
+class AttentionCost(NamedTuple):
+    """Layers that compute attention alike: `flops` of all of them for a pair of a token and one that it sees,
+    forward and backward. A token sees at most `reach` tokens, itself included."""
+
+    flops: float
+    reach: float
+
+
 class FlopCount(NamedTuple):
     """Floating point operations of the policy's matrix products in a forward and backward: `body` for a token
-    computed, `head` for one scored. Attention's own products and what is computed twice are left out."""
+    computed, `head` for one scored, `attention` for pairs of tokens. What activation checkpointing computes
+    again is left out, and so is what linear attention does with its state."""
 
     body: float
     head: float
+    attention: tuple[AttentionCost, ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> FlopCount:
@@ -41,21 +55,63 @@ class FlopCount(NamedTuple):
             for name, weight in model.named_parameters()
             if weight.ndim > 1 and id(weight) not in left_out
         )
-        return cls(body, _of(head))
+        return cls(body, _of(head), _attention_costs(config))
+
+    def in_all(self, positions: np.ndarray, scored: int) -> float:
+        """Return operations for tokens at these `positions` of their rows, each of which sees those before
+        it and itself, and for `scored` tokens at the output layer."""
+        pairs = (cost.flops * np.minimum(positions + 1, cost.reach).sum() for cost in self.attention)
+        return float(self.body * positions.size + self.head * scored + sum(pairs))
 
 
 def _of(weight: torch.Tensor) -> int:
     return (6 if weight.requires_grad else 4) * weight.numel()
 
 
+def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
+    """A query and a key of d numbers, and a value of v: 2·d + 2·v in the forward of each head, twice as much
+    in the backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:
+        return ()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query_dim = getattr(config, "qk_head_dim", None) or head_dim
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    window = getattr(config, "sliding_window", None) or math.inf
+    reaches = {
+        "full_attention": math.inf,
+        "sliding_attention": window,
+        "chunked_attention": getattr(config, "attention_chunk_size", None) or math.inf,
+    }
+    uniform = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
+    layer_types = getattr(config, "layer_types", None) or [uniform] * config.num_hidden_layers
+    layers_by_reach = Counter(reaches[kind] for kind in layer_types if kind in reaches)
+    flops = 6.0 * heads * (query_dim + value_dim)
+    return tuple(AttentionCost(layers * flops, reach) for reach, layers in layers_by_reach.items())
+
+
+# Dense bfloat16 operations per second of a device, by a part of its name: the vendors' data sheets.
+DATA_SHEET = {
+    **dict.fromkeys(("H100", "H200", "H800", "GH200"), 989e12),
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H20": 148e12,
+    **dict.fromkeys(("A100", "A800"), 312e12),
+    "B200": 2250e12, "GB200": 2500e12, "L40S": 362e12, "L4": 121e12, "MI300X": 1307e12,
+}
+
+
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Operations per second of a large matrix product here, in the type of a forward: for perf/mfu."""
+    """Operations per second that this device can do in the type of a forward, for perf/mfu: those of its data
+    sheet, or else what a large product of random matrices reaches here."""
+    if device.type == "cuda" and dtype == "bfloat16":
+        name = torch.cuda.get_device_name(device)
+        if parts := [part for part in DATA_SHEET if re.search(rf"\b{part}\b", name)]:
+            return DATA_SHEET[max(parts, key=len)]
     size = PEAK_SIZE[device.type]
-    one = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
-    best = float("inf")
+    matrix = torch.randn(size, size, device=device).to(getattr(torch, dtype))  # ones are faster on a GPU
+    best = math.inf
     for _ in range(4):  # the first warms up
         start = time.perf_counter()
-        float((one @ one)[0, 0])  # waits for the device
+        float((matrix @ matrix)[0, 0])  # waits for the device
         best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
 

@@ -114,6 +114,14 @@ class Selected:
         return replace(self, told=told, **moved)
 
     @property
+    def host_positions(self) -> np.ndarray:
+        """Returns the places in their rows of all tokens that are computed, padding included: [B * T]."""
+        if self.forest is not None:
+            return self.forest.forest.positions
+        rows, width = self.ids.shape
+        return np.tile(np.arange(width), rows)
+
+    @property
     def inputs(self) -> dict[str, Any]:
         """Returns the arguments of the model's forward."""
         if self.forest is None:

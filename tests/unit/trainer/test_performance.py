@@ -1,11 +1,24 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from asyncrl.trainer.performance import FlopCount, Stopwatch, peak_flops, performance
 
@@ -59,6 +72,79 @@ def test_operations_are_those_that_torch_counts(kind: str, tied: bool) -> None:
     with FlopCounterMode(display=False) as seen:
         model(torch.zeros(1, 1, dtype=torch.int64)).logits.sum().backward()
     assert count.body + count.head == pytest.approx(seen.get_total_flops(), rel=0.02)
+
+
+def llama(**settings: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZE, **settings))
+
+
+def gemma(**settings: Any) -> Gemma3ForCausalLM:
+    layer_types = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZE, sliding_window=3, layer_types=layer_types, **settings))
+
+
+def deepseek() -> DeepseekV3ForCausalLM:
+    dims = {
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+    }
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    sizes = {name: size for name, size in SIZE.items() if name != "head_dim"}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **dims, **experts))
+
+
+@pytest.mark.parametrize(
+    ("model", "costs"),
+    [
+        # layers * 6 * heads * (numbers of a query + of a value)
+        (llama, [(2 * 6 * 4 * (16 + 16), math.inf)]),
+        (gemma, [(6 * 4 * (16 + 16), 3), (6 * 4 * (16 + 16), math.inf)]),
+        (deepseek, [(2 * 6 * 4 * (6 + 4 + 8), math.inf)]),
+    ],
+)
+def test_attention_is_counted_by_pairs_of_tokens(
+    model: Callable[[], Any], costs: list[tuple[float, float]]
+) -> None:
+    count = FlopCount.of(model())
+    assert list(count.attention) == costs
+    # Two rows of 5 and 2 tokens: 15 + 3 pairs, or 1 + 2 + 3 + 3 + 3 + 3 in a window of 3.
+    pairs = {math.inf: 18, 3: 15}
+    attention = sum(flops * pairs[reach] for flops, reach in costs)
+    positions = np.array([0, 1, 2, 3, 4, 0, 1])
+    assert count.in_all(positions, scored=5) == 7 * count.body + 5 * count.head + attention
+
+
+def test_attention_counts_half_of_what_torch_counts_without_a_mask() -> None:
+    """torch counts all pairs of a row: n * n, of which a causal mask leaves n * (n + 1) / 2."""
+    model, length = llama(attn_implementation="eager"), 64
+    count = FlopCount.of(model)
+    with FlopCounterMode(display=False) as seen:
+        model(torch.zeros(1, length, dtype=torch.int64)).logits.sum().backward()
+    products = count._replace(attention=()).in_all(np.arange(length), length)
+    attention = count.in_all(np.arange(length), length) - products
+    assert attention * 2 * length / (length + 1) == pytest.approx(seen.get_total_flops() - products, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GB200", 2500),
+    ],
+)
+def test_the_peak_of_a_known_device_is_that_of_its_data_sheet(
+    name: str, tera: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda", 0), "bfloat16") == tera * 1e12
 
 
 def test_the_peak_is_above_what_the_same_product_reaches_in_float64() -> None:
