@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import secrets
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,7 +167,7 @@ class Supervisor:
         for handle in unit.alive:
             handle.kill()
         how, log_file, said = describe_exit(code), log_path(self._run_dir, dead.name), ""
-        if code > 0:  # else a signal ended it, and its log does not say why
+        if code > 0 or code == -signal.SIGABRT:  # of other signals its log does not say why
             said = cause_of_death(log_file, unit.incarnation, crashed=True)
         if code == BAD_INPUT:
             return RunOutcome(BAD_INPUT, f"{log_file}:\n{said}" if said else "")

@@ -33,6 +33,7 @@ _ERROR_LEVELS = ("ERROR", "CRITICAL")
 _NONFATAL = ("Exception ignored in", "Exception in thread")
 _START_LINE = re.compile(r"(?:^|\n).* starts, pid ")
 _CRASH = re.compile(r"[\d:.]+ ERROR asyncrl\.launch: \S+ crashed$")  # launch/role.py
+_WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: .*")  # of NCCL, in torch
 _CHAINED = ("During handling of the above", "The above exception was")
 _FATAL = ("Fatal Python error: ", "terminate called ")
 ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
@@ -140,6 +141,8 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
     _, marker, text_after_marker = text.rpartition(f"incarnation {incarnation}")
     # A process that ended before it wrote its marker is the newest one.
     own_text = _START_LINE.split(text_after_marker)[0] if marker else _START_LINE.split(text)[-1]
+    if timeout := _WATCHDOG.search(own_text):  # it ends the process, with many lines more
+        return f"a collective of the trainer ranks timed out: {timeout[0]}"
     lines = own_text.rstrip().splitlines()
     cause = ""
     cause_was_logged = False  # True: it belongs to a logged error

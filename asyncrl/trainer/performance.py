@@ -93,9 +93,15 @@ def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
 # Dense bfloat16 operations per second of a device, by a part of its name: the vendors' data sheets.
 DATA_SHEET = {
     **dict.fromkeys(("H100", "H200", "H800", "GH200"), 989e12),
-    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H20": 148e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H20": 148e12,
     **dict.fromkeys(("A100", "A800"), 312e12),
-    "B200": 2250e12, "GB200": 2500e12, "L40S": 362e12, "L4": 121e12, "MI300X": 1307e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "MI300X": 1307e12,
 }
 
 

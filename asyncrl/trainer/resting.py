@@ -10,6 +10,7 @@ wait for the end of their batch lie in main memory already, as does what offload
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -130,6 +131,7 @@ class PinnedMemory:
 
     def __init__(self, world: World) -> None:
         self._world, self._memory = world, torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
 
     def room(self, size: int) -> Tensor:
         """A collective: the kernel would rather kill a process than refuse pages."""
@@ -142,13 +144,23 @@ class PinnedMemory:
             )
         if missing:  # torch's own pinned memory comes in powers of two
             runtime = torch.cuda.cudart()
-            if len(self._memory):
+            if self._is_pinned:
                 runtime.cudaHostUnregister(self._memory.data_ptr())
+                self._is_pinned = False
             del self._memory
             self._memory = torch.empty(size, dtype=torch.uint8)
-            # Where it may not be, copies are slower.
-            runtime.cudaHostRegister(self._memory.data_ptr(), size, 0)
+            if int(runtime.cudaHostRegister(self._memory.data_ptr(), size, 0)):
+                log.warning("%.2f GB of main memory cannot be pinned: copies to rest are slower", size / 1e9)
+                _clear_cuda_error()
+            else:
+                self._is_pinned = True
         return self._memory[:size]
+
+
+def _clear_cuda_error() -> None:
+    """Take back CUDA's last error, which torch would raise after its next kernel, and cannot take back."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
 
 
 def unlinked_file(directory: Path, size: int) -> Tensor:

@@ -73,6 +73,18 @@ class ServerGroup:
         options.rootRank = 0
         with torch.cuda.stream(self._stream):
             group.broadcast([data.to(self._device)], options).wait()
+            if self._stream is not None:  # NCCL's wait is one of the stream only
+                self._await_sent(self._stream.record_event())
+
+    def _await_sent(self, sent: Any) -> None:
+        """Wait for a CUDA event. DeadlineError long before NCCL's watchdog, which would end the process."""
+        deadline = time.monotonic() + self._seconds.total_seconds()
+        while not sent.query():
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"group {self.name}: a broadcast took over {self._seconds.total_seconds():g} s"
+                )
+            time.sleep(POLL)
 
     def _make(self) -> Any:
         # A client of its own: a store answers one call at a time, also those that wait.

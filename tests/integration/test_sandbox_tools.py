@@ -85,7 +85,7 @@ def test_a_sample_may_bring_a_setup() -> None:
     sample = Sample(0, "test", (), "0", extra_info=json.dumps(extra))
     assert talk("python", ("python", "sum(data)"), sample=sample) == ["6"]
     extra["tools_kwargs"]["python"]["create_kwargs"]["setup"] = "data ="
-    with pytest.raises(ToolError, match="setup of sample 0 did not run"):
+    with pytest.raises(ToolError, match="setup code of sample 0 failed"):
         talk("python", sample=Sample(0, "test", (), "0", extra_info=json.dumps(extra)))
 
 
@@ -126,7 +126,7 @@ async def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
     try:
         space._sandbox.losses, space._sandbox._emptied = 1, True  # a loss that the next cell reports
         space._setup = "1 / 0"
-        with pytest.raises(SandboxError, match="setup of sample 0 did not run"):  # no answer of the tool's
+        with pytest.raises(SandboxError, match="setup code of sample 0 failed"):  # no answer of the tool's
             await space.python("1")
         space._setup = flaky
         assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"

@@ -263,7 +263,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (renamed("q_proj", "q_proj.base_layer"), "not merged; save model.merge_and_unload"),
         (renamed("q_proj", "query"), r"lack 2 tensors .*the files have 2 tensors .*query\..*instead"),
         (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not fetched"),
-        (narrower("norm.weight"), "in the files and .* in the model.*not of one model"),
+        (narrower("norm.weight"), "in the files and .* in the model.*of different models"),
         (
             eight_bits("up_proj.weight"),
             "up_proj.weight is F8_E4M3 in the files, and .*no quantization_config",

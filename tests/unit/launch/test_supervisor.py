@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,23 @@ def test_a_role_that_ended_by_itself_is_quoted(world: World, tmp_path: Path) -> 
     world.supervisor.tick(0)
     assert world.notes[0].endswith("(1 of 2): EngineError: no room for the KV cache")
     assert world.notes[1].endswith("(1 of 2)")
+
+
+def test_ranks_that_nccl_has_ended_are_quoted(world: World, tmp_path: Path) -> None:
+    """Its watchdog ends a process by SIGABRT, and writes stacks after the line that says why."""
+    timeout = "WorkNCCL(SeqNum=3, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029 milliseconds"
+    lines = f"""starts
+[rank1]:[E1128 ProcessGroupNCCL.cpp:685] [Rank 1] Watchdog caught collective operation timeout: {timeout}
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 Rank 1] Process group watchdog thread terminated with exception
+"""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer-1.log").write_text(lines)
+    world.newest("trainer-1").code = -signal.SIGABRT
+    world.supervisor.tick(0)
+    (note,) = world.notes
+    assert "trainer-1 was killed by SIGABRT" in note and "a collective of the trainer ranks timed out" in note
+    assert note.endswith(timeout)
 
 
 def test_the_back_off_grows_up_to_its_limit(tmp_path: Path) -> None:

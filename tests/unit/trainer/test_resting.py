@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -155,6 +156,22 @@ def test_training_goes_on_as_if_it_had_never_rested(
     assert os.listdir(tmp_path) == ["timeline.jsonl"]
 
 
+def test_memory_that_cannot_be_pinned_is_used_and_leaves_no_error_to_cuda(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that stays would be raised by the next kernel."""
+    calls = mock.Mock()
+    calls.cudaHostRegister.return_value = 2
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    monkeypatch.setattr(resting, "_clear_cuda_error", calls.clear)
+    memory = PinnedMemory(world)
+    assert [len(memory.room(size)) for size in (10, 20)] == [10, 20]
+    assert [name for name, *_ in calls.mock_calls if name != "cudaHostRegister().__int__"] == [
+        *["cudaHostRegister", "clear"] * 2
+    ]
+    assert "cannot be pinned" in caplog.text
+
+
 def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
     world: World, model: Any, made: Made, timeline: Timeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     whole_model: None,
@@ -162,7 +179,7 @@ def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
     """As many bytes are registered as are needed at most, and given back before there are more."""
     registered = dict[int, int]()
     runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: registered.update({address: size}),
+        cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or 0,
         cudaHostUnregister=lambda address: registered.pop(address),
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
