@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.recompute import recomputed
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -29,7 +28,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def prepare_layers(model: PreTrainedModel, trainer: TrainerConfig) -> None:
-    """Activation checkpointing (arXiv 1604.06174) of every k-th layer, and compilation of all. To be called
+    """Activation checkpointing of every k-th layer (see recompute.py), and compilation of all. To be called
     before they are sharded. Raises ConfigError where the model does not say what its layers are."""
     every, layers = trainer.checkpointed_every, layers_of(model)
     if not layers and (every or trainer.compile):
@@ -47,7 +46,7 @@ def prepare_layers(model: PreTrainedModel, trainer: TrainerConfig) -> None:
         if trainer.compile:
             run = torch.compile(run, dynamic=True)
         if every and index % every == 0:
-            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout
+            run = recomputed(run)
         layer.forward = run
 
 

@@ -50,6 +50,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages of all tensors that operations return inside, until they are freed or (by FSDP2)
     resized to nothing. `now`, and the `peak` of it."""
 
+    supports_higher_order_operators = True  # counts what they return, too
+
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0

@@ -1,0 +1,175 @@
+"""Activation checkpointing (arXiv 1604.06174) that runs attention once, and keeps its outputs.
+
+    forward    Recording: attention operators run, and their outputs are kept
+    backward   Replaying: the layer is computed again, and attention operators return the kept outputs
+
+Both are dispatch modes: they see operators below autograd, which records a replayed operator as one that ran.
+torch's own selective checkpointing would do for torch's attention. But a compiled function, as flex attention
+is, also returns the inputs that its backward reads: query, key and value would be kept beside the output, and
+take more memory than the output does. Here a replayed function returns the recomputed inputs instead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops import wrap
+from torch._higher_order_ops.utils import redirect_to_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+COMPILED_FUNCTION: Any = getattr(wrap, "inductor_compiled_code", None)
+"""The operator that calls a function compiled with VISIBLE; None where torch has none."""
+
+VISIBLE = "wrap_inductor_compiled_regions"
+"""The option of torch.compile that shows a compiled function to dispatch modes, as one operator."""
+
+_SDPA = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+ATTENTION = frozenset({*(getattr(torch.ops.aten, name).default for name in _SDPA), COMPILED_FUNCTION})
+"""The operators whose outputs are kept: the output of attention, and the log-sum-exp of its scores. Attention
+without an operator of its own, such as products and a softmax, is computed again."""
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """An output, and its version at that time: torch counts changes in place."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True)
+class InputView:
+    """Stands for an output that is a view of an input: of the tensor number `index` among the inputs, from
+    `offset` elements behind its first one."""
+
+    index: int
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+
+@dataclass(frozen=True)
+class KeptCall:
+    """One run of an operator. `function`: what a COMPILED_FUNCTION has called. `outputs`: what was returned,
+    with a KeptTensor or an InputView in place of each tensor."""
+
+    operator: Any
+    function: Any
+    outputs: Any
+
+
+class Recording(TorchDispatchMode):
+    """Runs all operators, and appends the calls of attention."""
+
+    supports_higher_order_operators = True  # runs those, too
+
+    def __init__(self, calls: deque[KeptCall]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Within other modes torch compiles nothing."""
+        return True
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if operator not in ATTENTION:
+            return operator(*args, **(kwargs or {}))
+
+        inputs = _tensors(args, kwargs)  # before the call: a compiled function empties its list of inputs
+        outputs = operator(*args, **(kwargs or {}))
+        kept = tree_map(partial(_keep, inputs), outputs)
+        self._calls.append(KeptCall(operator, _function(operator, args), kept))
+        return outputs
+
+
+class Replaying(TorchDispatchMode):
+    """Answers the calls of attention from the recorded ones, in their order, each once; runs all others."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, calls: deque[KeptCall]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Within other modes torch compiles nothing."""
+        return True
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = self._calls.popleft() if operator in ATTENTION and self._calls else None
+        # A second backward through a graph finds no call, and a function that was compiled anew another one.
+        if call is None or call.operator != operator or call.function is not _function(operator, args):
+            return operator(*args, **(kwargs or {}))
+        return tree_map(partial(_restore, _tensors(args, kwargs)), call.outputs)
+
+
+def _function(operator: Any, args: Sequence[Any]) -> Any:
+    return args[0] if operator is COMPILED_FUNCTION else None
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _keep(inputs: Sequence[Tensor], output: Any) -> Any:
+    """Return what stands for one of the outputs; numbers stand for themselves."""
+    if not isinstance(output, Tensor):
+        return output
+
+    storage = output.untyped_storage()._cdata
+    for index, tensor in enumerate(inputs):
+        if tensor.untyped_storage()._cdata == storage:
+            offset = int(output.storage_offset() - tensor.storage_offset())
+            return InputView(index, output.shape, output.stride(), offset)
+    return KeptTensor(output.detach(), output._version)  # detached: autograd is about to change `output`
+
+
+def _restore(inputs: Sequence[Tensor], kept: Any) -> Any:
+    """Return the output that `kept` stands for."""
+    if isinstance(kept, InputView):
+        tensor = inputs[kept.index]
+        return tensor.as_strided(kept.size, kept.stride, tensor.storage_offset() + kept.offset)
+    if not isinstance(kept, KeptTensor):
+        return kept
+    if kept.tensor._version != kept.version:
+        raise RuntimeError(
+            "the model changes the output of attention in place, so it cannot be kept for the backward; "
+            "set trainer.activation_checkpointing=none"
+        )
+    return kept.tensor
+
+
+if COMPILED_FUNCTION is not None:
+    for mode in (Recording, Replaying):
+        redirect_to_mode(COMPILED_FUNCTION, mode)
+
+
+def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run`, of which only inputs, outputs and what attention returns are kept for the backward."""
+
+    def contexts() -> tuple[Recording, Replaying]:
+        calls = deque[KeptCall]()
+        return Recording(calls), Replaying(calls)
+
+    no_dropout: Any = {"preserve_rng_state": False}
+    return partial(checkpoint, run, use_reentrant=False, context_fn=contexts, **no_dropout)

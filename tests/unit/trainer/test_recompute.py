@@ -1,0 +1,150 @@
+"""Layers that are computed again in the backward keep what attention returned: it runs once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.wrap import InductorCompiledCallable
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncrl.config import Packing, TrainerConfig
+from asyncrl.trainer import recompute
+from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.layers import prepare_layers
+from asyncrl.trainer.recompute import ATTENTION, COMPILED_FUNCTION, recomputed
+from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.world import SequenceRanks, World
+from tests.fakes.models import small_model
+from tests.fakes.traced import LiveBytes
+
+SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+class Executions(TorchDispatchMode):
+    """Counts attention that runs. It lies below the modes of checkpointing: what they replay does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+def rows() -> list[np.ndarray]:
+    """Two rows of a group, and one of its own."""
+    draw = np.random.default_rng(0).integers
+    prompt = draw(0, 40, 30)
+    return [np.concatenate([prompt, draw(0, 40, count)]) for count in (5, 17)] + [draw(0, 40, 21)]
+
+
+def forward_and_backward(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, int, list[Tensor]]:
+    """Return how often attention ran in the forward, and in all, and the gradients."""
+    model.zero_grad()
+    with Executions() as executions:
+        logits = model(**inputs).logits
+        in_forward = executions.count
+        logits.sin().sum().backward()
+    return in_forward, executions.count, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("Qwen3", {}), ("Mistral", {"sliding_window": 9}), ("Gemma2", {"sliding_window": 9})],
+)
+@pytest.mark.parametrize(
+    ("packing", "shared"), [("padded", False), ("packed", False), ("tree", False), ("tree", True)]
+)
+def test_attention_runs_once_a_step_and_gradients_have_the_same_bits(
+    family: str, keys: dict[str, Any], packing: Packing, shared: bool, world: World
+) -> None:
+    """`shared`: heads are exchanged for tokens, as between the ranks of a sequence."""
+    model = small_model(family, **SIZES, **keys)
+    prepare_layers(model, TrainerConfig(activation_checkpointing="full"))
+    if packing != "padded":
+        model.set_attn_implementation(NAME)
+    zero = np.zeros(1, dtype=np.int64)
+    tokens = Selected.of(rows(), zero, zero + 1, torch.ones(1), packing)
+    ranks = SequenceRanks(cast(ProcessGroup, world.group), 0, 1) if shared else None
+    inputs = replace(tokens, ranks=ranks).inputs
+
+    in_forward, in_all, gradients = forward_and_backward(model, inputs)
+    capped = family == "Gemma2" and packing != "padded"  # without an operator of its own on a CPU
+    assert in_all == in_forward and (in_forward == 0) == capped
+
+    with mock.patch.object(recompute, "ATTENTION", frozenset()):
+        in_forward, in_all, expected = forward_and_backward(model, inputs)
+    assert in_all == 2 * in_forward
+    assert len(gradients) > 10 and all(map(torch.equal, gradients, expected))
+
+
+class CompiledAttention(Function):
+    """Stands for flex attention of a GPU: a compiled function that also returns the inputs that its backward
+    reads, the key transposed."""
+
+    runs = 0
+
+    @classmethod
+    def run(cls, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        cls.runs += 1
+        query, key, value = inputs
+        inputs.clear()
+        weights = (query @ key.t()).softmax(-1)
+        return weights @ value, weights, query, key.t(), value
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output, *saved = COMPILED_FUNCTION(COMPILED, [query, key, value])
+        ctx.save_for_backward(*saved)
+        return cast(Tensor, output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weights, query, transposed, value = ctx.saved_tensors
+        slope = gradient @ value.t()
+        scores = weights * (slope - (slope * weights).sum(-1, keepdim=True))
+        return scores @ transposed.t(), scores.t() @ query, weights.t() @ gradient
+
+
+COMPILED = InductorCompiledCallable(CompiledAttention.run)
+
+
+def attend(matrix: Tensor, hidden: Tensor) -> Tensor:
+    query, key, value = (hidden @ matrix).unflatten(-1, (3, -1)).unbind(1)
+    return hidden + CompiledAttention.apply(query, key, value).sin()
+
+
+def gradient_of(layer: Callable[..., Tensor]) -> tuple[Tensor, int]:
+    """Return the gradient of a matrix in two layers, and the bytes that they keep for the backward."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(50, 16, generator=generator)
+    matrix = torch.randn(16, 48, generator=generator, requires_grad=True)
+    with LiveBytes() as live:
+        loss = layer(matrix, layer(matrix, hidden)).square().sum()
+        kept = live.now
+        loss.backward()
+    assert matrix.grad is not None
+    return matrix.grad, kept
+
+
+def test_a_compiled_function_runs_once_and_its_inputs_are_not_kept() -> None:
+    expected, _ = gradient_of(attend)
+    CompiledAttention.runs = 0
+    found, kept = gradient_of(recomputed(attend))
+    assert CompiledAttention.runs == 2 and torch.equal(found, expected)
+
+    with mock.patch.object(recompute, "ATTENTION", frozenset()):
+        CompiledAttention.runs = 0
+        found, without = gradient_of(recomputed(attend))
+    assert CompiledAttention.runs == 4 and torch.equal(found, expected)
+    assert kept - without == 2 * 4 * (50 * 16 + 50 * 50), "output and weights of two layers, in float32"
