@@ -94,7 +94,8 @@ def learning_rates(parameters: int, lora: bool) -> tuple[float, float, float]:
 def checkpoint_bytes(config: RunConfig) -> int:
     """About what one checkpoint takes: the state of the policy and of a critic of its own, and the export."""
     parameters, trained = parameter_count(config.model.path), MASTER + MOMENTS
-    size = parameters * ((MASTER if config.adapters else trained) + EXPORTED[config.model.dtype])
+    exported = EXPORTED[config.model.dtype]
+    size = parameters * ((exported if config.adapters else trained) + exported)  # adapters' base is frozen
     if own_critic(config):
         size += parameter_count(config.critic.path or config.model.path) * trained
     return size

@@ -1,7 +1,8 @@
 """Estimates in closed form what a trainer rank will hold in memory: from the headers of the weight files,
 config.json and the configuration. No model is made, and torch is not imported.
 
-    static   weights, gradients and optimizer state of the rank's shards, in float32
+    static   weights, gradients and optimizer state of the rank's shards; frozen weights in model.dtype, the
+             rest in float32
     work     what the layers keep of a micro-batch for the backward, and the largest that comes on top:
              logits, gathered layers with their gradients, or the gradients of the embedding
 
@@ -128,19 +129,19 @@ def footprint(config: RunConfig) -> Footprint:
 
 def _static(config: RunConfig) -> tuple[int, int, int]:
     """Return bytes of weights, gradients and optimizer state on each rank."""
-    trainer, model = config.trainer, ModelSizes(config.model.path)
-    adapters = adapter_count(config)
-    weights = count(model.shapes) + adapters
-    trained = adapters or weights
+    trainer, policy = config.trainer, count(ModelSizes(config.model.path).shapes)
+    trained, frozen = (adapter_count(config), policy) if config.adapters else (policy, 0)
     if own_critic(config):
         shapes = weight_shapes(config.critic.path or config.model.path)
-        critic = count({name: shape for name, shape in shapes.items() if not _OUTPUT.match(name)})
-        weights, trained = weights + critic, trained + critic
+        trained += count({name: shape for name, shape in shapes.items() if not _OUTPUT.match(name)})
     in_rank = config.kl.where != "none" and not config.scored_reference
     if in_rank and (config.kl.reference or not config.adapters):
-        weights += count(weight_shapes(config.kl.reference or config.model.path))
-    shard = MASTER * trainer.replicas / trainer.ranks
-    return int(weights * shard), int(trained * shard), int(trained * _state_share(trainer) * shard)
+        frozen += count(weight_shapes(config.kl.reference or config.model.path))
+
+    shards = trainer.ranks / trainer.replicas
+    weights = (trained * MASTER + frozen * EXPORTED[config.model.dtype]) / shards
+    gradients = trained * MASTER / shards
+    return int(weights), int(gradients), int(gradients * _state_share(trainer))
 
 
 def _work(config: RunConfig, model: ModelSizes, frozen: bool) -> Work:

@@ -29,6 +29,7 @@ from asyncrl.trainer.barrier import compared, deal, prepared, scaling
 from asyncrl.trainer.batch import Example, MicroBatch, collate, dealt, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.layers import compiled_graphs
+from asyncrl.trainer.loading import master_dtype
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
 from asyncrl.trainer.objective import Evaluated, evaluate, teacher_of
 from asyncrl.trainer.optimizer import (
@@ -101,7 +102,7 @@ class Learner:
         self.bound = config.buffer.max_staleness
         self.budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
         self.size = (0, 0)  # tokens, padding included, and episodes of the micro-batch under way; 0: none
-        self.dtype = next(self.policy.parameters()).dtype
+        self.dtype = master_dtype(config.model.dtype)  # of numbers per token
         self.watch = Stopwatch()
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
         self.ratios: report.Ratios | None = None  # who looks at single tokens

@@ -6,6 +6,9 @@ Each rank reads the slices that it holds, and no others. Names in the files are 
 transformers knows how they became the model's. Experts that it stacks are read one by one into their place. A
 model that it converts in another way while it reads (quantized weights) has no such slices: rank 0 reads it,
 and broadcasts.
+
+With dtype bfloat16, trained weights are float32 masters; frozen ones (`requires_grad` is False when the model
+is sharded) are kept in bfloat16, which is what forwards compute with anyway.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from asyncrl.trainer.scores import widened
 from asyncrl.trainer.world import World
 from asyncrl.weights.adapters import initial
 from asyncrl.weights.checkpoint_match import AutoClass, check_finite, load_pretrained
-from asyncrl.weights.model_files import weight_files
+from asyncrl.weights.model_files import stored_tensors, weight_files
 from asyncrl.weights.names import FilePiece, pieces
 
 logger = logging.getLogger(__name__)
@@ -46,12 +49,14 @@ LAYER_MIN_PARAMETERS = 10_000_000  # with fewer, gathering layer by layer is slo
 @dataclass(frozen=True)
 class WeightsSource:
     """A model without weights (on the meta device; its buffers are real), and where each rank reads them; or,
-    if `places` is empty, the model with its weights on rank 0. `label`: key and path, for errors."""
+    if `places` is empty, the model with its weights on rank 0. `file_dtypes`: those of the tensors in its
+    files, as safetensors names them. `label`: key and path, for errors."""
 
     model: PreTrainedModel
     places: dict[FilePiece, FileTensor]
     filled: PreTrainedModel | None
     dtype: str
+    file_dtypes: frozenset[str]
     label: str
 
 
@@ -67,9 +72,12 @@ def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: 
             logger.warning(
                 "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
             )
-            filled = load_pretrained(auto_class, path, f"{key} {path}", dtype=_master(dtype))
+            filled = load_pretrained(auto_class, path, f"{key} {path}", dtype=master_dtype(dtype))
             _check_tied(model, filled)
-    return WeightsSource(model, places if sliced else {}, filled, dtype, label=f"{key} {path}")
+        file_dtypes = frozenset(tensor.dtype for tensor in stored_tensors(path).values())
+    return WeightsSource(
+        model, places if sliced else {}, filled, dtype, file_dtypes=file_dtypes, label=f"{key} {path}"
+    )
 
 
 def _check_tied(model: PreTrainedModel, filled: PreTrainedModel) -> None:
@@ -83,23 +91,34 @@ def _check_tied(model: PreTrainedModel, filled: PreTrainedModel) -> None:
 
 
 def skeleton(auto_class: AutoClass, path: str, dtype: str) -> PreTrainedModel:
-    """Return the model of a directory without weights."""
+    """Return the model of a directory without weights. `cast_parameters` gives these their final dtypes."""
     config = AutoConfig.from_pretrained(path)
     own = own_attention(config)
     if dtype == "float64":  # for which grouped products of experts do not exist
         own["experts_implementation"] = "eager"
     with init_empty_weights(include_buffers=False):
         model = getattr(transformers, auto_class).from_config(config, dtype=getattr(torch, dtype), **own)
-    for parameter in model.parameters():  # buffers keep the type that they have in a forward
-        parameter.data = parameter.data.to(_master(dtype))
     model.tie_weights()  # emptying parameters one by one separates shared ones
     found: PreTrainedModel = model.eval()  # no dropout, rho must be 1 at lag 0
     return found
 
 
-def _master(dtype: str) -> torch.dtype:
-    """The dtype of the weights that are trained; float64: for exact tests."""
+def master_dtype(dtype: str) -> torch.dtype:
+    """Return the dtype of trained weights where forwards compute in `dtype`. float64 is for exact tests."""
     return torch.float64 if dtype == "float64" else torch.float32
+
+
+def stored_dtype(parameter: nn.Parameter, dtype: str) -> torch.dtype:
+    """Return the dtype that a parameter is kept in where forwards compute in `dtype`."""
+    kept: torch.dtype = getattr(torch, dtype)
+    return master_dtype(dtype) if parameter.requires_grad else kept
+
+
+def cast_parameters(root: nn.Module, dtype: str) -> None:
+    """Give parameters without weights (on the meta device) the dtypes that they are kept in: which of them
+    train must be decided before. Buffers keep the dtype that they have in a forward."""
+    for parameter in root.parameters():
+        parameter.data = parameter.data.to(stored_dtype(parameter, dtype))
 
 
 def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offload: bool = False) -> None:
@@ -108,7 +127,10 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     What was added to the model since it was read gets its initial values. `offload`: the shards stay in main
     memory, and go to the device as a forward needs them.
     """
+    cast_parameters(root, source.dtype)
     shard_empty(root, source.model, source.dtype, world, offload=offload)
+    if world.rank == 0:
+        _log_rounding(source)
     if source.places:
         fill(source.model, source.places, source.label)
         _initialise(source)
@@ -116,6 +138,18 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(source.model, _weights(source), options=options)
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "FSDP2 did not shard"
+
+
+def _log_rounding(source: WeightsSource) -> None:
+    """Log that frozen weights lose bits of their files."""
+    frozen = any(not parameter.requires_grad for parameter in source.model.parameters())
+    wider = sorted(source.file_dtypes & {"F64", "F32", "F16"})
+    if frozen and wider and source.dtype == "bfloat16":
+        logger.info(
+            "%s: has tensors in %s; frozen weights are rounded to bfloat16, in which forwards compute",
+            source.label,
+            ", ".join(wider),
+        )
 
 
 def shard_empty(

@@ -3,8 +3,8 @@
 The policy is a Hugging Face causal LM under FSDP2 that scores sampled tokens.
 
 Files and published weights carry the names of Hugging Face's files (weights/names.py). With dtype bfloat16
-the master weights and the gradient reduction are float32, forward and backward bfloat16: plain bfloat16
-weights would lose updates below 1/256 of a weight.
+the weights in training and the gradient reduction are float32, forward and backward bfloat16: plain bfloat16
+weights would lose updates below 1/256 of a weight. Frozen weights, which have no updates, are bfloat16.
 """
 
 from __future__ import annotations
@@ -143,16 +143,19 @@ def load_policy(
     trainer: TrainerConfig | None = None,
     adapters: Mapping[str, tuple[int, float]] | None = None,
     value_head: bool = False,
+    frozen: bool = False,
     offload: bool = False,
     key: str = "model.path",
 ) -> Policy:
     """Load a model directory and shard it over the ranks. A collective.
 
-    `trainer`: how its layers are trained. `adapters`: see Adapters; else that of `config`. `offload`: the
-    shards are kept in main memory. Raises ConfigError, naming `key`, when the directory holds no causal
-    language model.
+    `trainer`: how its layers are trained. `adapters`: see Adapters; else that of `config`. `frozen`: the
+    weights of the directory do not train. `offload`: the shards are kept in main memory. Raises ConfigError,
+    naming `key`, when the directory holds no causal language model.
     """
     source = read_model("AutoModelForCausalLM", config.path, config.dtype, world, key)
+    if frozen:
+        source.model.requires_grad_(False)
     policy = Policy(source.model, config, world.sequence, adapters=adapters, value_head=value_head)
     if trainer is not None:
         prepare_layers(source.model, trainer)
@@ -297,15 +300,15 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
         (config.kl.reference, "kl.reference") if config.kl.reference else (config.model.path, "model.path")
     )
     model = msgspec.structs.replace(config.model, path=path, lora_rank=0)
-    frozen = load_policy(model, world, offload=config.kl.offload, key=key)
-    known, own = frozen.vocabulary, policy.vocabulary
+    reference = load_policy(model, world, frozen=True, offload=config.kl.offload, key=key)
+    known, own = reference.vocabulary, policy.vocabulary
     if known < own or (known > own and config.kl.diverges and not config.kl.top_k):
         what = "set kl.top_k if it is only filled up further, else use one with the policy's tokenizer"
         if known < own:
             resize = f"resize_token_embeddings({own})"
             what = f"ids from {known} on can be sampled, too; save the reference after {resize}"
         raise ConfigError(f"kl.reference: {path} has a vocabulary of {known}, the policy of {own}; {what}")
-    return Reference(frozen.requires_grad_(False))
+    return Reference(reference)
 
 
 class Critic(nn.Module):

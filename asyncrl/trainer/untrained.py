@@ -37,7 +37,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
     mesh = world.join(0, 1, rendezvous, "cpu", progress_limit(config))
-    policy = load_policy(config.model, mesh, adapters=config.adapters)
+    policy = load_policy(config.model, mesh, adapters=config.adapters, frozen=True)
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", 0, incarnation), endpoints.keys)
     publishing = Publishing(config, endpoints, Path(config.run_dir) / config.name, mesh, policy)
     try:

@@ -34,7 +34,7 @@ from asyncrl.config import Packing, RunConfig, TrainerConfig
 from asyncrl.launch.memory import Footprint
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.layers import layers_of, prepare_layers
-from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS, shard_empty, skeleton
+from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS, cast_parameters, shard_empty, skeleton
 from asyncrl.trainer.memory import forward_backward, largest, smallest
 from asyncrl.trainer.model import Critic, Policy, Reference, findings
 from asyncrl.trainer.optimizer import make_optimizer
@@ -182,7 +182,7 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
         critic = Critic(backbone, world.sequence)
         _pack(backbone, config)
         prepare_layers(backbone, config.trainer)
-        shard_empty(critic, backbone, config.model.dtype, world)
+        _shard(critic, backbone, config, world)
     if recipe.reference:
         own = not config.model.lora_rank or config.kl.reference
         path = config.kl.reference or config.model.path
@@ -193,12 +193,20 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
 def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: bool) -> Policy:
     model = config.model if trained else msgspec.structs.replace(config.model, lora_rank=0)
     lm = _skeleton("AutoModelForCausalLM", path, config, depth)
+    if not trained:
+        lm.requires_grad_(False)
     policy = Policy(lm, model, world.sequence, value_head=trained and compose(config).shared_critic)
     policy.whole, policy.packing = not policy.cut.possible, _pack(lm, config)
     if trained:
         prepare_layers(lm, config.trainer)
-    shard_empty(policy, lm, config.model.dtype, world)
-    return policy.requires_grad_(False) if not trained else policy
+    _shard(policy, lm, config, world)
+    return policy
+
+
+def _shard(root: nn.Module, model: PreTrainedModel, config: RunConfig, world: World) -> None:
+    with unset_fake_temporarily():  # the parameters are on the meta device, none is fake
+        cast_parameters(root, config.model.dtype)
+    shard_empty(root, model, config.model.dtype, world)
 
 
 def _skeleton(auto_class: AutoClass, path: str, config: RunConfig, depth: int) -> PreTrainedModel:

@@ -130,7 +130,8 @@ def test_the_speed_of_products_is_measured() -> None:
     [
         ({}, 4 + 8 + 2),
         ({"model": {"dtype": "float32"}}, 4 + 8 + 4),
-        ({"model": {"lora_rank": 8}}, 4 + 2),
+        ({"model": {"lora_rank": 8}}, 2 + 2),
+        ({"model": {"lora_rank": 8, "dtype": "float32"}}, 4 + 4),
         (CRITIC, 2 * (4 + 8) + 2),
         (CRITIC | {"critic": {"backbone": "shared"}}, 4 + 8 + 2),
     ],
