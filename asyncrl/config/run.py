@@ -48,9 +48,9 @@ class ModelConfig(Section, frozen=True):
     template_args: Options = {}
     """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
-    """Compute type of the trainer, whose master weights and optimizer are float32; type of the published
-    weights and of the embedded engine. auto: bfloat16 on a GPU (on Ray one is
-    expected, unless `device` is cpu) or CPU with instructions for it, else float32."""
+    """Compute type of the trainer, which keeps weights that do not train in it; those that do, and the
+    optimizer, are float32. Also the type of published weights and of the embedded engine. auto: bfloat16 on
+    a GPU (on Ray one is expected, unless `device` is cpu) or CPU with instructions for it, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the trainer ranks and embedded engines. On Ray an embedded engine gets a GPU of its own with
     `cuda` only."""

@@ -54,6 +54,36 @@ def test_parameters_are_those_of_all_files(model: Path) -> None:
     assert parameter_count(str(model)) == 100_000_001  # a scalar is one
 
 
+def write_8b(folder: Path) -> None:
+    """The shapes of Qwen3-8B, 8.19e9 parameters, in a file without numbers."""
+    layer = {
+        "self_attn.q_proj": [4096, 4096],
+        "self_attn.k_proj": [1024, 4096],
+        "self_attn.v_proj": [1024, 4096],
+        "self_attn.o_proj": [4096, 4096],
+        "mlp.gate_proj": [12288, 4096],
+        "mlp.up_proj": [12288, 4096],
+        "mlp.down_proj": [4096, 12288],
+    }
+    shapes = {"model.embed_tokens.weight": [151936, 4096], "lm_head.weight": [151936, 4096]}
+    for index in range(36):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    write_header(folder / "model.safetensors", **shapes)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 4096, "vocab_size": 151936}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "static"),
+    [
+        ({"lora_rank": 32}, 17.8),  # 2 bytes of each parameter, 16 of each of the adapters' 87.3M
+        ({"lora_rank": 32, "dtype": "float32"}, 34.2),
+    ],
+)
+def test_adapters_of_8b_parameters(tmp_path: Path, keys: dict[str, Any], static: float) -> None:
+    write_8b(tmp_path)
+    assert memory.footprint(config(tmp_path, model=keys)).static / 1e9 == pytest.approx(static, abs=0.05)
+
+
 @pytest.fixture(autouse=True)
 def bfloat16(monkeypatch: pytest.MonkeyPatch) -> dict[bool | None, bool]:
     """By a GPU's being there, whether it or the CPU has instructions for bfloat16."""
@@ -193,13 +223,14 @@ def test_the_plan_names_gpus_only_where_there_may_be_some(
     ("keys", "bytes_each"),
     [
         ({}, 4 + 4 + 8),
-        ({"model": {"lora_rank": 8}}, 4 + 16 * 8 * 51_000 / 100_000_001),
+        ({"model": {"lora_rank": 8}}, 2 + 16 * 8 * 51_000 / 100_000_001),
         ({"trainer": {"optimizer": {"adamw": {"amsgrad": True}}}}, 4 + 4 + 12),
         ({"trainer": {"optimizer": {"adamw": {}}}}, 4 + 4 + 8),
         ({"trainer": {"optimizer": "sgd"}}, 4 + 4),
         ({"trainer": {"optimizer": {"sgd": {"momentum": 0.9}}}}, 4 + 4 + 4),
         (CRITIC, 2 * (4 + 4 + 8)),
-        ({"kl": {"where": "loss"}}, 4 + 4 + 8 + 4),
+        ({"kl": {"where": "loss"}}, 4 + 4 + 8 + 2),
+        ({"kl": {"where": "loss"}, "model": {"dtype": "float32"}}, 4 + 4 + 8 + 4),
         ({"trainer": {"ranks": 4, "replicas": 2}}, 2 * (4 + 4 + 8)),
     ],
 )
