@@ -24,6 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from asyncrl.shrunk import unknown
 from asyncrl.trainer.prefix_tree import Forest
+from asyncrl.trainer.recompute import VISIBLE
 from asyncrl.trainer.world import SequenceRanks
 
 NAME, CPU = "asyncrl_forest", torch.device("cpu")
@@ -320,14 +321,17 @@ def _capped(bound: Tensor) -> Callable[..., Tensor]:
 @cache
 def _flex(compiled: bool) -> Any:
     """Return flex attention. Not compiled it holds a T x T matrix of scores."""
-    return compiled_once(flex_attention) if compiled else flex_attention
+    return compiled_once(flex_attention, keeps_outputs=True) if compiled else flex_attention
 
 
-def compiled_once(function: Callable[..., Any]) -> Any:
-    """Compile it for all shapes: every batch has another."""
+def compiled_once(function: Callable[..., Any], *, keeps_outputs: bool = False) -> Any:
+    """Compile it for all shapes: every batch has another. `keeps_outputs`: a layer that is computed again in
+    the backward keeps what the function returned, where this version of torch can (see recompute.py)."""
     from torch._dynamo import config  # a slow import, which only a GPU needs
+    from torch._inductor import config as inductor
 
     # Attention has variants by types, windows, caps, numbers of heads, one block and no gradient, scores by
     # types and what is asked: after 8 of them torch would go on without compiling.
     config.recompile_limit = max(config.recompile_limit, 64)
-    return torch.compile(function, dynamic=True)
+    options: Any = {VISIBLE: True} if keeps_outputs and hasattr(inductor, VISIBLE) else None
+    return torch.compile(function, dynamic=True, options=options)

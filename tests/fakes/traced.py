@@ -57,6 +57,10 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._live = dict[int, int]()  # bytes of each
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # inside, functions are compiled
+
     def __enter__(self) -> LiveBytes:
         storages: Any = torch.UntypedStorage
         self._resize = resize = storages.resize_

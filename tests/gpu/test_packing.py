@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from asyncrl.trainer.attention import FlexKernel, NodeKernel, RowKernel, Scoring
+from asyncrl.trainer import recompute
+from asyncrl.trainer.attention import AttentionKernel, FlexKernel, NodeKernel, RowKernel, Scoring
 from asyncrl.trainer.prefix_tree import Forest, plant
+from asyncrl.trainer.recompute import recomputed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -73,3 +77,37 @@ def test_other_lengths_do_not_compile_again() -> None:
         if seed == 1:
             compiled = counters["stats"]["unique_graphs"]
     assert counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.parametrize("kernel", [FlexKernel, RowKernel])
+def test_attention_of_a_layer_that_is_computed_again_is_kept_and_no_more(kernel: type) -> None:
+    """Bytes between forward and backward: more than without by output and log-sum-exp, not by query, key and
+    value. Gradients have the same bits."""
+    planted, device = forest(0), torch.device("cuda")
+    attention: AttentionKernel = FlexKernel(planted, device)
+    if kernel is RowKernel:
+        attention = RowKernel(planted, device, attention)
+    size, generator = len(planted.ids), torch.Generator().manual_seed(0)
+    hidden = torch.randn(size, 512, generator=generator).to(device, torch.bfloat16)
+    matrix = torch.randn(512, 3 * 8 * 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = (hidden @ matrix).view(size, 3, 8, 64).permute(1, 2, 0, 3)
+        return hidden + attention.attend(query, key, value, Scoring(0.125)).flatten(1)
+
+    def run() -> tuple[int, torch.Tensor]:
+        matrix.grad = None
+        before = torch.cuda.memory_allocated()
+        loss = recomputed(layer)(hidden).float().square().sum()
+        kept = torch.cuda.memory_allocated() - before
+        loss.backward()
+        return kept, matrix.grad
+
+    run()  # compiles, and makes the masks
+    kept, gradient = run()
+    with mock.patch.object(recompute, "ATTENTION", frozenset()):
+        without, expected = run()
+    output = size * 8 * (64 * 2 + 4)
+    padding = 2 * len(planted.rows) * 512 * 8 * (64 * 2 + 4) if kernel is RowKernel else 0
+    assert torch.equal(gradient, expected)
+    assert output <= kept - without < 1.5 * output + padding

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.config import Packing, TrainerConfig
 from asyncrl.trainer import recompute
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import NAME, compiled_once
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.recompute import ATTENTION, COMPILED_FUNCTION, recomputed
 from asyncrl.trainer.scores import Selected
@@ -32,9 +32,15 @@ SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "he
 class Executions(TorchDispatchMode):
     """Counts attention that runs. It lies below the modes of checkpointing: what they replay does not run."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # inside, functions are compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func in ATTENTION
@@ -148,3 +154,46 @@ def test_a_compiled_function_runs_once_and_its_inputs_are_not_kept() -> None:
         found, without = gradient_of(recomputed(attend))
     assert CompiledAttention.runs == 4 and torch.equal(found, expected)
     assert kept - without == 2 * 4 * (50 * 16 + 50 * 50), "output and weights of two layers, in float32"
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.t()).softmax(-1) @ value
+
+
+@pytest.mark.long
+def test_a_function_that_torch_compiles_runs_once() -> None:
+    """torch compiles no flex attention with a backward on a CPU: a plain one stands for it."""
+    compiled = compiled_once(softmax_attention, keeps_outputs=True)
+
+    def layer(matrix: Tensor, hidden: Tensor) -> Tensor:
+        query, key, value = (hidden @ matrix).unflatten(-1, (3, -1)).unbind(1)
+        return hidden + compiled(query, key, value).sin()
+
+    expected, _ = gradient_of(layer)
+    found, kept = gradient_of(recomputed(layer))
+    with Executions() as executions:
+        again, _ = gradient_of(recomputed(layer))
+    assert torch.equal(found, expected) and torch.equal(again, expected)
+    assert executions.count == 4, "two layers, forward and backward"
+    _, without = gradient_of(recomputed(lambda matrix, hidden: hidden + (hidden @ matrix)[:, :16].sin()))
+    assert kept - without < 2.5 * 4 * (50 * 16 + 50 * 50)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("packing", ["padded", "tree"])
+def test_attention_of_compiled_layers_runs_once(packing: Packing) -> None:
+    model = small_model("Qwen3", **SIZES)
+    prepare_layers(model, TrainerConfig(activation_checkpointing="full", compile=True))
+    if packing != "padded":
+        model.set_attn_implementation(NAME)
+    zero = np.zeros(1, dtype=np.int64)
+    inputs = Selected.of(rows(), zero, zero + 1, torch.ones(1), packing).inputs
+
+    in_forward, in_all, gradients = forward_and_backward(model, inputs)
+    assert in_all == in_forward > 0
+
+    with mock.patch.object(recompute, "ATTENTION", frozenset()):
+        in_forward, in_all, expected = forward_and_backward(model, inputs)
+    assert in_all == 2 * in_forward
+    assert all(map(torch.equal, gradients, expected))
