@@ -213,7 +213,7 @@ class TrainerConfig(Section, frozen=True):
     """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
     activation_checkpointing: Literal["none", "full"] | Positive = "none"
     """Layers whose activations are computed again in the backward instead of being kept: none, all, or every
-    k-th."""
+    k-th. Their inputs and what their attention returned are kept."""
     compile: bool = False
     """Compile each layer with torch.compile, once for all lengths; a CPU needs a C++ compiler."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0

@@ -160,10 +160,11 @@ def _work(config: RunConfig, model: ModelSizes, frozen: bool) -> Work:
         root, group, gathered = total, total, 0
     gradients = 0 if frozen else group * (size + MASTER) + vocabulary * hidden * MASTER
     again = max(each[::every]) if every else 0  # a layer that is computed once more
+    stored = [inputs + tokens * _attention_output(model, layer, size) for layer in model.layers]
     logit = DIVERGED if config.kl.diverges and not config.kl.top_k else LOGITS
     taught = root * size + inputs if config.kl.diverges else 0  # the teacher's output layer, what it reads
     return Work(
-        kept=sum(inputs if every and index % every == 0 else one for index, one in enumerate(each)),
+        kept=sum(stored[i] if every and i % every == 0 else each[i] for i in range(len(layers))),
         logits=min(CHUNK, tokens) * vocabulary * logit + tokens * hidden * FEATURES + root * size + taught,
         layer=again + root * size + gathered + gradients,
         after=0 if frozen else root * (3 * size + MASTER),
@@ -194,6 +195,13 @@ def _kept(model: ModelSizes, layer: Shapes, size: int, length: int) -> int:
     if model.number("attn_logit_softcapping") or any("sinks" in name for name in layer):
         scores = model.number("num_attention_heads", "n_head") * length * SCORES[size]
     return numbers * size + wide * (MASTER + size) + scores
+
+
+def _attention_output(model: ModelSizes, layer: Shapes, size: int) -> int:
+    """Bytes of each token that attention returns: what its last matrix reads, and a float32 log-sum-exp of
+    each head. They are kept of a layer that is computed again, too (trainer/recompute.py)."""
+    widths = (shape[1] for name, shape in layer.items() if len(shape) == 2 and _OUT.search(name))
+    return max(widths, default=0) * size + model.number("num_attention_heads", "n_head") * MASTER
 
 
 def _normed(layer: Shapes, name: str, width: int, hidden: int) -> int:
