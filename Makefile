@@ -21,7 +21,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 gpu-kit-sglang check-sglang-pins swe-base swe-tasks check docs site clean
+.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 gpu-kit-sglang gpu-visit gpu-visit-cpu check-sglang-pins swe-base swe-tasks check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -87,6 +87,16 @@ gpu-kit-smollm2: $(VENV)/core $(SMOLLM)/model.safetensors  ## SmolLM2 for the ki
 
 gpu-kit-sglang: $(VENV)/core  ## SGLang for the kit, to lie beside it: one file of 28 MiB
 	$(BIN)/python tools/gpu_kit/sglang_bundle/pack.py
+
+gpu-visit: $(VENV)/core  ## what a visit of a quarter of an hour needs on a GPU machine: build/gpu-visit, in loads of at most 50 MiB
+	$(BIN)/python tools/gpu_kit/pack_visit.py
+
+# Without a network where the system lets one do without.
+gpu-visit-cpu: gpu-visit  ## the calls of that visit in small sizes, on a CPU; with SGLang after `make sglang-cpu`
+	away=$$(unshare -rn true 2> /dev/null && echo unshare -rn) ; for call in A B; do \
+		ASYNCRL_SGLANG_PYTHON="$$PWD/$(SGLANG_VENV)/bin/python $$PWD/tools/sglang_cpu/launch.py" $$away sh -c \
+		"ip link set lo up 2> /dev/null; exec $(BIN)/python tools/gpu_kit/visit.py $$call --device cpu --out gpu-report/$$call $(ARGS)" \
+		|| exit 1; done
 
 swe-base: $(VENV)/core  ## the image `debian-pytest`: Debian with Python 3.11, git and pytest; needs mmdebstrap and a network
 	tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && mkdir -p $$tree/root/usr/bin && \

@@ -9,6 +9,7 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,14 @@ def test_what_a_part_replaces_in_the_package_is_there(file: Path) -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
+    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         match node:
+            case ast.Call(
+                ast.Attribute(ast.Name("mock"), "patch"), [ast.Constant(str(path)), ast.Name(replacement)]
+            ):
+                replaced = signature(pkgutil.resolve_name(path)).parameters
+                assert len(functions[replacement].args) == len(replaced), path
             case ast.Call(ast.Attribute(ast.Name("mock"), "patch"), [ast.Constant(str(path)), *_]):
                 assert pkgutil.resolve_name(path)
             case ast.Call(

@@ -18,10 +18,6 @@ import sys
 import time
 from pathlib import Path
 
-import pyarrow.parquet
-import torch
-from transformers import Qwen3Config
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LIMIT_MIB = 15
@@ -35,7 +31,8 @@ PLATFORM = [
     *("--python-version", "3.12", "--implementation", "cp", "--only-binary", ":all:"),
     *("--platform", "manylinux2014_x86_64", "--platform", "manylinux_2_28_x86_64"),
 ]
-COPIED = ["asyncrl", "configs", "examples/multiturn/calculator", "tests/fakes", "tests/gpu"]
+EXAMPLE = "examples/multiturn/calculator"
+COPIED = ["asyncrl", "configs", "tests/fakes", "tests/gpu"]
 KIT_FILES = ["check.py", "parts", "README.md"]
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 # The published configurations: hidden size, that of feed-forward layers, layers, attention heads.
@@ -66,18 +63,29 @@ def copy_all(kit: Path) -> None:
     (kit / "revision").write_text(head.stdout.strip() or "unknown")
     for name in COPIED:
         shutil.copytree(ROOT / name, kit / name, ignore=LEFT_OUT)
+    copy_examples(kit)
     (kit / "tests" / "__init__.py").touch()  # or another package of that name, installed there, would win
     for name in KIT_FILES:
         if (HERE / name).is_dir():
             shutil.copytree(HERE / name, kit / name, ignore=LEFT_OUT)
         else:
             shutil.copy(HERE / name, kit / name)
-    for table in (kit / "examples").rglob("*.parquet"):  # a machine without pyarrow reads these
+
+
+def copy_examples(kit: Path) -> None:
+    """Copy the demo, with its tables as JSON lines, too: a machine without pyarrow reads these."""
+    import pyarrow.parquet
+
+    shutil.copytree(ROOT / EXAMPLE, kit / EXAMPLE, ignore=LEFT_OUT)
+    for table in (kit / EXAMPLE).rglob("*.parquet"):
         rows = pyarrow.parquet.read_table(table).to_pylist()
         table.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_models(models: Path) -> None:
+    import torch
+    from transformers import Qwen3Config
+
     for name, (hidden, feed_forward, layers, heads) in QWEN3.items():
         Qwen3Config(
             hidden_size=hidden,

@@ -80,12 +80,15 @@ GROUPS = {
 
 
 class Shape(NamedTuple):
-    """`rows` of `length` tokens. `goal`: of MFU; 0: none."""
+    """`rows` of `length` tokens. `goal`: of MFU; 0: none. `steps`: timed at most, the first of which warms
+    up. `profiled`: one more step, by torch's profiler."""
 
     name: str
     rows: int
     length: int
     goal: float = 0.0
+    steps: int = 3
+    profiled: bool = False
 
 
 class Case(NamedTuple):
@@ -96,7 +99,10 @@ class Case(NamedTuple):
     shapes: tuple[Shape, ...]
     settings: tuple[dict[str, Any], ...]
     lora_rank: int = 0
-    profiled: bool = False
+
+    @property
+    def profiled(self) -> bool:
+        return any(shape.profiled for shape in self.shapes)
 
 
 COMPILED, SECOND, FULL, PADDED = (
@@ -105,38 +111,57 @@ COMPILED, SECOND, FULL, PADDED = (
     {"activation_checkpointing": "full"},
     {"packing": "padded"},  # where flex attention fails
 )
-CASES = (
-    Case(
-        "4B LoRA",
-        "qwen3-4b",
-        (Shape("1 row of 16k", 1, 16 * K, 0.217), Shape("1 row of 64k", 1, 64 * K, 0.374)),
-        (COMPILED | FULL, FULL, FULL | PADDED),
-        lora_rank=LORA_RANK,
+LORA_4B = Case(
+    "4B LoRA",
+    "qwen3-4b",
+    # A profile of 64k would take as long as two more steps of it.
+    (
+        Shape("1 row of 16k", 1, 16 * K, 0.217, profiled=True),
+        Shape("1 row of 64k", 1, 64 * K, 0.374, steps=2),
     ),
-    Case(
-        "1.7B",
-        "qwen3-1.7b",
-        (Shape("1 row of 16k", 1, 16 * K), Shape("8 rows of 2k, packed", 8, 2 * K)),
-        (COMPILED, COMPILED | SECOND, FULL, FULL | PADDED),
-        profiled=True,
-    ),
-    Case(
-        "1.7B, recomputed",
-        "qwen3-1.7b",
-        (Shape("1 row of 64k", 1, 64 * K),),
-        (COMPILED | FULL, FULL, FULL | PADDED),
-    ),
+    (COMPILED | FULL, FULL, FULL | PADDED),
+    lora_rank=LORA_RANK,
 )
+FULL_1_7B = Case(
+    "1.7B",
+    "qwen3-1.7b",
+    (
+        Shape("1 row of 16k", 1, 16 * K, profiled=True),
+        Shape("8 rows of 2k, packed", 8, 2 * K, profiled=True),
+    ),
+    (COMPILED, COMPILED | SECOND, FULL, FULL | PADDED),
+)
+RECOMPUTED_1_7B = Case(
+    "1.7B, recomputed",
+    "qwen3-1.7b",
+    (Shape("1 row of 64k", 1, 64 * K),),
+    (COMPILED | FULL, FULL, FULL | PADDED),
+)
+# The shortest of 1.7B, for a visit: no profile and no output layer alone.
+BRIEF_1_7B = FULL_1_7B._replace(shapes=(Shape("1 row of 16k", 1, 16 * K, steps=2),))
 
 
 def run(context: Context) -> Iterator[Finding]:
+    yield from measure_cases(context, LORA_4B, FULL_1_7B, RECOMPUTED_1_7B)
+    yield from attention_alone(context)
+
+
+def visit_4b(context: Context) -> Iterator[Finding]:
+    yield from measure_cases(context, LORA_4B)
+
+
+def visit_1_7b(context: Context) -> Iterator[Finding]:
+    yield from measure_cases(context, BRIEF_1_7B)
+
+
+def measure_cases(context: Context, *cases: Case) -> Iterator[Finding]:
+    """Yield the peak, then the findings of each case."""
     world = join(0, 1, device=context.kind)
     try:
-        peak, found = peak_of(context)
-        yield found
-        for case in CASES:
+        peak, finding = peak_of(context)
+        yield finding
+        for case in cases:
             yield from measure(case, context, world, peak)
-        yield from attention_alone(context)
     finally:
         leave()
 
@@ -173,7 +198,7 @@ def measure(case: Case, context: Context, world: World, peak: float) -> Iterator
             yield Finding(f"{case.name}: model", value, "rows packed", packed == "packed")
             while left:
                 yield step(case, learner, left[0], context, peak)
-                if case.profiled:
+                if left[0].profiled:
                     yield from losses(case, learner, left[0], context)
                 left.pop(0)
             if case.profiled:
@@ -201,7 +226,7 @@ def flops(learner: Learner, rows: int, length: int, scored: int) -> float:
 
 
 def step(case: Case, learner: Learner, shape: Shape, context: Context, peak: float) -> Finding:
-    """Three steps, the first of which warms up; one or two where there is no time for more."""
+    """Time its steps, the first of which warms up; fewer where there is no time for all."""
     name, tokens = f"{case.name}: {shape.name}", shape.rows * shape.length
     given = episodes(learner, [shape.length] * shape.rows)
     scored = sum(len(turn.ids) for _, turns in given for turn in turns)
@@ -211,7 +236,7 @@ def step(case: Case, learner: Learner, shape: Shape, context: Context, peak: flo
     if not context.small:
         torch.cuda.reset_peak_memory_stats()
     taken: list[float] = []
-    while len(taken) < 3 and (not taken or context.left() > 3 * taken[-1] + 10):
+    while len(taken) < shape.steps and (not taken or context.left() > 2 * taken[-1] + 5):
         given = episodes(learner, [shape.length] * shape.rows)
         synchronize(context)
         began = time.perf_counter()

@@ -15,6 +15,7 @@ import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -58,13 +59,30 @@ def server_command(context: Context) -> list[str] | None:
     places = (context.kit / BUNDLE, context.kit.parent / BUNDLE)
     bundle = next((place for place in places if place.exists()), None)
     if bundle is not None and not context.small:
-        own = context.work / "sglang"
-        with tarfile.open(bundle) as packed:
-            packed.extractall(own, filter="data")
-        # Bytecode, by all cores: its processes would compile it one file after another.
-        subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", str(own / "site")])
+        own = unpacked_bundle(bundle, context.work.parent / "sglang")
         return ["env", f"PYTHONPATH={own / 'site'}", sys.executable, str(own / "launch_gpu.py")]
     return None if importlib.util.find_spec("sglang") is None else []
+
+
+def unpacked_bundle(bundle: Path, folder: Path) -> Path:
+    """Unpack the bundle into the folder, once for all parts, and write its bytecode by all cores: its
+    processes would compile it one file after another."""
+    if folder.exists():
+        return folder
+    half = folder.with_name(f"{folder.name}.{os.getpid()}")
+    with tarfile.open(bundle) as packed:
+        packed.extractall(half, filter="data")
+    half.rename(folder)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", str(folder / "site")])
+    return folder
+
+
+def visit_unpack(context: Context) -> Iterator[Finding]:
+    """Unpack SGLang for the parts that come later."""
+    began = time.monotonic()
+    command = server_command(context)
+    value = NOT_THERE if command is None else f"{time.monotonic() - began:.0f} s"
+    yield Finding("SGLang unpacked", value, ok=command is not None)
 
 
 def has_saver(context: Context, command: list[str]) -> bool:

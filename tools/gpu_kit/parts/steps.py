@@ -67,7 +67,7 @@ def _everywhere(model: Any, path: str) -> dict[FilePiece, FileTensor]:
 
 
 @torch.no_grad()
-def _randomise(model: Any, places: dict[FilePiece, FileTensor]) -> None:
+def _randomise(model: Any, places: dict[FilePiece, FileTensor], label: str) -> None:
     state = model.state_dict(keep_vars=True)
     for piece in places:
         whole = state[piece.parameter]

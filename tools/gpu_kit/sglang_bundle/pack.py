@@ -60,9 +60,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as made:
         site = Path(made) / "site"
         install(site)
-        with tarfile.open(args.out, "w:xz") as bundle:
+        half = args.out.with_name(f".{args.out.name}")  # `make gpu-visit` takes what has the right name
+        with tarfile.open(half, "w:xz") as bundle:
             bundle.add(site, "site")
             bundle.add(HERE / "launch_gpu.py", "launch_gpu.py")
+        half.rename(args.out)
     size = args.out.stat().st_size / 2**20
     print(f"{args.out}: {size:.1f} MiB, {time.monotonic() - began:.0f} s")
     if size > LIMIT_MIB:

@@ -1,0 +1,189 @@
+"""The two lanes of a visit to a GPU machine, with steps that fail in every way (gpu_kit/visit.py), and what
+is packed for it (gpu_kit/pack_visit.py)."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.scripts import script
+
+pytestmark = pytest.mark.slow
+
+KIT = Path(__file__).parents[2] / "tools" / "gpu_kit"
+CHILD = "subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE, start_new_session=True)"
+FAKES = f"""
+import os, subprocess, sys, threading
+from contextlib import contextmanager
+from pathlib import Path
+from parts.common import Finding
+
+OUT = Path(__file__).parent / "out"
+CACHE = Path(__file__).parent / "visit/state/caches/inductor/kernel"
+
+@contextmanager
+def alone(context):
+    lock = context.work.parent / "taken"
+    os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+    yield
+    lock.unlink()
+
+def fine(context):
+    with alone(context):
+        yield Finding("one", "1", "1", True)
+
+def misses(context): yield Finding("one", "2", "1", False)
+def crashes(context): yield Finding("one", 1 / 0)
+def dies(context): yield Finding("one", "1"); os._exit(3)
+def hangs(context): yield Finding("pid", str({CHILD}.pid)); threading.Event().wait()
+
+def meets_reading(context):
+    with alone(context), (OUT.parent / "meeting").open("rb") as meeting:
+        yield Finding("heard", meeting.read().decode())
+
+def meets_writing(context):
+    (OUT.parent / "meeting").write_bytes(b"of the other lane")
+    yield Finding("GPUs", os.environ["CUDA_VISIBLE_DEVICES"])
+
+def reads(context):
+    yield Finding("first", "is known")
+    yield Finding("on disk", str("is known" in (OUT / "results.jsonl").read_text()))
+
+def keeps(context):
+    for size in (100, 5000):
+        folder = context.work / "keep"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{{size}}").write_bytes(os.urandom(size))
+        if context.work.name == "small":
+            break
+    yield Finding("kept", "1")
+
+def compiles(context):
+    CACHE.parent.mkdir(parents=True)
+    CACHE.write_bytes(os.urandom(2000))
+    yield Finding("compiled", CACHE.read_bytes().hex())
+
+def finds(context):
+    yield Finding("compiled", CACHE.read_bytes().hex() if CACHE.exists() else "nothing")
+"""
+DRIVE = """
+import sys, visit
+visit.FILE_BYTES, visit.CACHE_FILE_BYTES = 2000, 1000
+steps = [visit.Step(name, lane, f"fakes:{function}", float(seconds), least=float(seconds) / 2)
+         for name, lane, function, seconds in (word.split(",") for word in sys.argv[1:])]
+sys.exit(visit.main(["T", "--out", "out", "--folder", "visit"], calls={"T": visit.Call(60.0, tuple(steps))},
+                    prepare=lambda folder, state: None))
+"""
+
+
+def drive(folder: Path, *steps: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and results of a call of these steps, `NAME,LANE,FUNCTION,SECONDS` each."""
+    (folder / "parts").mkdir(exist_ok=True)
+    for name in ("check.py", "visit.py", "parts/__init__.py", "parts/common.py"):
+        shutil.copy(KIT / name, folder / name)
+    (folder / "fakes.py").write_text(FAKES)
+    (folder / "drive.py").write_text(DRIVE)
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    command = [sys.executable, "drive.py", *steps]
+    code = subprocess.run(command, cwd=folder, timeout=50, capture_output=True).returncode
+    return code, [json.loads(line) for line in (folder / "out/results.jsonl").read_text().splitlines()]
+
+
+def ends(lines: list[dict[str, Any]]) -> dict[str, str]:
+    return {line["step"]: line["state"] for line in lines if line["event"] == "end" and "state" in line}
+
+
+def values(lines: list[dict[str, Any]], step: str) -> list[str]:
+    return [line["value"] for line in lines if (line["step"], line["event"]) == (step, "finding")]
+
+
+def test_a_step_over_its_limit_is_killed_with_its_children_and_no_step_ends_the_next(tmp_path: Path) -> None:
+    names = ["hangs", "crashes", "dies", "misses", "fine"]
+    seconds = {"hangs": 1.0}
+    code, lines = drive(tmp_path, *(f"{name},exclusive,{name},{seconds.get(name, 20)}" for name in names))
+    failed = {"hangs": "killed", "crashes": "failed", "dies": "ended with 3"}
+    assert code == 1 and ends(lines) == failed | {"misses": "done", "fine": "done"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(values(lines, "hangs")[0]), 0)
+    assert "ZeroDivisionError" in values(lines, "crashes")[0]
+
+
+def test_lanes_run_beside_each_other_and_exclusive_steps_never(tmp_path: Path) -> None:
+    """Each exclusive step fails if another one is under way; the fifo lets neither lane's step end alone."""
+    os.mkfifo(tmp_path / "meeting")
+    exclusive = [f"{number},exclusive,fine,20" for number in range(3)]
+    both = ["reader,exclusive,meets_reading,20", "writer,shared,meets_writing,20"]
+    code, lines = drive(tmp_path, *both, *exclusive)
+    assert code == 0 and set(ends(lines).values()) == {"done"}
+    assert values(lines, "reader") == ["of the other lane"] and values(lines, "writer") == [""]
+
+
+def test_a_finding_is_on_disk_before_the_step_goes_on(tmp_path: Path) -> None:
+    code, lines = drive(tmp_path, "reads,exclusive,reads,20", "none,exclusive,fine,100")
+    assert values(lines, "reads") == ["is known", "True"]
+    assert code == 1, "a step without time counts as not run"
+    assert ends(lines)["none"] == "not run"
+
+
+def test_what_is_too_large_to_come_back_is_left_out_and_named(tmp_path: Path) -> None:
+    _, lines = drive(tmp_path, "small,exclusive,keeps,20", "large,exclusive,keeps,20")
+    left_out = [(line["step"], line["file"]) for line in lines if line["event"] == "left out"]
+    assert left_out == [("large", "large.tar.gz")]
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "results.jsonl",
+        "log.txt",
+        "small.tar.gz",
+    }
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_caches_of_a_visit_are_there_in_the_next(tmp_path: Path, missing: int) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    _, lines = drive(first, "compiles,shared,compiles,20")
+    files = sorted((first / "out").glob("caches-*"))
+    assert len(files) == 3
+    (second / "visit/caches").mkdir(parents=True)
+    for file in files[missing:]:
+        shutil.copy(file, second / "visit/caches")
+    _, again = drive(second, "finds,shared,finds,20")
+    assert values(again, "finds") == (["nothing"] if missing else values(lines, "compiles"))
+    assert next(line["event"] for line in again if line["step"] == "caches") == (
+        "left out" if missing else "unpacked"
+    )
+
+
+def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "visit/state").mkdir(parents=True)
+    with (tmp_path / "visit/state/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(FileNotFoundError):
+            drive(tmp_path, "fine,exclusive,fine,20")
+
+
+def test_loads_are_filled_with_the_largest_files_first() -> None:
+    spread = script("pack_visit", "gpu_kit").spread
+    assert spread([3, 40, 28, 40, 2], 12, limit=50) == [0, 1, 0, 2, 0]
+    with pytest.raises(ValueError, match="60 bytes"):
+        spread([60], 0, limit=50)
+
+
+def test_steps_of_calls_are_functions_of_the_kit() -> None:
+    visit = script("visit", "gpu_kit")
+    for call in visit.CALLS.values():
+        for step in call.steps:
+            module, _, name = step.function.partition(":")
+            tree = ast.parse((KIT / f"{module.replace('.', '/')}.py").read_text())
+            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, step
+        longest = max(sum(step.least for step in steps) for steps in call.lanes().values())
+        assert longest < call.seconds - visit.PACK_S

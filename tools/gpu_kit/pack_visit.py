@@ -1,0 +1,113 @@
+"""Build what `visit.py` needs on a borrowed GPU machine and does not travel with the repository.
+
+    python tools/gpu_kit/pack_visit.py [--out build/gpu-visit] [--no-site]
+
+The folders load-1, load-2, … of at most 50 MiB each are carried by one call each; the machine keeps them.
+load-1 has all that call A needs:
+
+    site/         packages that torch, transformers, accelerate and pytest do not bring (build.py)
+    models/       the sizes of Qwen3 without weights
+    examples/     the demo's data as JSON lines
+
+SmolLM2 in parts (four_bits.py) and SGLang's bundle, if `make gpu-kit-sglang` has made one, are spread over
+them. --no-site: without site/, for a rehearsal with the Python that runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from build import HERE, ROOT, copy_examples, install, write_models
+
+LOAD_BYTES = 50 << 20
+SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
+PACKED, BUNDLE = ROOT / "build" / "smollm2", ROOT / "build" / "sglang.tar.xz"
+MIB = 1 << 20
+
+
+def pack_smollm2() -> None:
+    """Pack the model, unless that was done since the model and the packer changed. SystemExit without one."""
+    weights, packer, index = SMOLLM2 / "model.safetensors", HERE / "four_bits.py", PACKED / "index.json"
+    if not weights.exists():
+        raise SystemExit(f"{weights} is missing: make smollm2")
+    newest = max(weights.stat().st_mtime, packer.stat().st_mtime)
+    if index.exists() and index.stat().st_mtime >= newest:
+        return
+    shutil.rmtree(PACKED, ignore_errors=True)
+    line = [sys.executable, str(packer), "pack", "--model", str(SMOLLM2), "--out", str(PACKED)]
+    subprocess.run([*line, "--data", str(ROOT / "examples" / "multiturn" / "smollm2" / "data")], check=True)
+
+
+def spread(sizes: Sequence[int], used: int, limit: int = LOAD_BYTES) -> list[int]:
+    """The load of each file, from 0, the largest files first. `used`: bytes of load 0 that are taken.
+    ValueError if a file is larger than a load."""
+    loads, chosen = [used], [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if sizes[index] > limit:
+            raise ValueError(f"{sizes[index]:,} bytes do not fit into a load of {limit:,}")
+        fitting = (number for number, size in enumerate(loads) if size + sizes[index] <= limit)
+        number = next(fitting, len(loads))
+        if number == len(loads):
+            loads.append(0)
+        loads[number] += sizes[index]
+        chosen[index] = number
+    return chosen
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def replace_loads(out: Path, made: Path, spread_files: Iterable[tuple[Path, Path]]) -> None:
+    """Put new loads in the place of old ones. `made`: what load-1 has. `spread_files`: path within the loads
+    and source of each further file."""
+    for old in out.glob("load-*"):
+        shutil.rmtree(old)
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.move(made, out / "load-1")
+    files = list(spread_files)
+    loads = spread([source.stat().st_size for _, source in files], size_of(out / "load-1"))
+    for (path, source), load in zip(files, loads, strict=True):
+        target = out / f"load-{load + 1}" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-visit")
+    parser.add_argument("--no-site", action="store_true", help="without the packages")
+    args = parser.parse_args()
+    pack_smollm2()
+    files = [(Path("smollm2") / file.name, file) for file in sorted(PACKED.iterdir())]
+    if BUNDLE.exists():
+        files.append((Path(BUNDLE.name), BUNDLE))
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "load"
+        copy_examples(made)
+        write_models(made / "models")
+        if not args.no_site:
+            try:
+                install(made / "site")
+            except subprocess.CalledProcessError as error:
+                raise SystemExit(f"site/ is missing: pip ended with {error.returncode}, see above") from None
+        replace_loads(args.out, made, files)
+    for load in sorted(args.out.glob("load-*")):
+        names = ", ".join(sorted(path.name for path in load.iterdir() if path.name != "smollm2"))
+        parts = ", ".join(sorted(path.name for path in load.glob("smollm2/part-*")))
+        print(f"{load}: {size_of(load) / MIB:.1f} MiB: {names}{names and parts and '; '}{parts}")
+    if not BUNDLE.exists():
+        print(f"{BUNDLE} is missing: make gpu-kit-sglang, or call C has no server")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
