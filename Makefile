@@ -93,7 +93,7 @@ gpu-visit: $(VENV)/core  ## what a visit of a quarter of an hour needs on a GPU 
 
 # Without a network where the system lets one do without.
 gpu-visit-cpu: gpu-visit  ## the calls of that visit in small sizes, on a CPU; with SGLang after `make sglang-cpu`
-	away=$$(unshare -rn true 2> /dev/null && echo unshare -rn) ; for call in A B; do \
+	away=$$(unshare -rn true 2> /dev/null && echo unshare -rn) ; for call in A B C; do \
 		ASYNCRL_SGLANG_PYTHON="$$PWD/$(SGLANG_VENV)/bin/python $$PWD/tools/sglang_cpu/launch.py" $$away sh -c \
 		"ip link set lo up 2> /dev/null; exec $(BIN)/python tools/gpu_kit/visit.py $$call --device cpu --out gpu-report/$$call $(ARGS)" \
 		|| exit 1; done

@@ -44,8 +44,8 @@ ORDER = [
     "tests",
     "compile",
     "offload",
-    "smollm2",
     "sglang",
+    "end_to_end",
 ]
 SMALL_SECONDS = 120.0
 LEAST_S = 8.0  # a part that would get less is not started

@@ -100,6 +100,14 @@ CALLS = {
         ),
     ),
     "B": Call(75.0, (Step("sglang", SHARED, "parts.servers:visit_unpack", 55.0),)),
+    "C": Call(
+        290.0,
+        (
+            Step("asynchronous", EXCLUSIVE, "parts.end_to_end:visit_asynchronous", 150.0, least=40.0),
+            Step("synchronous", EXCLUSIVE, "parts.end_to_end:visit_synchronous", 90.0, least=40.0),
+            Step("shifts", EXCLUSIVE, "parts.end_to_end:visit_shifts", 90.0, least=40.0),
+        ),
+    ),
 }
 
 

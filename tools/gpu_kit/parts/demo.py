@@ -7,7 +7,6 @@ which goes on from the newest checkpoint.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -19,12 +18,12 @@ from typing import Any
 import psutil
 
 from parts.common import Context, Finding
+from parts.runs import account, ends_of_logs, step_rows, summary
 
 SECONDS = 180
 SMALL_SECONDS = 300
 GOAL = "≥ 90% sampled success, conserved, kill -9 of the trainer survived"
 
-TAIL = 25  # lines of the console, and of each log, after a failure
 EVERY = 8  # steps between checkpoints
 
 
@@ -36,14 +35,16 @@ def run(context: Context) -> Iterator[Finding]:
         yield from killed(context, process, run_dir, began)
         code = process.wait(max(1.0, context.left() - 5))
     except TimeoutError as error:
-        yield Finding("the run", str(error), ok=False, note=told(console, run_dir))
+        yield Finding("the run", str(error), ok=False, note=ends_of_logs(run_dir, console))
         return
     except subprocess.TimeoutExpired:
-        steps = len(rows(run_dir))
-        yield Finding("the run", f"not over in time: {steps} steps", ok=False, note=told(console, run_dir))
+        steps = len(step_rows(run_dir))
+        yield Finding(
+            "the run", f"not over in time: {steps} steps", ok=False, note=ends_of_logs(run_dir, console)
+        )
         return
     if code:
-        yield Finding("the run", f"exit code {code}", "0", False, told(console, run_dir))
+        yield Finding("the run", f"exit code {code}", "0", False, ends_of_logs(run_dir, console))
     yield from results(run_dir)
     print(console.read_text(errors="replace"))
 
@@ -63,9 +64,9 @@ def killed(
     context: Context, process: subprocess.Popen[bytes], run_dir: Path, began: float
 ) -> Iterator[Finding]:
     """Kill the trainer once a checkpoint is well behind it; wait until another one has made steps."""
-    wait_for(context, process, lambda: len(rows(run_dir)) >= 1, "the first step")
+    wait_for(context, process, lambda: len(step_rows(run_dir)) >= 1, "the first step")
     yield Finding("first step after", f"{time.monotonic() - began:.1f} s")
-    wait_for(context, process, lambda: len(rows(run_dir)) >= EVERY + 2, "steps before the kill")
+    wait_for(context, process, lambda: len(step_rows(run_dir)) >= EVERY + 2, "steps before the kill")
     victim = trainer(process.pid)
     victim.kill()
     at, reached = time.monotonic(), newest(run_dir)
@@ -98,11 +99,10 @@ def trainer(launcher: int) -> psutil.Process:
 
 
 def results(run_dir: Path) -> Iterator[Finding]:
-    found = json.loads((run_dir / "summary.json").read_text())
+    found = summary(run_dir)
     before, after = found["success_before"], found["success_after"]
     yield Finding("sampled success", f"{before:.1%} → {after:.1%}", "≥ 90%", after >= 0.90)
-    flow = ", ".join(f"{value} {name}" for name, value in found["flow"].items() if value)
-    yield Finding("conserved", flow, "✓", found["conserved"])
+    yield Finding("conserved", account(found["flow"]), "✓", found["conserved"])
     gap, floor = found["logprob_diff_max_same_version"], found["probe_noise_floor"]
     yield Finding(
         "log-probs, trainer against engine",
@@ -118,24 +118,7 @@ def results(run_dir: Path) -> Iterator[Finding]:
     )
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The steps so far."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
-    except OSError:
-        return []
-    return [row for row in map(json.loads, lines) if "training/step" in row]
-
-
 def newest(run_dir: Path) -> float:
-    found: float = max((row["training/step"] for row in rows(run_dir)[-1:]), default=0.0)
-    return found
-
-
-def told(console: Path, run_dir: Path) -> str:
-    """The last lines of everything that the run said."""
-    parts = []
-    for file in [console, *sorted(run_dir.glob("logs/*"))]:
-        lines = file.read_text(errors="replace").splitlines()[-TAIL:]
-        parts.append("\n".join([f"--- {file.name}", *lines]))
-    return "\n".join(parts)
+    """The newest step; 0 before the first one."""
+    step: float = max((row["training/step"] for row in step_rows(run_dir)[-1:]), default=0.0)
+    return step

@@ -10,7 +10,6 @@ does); on a CPU it is resident memory."""
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import psutil
@@ -41,6 +39,7 @@ from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Sleep
 from asyncrl.wire.sockets import Endpoints
 from parts.common import Context, Finding, exact_float32, failure, release, synchronize
+from parts.runs import mean_of, step_rows, summary
 from parts.servers import (
     ATTACHMENT,
     BUNDLE,
@@ -175,7 +174,7 @@ def demo(context: Context) -> Iterator[Finding]:
 
 
 def shown(run_dir: Path) -> Iterator[Finding]:
-    found = json.loads((run_dir / "summary.json").read_text())
+    found = summary(run_dir)
     trained, decoded = spans(run_dir, "trainer", "train", "step"), spans(run_dir, "rollout", "decode")
     both = sum(max(0.0, min(b, d) - max(a, c) - CLOCKS) for a, b in trained for c, d in decoded)
     yield Finding("both sides at once", f"{both:.2f} s", "0", both == 0 < len(trained) * len(decoded))
@@ -183,9 +182,8 @@ def shown(run_dir: Path) -> Iterator[Finding]:
     gap = found["logprob_diff_max_same_version"]
     yield Finding("log-probs, trainer against engine", f"{gap:.1e}", f"{DEMO:g}", gap <= DEMO)
     told = ", ".join(f"{key} {found[key]:.3g}" for key in SHOWN)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for key in ("shift/sleep_s", "shift/wake_s"):
-        told += f", {key} {mean(row[key] for row in rows if 'timing_s/step' in row):.2f}"
+        told += f", {key} {mean_of(step_rows(run_dir), key):.2f}"
     yield Finding("run", told)
 
 
