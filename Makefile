@@ -81,7 +81,7 @@ gpu-kit-cpu: gpu-kit $(KIT_ENV)/bin/python  ## the kit in small sizes, on a CPU,
 	cd "$$away/kit" && env -u PYTHONPATH $(abspath $(KIT_ENV))/bin/python check.py --device cpu --minutes 60 \
 		--out "$$out" $(ARGS)
 
-gpu-kit-smollm2: $(VENV)/core $(SMOLLM)/model.safetensors  ## SmolLM2 for the kit, to lie beside it: 87 MiB in parts of at most 40
+gpu-kit-smollm2: $(VENV)/core $(SMOLLM)/model.safetensors  ## SmolLM2 for the kit, to lie beside it: 87 MiB in parts of at most 5
 	$(BIN)/python tools/gpu_kit/four_bits.py pack --model $(SMOLLM) --data examples/multiturn/smollm2/data \
 		--out build/smollm2
 

@@ -174,9 +174,9 @@ def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
 
 def test_loads_are_filled_with_the_largest_files_first() -> None:
     spread = script("pack_visit", "gpu_kit").spread
-    assert spread([3, 40, 28, 40, 2], 12, limit=50) == [0, 1, 0, 2, 0]
+    assert spread([3, 40, 28, 40, 2], first=32, limit=50) == [0, 1, 0, 2, 1]
     with pytest.raises(ValueError, match="60 bytes"):
-        spread([60], 0, limit=50)
+        spread([60], first=32, limit=50)
 
 
 def test_steps_of_calls_are_functions_of_the_kit() -> None:

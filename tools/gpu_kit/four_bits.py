@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 32
-PART_BYTES = 40 << 20
+PART_BYTES = 5 << 20
 CHUNK = 1 << 12  # groups that are looked at together
 WEIGHTS, INDEX = "model.safetensors", "index.json"
 # Where scale and minimum may be, in units of their last place from the first guess; the nearest first.

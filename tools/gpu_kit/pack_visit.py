@@ -2,8 +2,8 @@
 
     python tools/gpu_kit/pack_visit.py [--out build/gpu-visit] [--no-site]
 
-The folders load-1, load-2, … of at most 50 MiB each are carried by one call each; the machine keeps them.
-load-1 has all that call A needs:
+The folders load-1, load-2, … of at most 50 MiB each (load-1: 34) are carried by one call each; the machine
+keeps them. load-1 has all that call A needs:
 
     site/         packages that torch, transformers, accelerate and pytest do not bring (build.py)
     models/       the sizes of Qwen3 without weights
@@ -26,6 +26,7 @@ from pathlib import Path
 from build import HERE, ROOT, copy_examples, install, write_models
 
 LOAD_BYTES = 50 << 20
+FIRST_BYTES = 34 << 20  # of load-1: the kernels that the visit before compiled are carried with it
 SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
 PACKED, BUNDLE = ROOT / "build" / "smollm2", ROOT / "build" / "sglang.tar.xz"
 MIB = 1 << 20
@@ -44,18 +45,17 @@ def pack_smollm2() -> None:
     subprocess.run([*line, "--data", str(ROOT / "examples" / "multiturn" / "smollm2" / "data")], check=True)
 
 
-def spread(sizes: Sequence[int], used: int, limit: int = LOAD_BYTES) -> list[int]:
-    """The load of each file, from 0, the largest files first. `used`: bytes of load 0 that are taken.
-    ValueError if a file is larger than a load."""
-    loads, chosen = [used], [0] * len(sizes)
+def spread(sizes: Sequence[int], first: int, limit: int = LOAD_BYTES) -> list[int]:
+    """The load of each file, from 0, the largest files first. `first`: bytes that load 0 has room for; the
+    others have `limit`. ValueError if a file is larger than a load."""
+    room, chosen = [first], [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         if sizes[index] > limit:
             raise ValueError(f"{sizes[index]:,} bytes do not fit into a load of {limit:,}")
-        fitting = (number for number, size in enumerate(loads) if size + sizes[index] <= limit)
-        number = next(fitting, len(loads))
-        if number == len(loads):
-            loads.append(0)
-        loads[number] += sizes[index]
+        number = next((number for number, left in enumerate(room) if sizes[index] <= left), len(room))
+        if number == len(room):
+            room.append(limit)
+        room[number] -= sizes[index]
         chosen[index] = number
     return chosen
 
@@ -72,7 +72,7 @@ def replace_loads(out: Path, made: Path, spread_files: Iterable[tuple[Path, Path
     out.mkdir(parents=True, exist_ok=True)
     shutil.move(made, out / "load-1")
     files = list(spread_files)
-    loads = spread([source.stat().st_size for _, source in files], size_of(out / "load-1"))
+    loads = spread([source.stat().st_size for _, source in files], FIRST_BYTES - size_of(out / "load-1"))
     for (path, source), load in zip(files, loads, strict=True):
         target = out / f"load-{load + 1}" / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -102,8 +102,8 @@ def main() -> int:
         replace_loads(args.out, made, files)
     for load in sorted(args.out.glob("load-*")):
         names = ", ".join(sorted(path.name for path in load.iterdir() if path.name != "smollm2"))
-        parts = ", ".join(sorted(path.name for path in load.glob("smollm2/part-*")))
-        print(f"{load}: {size_of(load) / MIB:.1f} MiB: {names}{names and parts and '; '}{parts}")
+        parts = len([*load.glob("smollm2/part-*")])
+        print(f"{load}: {size_of(load) / MIB:.1f} MiB: {names and f'{names}, '}{parts} parts of smollm2")
     if not BUNDLE.exists():
         print(f"{BUNDLE} is missing: make gpu-kit-sglang, or call C has no server")
     return 0

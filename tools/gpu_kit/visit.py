@@ -400,6 +400,8 @@ def arrange(folder: Path, state: Path) -> None:
         "PYTHONPYCACHEPREFIX": str(state / "bytecode"),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",  # without a network it would try again and again
+        # Or an import that asks torch for a GPU would initialise CUDA, which no fork can use any more.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         **{key: str(state / "caches" / name) for key, name in CACHES.items()},
     }
     os.environ.update(environment)
