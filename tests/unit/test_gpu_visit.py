@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 KIT = Path(__file__).parents[2] / "tools" / "gpu_kit"
 CHILD = "subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE, start_new_session=True)"
 FAKES = f"""
-import os, subprocess, sys, threading
+import os, signal, subprocess, sys, threading
 from contextlib import contextmanager
 from pathlib import Path
 from parts.common import Finding
@@ -72,11 +72,17 @@ def compiles(context):
     CACHE.write_bytes(os.urandom(2000))
     yield Finding("compiled", CACHE.read_bytes().hex())
 
+def ends_the_call(context):
+    yield Finding("one", "1")
+    os.kill(int(os.environ["DRIVER"]), signal.SIGTERM)
+    threading.Event().wait()
+
 def finds(context):
     yield Finding("compiled", CACHE.read_bytes().hex() if CACHE.exists() else "nothing")
 """
 DRIVE = """
-import sys, visit
+import os, sys, visit
+os.environ["DRIVER"] = str(os.getpid())
 visit.FILE_BYTES, visit.CACHE_FILE_BYTES = 2000, 1000
 steps = [visit.Step(name, lane, f"fakes:{function}", float(seconds), least=float(seconds) / 2)
          for name, lane, function, seconds in (word.split(",") for word in sys.argv[1:])]
@@ -164,6 +170,12 @@ def test_caches_of_a_visit_are_there_in_the_next(tmp_path: Path, missing: int) -
     )
 
 
+def test_a_signal_ends_the_step_under_way_and_the_call_and_what_is_known_stays(tmp_path: Path) -> None:
+    code, lines = drive(tmp_path, "first,exclusive,ends_the_call,20", "second,exclusive,fine,20")
+    assert code == 1 and ends(lines) == {"first": "killed"} and values(lines, "first") == ["1"]
+    assert [line["event"] for line in lines if line["step"] == "call"] == ["begin", "end"]
+
+
 def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
     (tmp_path / "visit/state").mkdir(parents=True)
     with (tmp_path / "visit/state/lock").open("w") as lock:
@@ -226,9 +238,9 @@ GOOD: dict[str, Any] = {
 def test_what_a_run_of_server_and_trainer_must_have_reached(
     tmp_path: Path, changed: dict[str, Any], missed: list[str]
 ) -> None:
-    part = script("parts.end_to_end", "gpu_kit")
-    context = part.Context("cuda", 0.0, tmp_path, tmp_path)
-    findings = list(part.judged(context, part.ASYNCHRONOUS, GOOD | changed))
+    runs = script("parts.runs", "gpu_kit")
+    context = runs.Context("cuda", 0.0, tmp_path, tmp_path)
+    findings = list(runs.judged(context, runs.Way("asynchronous", 12, 128), GOOD | changed))
     assert [finding.name for finding in findings if not finding.ok] == [
         f"asynchronous: {name}" for name in missed
     ]

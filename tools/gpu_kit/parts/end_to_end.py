@@ -19,13 +19,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncrl.config.run import read_config
 from asyncrl.launch.memory import footprint
 from asyncrl.observe.timeline import files
 from parts.common import Context, Finding, exact_float32, release
-from parts.runs import account, ends_of_logs, mean_of, step_rows, summary
+from parts.runs import Way, ends_of_logs, judged, mean_of, step_rows, summary
 from parts.servers import has_saver, server_command
 
 SECONDS = 330
@@ -33,11 +33,6 @@ SMALL_SECONDS = 600.0
 GOAL = "60% sampled after 12 steps with SGLang, every episode accounted for, one distribution"
 OPTIONAL = True
 
-# Of 128 questions 14.5% succeed before training, by 3.1% (standard deviation): 30% is five of them away. Ten
-# steps made 90% on a CPU.
-BEFORE, AFTER = 0.3, 0.6
-K3, NOISES = 0.05, 3.0  # nats a token; times what rounding makes of the trainer's own log-probs
-EXACT = 1e-4  # nats, in float32
 STOP_S, SPARE_S = 15.0, 4.0  # for a run that is told to stop; then for its report
 LEAST_S = 40.0  # that a run needs
 NOT_THERE = (
@@ -48,19 +43,6 @@ ON_A_CPU = "original 13.3% sampled, 21.9% greedy; unpacked 14.5% and 22.7%"
 TEXT = "The capital of France is Paris. 37 * 58 = 2146; the calculator says so."
 MEAN_LOGPROB, TOLERANCE = -3.1941, 1e-3  # of the ids of TEXT but the first, in float32
 LARGE = ("checkpoints", "weights", "export")  # folders of a run that are not kept
-
-
-class Way(NamedTuple):
-    """A run. `samples`: of each of its two validations; 0: none."""
-
-    name: str
-    steps: int
-    samples: int
-    overrides: tuple[str, ...] = ()
-
-    @property
-    def small(self) -> Way:
-        return self._replace(steps=2, samples=min(2, self.samples))
 
 
 ASYNCHRONOUS = Way("asynchronous", 12, 128)
@@ -217,36 +199,6 @@ def keep(context: Context, run_dir: Path) -> None:
     if run_dir.is_dir():
         ignored = shutil.ignore_patterns(*LARGE, "*.safetensors", "*.sock")
         shutil.copytree(run_dir, context.work / "keep", ignore=ignored, dirs_exist_ok=True)
-
-
-def judged(context: Context, way: Way, written: dict[str, Any]) -> Iterator[Finding]:
-    """What the run must have reached. That it learned is not judged on a CPU, where it takes two steps."""
-    if way.samples:
-        before, after = written["success_before"], written["success_after"]
-        if before is not None and after is not None:
-            learned = before <= BEFORE and after >= AFTER
-            value = f"{before:.1%} → {after:.1%} sampled, {written['greedy_before']:.1%} → "
-            value += f"{written['greedy_after']:.1%} greedy, {way.steps} steps"
-            goal = f"from at most {BEFORE:.0%} to {AFTER:.0%} sampled"
-            yield Finding(f"{way.name}: held out", value, goal, context.judged(learned))
-        else:
-            yield Finding(f"{way.name}: held out", f"{before} → {after}", "both validations", False)
-    flow = written["flow"]
-    exact = written["conserved"] and flow["issued"] == sum(flow.values()) - flow["issued"]
-    yield Finding(f"{way.name}: account of episodes", account(flow), "exact", exact)
-    done = written["steps"] == way.steps and not written["skipped_steps"]
-    value = f"{written['steps']}, {written['skipped_steps']} skipped"
-    yield Finding(f"{way.name}: steps", value, f"{way.steps}, none skipped", done)
-    gap, compared = written["logprob_diff_max_same_version"], written["logprob_tokens_compared"]
-    k3, probe, noise = (
-        written[key] or 0.0 for key in ("k3_same_version", "probe_logprob_diff_max", "probe_noise_floor")
-    )
-    if context.small:
-        goal, near = f"{EXACT:g} (float32)", gap is not None and max(gap, probe) <= EXACT
-    else:
-        goal, near = f"k3 {K3:g}, probe {NOISES:g} x noise", k3 <= K3 and probe <= NOISES * noise
-    value = f"at most {gap} nats, k3 {k3:.2g}, of {compared} tokens; probe {probe:.2g}, noise {noise:.2g}"
-    yield Finding(f"{way.name}: log-probs at one version", value, goal, near and compared > 0)
 
 
 def measured(
