@@ -34,7 +34,7 @@ CHILD = "subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PI
 FAKES = {
     "fine": "def run(context): yield Finding('one', '1', '1', True)",
     "misses": "def run(context): yield Finding('one', '2', '1', False)",
-    "hangs": f"SMALL_SECONDS = 1.2\ndef run(context): yield Finding('pid', str({CHILD}.pid)); {FOREVER}",
+    "hangs": f"SMALL_SECONDS = 4.2\ndef run(context): yield Finding('pid', str({CHILD}.pid)); {FOREVER}",
     "crashes": "def run(context): yield Finding('one', 1 / 0)",
     "dies": "def run(context): yield Finding('a|b', '1'); os.kill(os.getpid(), signal.SIGKILL)",
     "exits": "def run(context): yield Finding('one', '1'); os._exit(3)",
@@ -68,7 +68,7 @@ def test_no_part_ends_the_others_and_what_it_found_is_kept(tmp_path: Path) -> No
     assert states == {"hangs": "killed", "misses": "done", "fine": "done"} | failed
     assert {name: part["ok"] for name, part in parts.items()} == dict.fromkeys(names, False) | {"fine": True}
     assert (
-        "after 1 s" in parts["hangs"]["why"]
+        "after 4 s" in parts["hangs"]["why"]
         and "SIGKILL" in parts["dies"]["why"]
         and "3" in parts["exits"]["why"]
     )
