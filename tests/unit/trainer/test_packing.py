@@ -244,13 +244,20 @@ def test_a_kernel_captures_no_numbers() -> None:
         assert all(isinstance(cell.cell_contents, torch.Tensor) for cell in function.__closure__)
 
 
-def test_flex_attention_is_compiled_for_more_kinds_than_torch_allows_a_function() -> None:
-    """Beyond its limit, 8, torch goes on without compiling: with all scores in memory."""
+def test_flex_attention_is_compiled_for_more_kinds_than_torch_allows_a_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond its limit, 8, torch goes on without compiling: with all scores in memory. So that recomputation
+    keeps what it returns, torch is to show it to dispatch modes: that option costs seconds of imports."""
     from torch._dynamo import config
 
+    compiled = mock.Mock()
+    monkeypatch.setattr(torch, "compile", compiled)
     with config.patch(recompile_limit=8):
-        assert attention._flex.__wrapped__(True) is not attention.flex_attention
+        assert attention._flex.__wrapped__(True) is compiled.return_value
         assert config.recompile_limit >= 64
+    options = {"wrap_inductor_compiled_regions": True}
+    compiled.assert_called_once_with(attention.flex_attention, dynamic=True, options=options)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
