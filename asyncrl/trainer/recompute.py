@@ -141,7 +141,11 @@ def _keep(inputs: Sequence[Tensor], output: Any) -> Any:
         if tensor.untyped_storage()._cdata == storage:
             offset = int(output.storage_offset() - tensor.storage_offset())
             return InputView(index, output.shape, output.stride(), offset)
-    return KeptTensor(output.detach(), output._version)  # detached: autograd is about to change `output`
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        detached = (
+            output.detach()
+        )  # autograd is about to change `output`; both count changes in place together
+    return KeptTensor(detached, detached._version)
 
 
 def _restore(inputs: Sequence[Tensor], kept: Any) -> Any:

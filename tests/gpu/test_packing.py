@@ -104,7 +104,9 @@ def test_attention_of_a_layer_that_is_computed_again_is_kept_and_no_more(kernel:
         return kept, matrix.grad
 
     run()  # compiles, and makes the masks
-    kept, gradient = run()
+    with mock.patch.object(recompute, "_restore", wraps=recompute._restore) as restored:
+        kept, gradient = run()
+    assert restored.called, "attention ran once more"
     with mock.patch.object(recompute, "ATTENTION", frozenset()):
         without, expected = run()
     output = size * 8 * (64 * 2 + 4)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.wrap import InductorCompiledCallable
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.config import Packing, TrainerConfig
@@ -154,6 +155,28 @@ def test_a_compiled_function_runs_once_and_its_inputs_are_not_kept() -> None:
         found, without = gradient_of(recomputed(attend))
     assert CompiledAttention.runs == 4 and torch.equal(found, expected)
     assert kept - without == 2 * 4 * (50 * 16 + 50 * 50), "output and weights of two layers, in float32"
+
+
+def double(hidden: Tensor) -> Tensor:
+    """A layer that changes the output of attention in place."""
+    return scaled_dot_product_attention(hidden, hidden, hidden).mul_(2)
+
+
+def test_an_output_that_the_model_changes_in_place_is_refused() -> None:
+    hidden = torch.randn(1, 2, 5, 8, requires_grad=True)
+    loss = recomputed(double)(hidden).sum()
+    with pytest.raises(RuntimeError, match=r"in place.*trainer\.activation_checkpointing=none"):
+        loss.backward()
+
+
+def test_a_second_backward_computes_attention_again() -> None:
+    hidden = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with Executions() as executions:
+        loss = recomputed(scaled_dot_product_attention)(hidden, hidden, hidden).square().sum()
+        (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        assert executions.count == 1
+        (second,) = torch.autograd.grad(loss, hidden)
+    assert executions.count == 2 and torch.equal(first, second)
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
