@@ -199,3 +199,16 @@ def test_frozen_weights_of_larger_types_are_rounded_and_the_log_says_so(
     assert caplog.text.count("frozen weights are rounded to bfloat16") == (dtype != BFLOAT16)
     frozen = {name: p.full_tensor() for name, p in policy.lm.named_parameters() if not p.requires_grad}
     assert all(torch.equal(frozen[name], p.to(BFLOAT16)) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_without_adapters_a_frozen_policy_publishes_the_bytes_of_one_that_trains(
+    world: World, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    path = save_tiny_qwen(tmp_path)
+    plain_model(path, FLOAT32).to(dtype).save_pretrained(path)
+    trained, frozen = (load_policy(ModelConfig(path=path), world, frozen=frozen) for frozen in (False, True))
+    assert {p.dtype for p in trained.parameters()} == {FLOAT32}
+    assert {p.dtype for p in frozen.parameters()} == {BFLOAT16}
+    published = full_state(frozen)
+    assert all(torch.equal(published[name], tensor) for name, tensor in full_state(trained).items())
