@@ -3,7 +3,6 @@ by one: a model is asked, usually a small copy of it (shrunk.py)."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -88,10 +87,9 @@ def examine(
 def examined(
     root: nn.Module, ways: Sequence[Packing], dtype: str, world: World, compiled: bool = False
 ) -> dict[str, str]:
-    """Return what `examine` says of a loaded model. It is asked once on this machine: the answer is kept in
-    the user's cache, by what decides it: classes, configuration, names of trained tensors, `dtype` of a
-    forward, kind of device, ranks that share a sequence, whether layers are `compiled`, and versions of the
-    code. A collective."""
+    """Return what `examine` says of a loaded model. That all is well is kept in the user's cache, by what
+    decides it: classes, configuration, names of trained tensors, `dtype` of a forward, kind of device, ranks
+    that share a sequence, whether layers are `compiled`, and versions of the code. A collective."""
     key, kept = "", None
     if world.rank == 0:
         key = _cache_key(root, ways, dtype, world, compiled)
@@ -100,20 +98,20 @@ def examined(
     answer = world.gather(kept, kind)[0]
     if answer is None:
         answer = examine(root, ways, dtype, world)
-        if world.rank == 0:
+        if world.rank == 0 and not any(answer.values()):  # a failure may be the machine's: it is asked again
             keep_result(key, answer)
     return answer
 
 
 def _cache_key(root: nn.Module, ways: Sequence[Packing], dtype: str, world: World, compiled: bool) -> str:
     model, device = transformer(root), world.device
-    settings = model.config.to_dict() | dict.fromkeys(UNIMPORTANT)
+    settings = sorted((model.config.to_dict() | dict.fromkeys(UNIMPORTANT)).items())
     trained = sorted(name for name, parameter in root.named_parameters() if parameter.requires_grad)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sharing = world.sequence.count if world.sequence else 1
     classes = type(root).__name__, type(model).__name__
     parts = "examined", *classes, settings, trained, *ways, dtype, device_name, sharing, compiled, *versions()
-    return json.dumps(parts, sort_keys=True, default=str)
+    return repr(parts)
 
 
 def _all_tokens(rows: Sequence[np.ndarray], packing: Packing) -> Selected:

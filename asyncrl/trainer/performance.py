@@ -80,6 +80,7 @@ def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
     window = getattr(config, "sliding_window", None) or math.inf
     reaches = {
         "full_attention": math.inf,
+        "hybrid": math.inf,  # beside a state space
         "sliding_attention": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None) or math.inf,
     }

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._higher_order_ops import wrap
-from torch._higher_order_ops.utils import redirect_to_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -164,6 +163,8 @@ def _restore(inputs: Sequence[Tensor], kept: Any) -> Any:
 
 
 if COMPILED_FUNCTION is not None:
+    from torch._higher_order_ops.utils import redirect_to_mode  # private: as old as the operator
+
     for mode in (Recording, Replaying):
         redirect_to_mode(COMPILED_FUNCTION, mode)
 

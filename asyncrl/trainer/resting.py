@@ -15,7 +15,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -160,7 +160,8 @@ class PinnedMemory:
 def _clear_cuda_error() -> None:
     """Take back CUDA's last error, which torch would raise after its next kernel, and cannot take back."""
     major = (torch.version.cuda or "").partition(".")[0]
-    ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
+    with suppress(OSError):  # a torch that has the library within itself
+        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
 
 
 def unlinked_file(directory: Path, size: int) -> Tensor:

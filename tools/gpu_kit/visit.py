@@ -456,6 +456,8 @@ def main(
         limit, seconds = None, call.seconds - PACK_S
         if args.device == "cpu":
             limit, seconds = args.limit, args.limit * len(call.steps)
+        for file in (out / "results.jsonl", out / "log.txt", *out.glob("caches-*")):
+            file.unlink(missing_ok=True)  # of an earlier call
         visit = Visit(args.device, began + seconds, limit, folder / "state", out, Results(out))
         try:
             return 0 if run_call(call, visit) else 1
