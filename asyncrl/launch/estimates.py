@@ -14,7 +14,8 @@ from asyncrl.config import RunConfig
 from asyncrl.launch.run_directory import creatable
 from asyncrl.observe.metrics import duration
 from asyncrl.runtime.process import is_imported
-from asyncrl.weights.model_files import parameter_count
+from asyncrl.trainer.footprint import own_critic
+from asyncrl.weights.model_files import DTYPE_BYTES, parameter_count
 
 CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # other CPUs take longer with bfloat16 than with float32
@@ -29,7 +30,6 @@ TIMES_LOWER, TIMES_HIGHER = 15.0, 10.0
 
 LEAST_TIMED = 10e6  # parameters; in smaller models, Python takes more time than products
 MASTER, MOMENTS = 4, 8  # bytes per parameter in a checkpoint: float32 weights, AdamW's two moments
-EXPORTED = {"float32": 4, "bfloat16": 2}
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 
@@ -94,7 +94,7 @@ def learning_rates(parameters: int, lora: bool) -> tuple[float, float, float]:
 def checkpoint_bytes(config: RunConfig) -> int:
     """About what one checkpoint takes: the state of the policy and of a critic of its own, and the export."""
     parameters, trained = parameter_count(config.model.path), MASTER + MOMENTS
-    exported = EXPORTED[config.model.dtype]
+    exported = DTYPE_BYTES[config.model.dtype]
     size = parameters * ((exported if config.adapters else trained) + exported)  # adapters' base is frozen
     if own_critic(config):
         size += parameter_count(config.critic.path or config.model.path) * trained
@@ -202,13 +202,6 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
             f"launch.threads={config.launch.threads} makes {busy} busy threads on {cores} cores: OpenMP "
             "threads that wait for each other take many times as long (7 s became 95 s); set launch.threads=1"
         )
-
-
-def own_critic(config: RunConfig) -> bool:
-    """The advantage needs a critic, with a backbone of its own."""
-    from asyncrl.algorithms.recipe import compose  # imports torch
-
-    return compose(config).own_critic
 
 
 def _kept(config: RunConfig) -> int:

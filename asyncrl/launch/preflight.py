@@ -22,13 +22,14 @@ from asyncrl.errors import ConfigError, recorded
 from asyncrl.isolation.sandbox.detection import check_image
 from asyncrl.launch import estimates, memory, placement
 from asyncrl.launch.data import IMAGES, Inputs, Note, check, ok, warning
-from asyncrl.launch.estimates import count_gpus, on_gpu, own_critic, sees_gpu, sized
+from asyncrl.launch.estimates import count_gpus, on_gpu, sees_gpu, sized
 from asyncrl.launch.models import chat_template, check_model
 from asyncrl.launch.run_directory import check_resumed, check_run_directory, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.remote import SCORER
 from asyncrl.store.schema import DATABASE, check_schema
+from asyncrl.trainer.footprint import own_critic
 from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.checkpoint_match import AutoClass, check_checkpoint
 from asyncrl.weights.model_files import published_bytes

@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError
 from asyncrl.shrunk import own_attention
+from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.layers import layers_of
 from asyncrl.trainer.scores import widened
 from asyncrl.trainer.world import World
@@ -43,7 +44,6 @@ from asyncrl.weights.model_files import stored_tensors, weight_files
 from asyncrl.weights.names import FilePiece, pieces
 
 logger = logging.getLogger(__name__)
-LAYER_MIN_PARAMETERS = 10_000_000  # with fewer, gathering layer by layer is slower
 
 
 @dataclass(frozen=True)

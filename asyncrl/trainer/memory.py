@@ -14,8 +14,8 @@ import torch
 
 from asyncrl.config import Packing
 from asyncrl.errors import lacks_memory, one_line
+from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.model import Critic, Policy, Reference
 from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.scores import Selected

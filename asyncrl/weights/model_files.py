@@ -25,6 +25,7 @@ FILES = (
 _NO_LINEAR = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
 SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 NOTES = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number, by model.dtype
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 MANY = 64  # keys, or characters of JSON
 
@@ -49,7 +50,7 @@ def published_bytes(config: RunConfig) -> int:
     model = config.model
     if not config.adapters_apart:
         return weight_bytes(model.path)
-    return adapter_count(config) * (4 if model.dtype == "float32" else 2)
+    return adapter_count(config) * DTYPE_BYTES[model.dtype]
 
 
 def parameter_count(path: str) -> int:

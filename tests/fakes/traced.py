@@ -1,5 +1,5 @@
 """Measures what a trainer rank will hold in memory: runs its code on tensors without any. The closed form of
-launch/memory.py is compared with it, by tests and by the GPU kit.
+trainer/footprint.py is compared with it, by tests and by the GPU kit.
 
     skeletons ──► shards ──► optimizer ──► a micro-batch of one token (its gradients stay) ──► the largest
 
@@ -31,10 +31,10 @@ from transformers.integrations.moe import ExpertsInterface
 
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import Packing, RunConfig, TrainerConfig
-from asyncrl.launch.memory import Footprint
 from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS, Footprint
 from asyncrl.trainer.layers import layers_of, prepare_layers
-from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS, cast_parameters, shard_empty, skeleton
+from asyncrl.trainer.loading import cast_parameters, shard_empty, skeleton
 from asyncrl.trainer.memory import forward_backward, largest, smallest
 from asyncrl.trainer.model import Critic, Policy, Reference, findings
 from asyncrl.trainer.optimizer import make_optimizer

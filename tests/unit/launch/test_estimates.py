@@ -23,10 +23,11 @@ from asyncrl.launch.estimates import (
     describe_work,
     learning_rates,
 )
-from asyncrl.launch.memory import Footprint, describe_memory
+from asyncrl.launch.memory import describe_memory
 from asyncrl.launch.placement import describe, processes_of
 from asyncrl.observe.metrics import duration
 from asyncrl.runtime.process import MainMemory
+from asyncrl.trainer.footprint import Footprint, static_bytes
 from asyncrl.weights.model_files import parameter_count
 from asyncrl.weights.snapshot import Buffers
 from tests.fakes.checked import write_header
@@ -240,7 +241,7 @@ def test_what_stays_in_memory(
     run = config(model, **keys)
     if run.trainer.optimizer == "adamw":  # to make one takes a second: torch imports its compiler
         monkeypatch.setattr("asyncrl.trainer.optimizer.make_optimizer", None)
-    found = run.trainer.ranks * sum(memory._static(run))
+    found = run.trainer.ranks * sum(static_bytes(run))
     assert found == pytest.approx(100_000_001 * bytes_each, rel=0.01)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.launch.memory import LOGITS
 from asyncrl.trainer import scores
+from asyncrl.trainer.footprint import LOGITS
 from asyncrl.trainer.scores import Selected, SplitModel, in_parts, score_chunks, widened
 from asyncrl.trainer.world import SequenceRanks
 from tests.fakes.training import VOCABULARY, save_tiny_qwen
@@ -161,7 +161,7 @@ def test_compiled_scores_are_those_of_the_others(compiles: None) -> None:
 def test_compiled_chunks_take_the_memory_that_is_counted(
     dtype: torch.dtype, wide: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two numbers a logit, of its type: 2 * 2 * 8 = 2 * 4 * 4 = 16 * 2 bytes (launch/memory.py)."""
+    """Two numbers a logit, of its type: 2 * 2 * 8 = 2 * 4 * 4 = 16 * 2 bytes (trainer/footprint.py)."""
     seen: list[Tensor] = []
 
     def logits_of(part: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.run import read_config
-from asyncrl.launch.memory import footprint
 from asyncrl.observe.timeline import files
+from asyncrl.trainer.footprint import footprint
 from parts.common import Context, Finding, exact_float32, release
 from parts.runs import Way, ends_of_logs, judged, mean_of, step_rows, summary
 from parts.servers import has_saver, server_command

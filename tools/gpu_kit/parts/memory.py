@@ -18,8 +18,8 @@ from torch import Tensor
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import MicroBudget
 from asyncrl.errors import lacks_memory, one_line
-from asyncrl.launch.memory import Footprint, footprint
 from asyncrl.trainer import learner as learning
+from asyncrl.trainer.footprint import Footprint, footprint
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from asyncrl.wire.messages.trainer import GaveUp

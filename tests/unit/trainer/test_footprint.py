@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.launch.memory import Footprint, footprint
+from asyncrl.trainer.footprint import Footprint, footprint
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
@@ -91,7 +91,7 @@ def trace(*configs: RunConfig) -> list[Footprint]:
 
 
 def estimated(config: RunConfig) -> Footprint:
-    with mock.patch("asyncrl.launch.memory.LAYER_MIN_PARAMETERS", 0):
+    with mock.patch("asyncrl.trainer.footprint.LAYER_MIN_PARAMETERS", 0):
         return footprint(config)
 
 
