@@ -30,7 +30,10 @@ COMMON = {
 # hidden size, that of feed-forward layers, layers, attention heads, whether input and output share a table
 SIZES = {
     "Qwen3-0.6B": (1024, 3072, 28, 16, True),
+    "Qwen3-1.7B": (2048, 6144, 28, 16, True),
+    "Qwen3-4B": (2560, 9728, 36, 32, True),
     "Qwen3-8B": (4096, 12_288, 36, 32, False),
+    "Qwen3-14B": (5120, 17_408, 40, 40, False),
     "Qwen3-32B": (5120, 25_600, 64, 64, False),
 }
 

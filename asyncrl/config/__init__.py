@@ -20,11 +20,12 @@ from asyncrl.config.run import (
 from asyncrl.config.scorers import ScorerConfig, taught
 from asyncrl.config.training import (
     DIVERGENCE_NAMES,
-    LESS_MEMORY,
     BufferConfig,
     CheckpointConfig,
     CriticConfig,
     KLConfig,
     Packing,
     TrainerConfig,
+    described_recomputation,
+    less_memory,
 )

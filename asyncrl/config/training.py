@@ -12,11 +12,6 @@ START = 0.5  # target_staleness=auto at the beginning: the time that tokens may 
 USUAL = 4  # most of target_staleness=auto for max_staleness up to 16: a larger bound is for the tail
 Packing = Literal["padded", "packed", "tree"]
 DIVERGENCE_NAMES = ("forward", "reverse", "js")  # estimators of the KL that compare whole distributions
-LESS_MEMORY = (  # advice to whom the trainer's memory does not suffice
-    "trainer.activation_checkpointing=full, more trainer.ranks, trainer.sequence_parallel (with long rows), "
-    "trainer.offload_optimizer=true (with a GPU), model.lora_rank, trainer.packing=padded (on a CPU, with "
-    "long rows), or a smaller rollout.max_tokens"
-)
 
 
 class BufferConfig(Section, frozen=True):
@@ -128,6 +123,23 @@ class AlgorithmConfig(Section, frozen=True):
     """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
 
 
+def described_recomputation(every: int) -> str:
+    """Return TrainerConfig.checkpointed_every in words: 2 as `every 2nd layer is computed again`."""
+    ordinal = {2: "2nd", 3: "3rd"}.get(every, f"{every}th")
+    layers = {0: "no layer is", 1: "all layers are"}.get(every, f"every {ordinal} layer is")
+    return f"{layers} computed again"
+
+
+def less_memory(every: int) -> str:
+    """Return advice to whom the trainer's memory does not suffice; `every`-th layers are computed again."""
+    recompute = "" if every == 1 else "trainer.activation_checkpointing=full, "
+    return (
+        f"{recompute}more trainer.ranks, trainer.sequence_parallel (with long rows), "
+        "trainer.offload_optimizer=true (with a GPU), model.lora_rank, trainer.packing=padded (on a CPU, "
+        "with long rows), or a smaller rollout.max_tokens"
+    )
+
+
 class KLConfig(Section, frozen=True):
     """Distance to a reference policy."""
 
@@ -211,9 +223,10 @@ class TrainerConfig(Section, frozen=True):
     `{torch.optim:RMSprop: {momentum: 0.9}}`; it is given `betas` and `weight_decay` where it takes them."""
     offload_optimizer: bool = False
     """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
-    activation_checkpointing: Literal["none", "full"] | Positive = "none"
+    activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
     """Layers whose activations are computed again in the backward instead of being kept: none, all, or every
-    k-th. Their inputs and what their attention returned are kept."""
+    k-th. Their inputs and what their attention returned are kept. `auto`: as few as the estimate of memory
+    says a GPU has room for, more after a rank ran out of memory; none on a CPU."""
     compile: bool = False
     """Compile each layer with torch.compile, once for all lengths; a CPU needs a C++ compiler."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
@@ -237,7 +250,7 @@ class TrainerConfig(Section, frozen=True):
 
     @property
     def checkpointed_every(self) -> int:
-        """k of every k-th layer; 0: none."""
+        """k of every k-th layer; 0: none, as `auto` begins on a CPU."""
         given = self.activation_checkpointing
         return given if isinstance(given, int) else int(given == "full")
 

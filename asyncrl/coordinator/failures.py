@@ -14,7 +14,7 @@ from typing import ClassVar
 import msgspec
 
 from asyncrl.buffer.records import LOSSES
-from asyncrl.config import LESS_MEMORY
+from asyncrl.config import described_recomputation, less_memory
 from asyncrl.errors import ConfigError
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
@@ -91,11 +91,12 @@ class FirstAttempts:
 
 class MicroBudget(msgspec.Struct):
     """`tokens` of a micro-batch, kept in the store; under another `trainer.micro_batch_tokens` than it
-    was learned under (`configured`) it is forgotten."""
+    was learned under (`configured`) it is forgotten. `recompute_every`: what Welcome tells the ranks."""
 
     META: ClassVar = "micro_budget"
     configured: int
     tokens: int
+    recompute_every: int = 0
 
     @classmethod
     def stored(cls, reader: RunReader, configured: int) -> MicroBudget:
@@ -103,14 +104,27 @@ class MicroBudget(msgspec.Struct):
         found = msgspec.json.decode(kept, type=cls) if kept else cls(configured, configured)
         return found if found.configured == configured else cls(configured, configured)
 
-    def halve(self, message: GaveUp, store: RunStore) -> None:
-        """A rank ran out of memory: allow half the tokens. ConfigError when the micro-batch cannot be cut any
-        more, as it was a single episode over the budget."""
+    def lower(self, message: GaveUp, store: RunStore) -> None:
+        """A rank ran out of memory: let more layers be computed again where that is left, or else allow half
+        the tokens. ConfigError when the micro-batch cannot be cut any more, as it was a single episode over
+        the budget."""
+        if message.recompute_every:
+            self.recompute_every = message.recompute_every
+        else:
+            self._halve(message)
+        store.put_meta(self.META, msgspec.json.encode(self).decode())
+
+    def _halve(self, message: GaveUp) -> None:
         if self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
             raise ConfigError(
                 f"trainer rank {message.rank}: one episode of {message.tokens} tokens does not fit: "
-                f"{message.detail}; set {LESS_MEMORY}, then go on with resume=auto"
+                f"{message.detail}; set {less_memory(self.recompute_every)}, then go on with resume=auto"
             )
         had = max(message.tokens, self.tokens // 4)  # a small rest of a batch is not what was too large
         self.tokens = max(1, min(self.tokens, had) // 2)
-        store.put_meta(self.META, msgspec.json.encode(self).decode())
+
+    @property
+    def described(self) -> str:
+        """Return in words what the next ranks try."""
+        again = f", and {described_recomputation(self.recompute_every)}" if self.recompute_every else ""
+        return f"micro-batches have {self.tokens} tokens now{again}"

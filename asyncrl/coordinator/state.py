@@ -163,7 +163,11 @@ class RunState:
     @property
     def welcome_message(self) -> Welcome:
         return Welcome(
-            self.coordinator_epoch, self.trainer_epoch, self.batches.committed, self.micro_budget.tokens
+            self.coordinator_epoch,
+            self.trainer_epoch,
+            self.batches.committed,
+            self.micro_budget.tokens,
+            self.micro_budget.recompute_every,
         )
 
     def trains_since(self, step: int) -> None:

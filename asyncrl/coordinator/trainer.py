@@ -214,8 +214,9 @@ class TrainerHandler:
 
     def gave_up(self, peer: bytes, message: trainer.GaveUp) -> list[EpisodeRecord]:
         """Ranks gave a batch up; their supervisor starts others. After too little memory the next trainer
-        epoch trains the recorded plans in smaller micro-batches; after a spike it leaves the batch out and
-        goes back to the newest checkpoint. Only the first message of an epoch changes anything.
+        epoch computes more layers again, or trains the recorded plans in smaller micro-batches; after a spike
+        it leaves the batch out and goes back to the newest checkpoint. Only the first message of an epoch
+        changes anything.
 
         Returns the episodes that were running for a batch that is left out. Raises ConfigError or
         ProtocolError where the run ends.
@@ -223,16 +224,16 @@ class TrainerHandler:
         state, running = self.state, list[EpisodeRecord]()
         first = message.trainer_epoch == state.trainer_epoch != self._given_up
         if first and message.reason == "memory":
-            state.micro_budget.halve(message, state.store)
+            state.micro_budget.lower(message, state.store)
             had = f"trainer rank {message.rank}: {message.detail}"
-            log.warning("%s; micro-batches have %d tokens now", had, state.micro_budget.tokens)
+            log.warning("%s; %s", had, state.micro_budget.described)
         elif first:
             running = self._leave_out(message)
         if first:
             self._given_up = message.trainer_epoch
             state.store.put_meta("given_up", str(self._given_up))
         then = {
-            "memory": f"it is tried with micro-batches of {state.micro_budget.tokens} tokens",
+            "memory": f"it is tried again: {state.micro_budget.described}",
             "spike": "it is left out, back to the newest checkpoint",
         }
         state.outbox.to_control(peer, shared.Stop(then[message.reason]))

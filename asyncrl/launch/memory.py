@@ -9,12 +9,12 @@ from math import prod
 
 import psutil
 
-from asyncrl.config import LESS_MEMORY, RunConfig
+from asyncrl.config import RunConfig, described_recomputation, less_memory
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.data import Note, ok, warning
 from asyncrl.launch.estimates import sized
 from asyncrl.runtime.process import main_memory
-from asyncrl.trainer.footprint import footprint, static_bytes
+from asyncrl.trainer.footprint import footprint, least_recomputation, static_bytes, with_recomputation
 from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, linear_shapes, weight_shapes
 
 
@@ -60,6 +60,7 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
 def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
     """Yield lines of the plan, and a warning if the largest micro-batch does not fit."""
     with recorded() as failure:
+        config, chosen = _with_chosen_recomputation(config, gpu)
         found = footprint(config)
     if failure:
         yield warning(f"the memory of a trainer rank is not estimated: {failure.line}")
@@ -74,6 +75,8 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         f"its process takes about {sized(own)} beside them, and versions on their way out "
         f"{sized(out)} of main memory"
     )
+    if chosen:
+        yield ok(chosen)
     if config.adapters:
         left_out = weight_shapes(config.model.path).keys() - linear_shapes(config.model.path)
         experts = any(".experts." in name for name in left_out)
@@ -89,8 +92,24 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
     if there is not None and needed > there:
         yield warning(
             f"{ranks} trainer ranks need {sized(needed)}, and there are {sized(there)}; set a "
-            f"smaller trainer.micro_batch_tokens, {LESS_MEMORY}"
+            f"smaller trainer.micro_batch_tokens, {less_memory(config.trainer.checkpointed_every)}"
         )
+
+
+def _with_chosen_recomputation(config: RunConfig, gpu: bool | None) -> tuple[RunConfig, str]:
+    """Return the configuration with what `trainer.activation_checkpointing=auto` means on these GPUs, and a
+    line that says so; '' without GPUs, and without `auto`."""
+    if config.trainer.activation_checkpointing != "auto" or not gpu or config.model.device == "cpu":
+        return config, ""
+
+    from torch.cuda import device_count, get_device_properties
+
+    memory = get_device_properties(0).total_memory
+    every = least_recomputation(config, memory, 0, device_count())
+    return with_recomputation(config, every), (
+        f"recomputation {described_recomputation(every)} in the backward: the least with which a rank fits "
+        f"into its share of {sized(memory)} (trainer.activation_checkpointing=auto)"
+    )
 
 
 def coverage(path: str) -> str:

@@ -16,7 +16,6 @@ TARGETS = {
     ROLLOUT: "asyncrl.rollout.worker:run",
     TRAINER: "asyncrl.trainer.rank:run",
 }
-SGLANG = "sglang.launch_server"  # another command may start servers on a CPU
 UNTRAINED = "asyncrl.trainer.untrained:run"  # in place of the trainer, where nothing is trained
 
 
@@ -82,20 +81,10 @@ def environment(place: RolePlace) -> dict[str, str]:
 def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
     """Deal the `count` GPUs of this machine to ranks and to servers started here, by the process's name.
     Ranks come first; where none is left, it begins at 0 again. Every process sees all GPUs."""
-    from asyncrl.engines.sglang.process import base_gpu  # imports torch
+    from asyncrl.engines.sglang.process import server_gpus  # imports torch
 
-    engine, ranks = config.engine, config.trainer.ranks if config.total_steps else 0
-    found = {f"{TRAINER}-{rank}": [rank % count] for rank in range(ranks) if config.model.device != "cpu"}
-    sglang = not engine.server_command or SGLANG in engine.server_command
-    if sglang and engine.server_args.get("device", "cuda") == "cuda":
-        for i in range(0 if engine.urls else engine.keepers):
-            first = base_gpu(config, i, count)
-            found[f"{ENGINE}-{i}"] = list(range(first, min(first + engine.tp, count)))
-        for i, (name, _) in enumerate(config.scorer_places):
-            if not (one := config.scorers[name]).urls:
-                first = base_gpu(config, i, count, name)
-                found[f"{SCORER}-{i}"] = list(range(first, min(first + one.tp, count)))
-    return found
+    ranks = config.trainer.ranks if config.total_steps and config.model.device != "cpu" else 0
+    return {f"{TRAINER}-{rank}": [rank % count] for rank in range(ranks)} | server_gpus(config, count)
 
 
 def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: int = 0) -> list[str]:

@@ -1,5 +1,5 @@
-"""Estimates in closed form what a trainer rank will hold in memory: from the headers of the weight files,
-config.json and the configuration. No model is made, and torch is not imported.
+"""Estimates in closed form what a trainer rank will hold in memory, from the headers of the weight files,
+config.json and the configuration, and chooses by it which layers are computed again. No model is made.
 
     static   weights, gradients and optimizer state of the rank's shards; frozen weights in model.dtype, the
              rest in float32
@@ -20,6 +20,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from asyncrl.config import RunConfig, TrainerConfig, leaves
 from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, read_json, weight_shapes
 
@@ -30,6 +32,8 @@ LOGITS = 16  # bytes: logits, their softmax, and the gradients of both, in float
 DIVERGED = 36  # bytes: these, and what a divergence from a teacher makes of both models'
 FEATURES = 11  # bytes for each number of the hidden states that the output layer reads
 SCORES = {2: 8, 4: 12}  # bytes for each attention score that is kept, by those of a number
+RECOMPUTED_EVERY = (0, 8, 4, 3, 2, 1)  # what `auto` chooses from: every k-th layer; 0: none
+USABLE = 0.9  # of a GPU's memory: the estimate leaves out workspaces, and what the allocator keeps
 _IN_LAYER = re.compile(r"(.*?)\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 _MLP = re.compile(r"mlp|moe|ffn|feed_forward|expert")
@@ -223,3 +227,24 @@ def own_critic(config: RunConfig) -> bool:
     from asyncrl.algorithms.recipe import compose  # imports torch
 
     return compose(config).own_critic
+
+
+def with_recomputation(config: RunConfig, every: int) -> RunConfig:
+    """Return the configuration with every `every`-th layer computed again; 0: none."""
+    trainer = msgspec.structs.replace(config.trainer, activation_checkpointing=every or "none")
+    return msgspec.structs.replace(config, trainer=trainer)
+
+
+def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
+    """Return the least recomputation with which a rank fits into its GPU of `memory` bytes, number `gpu` of
+    the `gpus` that this process sees: k of every k-th layer, 0 for none; 1, all layers, if nothing less fits.
+    Servers that share the GPU have their part. ValueError where config.json does not tell a model's sizes."""
+    from asyncrl.engines.sglang.process import server_share  # imports torch
+
+    room = memory * (1.0 - server_share(config, gpu, gpus)) * USABLE
+    for every in RECOMPUTED_EVERY:
+        estimate = footprint(with_recomputation(config, every))
+        held = estimate.work if config.trainer.offload_optimizer else estimate.total
+        if held <= room:
+            return every
+    return 1

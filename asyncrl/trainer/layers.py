@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.recompute import recomputed
+from asyncrl.trainer.recompute import Recomputation
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -27,9 +27,12 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def prepare_layers(model: PreTrainedModel, trainer: TrainerConfig) -> None:
-    """Activation checkpointing of every k-th layer (see recompute.py), and compilation of all. To be called
-    before they are sharded. Raises ConfigError where the model does not say what its layers are."""
+def prepare_layers(
+    model: PreTrainedModel, trainer: TrainerConfig, recomputation: Recomputation | None = None
+) -> None:
+    """Let `recomputation` (None: that of `trainer`) decide which layers are computed again; compile them all.
+    To be called before they are sharded. Raises ConfigError where the model does not say what they are."""
+    recomputation = recomputation or Recomputation(trainer)
     every, layers = trainer.checkpointed_every, layers_of(model)
     if not layers and (every or trainer.compile):
         key = "activation_checkpointing" if every else "compile"
@@ -45,9 +48,7 @@ def prepare_layers(model: PreTrainedModel, trainer: TrainerConfig) -> None:
         run: Any = layer.forward
         if trainer.compile:
             run = torch.compile(run, dynamic=True)
-        if every and index % every == 0:
-            run = recomputed(run)
-        layer.forward = run
+        layer.forward = recomputation.wrap(index, run)
 
 
 def compiled_graphs() -> int:

@@ -23,11 +23,13 @@ from asyncrl.algorithms.kl import adapted
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, described_recomputation
+from asyncrl.errors import recorded
 from asyncrl.trainer import report
 from asyncrl.trainer.barrier import compared, deal, prepared, scaling
 from asyncrl.trainer.batch import Example, MicroBatch, collate, dealt, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
+from asyncrl.trainer.footprint import RECOMPUTED_EVERY, least_recomputation
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.loading import master_dtype
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
@@ -43,6 +45,7 @@ from asyncrl.trainer.optimizer import (
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.performance import FlopCount, Stopwatch
 from asyncrl.trainer.prefix_tree import common
+from asyncrl.trainer.recompute import Recomputation
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -72,15 +75,17 @@ class Learner:
     def __init__(self, config: RunConfig, world: World) -> None:
         self.config, self.world = config, world
         self.recipe = compose(config)
+        self.recomputation = self._chosen_recomputation()
         self.policy = load_policy(
             config.model,
             world,
             trainer=config.trainer,
+            recomputation=self.recomputation,
             adapters=config.adapters,
             value_head=self.recipe.shared_critic,
             offload=config.trainer.offload_optimizer,
         )
-        self.critic = load_critic(config, world) if self.recipe.own_critic else None
+        self.critic = load_critic(config, world, self.recomputation) if self.recipe.own_critic else None
         self.scored = self.recipe.reference and config.scored_reference
         own = self.recipe.reference and not self.scored
         self.reference = load_reference(config, world, self.policy) if own else None
@@ -111,6 +116,23 @@ class Learner:
         self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
         self._computed, self._flops = 0, 0.0  # tokens, padding included, of its forwards in this step
+
+    def _chosen_recomputation(self) -> Recomputation:
+        """As configured; `auto` on GPUs: the least with which every rank fits into its own. A collective."""
+        device = self.world.device
+        recomputation = Recomputation(self.config.trainer)
+        if not recomputation.automatic or device.type != "cuda":
+            return recomputation
+
+        memory = torch.cuda.get_device_properties(device).total_memory
+        with recorded() as failure:
+            least = least_recomputation(self.config, memory, device.index or 0, torch.cuda.device_count())
+        if failure:
+            logger.warning("memory is not estimated, so all layers are computed again: %s", failure.line)
+            least = 1
+        recomputation.every = max(self.world.gather(least, int), key=RECOMPUTED_EVERY.index)
+        logger.info("trainer.activation_checkpointing=auto: %s", described_recomputation(recomputation.every))
+        return recomputation
 
     # -- a batch ---------------------------------------------------------------------------------------
 
@@ -163,6 +185,7 @@ class Learner:
             )
         if self.config.trainer.compile:
             metrics["perf/compiled_graphs"] = compiled_graphs()
+        metrics["perf/recomputed_layers"] = self.recomputation.share
         return metrics
 
     def _advance(self, tally: report.MetricSums, metrics: dict[str, float]) -> None:

@@ -68,8 +68,8 @@ def forward_backward(
 
 def try_largest(learner: Learner) -> None:
     """Run before the first micro-batch, while the engines generate it, what takes the most memory. So too
-    little is found at once, and not with the first long batch: like any micro-batch, this one is halved then,
-    in new processes. It changes nothing. A collective.
+    little is found at once, and not with the first long batch: as with any micro-batch, new processes compute
+    more layers again then, or halve it. It changes nothing. A collective.
     """
     if is_tiny(learner):
         return
@@ -102,5 +102,6 @@ def given_up(error: Exception, trainer_epoch: int, rank: int, learner: Learner) 
     if isinstance(error, SpikeError):
         return message("spike", str(error))
     if lacks_memory(error) and any(learner.size):
-        return message("memory", f"out of memory ({one_line(error)})", *learner.size)
+        detail = f"out of memory ({one_line(error)})"
+        return message("memory", detail, *learner.size, learner.recomputation.next_every)
     raise error

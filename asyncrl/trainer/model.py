@@ -31,6 +31,7 @@ from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.optimizer import make_optimizer, trainable
+from asyncrl.trainer.recompute import Recomputation
 from asyncrl.trainer.scores import (
     HeadInput,
     Logits,
@@ -141,6 +142,7 @@ def load_policy(
     world: World,
     *,
     trainer: TrainerConfig | None = None,
+    recomputation: Recomputation | None = None,
     adapters: Mapping[str, tuple[int, float]] | None = None,
     value_head: bool = False,
     frozen: bool = False,
@@ -149,7 +151,8 @@ def load_policy(
 ) -> Policy:
     """Load a model directory and shard it over the ranks. A collective.
 
-    `trainer`: how its layers are trained. `adapters`: see Adapters; else that of `config`. `frozen`: the
+    `trainer`: how its layers are trained. `recomputation`: which are computed again, else as `trainer` says.
+    `adapters`: see Adapters; else that of `config`. `frozen`: the
     weights of the directory do not train. `offload`: the shards are kept in main memory. Raises ConfigError,
     naming `key`, when the directory holds no causal language model.
     """
@@ -158,7 +161,7 @@ def load_policy(
         source.model.requires_grad_(False)
     policy = Policy(source.model, config, world.sequence, adapters=adapters, value_head=value_head)
     if trainer is not None:
-        prepare_layers(source.model, trainer)
+        prepare_layers(source.model, trainer, recomputation)
         policy.replay = ForcedRoutes(source.model) if trainer.router_replay else None
     shard_and_fill(policy, source, world, offload=offload)
     _check_cut(policy, config.dtype, world, compiled=trainer is not None and trainer.compile)
@@ -334,7 +337,7 @@ class Critic(nn.Module):
         return (values(self.backbone, tokens.predictors(hidden)),)
 
 
-def load_critic(config: RunConfig, world: World) -> Critic:
+def load_critic(config: RunConfig, world: World, recomputation: Recomputation | None = None) -> Critic:
     """The critic of a run (`critic.backbone: own`) with its optimizer, sharded over the ranks. A collective.
 
     All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
@@ -345,7 +348,7 @@ def load_critic(config: RunConfig, world: World) -> Critic:
         path, key = config.model.path, "model.path"
     source = read_model("AutoModel", path, config.model.dtype, world, key)
     critic = Critic(source.model, world.sequence)
-    prepare_layers(source.model, config.trainer)
+    prepare_layers(source.model, config.trainer, recomputation)
     shard_and_fill(critic, source, world, offload=config.trainer.offload_optimizer)
     critic.optimizer = make_optimizer(critic, config.trainer, lr=config.critic.lr)
     return critic

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch._higher_order_ops import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
+
+from asyncrl.config import TrainerConfig
 
 COMPILED_FUNCTION: Any = getattr(wrap, "inductor_compiled_code", None)
 """The operator that calls a function compiled with VISIBLE; None where torch has none."""
@@ -167,6 +169,51 @@ if COMPILED_FUNCTION is not None:
 
     for mode in (Recording, Replaying):
         redirect_to_mode(COMPILED_FUNCTION, mode)
+
+
+class Recomputation:
+    """Decides which layers of a rank's models are computed again in the backward: every k-th, k = `every`, or
+    none, 0. It may be changed between micro-batches."""
+
+    def __init__(self, trainer: TrainerConfig) -> None:
+        self.every = trainer.checkpointed_every
+        self.automatic = trainer.activation_checkpointing == "auto"
+        self._indices = list[int]()  # of all wrapped layers, each within its model
+
+    def wrap(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of layer number `index`, which is computed again where `every` says so."""
+        self._indices.append(index)
+        if not self.every and not self.automatic:
+            return run
+        run_again = recomputed(run)
+
+        @wraps(run)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (run_again if self._is_recomputed(index) else run)(*args, **kwargs)
+
+        return forward
+
+    @property
+    def share(self) -> float:
+        """Return the share of the layers that are computed again."""
+        chosen = sum(map(self._is_recomputed, self._indices))
+        return chosen / max(1, len(self._indices))
+
+    @property
+    def next_every(self) -> int:
+        """Return what may be tried where memory does not suffice: every second layer, then all. 0: nothing
+        more, or the configuration has chosen."""
+        if not self.automatic or not self._indices or self.every == 1:
+            return 0
+        return 1 if self.every == 2 else 2
+
+    def raise_to(self, every: int) -> None:
+        """Compute every `every`-th layer again, at least, unless the configuration has chosen. 0: as is."""
+        if self.automatic and every:
+            self.every = min(self.every or every, every)
+
+    def _is_recomputed(self, index: int) -> bool:
+        return self.every > 0 and index % self.every == 0
 
 
 def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:

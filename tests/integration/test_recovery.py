@@ -84,6 +84,7 @@ def test_a_rank_that_lacks_memory_goes_on_with_smaller_micro_batches(tmp_path: P
     """No restart is allowed: this one does not count."""
     (tmp_path / "lacking.py").write_text(LACKING)
     more = (f"algorithm.loss={tmp_path}/lacking.py:lacking", "trainer.ranks=2", "launch.restarts=0")
+    more += ("trainer.activation_checkpointing=none",)
     with Run(tmp_path, "total_steps=5", "data.test=''", *more) as run:
         run.completed(5)
         assert run.text().count("is restarted") == 1 and "no room for it" in run.text()

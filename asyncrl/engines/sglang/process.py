@@ -24,6 +24,7 @@ from asyncrl.weights.model_files import served_modules
 
 # From terminate to kill: a server has nothing to save, and its keeper is given little more than a second.
 STOP_SECONDS = 0.8
+SGLANG = "sglang.launch_server"  # another command may start servers on a CPU
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
 STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at most when its server dies
 
@@ -80,6 +81,34 @@ def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
     shared = config.launch.kind != "local" or (config.shifts and not scorer)
     first = before + (0 if shared else config.trainer.ranks)
     return first if first + tp <= gpus else before % max(1, gpus - tp + 1)
+
+
+def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
+    """Return the GPUs of each server that is started on this machine, which has `gpus`, by the name of its
+    process. Servers of another kind, and those that run on the CPU, have none."""
+    engine, found = config.engine, dict[str, list[int]]()
+    if engine.server_command and SGLANG not in engine.server_command:
+        return found
+    if engine.server_args.get("device", "cuda") != "cuda":
+        return found
+    for index in range(0 if engine.urls else engine.keepers):
+        first = base_gpu(config, index, gpus)
+        found[f"engine-{index}"] = [*range(first, min(first + engine.tp, gpus))]
+    for index, (name, _) in enumerate(config.scorer_places):
+        if not config.scorers[name].urls:
+            first = base_gpu(config, index, gpus, name)
+            found[f"scorer-{index}"] = [*range(first, min(first + config.scorers[name].tp, gpus))]
+    return found
+
+
+def server_share(config: RunConfig, gpu: int, gpus: int) -> float:
+    """Return the part of a GPU's memory that servers on it take while the trainer works. Ray gives each
+    process GPUs of its own, and servers that take turns with the trainer sleep."""
+    if config.launch.kind != "local":
+        return 0.0
+    servers = [name for name, own in server_gpus(config, gpus).items() if gpu in own]
+    awake = [name for name in servers if not (config.shifts and name.startswith("engine"))]
+    return len(awake) * float(config.engine.server_args.get("mem-fraction-static", MEMORY_FRACTION))
 
 
 def _flags(values: Arguments) -> list[str]:

@@ -62,12 +62,14 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
 
 class Welcome(WireMessage, frozen=True):
     """Answer to a hello: the coordinator knows the peer. `step` is the number of committed batches,
-    `micro_tokens` what a micro-batch of the trainer's may have, in padded tokens."""
+    `micro_tokens` what a micro-batch of the trainer's may have, in padded tokens. `recompute_every`: at least
+    every so many-th layer is computed again (`trainer.activation_checkpointing=auto`); 0: as ranks choose."""
 
     coordinator_epoch: int
     trainer_epoch: int
     step: int
     micro_tokens: int = 0
+    recompute_every: Count = 0
 
 
 class Prefetch(WireMessage, frozen=True):

@@ -97,9 +97,10 @@ class Checkpointed(WireMessage, frozen=True):
 class GaveUp(WireMessage, frozen=True):
     """A rank gave up batch `step` (1-based), and ends when Stop answers; the other ranks end with it.
 
-    memory: its micro-batch of `tokens` tokens, padding included, of `episodes` episodes took too much. Stop
-    comes once the number of tokens that the next ranks may try is durable. spike: the gradient norm is too
-    large, on all ranks. Stop comes once it is durable that the batch is left out. `detail` explains it.
+    memory: its micro-batch of `tokens` tokens, padding included, of `episodes` episodes took too much. The
+    next ranks may compute every `recompute_every`-th layer again before they cut it; 0: nothing more. Stop
+    comes once it is durable what they try. spike: the gradient norm is too large, on all ranks. Stop comes
+    once it is durable that the batch is left out. `detail` explains it.
     """
 
     trainer_epoch: Count
@@ -109,6 +110,7 @@ class GaveUp(WireMessage, frozen=True):
     detail: str
     tokens: Count = 0
     episodes: Count = 0
+    recompute_every: Count = 0
 
 
 class PlanRequest(WireMessage, frozen=True):

@@ -27,7 +27,12 @@ from asyncrl.launch.memory import describe_memory
 from asyncrl.launch.placement import describe, processes_of
 from asyncrl.observe.metrics import duration
 from asyncrl.runtime.process import MainMemory
-from asyncrl.trainer.footprint import Footprint, static_bytes
+from asyncrl.trainer.footprint import (
+    Footprint,
+    footprint,
+    least_recomputation,
+    static_bytes,
+)
 from asyncrl.weights.model_files import parameter_count
 from asyncrl.weights.snapshot import Buffers
 from tests.fakes.checked import write_header
@@ -82,7 +87,55 @@ def write_8b(folder: Path) -> None:
 )
 def test_adapters_of_8b_parameters(tmp_path: Path, keys: dict[str, Any], static: float) -> None:
     write_8b(tmp_path)
-    assert memory.footprint(config(tmp_path, model=keys)).static / 1e9 == pytest.approx(static, abs=0.05)
+    assert footprint(config(tmp_path, model=keys)).static / 1e9 == pytest.approx(static, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("keys", "gigabytes", "every"),
+    [
+        ({}, 141, 0),
+        ({}, 118, 8),
+        ({}, 110, 4),
+        ({}, 100, 3),
+        ({}, 86, 2),
+        ({}, 80, 1),
+        ({}, 24, 1),  # nothing less fits, nor does this
+        ({"trainer": {"offload_optimizer": True}}, 80, 3),  # weights rest in main memory
+        ({"trainer": {"ranks": 2}}, 80, 2),
+        ({"engine": {"name": "sglang"}}, 86, 1),  # the server shares the only GPU
+        ({"engine": {"name": "sglang", "server_args": {"mem-fraction-static": 0.4}}}, 141, 2),
+        ({"engine": {"name": "sglang"}, "launch": {"kind": "ray"}}, 86, 2),  # Ray has others for it
+        ({"engine": {"name": "sglang", "colocated": 1}}, 86, 2),  # they take turns
+        ({"engine": {"name": "sglang", "urls": ["http://a:1"]}}, 86, 2),
+    ],
+)
+def test_as_few_layers_are_computed_again_as_fit(
+    tmp_path: Path, keys: dict[str, Any], gigabytes: int, every: int
+) -> None:
+    """LoRA for 8B parameters: estimated at 112 GB without recomputation, 73 with half, 33 with all of it."""
+    write_8b(tmp_path)
+    trainer = {"lr": 2e-5, "micro_batch_tokens": 16_384} | keys.get("trainer", {})
+    rollout = {"max_tokens": 16_384, "max_new_tokens": 1024}
+    model = {"lora_rank": 32, "dtype": "bfloat16"}
+    settings = config(tmp_path, **keys | {"model": model, "rollout": rollout, "trainer": trainer})
+    assert least_recomputation(settings, gigabytes * 10**9, gpu=0, gpus=1) == every
+
+
+def test_the_dry_run_says_how_much_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_8b(tmp_path)
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    model = {"lora_rank": 32, "dtype": "bfloat16"}
+    keys: dict[str, Any] = {"model": model, "rollout": {"max_tokens": 16_384, "max_new_tokens": 1024}}
+    trainer = {"micro_batch_tokens": 16_384}
+    memory_line, chosen, *_ = describe_memory(config(tmp_path, **keys, trainer=trainer), gpu=True)
+    assert "every 2nd layer is computed again" in chosen.text and "85.9 GB" in chosen.text
+    assert "73.0 GB in all" in memory_line.text
+    stated = config(tmp_path, **keys, trainer=trainer | {"activation_checkpointing": "none"})
+    texts = [note.text for note in describe_memory(stated, gpu=True)]
+    assert not any("computed again" in text for text in texts)
+    assert any("trainer.activation_checkpointing=full" in text for text in texts), "it does not fit"
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -19,6 +20,8 @@ from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.layers import layers_of, prepare_layers
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.recompute import Recomputation
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
@@ -57,18 +60,72 @@ def calls_of(layers: list[nn.Module], name: str) -> Counter[int]:
     return calls
 
 
-@pytest.mark.parametrize(("given", "runs"), [("none", [1, 1, 1, 1]), ("full", [2] * 4), (3, [2, 1, 1, 2])])
-def test_every_kth_layer_is_computed_again(model: str, given: Any, runs: list[int]) -> None:
+def of_four_layers(model: str) -> PreTrainedModel:
     config = AutoModelForCausalLM.from_pretrained(model).config
     config.num_hidden_layers = 4
     config.layer_types = ["full_attention"] * 4
-    lm = AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(("given", "runs"), [("none", [1, 1, 1, 1]), ("full", [2] * 4), (3, [2, 1, 1, 2])])
+def test_every_kth_layer_is_computed_again(model: str, given: Any, runs: list[int]) -> None:
+    lm = of_four_layers(model)
     names = list(lm.state_dict())
     prepare_layers(lm, TrainerConfig(activation_checkpointing=given))
     calls = calls_of(layers_of(lm), "mlp")
     lm(input_ids=torch.arange(5)[None], use_cache=False).logits.sum().backward()
     assert [calls[i] for i in range(4)] == runs
     assert list(lm.state_dict()) == names
+
+
+def test_how_much_is_computed_again_changes_between_micro_batches(model: str) -> None:
+    """As after a rank ran out of memory under `auto`, which begins on a CPU with nothing."""
+    lm = of_four_layers(model)
+    recomputation = Recomputation(TrainerConfig())
+    prepare_layers(lm, TrainerConfig(), recomputation)
+    calls, gradients = calls_of(layers_of(lm), "mlp"), list[Tensor]()
+    for every, share, then, runs in (
+        (0, 0.0, 2, [1, 1, 1, 1]),
+        (3, 0.5, 2, [2, 1, 1, 2]),
+        (2, 0.5, 1, [2, 1, 2, 1]),
+        (1, 1.0, 0, [2, 2, 2, 2]),
+        (4, 1.0, 0, [2, 2, 2, 2]),  # never less than before
+    ):
+        recomputation.raise_to(every)
+        calls.clear()
+        lm.zero_grad()
+        lm(input_ids=torch.arange(5)[None], use_cache=False).logits.sin().sum().backward()
+        assert [calls[i] for i in range(4)] == runs
+        assert (recomputation.share, recomputation.next_every) == (share, then)
+        gradients.append(torch.cat([p.grad.flatten() for p in lm.parameters() if p.grad is not None]))
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
+@pytest.mark.parametrize(
+    ("others", "every"), [([0], 0), ([0, 2], 2), ([8, 3], 3), ([4, 1], 1), (ConfigError("unknown sizes"), 1)]
+)
+def test_ranks_on_gpus_compute_as_much_again_as_the_one_that_needs_most(
+    model: str, monkeypatch: pytest.MonkeyPatch, others: Any, every: int
+) -> None:
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    least = mock.Mock(side_effect=[others] if isinstance(others, Exception) else others)
+    monkeypatch.setattr("asyncrl.trainer.learner.least_recomputation", least)
+    gathered = [] if isinstance(others, Exception) else others[1:]
+    world = SimpleNamespace(device=torch.device("cuda", 1), gather=lambda own, kind: [own, *gathered])
+    rank: Any = SimpleNamespace(config=tiny_config(model), world=world)
+    assert Learner._chosen_recomputation(rank).every == every
+    least.assert_called_once_with(rank.config, 80 * 2**30, 1, 2)
+
+
+@pytest.mark.parametrize(("given", "share"), [("none", 0.0), ("full", 1.0), (2, 0.5)])
+def test_what_the_configuration_chose_stays(model: str, given: Any, share: float) -> None:
+    trainer = TrainerConfig(activation_checkpointing=given)
+    recomputation = Recomputation(trainer)
+    prepare_layers(AutoModelForCausalLM.from_pretrained(model), trainer, recomputation)
+    recomputation.raise_to(1)
+    assert (recomputation.share, recomputation.next_every) == (share, 0)
 
 
 def gradients(world: World, path: str, episodes: Any, memory: Any, **sections: Any) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError
 
-from asyncrl.config import CheckpointConfig, parse
+from asyncrl.config import CheckpointConfig, TrainerConfig, parse
 from asyncrl.errors import ConfigError, DeadlineError, GaveUpError, UserCodeError, lacks_memory
 from asyncrl.runtime.liveness import progress_limit
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
@@ -26,6 +26,7 @@ from asyncrl.trainer.rank import (
     Stopped,
     TrainerRank,
 )
+from asyncrl.trainer.recompute import Recomputation
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
@@ -50,6 +51,7 @@ class FakeLearner:
     def __init__(self, config: Any, mesh: Any) -> None:
         self.step, self.watch, self.world = 0, Stopwatch(), mesh
         self.policy, self.budget = SimpleNamespace(vocabulary=10), 1
+        self.recomputation = Recomputation(TrainerConfig())
         self.pulse = lambda: None
         self.share = lambda planned: [list(planned)] if planned else []
 
@@ -359,13 +361,15 @@ def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
     stop = (Stop("micro-batches of 512 tokens"), [])
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.learner.size = (1000, 4)
+    rank.learner.recomputation.wrap(0, lambda: None)
+    rank.learner.recomputation.raise_to(2)
     rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: stop if clock.now > 110 else None  # type: ignore[method-assign]
     told = rank.report(MemoryError("no more"))
     assert told == "out of memory (MemoryError: no more): micro-batches of 512 tokens"
     sent = [m for m in rank.control.sent if isinstance(m, GaveUp)]  # type: ignore[attr-defined]
     assert len(sent) > 1 and set(sent) == {
-        GaveUp(0, 0, 1, "memory", "out of memory (MemoryError: no more)", 1000, 4)
+        GaveUp(0, 0, 1, "memory", "out of memory (MemoryError: no more)", 1000, 4, recompute_every=1)
     }
 
 
@@ -390,7 +394,9 @@ def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
 
     stopped = mock.Mock(side_effect=Stopped("less"))
     rank = SimpleNamespace(loop=loop, close=lambda: None, rank=0, trainer_epoch=1, _ask=stopped, control=None)
-    rank.learner, rank.report = SimpleNamespace(size=size, step=0), partial(TrainerRank.report, rank)
+    recomputation = Recomputation(TrainerConfig())
+    rank.learner = SimpleNamespace(size=size, step=0, recomputation=recomputation)
+    rank.report = partial(TrainerRank.report, rank)
     monkeypatch.setattr(module, "TrainerRank", lambda *about: rank)
     mesh = SimpleNamespace(arranged=lambda *about: None)
     monkeypatch.setattr(
