@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from asyncrl.shrunk import unknown
 from asyncrl.trainer.prefix_tree import Forest
 from asyncrl.trainer.recompute import VISIBLE
+from asyncrl.trainer.staging import to_device
 from asyncrl.trainer.world import SequenceRanks
 
 NAME, CPU = "asyncrl_forest", torch.device("cpu")
@@ -210,7 +211,7 @@ class RowKernel:
         self._lengths, self._new = [len(row) for row in rows], [len(new) for new in order]
         # Where each row's tokens lie in the sequence, and each token in the results; None: in that order.
         self._tokens, self._places = (
-            None if (np.diff(at) == 1).all() else torch.from_numpy(at).to(device)
+            None if (np.diff(at) == 1).all() else to_device([torch.from_numpy(at)], device)[0]
             for at in (np.concatenate(rows), np.argsort(np.concatenate(order)))
         )
 
@@ -247,7 +248,7 @@ class FlexKernel:
         for path, stop in zip(forest.paths, np.cumsum(forest.sizes), strict=True):
             end[path] = stop  # in order: a node on several paths keeps the last
         position = forest.positions.astype(np.int32)
-        self.end, self.position = (torch.from_numpy(x).to(device) for x in (end, position))
+        self.end, self.position = to_device([torch.from_numpy(end), torch.from_numpy(position)], device)
         self._masks: dict[int | None, BlockMask] = {}
         self._caps: dict[float, Callable[..., Tensor]] = {}
 

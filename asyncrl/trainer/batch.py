@@ -8,7 +8,7 @@ lag, whether it may contribute. Log-probs and values that models compute are add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
@@ -28,6 +28,7 @@ from asyncrl.conversation.turns import trained
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.forced_routes import UNKNOWN
 from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.staging import moved, to_device
 from asyncrl.trainer.teacher import Told, likeliest, references, taught_rows
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -158,14 +159,23 @@ class MicroBatch:
 
     def updated(self, examples: Sequence[Example]) -> MicroBatch:
         """With the fields added to the examples since they were collated; no others are copied again."""
-        if not self.counted.any():
+        if not any(e.tokens for e in examples):
             return self
         added: dict[str, Any] = _added(examples, self.mu.dtype, self.mu.device)
         return replace(self, **added)
 
     def to(self, device: torch.device) -> MicroBatch:
-        tensors = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None})
+        return moved(self, device)
+
+    def mapped(self, change: Callable[[Tensor], Tensor], device: torch.device) -> MicroBatch:
+        """Return what this is with each tensor changed, for attention on that device."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {
+            name: column.mapped(change, device) if isinstance(column, Selected) else change(column)
+            for name, column in columns.items()
+            if column is not None
+        }
+        return replace(self, **changed)
 
 
 NO_ROUTES = np.empty((0, 0), dtype=np.int32)
@@ -334,7 +344,8 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
 
 def _added(examples: Sequence[Example], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     known = [name for name in ADDED if getattr(examples[0], name) is not None]
-    return {name: _join(examples, name).to(device, dtype) for name in known}
+    columns = to_device([_join(examples, name).to(dtype) for name in known], device)
+    return dict(zip(known, columns, strict=True))
 
 
 def _join(examples: Sequence[Example], name: str) -> Tensor:

@@ -233,6 +233,7 @@ class Learner:
             return list(held)
         for part in self._micro_batches(held):
             micro = self._collate(part)
+            self._begin(micro, part)
             found: dict[str, Tensor | None] = {}
             with torch.no_grad():
                 if of_policy:
@@ -275,9 +276,11 @@ class Learner:
         return cut + [[] for _ in range(count - len(cut))]
 
     def _collate(self, examples: Sequence[Example]) -> MicroBatch:
-        found = collate(examples, self.dtype, self.packing)
-        self.size = found.selected.ids.numel(), len(examples)
-        return found.to(self.world.device)
+        return collate(examples, self.dtype, self.packing).to(self.world.device)
+
+    def _begin(self, micro: MicroBatch, examples: Sequence[Example]) -> None:
+        """Note which micro-batch is under way."""
+        self.size = micro.selected.ids.numel(), len(examples)
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
@@ -293,30 +296,40 @@ class Learner:
         if self.recipe.skips_inert:
             report.tally_unscored(tally, [e for e in examples if not e.is_read], self.agents)
             examples = [e for e in examples if e.is_read]
-        for part in self._micro_batches(examples):
-            self._backward(part, tally, progress)
+        parts = self._micro_batches(examples)
+        collated = map(self._collate, parts)
+        micro = next(collated, None)
+        for part in parts:
+            assert micro is not None
+            scored = self._backward(part, micro, tally, progress)
+            # A GPU computes the backward meanwhile. What is counted is read from it, so one waits there.
+            micro = next(collated, None)
+            self._count(scored, tally)
+            if self.reference is not None:
+                self.reference.release()
+            self.pulse()
 
-    def _backward(self, examples: Sequence[Example], tally: report.MetricSums, progress: float) -> None:
-        """Runs one micro-batch."""
+    def _backward(
+        self, examples: Sequence[Example], micro: MicroBatch, tally: report.MetricSums, progress: float
+    ) -> _ScoredMicroBatch:
+        """Runs forward and backward of one micro-batch, of these examples. `tally` gets their credit only."""
+        self._begin(micro, examples)
         if not self.behind_barrier and self.reference is not None:
             if self.recipe.scores_reference:
                 with self.watch.phase("ref"):
-                    tokens = self._collate(examples).for_reference
-                    examples = with_values(examples, "reference", self.reference.logp(tokens))
+                    of_reference = self.reference.logp(micro.for_reference)
+                    examples = with_values(examples, "reference", of_reference)
             if not self.recipe.critic:
                 examples = self._credited(examples, tally)
-        scored = self._score(examples, tally, progress)
+            micro = micro.updated(examples)
+        scored = self._score(examples, micro, tally, progress)
         (scored.evaluated.loss * (self.averaging / self._expected)).backward()
-        self._count(scored, tally)  # reads numbers from the device, which the backward keeps busy meanwhile
-        if self.reference is not None:
-            self.reference.release()
-        self.pulse()
+        return scored
 
     def _score(
-        self, examples: Sequence[Example], tally: report.MetricSums, progress: float
+        self, examples: Sequence[Example], micro: MicroBatch, tally: report.MetricSums, progress: float
     ) -> _ScoredMicroBatch:
-        """Run the forward of some episodes. Their loss is undivided. `tally` gets their credit only."""
-        micro = self._collate(examples)
+        """Run the forward of a micro-batch. Its loss is undivided. `tally` gets the examples' credit only."""
         self._computed += micro.selected.ids.numel()
         self._flops += self._flop_count.in_all(micro.selected.host_positions, len(micro.selected.labels))
         entropy_grad, teacher = self.config.algorithm.entropy_coef > 0, None

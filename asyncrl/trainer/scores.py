@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import ForestAttention, compiled_once
 from asyncrl.trainer.forced_routes import UNKNOWN
 from asyncrl.trainer.prefix_tree import plant
+from asyncrl.trainer.staging import moved, to_device
 from asyncrl.trainer.teacher import Teacher, Told, distances
 from asyncrl.trainer.world import SequenceRanks
 
@@ -106,12 +107,17 @@ class Selected:
         return replace(found, agents=whose)
 
     def to(self, device: torch.device) -> Selected:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {
-            name: x.to(device) for name, x in given.items() if isinstance(x, Tensor | ForestAttention)
+        return moved(self, device)
+
+    def mapped(self, change: Callable[[Tensor], Tensor], device: torch.device) -> Selected:
+        """Return what this is with each tensor changed, for attention on that device."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {
+            name: change(column) for name, column in columns.items() if isinstance(column, Tensor)
         }
-        told = self.told and Told(*(column.to(device) for column in self.told))
-        return replace(self, told=told, **moved)
+        told = self.told and Told(*map(change, self.told))
+        forest = self.forest and self.forest.to(device)
+        return replace(self, told=told, forest=forest, **tensors)
 
     @property
     def host_positions(self) -> np.ndarray:
@@ -138,7 +144,7 @@ class Selected:
 
     def predictors(self, hidden: Tensor) -> Tensor:
         """Selects the hidden states [B, T, H] that predict the tokens: [N, H]."""
-        chosen = torch.from_numpy(self.predictor).to(hidden.device, non_blocking=True)
+        (chosen,) = to_device([torch.from_numpy(self.predictor)], hidden.device)
         return hidden.flatten(0, 1)[chosen]
 
 
@@ -254,7 +260,7 @@ def in_parts(run: Run, tokens: Selected, ranks: SequenceRanks | None) -> list[Te
     place = np.empty_like(order)  # of each token, where all are gathered
     place[order] = owner[order] * most + np.arange(len(order)) - starts[owner[order]]
     mine = order[starts[ranks.index] :][: counts[ranks.index]]
-    there = torch.from_numpy(place).to(tokens.ids.device)
+    (there,) = to_device([torch.from_numpy(place)], tokens.ids.device)
     found = run(_part(tokens, mine, ranks))
     return [None if column is None else ranks.gather(column, most)[there] for column in found]
 
@@ -272,7 +278,7 @@ def _part(tokens: Selected, mine: np.ndarray, ranks: SequenceRanks) -> Selected:
         agents = pad(agents, (0, short))[:, own]
     if routes is not None:
         routes = pad(routes, (0, 0, 0, short), value=UNKNOWN)[own]
-    chosen = torch.from_numpy(mine).to(ids.device)
+    (chosen,) = to_device([torch.from_numpy(mine)], ids.device)
     labels, temperature = tokens.labels[chosen], tokens.temperature[chosen]
     predictor = tokens.predictor[mine] - start
     told = tokens.told and Told(*(column[chosen] for column in tokens.told))
@@ -391,5 +397,12 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
         hidden, weight = ctx.saved_tensors
-        product = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
-        return gradient @ weight, None, product.float()
+        product = _wide_product(gradient.flatten(0, -2).t(), hidden.flatten(0, -2))
+        return gradient @ weight, None, product
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left · right in float32. A GPU of NVIDIA's does not round it to the factors' type before."""
+    if left.is_cuda and torch.version.hip is None and "dtype" in torch.ops.aten.mm.overloads():
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()

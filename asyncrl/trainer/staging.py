@@ -1,0 +1,60 @@
+"""Brings tensors of main memory to a GPU without waiting for it.
+
+    tensors ──copied──► one buffer of pinned memory ──one transfer──► one buffer of the GPU ──► views of it
+
+A transfer from memory that is not pinned waits until the GPU has done all that it was given before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes: the largest number has as many
+
+
+class Mappable(Protocol):
+    """Has tensors, and can be made anew with others in their places."""
+
+    def mapped(self, change: Callable[[Tensor], Tensor], device: torch.device) -> Self: ...
+
+
+M = TypeVar("M", bound=Mappable)
+
+
+def moved(value: M, device: torch.device) -> M:
+    """Return the value with all its tensors on this device, by one transfer."""
+    tensors = list[Tensor]()
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    value.mapped(collect, device)
+    there = iter(to_device(tensors, device))
+    return value.mapped(lambda _: next(there), device)
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the tensors on this device; themselves on a CPU. They are views of one buffer."""
+    if device.type == "cpu" or not tensors:
+        return list(tensors)
+
+    ends = np.cumsum([-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]).tolist()
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for view, tensor in zip(_views(buffer, tensors, ends), tensors, strict=True):
+        view.copy_(tensor)
+    return _views(buffer.to(device, non_blocking=True), tensors, ends)
+
+
+def _views(buffer: Tensor, tensors: Sequence[Tensor], ends: Sequence[int]) -> list[Tensor]:
+    """Return the parts of the buffer, each with type and shape of its tensor."""
+    starts = [0, *ends[:-1]]
+    return [
+        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=True)
+    ]
