@@ -14,10 +14,8 @@ from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Child, ChildError, Service
 
 KILL_SECONDS = 5.0  # that `close` waits for the end of the children
-MAX_REFUSALS = (
-    3  # of children that could not begin, where none ever could; then one is tried from time to time
-)
-RETRY_SECONDS = 30.0  # between those; calls in between are told the last refusal at once
+MAX_REFUSALS = 3  # children that could not begin, where none ever could; after them tries are far apart
+RETRY_SECONDS = 30.0  # between those tries; calls in between are told the last refusal at once
 
 S = TypeVar("S")
 Q = TypeVar("Q")

@@ -73,10 +73,10 @@ class KeptCall:
     outputs: Any
 
 
-class Recording(TorchDispatchMode):
-    """Runs all operators, and appends the calls of attention."""
+class AttentionMode(TorchDispatchMode):
+    """Sees all operators that run within it, those of compiled functions included. `calls`: of attention."""
 
-    supports_higher_order_operators = True  # runs those, too
+    supports_higher_order_operators = True
 
     def __init__(self, calls: deque[KeptCall]) -> None:
         super().__init__()
@@ -86,6 +86,10 @@ class Recording(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         """Within other modes torch compiles nothing."""
         return True
+
+
+class Recording(AttentionMode):
+    """Runs all operators, and appends the calls of attention."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -100,19 +104,8 @@ class Recording(TorchDispatchMode):
         return outputs
 
 
-class Replaying(TorchDispatchMode):
+class Replaying(AttentionMode):
     """Answers the calls of attention from the recorded ones, in their order, each once; runs all others."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, calls: deque[KeptCall]) -> None:
-        super().__init__()
-        self._calls = calls
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Within other modes torch compiles nothing."""
-        return True
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -143,9 +136,7 @@ def _keep(inputs: Sequence[Tensor], output: Any) -> Any:
             offset = int(output.storage_offset() - tensor.storage_offset())
             return InputView(index, output.shape, output.stride(), offset)
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        detached = (
-            output.detach()
-        )  # autograd is about to change `output`; both count changes in place together
+        detached = output.detach()  # autograd changes `output` next; both count changes in place together
     return KeptTensor(detached, detached._version)
 
 
