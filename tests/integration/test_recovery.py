@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -80,16 +81,26 @@ def lacking(given):
 
 
 @pytest.mark.long
-def test_a_rank_that_lacks_memory_goes_on_with_smaller_micro_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recomputed", "then"),
+    [
+        ("none", r"micro-batches have (?!8192)\d+ tokens now$"),
+        ("auto", r"micro-batches have 8192 tokens now, and every 2nd layer is computed again$"),
+    ],
+)
+def test_a_rank_that_lacks_memory_goes_on_with_less(tmp_path: Path, recomputed: str, then: str) -> None:
     """No restart is allowed: this one does not count."""
     (tmp_path / "lacking.py").write_text(LACKING)
     more = (f"algorithm.loss={tmp_path}/lacking.py:lacking", "trainer.ranks=2", "launch.restarts=0")
-    more += ("trainer.activation_checkpointing=none",)
+    more += (f"trainer.activation_checkpointing={recomputed}",)
     with Run(tmp_path, "total_steps=5", "data.test=''", *more) as run:
         run.completed(5)
         assert run.text().count("is restarted") == 1 and "no room for it" in run.text()
         log = (run.path / "logs" / "coordinator-0.log").read_text()
-    assert len(re.findall(r"micro-batches have \d+ tokens now", log)) == 1
+    assert len(re.findall(then, log, re.MULTILINE)) == 1
+    rows = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
+    shares = [row["perf/recomputed_layers"] for row in rows if "perf/recomputed_layers" in row]
+    assert shares[-1] == (2 / 3 if recomputed == "auto" else 0.0), "of three layers"
     once(run.path, 5)
 
 
