@@ -32,7 +32,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec
@@ -276,9 +276,7 @@ def _wait(work: dist.Work | None, timeout: float) -> None:
 
 def _local(shard: DTensor) -> Tensor:
     """This rank's part, empty where there are more ranks than rows; of replicas the first one has them."""
-    mesh = shard.device_mesh
-    expected = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    assert shard.placements == expected, f"not sharded along the first dimension: {shard.placements}"
-    *replica, _ = mesh.get_coordinate() or ()
+    assert shard.placements == (Shard(0),), f"not sharded along the first dimension: {shard.placements}"
+    mesh = shard.device_mesh  # the ranks of one replica, of which the first has the lowest
     mine = shard.to_local().detach()
-    return mine[:0] if any(replica) else mine
+    return mine if mesh.get_rank() < mesh.size() else mine[:0]
