@@ -12,8 +12,10 @@ add up to that of the sum of their equal losses.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +34,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
+from asyncrl.errors import ConfigError, DeadlineError, ProtocolError, fulfil
 
 T = TypeVar("T")
 MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 40 bytes per model token
@@ -269,7 +271,8 @@ def join(
     meet_s: float = 600.0,
     meet: Meet = wait_to_meet,
 ) -> World:
-    """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever.
+    """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever; so does
+    the making of what NCCL talks through, which a collective would wait for without a limit.
 
     `rendezvous` is a fresh `tcp://host:port` or the path of a file that is not there yet, the same for all
     ranks; one rank alone needs none. `meet` waits for the others, at most `meet_s` seconds (DeadlineError).
@@ -282,14 +285,46 @@ def join(
     meeting = _Meeting(rank, size, rendezvous, meet_s)
     meet(meeting.waits())
     meeting.store.set_timeout(timedelta(seconds=timeout_s))  # torch does so for a URL only
-    dist.init_process_group(
+    enter = partial(
+        dist.init_process_group,
         backend,
         store=meeting.store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
+    if place.type == "cuda" and size > 1:
+        meet(_connecting(partial(_connect, enter, place), place, timeout_s))
+    else:
+        enter()
     return World(rank, size, place, init_device_mesh(place.type, (size,)), rendezvous=rendezvous)
+
+
+def _connect(enter: Callable[..., None], device: torch.device) -> None:
+    """Enter the process group from a thread of its own, and make its communicator on this rank's GPU: bound
+    to the device, torch makes it at once, and what is added up shows that all ranks have it."""
+    torch.cuda.set_device(device)  # of this thread
+    enter(device_id=device)
+    ranks = torch.ones(1, device=device)
+    dist.all_reduce(ranks)
+    ranks.item()  # waits for the device
+
+
+def _connecting(connect: Callable[[], None], device: torch.device, limit: float) -> Iterator[str]:
+    """Yield the name of the wait while `connect` runs, which nothing can interrupt: its thread keeps no
+    process from ending. Raises what it raises, and DeadlineError after `limit` seconds."""
+    connected: Future[None] = Future()
+    threading.Thread(target=fulfil, args=(connected, connect), name="nccl-join", daemon=True).start()
+    deadline = time.monotonic() + limit
+    while not connected.done():
+        yield f"trainer ranks connect their GPUs by NCCL (this one: {device})"
+
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"NCCL did not connect the trainer's ranks within {limit:g} s; NCCL_DEBUG=INFO in the "
+                "environment says why, NCCL_SOCKET_IFNAME names the network"
+            )
+    connected.result()
 
 
 class _Meeting:
