@@ -177,7 +177,7 @@ class EngineConnection:
             first = next(flattened)  # raises Superseded before the engine has done anything
             group, port = self._join(1 + request.ranks, deadline)
             buckets = tuple(snapshot.layout[part] for part in parts)
-            plan = messages.Plan(buckets, group.name, port, group.backend)
+            plan = messages.Plan(buckets, group.name, port, group.backend, group.nccl_version)
             messages.send_answer(self._socket, plan, deadline)
             for index, ready in enumerate(chain((first,), flattened)):  # read while the last one is under way
                 self._arrived(index, under_way, deadline)

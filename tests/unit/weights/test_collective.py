@@ -235,6 +235,34 @@ async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypat
     assert there == [False]
 
 
+@pytest.mark.parametrize(
+    ("server_nccl", "message"),
+    [
+        (
+            "2.28.9",
+            r"the trainer has NCCL 2\.29\.7, the server at http://127\.0\.0\.1:9 2\.28\.9, and both need the "
+            r"same: install one version of torch in both environments, or set weights\.transport=disk",
+        ),
+        ("2.29.7", r"Failed to receive weights: NCCL error in: .*, NCCL version 2\.29\.7"),
+    ],
+)
+async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, server_nccl, message):
+    """As the server's torch names it in what SGLang answers."""
+    monkeypatch.setattr(ServerGroup, "nccl_version", "2.29.7")
+
+    def refuse() -> None:
+        raise WeightsError(
+            "server http://127.0.0.1:9: /update_weights_from_distributed answered 400: Failed to receive "
+            "weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "
+            f"(run with NCCL_DEBUG=WARN for details), NCCL version {server_nccl} ncclInvalidUsage: This"
+        )
+
+    server = spawn()
+    at_update(server, 0, refuse)
+    with pytest.raises(WeightsError, match=message):
+        await push(Receiver(server, 0, 1, OLD), offer(sender))
+
+
 async def test_a_trainer_that_is_killed(spawn):
     """The server is waiting for a broadcast: it gets an error, and lives."""
     server, trainer = spawn(), SenderProcess(silent_from=2)
