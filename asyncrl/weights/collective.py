@@ -48,7 +48,7 @@ from asyncrl.weights.group import ServerGroup, background
 from asyncrl.weights.manifest import Superseded, TensorEntry, WeightsRef, describe, split
 from asyncrl.weights.pause import TrainingPause
 from asyncrl.weights.ranges import joined
-from asyncrl.weights.snapshot import Snapshot, whole
+from asyncrl.weights.snapshot import Snapshot, Staging
 
 log = logging.getLogger("asyncrl.weights")
 
@@ -76,6 +76,7 @@ class Sender:
     ) -> None:
         self.bucket_bytes, self.seconds, self.device = bucket_bytes, seconds, device
         self.pause = pause
+        self.staging = Staging(pinned=device.type == "cuda")  # of who has the turn
         self.turn = threading.Lock()  # of one engine at a time
         self._latest: Snapshot | None = None
         self._offered = threading.Condition()
@@ -219,14 +220,19 @@ class EngineConnection:
     def _flattened(
         self, snapshot: Snapshot, parts: list[slice], entries: list[TensorEntry]
     ) -> Generator[Tensor]:
-        """Each bucket as the bytes of its tensors, one behind the other, which `entries` get. An error in
-        reading them is the trainer's, not the engine's."""
+        """Each bucket as the bytes of its tensors, one behind the other, which `entries` get. It is kept
+        until the next but one is asked for. An error in reading it is the trainer's, not the engine's."""
+        largest = max((sum(spec.nbytes for spec in snapshot.layout[part]) for part in parts), default=0)
         try:
             with snapshot.pin() as pinned:
                 for part in parts:
                     of_ranks = pinned.shares(part)
                     entries += map(joined, snapshot.layout[part], of_ranks)
-                    yield whole(chain.from_iterable(of_ranks))
+                    in_place = pinned.in_place(part)
+                    if in_place is not None:
+                        yield in_place
+                    else:
+                        yield self._sender.staging.fill(chain.from_iterable(of_ranks), largest)
         except (Superseded, GeneratorExit):
             raise
         except Exception as error:
