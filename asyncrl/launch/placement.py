@@ -80,9 +80,10 @@ def environment(place: RolePlace) -> dict[str, str]:
 
 
 def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
-    """Deal the `count` GPUs of this machine to ranks and to servers started here, by the process's name.
-    Ranks come first; where none is left, it begins at 0 again. Every process sees all GPUs."""
+    """Deal the `count` GPUs of this machine to ranks, to servers started here and to embedded engines, by the
+    process's name. Ranks come first; where none is left, it begins at 0 again. Every process sees all."""
     from asyncrl.engines.sglang.process import base_gpu  # imports torch
+    from asyncrl.rollout.samplers import engine_gpu
 
     engine, ranks = config.engine, config.trainer.ranks if config.total_steps else 0
     found = {f"{TRAINER}-{rank}": [rank % count] for rank in range(ranks) if config.model.device != "cpu"}
@@ -95,6 +96,9 @@ def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
             if not (one := config.scorers[name]).urls:
                 first = base_gpu(config, i, count, name)
                 found[f"{SCORER}-{i}"] = list(range(first, min(first + one.tp, count)))
+    if not engine.remote and config.model.device != "cpu":
+        for i in range(config.rollout.workers):
+            found[f"{ROLLOUT}-{i}"] = [engine_gpu(config, i, count)]
     return found
 
 
