@@ -89,9 +89,9 @@ class Push:
             if server_nccl is None or server_nccl[1] == self.trainer_nccl:
                 raise
             raise WeightsError(
-                f"weights.transport=collective: the trainer has NCCL {self.trainer_nccl}, the server at "
-                f"{self.server.url} {server_nccl[1]}, and both need the same: install one version of torch "
-                "in both environments, or set weights.transport=disk"
+                f"weights.transport=collective: the trainer has NCCL {self.trainer_nccl}, the server "
+                f"{server_nccl[1]}, and both need the same: install one version of torch in both "
+                "environments, or set weights.transport=disk"
             ) from error
 
 
