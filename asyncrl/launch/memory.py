@@ -20,14 +20,20 @@ from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, linear_shape
 
 def version_bytes(config: RunConfig) -> int:
     """Main memory of a trainer rank for versions on their way out, at most: copies of its shards that ranks
-    collect, and the next one; where only what has changed is published, the one that was published last."""
+    collect, and the next one; where only what has changed is published, the one that was published last; and
+    two buckets, where those of several ranks are put together to be broadcast."""
     from asyncrl.trainer.publishing import readers
 
     ranks = config.trainer.ranks
     copies = readers(config, ranks) + 1 + (config.weights.full_every > 1)
     shards, whole = ranks // config.trainer.replicas, weight_shapes(config.model.path)
     parameters = adapter_count(config) if config.adapters_apart else sum(map(prod, whole.values()))
-    return copies * parameters * DTYPE_BYTES[config.model.dtype] // shards
+    size = DTYPE_BYTES[config.model.dtype]
+    buckets = 0
+    if config.weights.transport == "collective" and ranks > 1:
+        largest_tensor = max((prod(shape) for shape in whole.values()), default=0) * size
+        buckets = 2 * min(parameters * size, max(config.weights.bucket_bytes, largest_tensor))
+    return copies * parameters * size // shards + buckets
 
 
 def room(config: RunConfig, gpu: bool | None) -> int | None:

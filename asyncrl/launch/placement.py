@@ -79,12 +79,19 @@ def environment(place: RolePlace) -> dict[str, str]:
 
 
 def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
-    """Deal the `count` GPUs of this machine to ranks and to servers started here, by the process's name.
-    Ranks come first; where none is left, it begins at 0 again. Every process sees all GPUs."""
+    """Deal the `count` GPUs of this machine to ranks, to servers started here and to embedded engines, by the
+    process's name. Ranks come first; where none is left, it begins at 0 again. Every process sees all."""
     from asyncrl.engines.sglang.process import server_gpus  # imports torch
+    from asyncrl.rollout.samplers import engine_gpu
 
-    ranks = config.trainer.ranks if config.total_steps and config.model.device != "cpu" else 0
-    return {f"{TRAINER}-{rank}": [rank % count] for rank in range(ranks)} | server_gpus(config, count)
+    on_gpus = config.model.device != "cpu"
+    ranks = config.trainer.ranks if config.total_steps and on_gpus else 0
+    embedded = config.rollout.workers if not config.engine.remote and on_gpus else 0
+    return {
+        **{f"{TRAINER}-{rank}": [rank % count] for rank in range(ranks)},
+        **server_gpus(config, count),
+        **{f"{ROLLOUT}-{worker}": [engine_gpu(config, worker, count)] for worker in range(embedded)},
+    }
 
 
 def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: int = 0) -> list[str]:

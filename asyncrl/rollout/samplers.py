@@ -179,6 +179,22 @@ class LocalSampler:
         return self.engine
 
 
+def engine_gpu(config: RunConfig, index: int, gpus: int) -> int:
+    """Return the GPU of the embedded engine `index` on a machine where `gpus` are visible. Engines take turns
+    among those that neither a trainer rank nor a scorer's server uses; where there are none, among those that
+    no rank uses; and only then among all. Engines that take turns with the trainer have its ranks' GPUs; Ray
+    shows each engine only its own."""
+    if config.shifts:
+        return index
+    if config.launch.kind != "local":
+        return 0
+    ranks = config.trainer.ranks if config.total_steps else 0
+    scorers = [config.scorers[name] for name, _ in config.scorer_places]
+    serving = sum(scorer.tp for scorer in scorers if not scorer.urls)
+    first = next((used for used in (ranks + serving, ranks) if used < gpus), 0)
+    return first + index % max(1, gpus - first)
+
+
 def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
     """Return what makes an embedded engine with the initial weights, for the worker of this index.
     ConfigError for an unknown one."""
@@ -190,8 +206,8 @@ def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
             check_served(config.model.path)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and config.shifts:
-        device = f"cuda:{index}"  # that of the trainer rank of this number
+    if device == "cuda":
+        device = f"cuda:{engine_gpu(config, index, torch.cuda.device_count())}"
     return lambda: factory(
         model_path=config.model.path,
         dtype=config.model.dtype,

@@ -141,6 +141,8 @@ def _run(root: nn.Module, parts: Sequence[Selected], world: World | None) -> Ten
         elif isinstance(root, FSDPModule):
             root.reshard()
         found.append(values.detach())
+    if world is not None:
+        world.average_gradients(root.parameters())
     return torch.cat(found)
 
 

@@ -1,10 +1,11 @@
 """The learner: models, optimizers and schedule; turns a stream of micro-batches into optimizer steps.
 
-    accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): / D, clip, step
+    accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): over replicas, / D, clip, step
 
 Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and one D, known only
-when the batch is complete. FSDP2 *averages* gradients over ranks, so every loss is multiplied by the
-number of ranks. All ranks run the same number of forwards; one without trajectories runs a dummy token.
+when the batch is complete. FSDP2, and replicas once a step, *average* gradients over ranks, so every loss is
+multiplied by the number of ranks. All ranks run the same number of forwards; one without trajectories runs a
+dummy token.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Learner:
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.on_spike = config.trainer.on_spike
-        self.averaging: float = world.data_ranks  # of what FSDP2 gives the mean
+        self.averaging: float = world.data_ranks  # of whose gradients a step takes the mean
         self.bound = config.buffer.max_staleness
         self.budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
         self.size = (0, 0)  # tokens, padding included, and episodes of the micro-batch under way; 0: none
@@ -421,6 +422,7 @@ class Learner:
             factor, limit = self._end_factor(whole), norm_limit(self.state, config.trainer.spike_factor)
             report.scale_losses(whole, factor)
             clip = config.trainer.grad_clip
+            self.world.average_gradients(self.policy.parameters())
             norms, taken = take_step(trained.values(), self.optimizer, lr, scale * factor, clip, limit)
             norm = math.hypot(*norms)
             if not taken and self.on_spike != "skip":
@@ -438,6 +440,7 @@ class Learner:
         whole.high("critic/lr", lr)
         if whole.totals.get("_fresh"):
             own, clip = [[*critic.parameters()]], self.config.trainer.grad_clip
+            self.world.average_gradients(critic.parameters())
             norms, taken = take_step(own, critic.optimizer, lr, scale, clip)
             if taken:
                 whole.high("critic/grad_norm", norms[0])

@@ -24,6 +24,7 @@ from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.pause import TrainingPause
 from asyncrl.weights.shards import HostShards
 from asyncrl.weights.snapshot import Publisher, Snapshot
 from asyncrl.wire.addresses import local_address
@@ -63,6 +64,7 @@ class Publishing:
             directory = disk.weights_directory(weights.directory, run_dir, config.name, needed)
             specs = self._adapters.specs if self._adapters else None
             self._files = VersionWriter(directory, weights.bucket_bytes, weights.full_every, specs)
+        self._pause: TrainingPause | None = None
         self._sender = None if self._files else self._offering(collectors)
         self._link: Link | None = None  # of the publisher's thread, while that lives
         self._publisher = Publisher(self._write, self._announce) if mesh.rank == 0 else None
@@ -103,6 +105,11 @@ class Publishing:
             if part is not None and part.error is not None:
                 raise part.error
 
+    def allow_pause(self) -> None:
+        """Stand still while a server joins this rank's group. Called where this rank is in no collective."""
+        if self._pause is not None:
+            self._pause.allow()
+
     @property
     def unwritten(self) -> str:
         """Says why the newest version is not written yet, on a full disk; else ''."""
@@ -124,7 +131,9 @@ class Publishing:
         weights, sender = self.config.weights, None
         if self.mesh.rank < senders:
             host = local_address(self._endpoints.control)
-            sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device)
+            device = self.mesh.device
+            self._pause = TrainingPause(device) if device.type == "cuda" else None
+            sender = Sender(host, weights.bucket_bytes, weights.deadline, device, self._pause)
         addresses = ",".join(self.mesh.gather(sender.address if sender else "", str)[:senders])
         if sender is not None and self.mesh.rank == 0:
             sender.address = addresses

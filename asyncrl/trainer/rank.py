@@ -273,6 +273,7 @@ class TrainerRank:
                     raise DeadlineError(f"waited {self._progress:g} s for {name}")
                 self.waiting = name
                 self.publishing.check()
+                self.publishing.allow_pause()
                 self._idle(WORD_POLL)
         except DistNetworkError:
             self._idle(RESEND_EVERY)
@@ -292,6 +293,7 @@ class TrainerRank:
         while True:
             now = time.monotonic()
             self.publishing.check()
+            self.publishing.allow_pause()
             if now >= resend_at:
                 link.send(request)
                 resend_at = now + RESEND_EVERY
@@ -321,6 +323,7 @@ class TrainerRank:
         """Called after every micro-batch, so that beats are sent during a long batch, too."""
         self.work += 1
         self._beat_if_due(time.monotonic())
+        self.publishing.allow_pause()
 
     def _beat_if_due(self, now: float) -> bool:
         """Send a beat, every BEAT_EVERY seconds and when a wait begins or is over. Whether it was sent."""

@@ -10,12 +10,11 @@ wait for the end of their batch lie in main memory already, as does what offload
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -32,7 +31,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.process import main_memory
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
-from asyncrl.weights.memory import trim_heap
+from asyncrl.weights.memory import lock_pages, trim_heap, unlock_pages
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import AskDevices, GrantDevices
@@ -142,26 +141,14 @@ class PinnedMemory:
             raise MemoryError(
                 f"the ranks here need {needed / 1e9:.2f} GB more main memory, {free / 1e9:.2f} GB are free"
             )
-        if missing:  # torch's own pinned memory comes in powers of two
-            runtime = torch.cuda.cudart()
+        if missing:
             if self._is_pinned:
-                runtime.cudaHostUnregister(self._memory.data_ptr())
+                unlock_pages(self._memory)
                 self._is_pinned = False
             del self._memory
             self._memory = torch.empty(size, dtype=torch.uint8)
-            if int(runtime.cudaHostRegister(self._memory.data_ptr(), size, 0)):
-                log.warning("%.2f GB of main memory cannot be pinned: copies to rest are slower", size / 1e9)
-                _clear_cuda_error()
-            else:
-                self._is_pinned = True
+            self._is_pinned = lock_pages(self._memory)
         return self._memory[:size]
-
-
-def _clear_cuda_error() -> None:
-    """Take back CUDA's last error, which torch would raise after its next kernel, and cannot take back."""
-    major = (torch.version.cuda or "").partition(".")[0]
-    with suppress(OSError):  # a torch that has the library within itself
-        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
 
 
 def unlinked_file(directory: Path, size: int) -> Tensor:

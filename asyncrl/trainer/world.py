@@ -12,18 +12,20 @@ add up to that of the sum of their equal losses.
 from __future__ import annotations
 
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from math import gcd
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.autograd import Function
 from torch.distributed import DistNetworkError
@@ -32,11 +34,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
+from asyncrl.errors import ConfigError, DeadlineError, ProtocolError, fulfil
 
 T = TypeVar("T")
 MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 40 bytes per model token
 PART_BYTES = 64 << 20  # of it that travel at once
+GRADIENT_BYTES = 256 << 20  # of gradients that replicas average in one all-reduce
 TCP = "tcp://"  # a rendezvous that begins so is a host and a port; any other is the path of a file
 MEET_POLL = 0.05  # seconds between two looks for the other ranks
 DIAL_SECONDS = 2.0  # for rank 0's store to answer; it is dialled again until the ranks' limit to meet
@@ -45,10 +48,11 @@ OWN_DIAL_SECONDS = 60.0  # for rank 0 to reach the store that it has just opened
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `mesh`: over
-    what weights are sharded, [ranks], or [replicas, ranks of each]. `sequence`: the ranks that share this
-    one's micro-batches; None: it has its own. `group`: what all talk through; None: the default one.
-    `rendezvous`: where they met."""
+    """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `mesh`: the
+    ranks that this one's copy of the weights is sharded over, [ranks of a replica]. `sequence`: the ranks
+    that share this one's micro-batches; None: it has its own. `group`: what all talk through; None: the
+    default one. `rendezvous`: where they met. `replicas`: the ranks that hold this one's shards in the other
+    copies of the weights, and this rank; None: there is one copy."""
 
     rank: int
     size: int
@@ -57,6 +61,7 @@ class World:
     sequence: SequenceRanks | None = None
     group: dist.ProcessGroup | None = None
     rendezvous: str = ""
+    replicas: dist.ProcessGroup | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -66,19 +71,43 @@ class World:
     def arranged(self, replicas: int, sequence: int, timeout_s: float = 0.0) -> World:
         """The same ranks with weights sharded over each of `replicas` equal parts of them (HSDP), and with
         micro-batches that `sequence` neighbours share. Both divide the ranks. `timeout_s`: of
-        their collectives; 0: torch's default."""
+        their collectives; 0: torch's default.
+
+        FSDP2 is not told of the replicas. With a mesh of two dimensions it would all-reduce the gradients of
+        every micro-batch, and only a backward can make it do so, but which micro-batch of a step is the last
+        one is not known in advance. So it shards within a replica, and `average_gradients` does the rest.
+        """
         kind, mesh, ranks, groups = self.device.type, self.mesh, None, list[dist.ProcessGroup]()
+        same_shards = None
         if replicas > 1:
             names = ("replicate", "shard")
-            mesh = init_device_mesh(kind, (replicas, self.size // replicas), mesh_dim_names=names)
-            groups += mesh.get_all_groups()
+            both = init_device_mesh(kind, (replicas, self.size // replicas), mesh_dim_names=names)
+            groups += both.get_all_groups()
+            mesh = both["shard"]
+            same_shards = both.get_group("replicate")
         if sequence > 1:
             group = init_device_mesh(kind, (self.size // sequence, sequence)).get_group(1)
             ranks = SequenceRanks(group, self.rank % sequence, sequence)
             groups.append(group)
         for own in groups if timeout_s else ():  # a mesh gives its groups torch's default
             _set_pg_timeout(timedelta(seconds=timeout_s), own)
-        return replace(self, mesh=mesh, sequence=ranks)
+        return replace(self, mesh=mesh, sequence=ranks, replicas=same_shards)
+
+    @torch.no_grad()
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average over the replicas the gradients that FSDP2 has averaged within each of them, once a step.
+        They lie in `.grad` and nowhere else, so that `zero_grad` drops those of a batch that is left out."""
+        if self.replicas is None:
+            return
+        shards = [cast(DTensor, p.grad).to_local() for p in parameters if p.grad is not None]
+        for bucket in _in_buckets(shards, GRADIENT_BYTES):
+            parts = [shard.flatten() for shard in bucket]
+            joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)  # perhaps offloaded
+            dist.all_reduce(joined, group=self.replicas)
+            joined /= self.replicas.size()
+            averages = joined.split([shard.numel() for shard in bucket])
+            for shard, average in zip(bucket, averages, strict=True):
+                shard.copy_(average.view_as(shard))
 
     def apart(self, timeout_s: float) -> World:
         """The same ranks with a group of their own on the CPU, for a thread beside training."""
@@ -160,6 +189,18 @@ class World:
         return parts
 
 
+def _in_buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Yield the tensors in order, in lists of at most `limit` bytes; a larger tensor is alone."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > limit:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
 class Words:
     """Hold what rank 0 tells the others, one word after another, and their meetings. A rank that waits here
     is in no collective, whose time would run out. Like collectives, it asks nobody for a key; it listens on
@@ -230,7 +271,8 @@ def join(
     meet_s: float = 600.0,
     meet: Meet = wait_to_meet,
 ) -> World:
-    """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever.
+    """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever; so does
+    the making of what NCCL talks through, which a collective would wait for without a limit.
 
     `rendezvous` is a fresh `tcp://host:port` or the path of a file that is not there yet, the same for all
     ranks; one rank alone needs none. `meet` waits for the others, at most `meet_s` seconds (DeadlineError).
@@ -243,14 +285,46 @@ def join(
     meeting = _Meeting(rank, size, rendezvous, meet_s)
     meet(meeting.waits())
     meeting.store.set_timeout(timedelta(seconds=timeout_s))  # torch does so for a URL only
-    dist.init_process_group(
+    enter = partial(
+        dist.init_process_group,
         backend,
         store=meeting.store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
+    if place.type == "cuda" and size > 1:
+        meet(_connecting(partial(_connect, enter, place), place, timeout_s))
+    else:
+        enter()
     return World(rank, size, place, init_device_mesh(place.type, (size,)), rendezvous=rendezvous)
+
+
+def _connect(enter: Callable[..., None], device: torch.device) -> None:
+    """Enter the process group from a thread of its own, and make its communicator on this rank's GPU: bound
+    to the device, torch makes it at once, and what is added up shows that all ranks have it."""
+    torch.cuda.set_device(device)  # of this thread
+    enter(device_id=device)
+    ranks = torch.ones(1, device=device)
+    dist.all_reduce(ranks)
+    ranks.item()  # waits for the device
+
+
+def _connecting(connect: Callable[[], None], device: torch.device, limit: float) -> Iterator[str]:
+    """Yield the name of the wait while `connect` runs, which nothing can interrupt: its thread keeps no
+    process from ending. Raises what it raises, and DeadlineError after `limit` seconds."""
+    connected: Future[None] = Future()
+    threading.Thread(target=fulfil, args=(connected, connect), name="nccl-join", daemon=True).start()
+    deadline = time.monotonic() + limit
+    while not connected.done():
+        yield f"trainer ranks connect their GPUs by NCCL (this one: {device})"
+
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"NCCL did not connect the trainer's ranks within {limit:g} s; NCCL_DEBUG=INFO in the "
+                "environment says why, NCCL_SOCKET_IFNAME names the network"
+            )
+    connected.result()
 
 
 class _Meeting:

@@ -20,7 +20,10 @@ up too, so that a server that waits for a broadcast gets an error instead. A ser
 listening, and receives only when the bucket is ready, so that it never waits for a process that is not there.
 
 Processes may also freeze: both ends have deadlines, but a server that waits for a frozen trainer answers no
-request and has to be started again. Nothing here is authenticated or encrypted: for private networks.
+request and has to be started again. On a GPU training stands still while a new group sends its first bucket,
+with which NCCL makes its communicator (pause.py).
+
+Nothing here is authenticated or encrypted: for private networks.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ import time
 import uuid
 from collections.abc import Generator
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from itertools import chain
 
 import torch
@@ -43,8 +46,9 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.group import ServerGroup, background
 from asyncrl.weights.manifest import Superseded, TensorEntry, WeightsRef, describe, split
+from asyncrl.weights.pause import TrainingPause
 from asyncrl.weights.ranges import joined
-from asyncrl.weights.snapshot import Snapshot, whole
+from asyncrl.weights.snapshot import Snapshot, Staging
 
 log = logging.getLogger("asyncrl.weights")
 
@@ -58,11 +62,21 @@ class Sender:
     """Offers the newest version to all engines, and pushes it to one after another.
 
     It listens at `host`, which servers and keepers must be able to reach. A push takes at most `seconds`.
-    What it cannot read of a version is kept in `error` for the owner to raise.
+    What it cannot read of a version is kept in `error` for the owner to raise. `pause`: of training, while a
+    new group makes its communicator; None: training is not disturbed by that.
     """
 
-    def __init__(self, host: str, bucket_bytes: int, seconds: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        host: str,
+        bucket_bytes: int,
+        seconds: float,
+        device: torch.device,
+        pause: TrainingPause | None = None,
+    ) -> None:
         self.bucket_bytes, self.seconds, self.device = bucket_bytes, seconds, device
+        self.pause = pause
+        self.staging = Staging(pinned=device.type == "cuda")  # of who has the turn
         self.turn = threading.Lock()  # of one engine at a time
         self._latest: Snapshot | None = None
         self._offered = threading.Condition()
@@ -173,14 +187,18 @@ class EngineConnection:
         parts = list(split(snapshot.layout, self._sender.bucket_bytes))
         entries: list[TensorEntry] = []
         under_way: Future[None] | None = None
-        with closing(self._flattened(snapshot, parts, entries)) as flattened:
+        with closing(self._flattened(snapshot, parts, entries)) as flattened, ExitStack() as paused:
             first = next(flattened)  # raises Superseded before the engine has done anything
             group, port = self._join(1 + request.ranks, deadline)
             buckets = tuple(snapshot.layout[part] for part in parts)
-            plan = messages.Plan(buckets, group.name, port, group.backend)
+            plan = messages.Plan(buckets, group.name, port, group.backend, group.nccl_version)
             messages.send_answer(self._socket, plan, deadline)
             for index, ready in enumerate(chain((first,), flattened)):  # read while the last one is under way
                 self._arrived(index, under_way, deadline)
+                paused.close()  # a group's first bucket has arrived
+                if port and index == 0 and self._sender.pause is not None:
+                    # A server makes its part of the communicator in its first broadcast only.
+                    paused.enter_context(self._sender.pause.entered(messages.seconds_left(deadline)))
                 messages.send_answer(self._socket, messages.BucketReady(index), deadline)
                 under_way = group.broadcast(ready)
             self._arrived(len(parts), under_way, deadline)
@@ -202,14 +220,19 @@ class EngineConnection:
     def _flattened(
         self, snapshot: Snapshot, parts: list[slice], entries: list[TensorEntry]
     ) -> Generator[Tensor]:
-        """Each bucket as the bytes of its tensors, one behind the other, which `entries` get. An error in
-        reading them is the trainer's, not the engine's."""
+        """Each bucket as the bytes of its tensors, one behind the other, which `entries` get. It is kept
+        until the next but one is asked for. An error in reading it is the trainer's, not the engine's."""
+        largest = max((sum(spec.nbytes for spec in snapshot.layout[part]) for part in parts), default=0)
         try:
             with snapshot.pin() as pinned:
                 for part in parts:
                     of_ranks = pinned.shares(part)
                     entries += map(joined, snapshot.layout[part], of_ranks)
-                    yield whole(chain.from_iterable(of_ranks))
+                    in_place = pinned.in_place(part)
+                    if in_place is not None:
+                        yield in_place
+                    else:
+                        yield self._sender.staging.fill(chain.from_iterable(of_ranks), largest)
         except (Superseded, GeneratorExit):
             raise
         except Exception as error:

@@ -40,12 +40,14 @@ class BucketRequest(msgspec.Struct, frozen=True, tag="bucket_request"):
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
-    """Says that it is the engine's turn. `port`: rank 0 of a new group listens there; 0: it is known."""
+    """Says that it is the engine's turn. `port`: rank 0 of a new group listens there; 0: it is known. `nccl`:
+    the version at rank 0, "2.29.7"; "" for another backend."""
 
     buckets: tuple[Layout, ...]
     group: str
     port: int
     backend: str
+    nccl: str = ""
 
 
 class BucketReady(msgspec.Struct, frozen=True, tag="bucket_ready"):

@@ -47,6 +47,11 @@ class ServerGroup:
         self.port = self._store.port
         self._made = background(self._make)
 
+    @property
+    def nccl_version(self) -> str:
+        """Return NCCL's version here, which all ranks must have; "" for gloo."""
+        return ".".join(map(str, torch.cuda.nccl.version())) if self.backend == "nccl" else ""
+
     def await_listening(self, deadline: float) -> None:
         """Wait until a rank that joins finds rank 0: without it that rank, and its server, hang for half an
         hour. Raises what kept rank 0 from listening."""

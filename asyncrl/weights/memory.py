@@ -1,12 +1,15 @@
-"""Memory of tensors that is given up for a while, and given back to the system."""
+"""Memory of tensors that is given up for a while, given back to the system, or page-locked for a GPU."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
+
+log = logging.getLogger("asyncrl.weights")
 
 
 class Released:
@@ -41,3 +44,35 @@ def trim_heap() -> None:
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def page_locked(size: int) -> torch.Tensor:
+    """Return `size` bytes of main memory, [size] of uint8, that a GPU copies to and from directly, and that
+    stay so until the process ends. torch's own page-locked memory comes in powers of two."""
+    memory = torch.empty(size, dtype=torch.uint8)
+    lock_pages(memory)
+    return memory
+
+
+def lock_pages(memory: torch.Tensor) -> bool:
+    """Page-lock memory as it is; False, and a warning, where the system does not allow it."""
+    size = memory.nbytes
+    if not size:  # which CUDA refuses
+        return False
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
+        return True
+    log.warning("%.2f GB of main memory cannot be pinned: copies to and from a GPU are slower", size / 1e9)
+    _clear_cuda_error()
+    return False
+
+
+def unlock_pages(memory: torch.Tensor) -> None:
+    """To be called before memory that was locked is freed."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _clear_cuda_error() -> None:
+    """Take back CUDA's last error, which torch would raise after its next kernel, and cannot take back."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    with suppress(OSError):  # a torch that has the library within itself
+        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()

@@ -32,7 +32,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec
@@ -205,8 +205,8 @@ class HostShards:
         part = slice(ask.start, ask.stop)
         sizes, file = self._sizes[self.rank][part], Path(ask.file)
         sees = bool(ask.file) and ask.machine == socket.gethostname() and file.is_file()
-        old = [None] * len(sizes) if base is None else self._mine(base, ask).split(sizes)
-        new, found = self._mine(memory, ask).split(sizes), []
+        old = [None] * len(sizes) if base is None else self.own_bytes(base, part).split(sizes)
+        new, found = self.own_bytes(memory, part).split(sizes), []
         for spec, own, before, start in zip(self.layout[part], new, old, self._before[part], strict=True):
             data = own.numpy().data
             if before is not None and len(data):
@@ -216,9 +216,9 @@ class HostShards:
             found.append(share(spec, own.numpy(), start, NOTHING if sees else data))
         return found
 
-    def _mine(self, memory: Tensor, ask: Ask) -> Tensor:
-        """This rank's bytes of the tensors."""
-        return memory[self._at[ask.start] : self._at[ask.stop]]
+    def own_bytes(self, memory: Tensor, part: slice) -> Tensor:
+        """This rank's bytes of a part of the layout, [n] of uint8."""
+        return memory[self._at[part.start] : self._at[part.stop]]
 
     def _exchange(self, mine: list[int]) -> list[list[int]]:
         """Return the sizes of all ranks' shards, by rank."""
@@ -241,6 +241,9 @@ class Copied:
         earlier, memory = (base.copy, base.memory) if base else (None, None)
         ask = Ask(self.copy, part.start, part.stop, earlier, file, socket.gethostname())
         return self.host.shares(self.memory, memory, ask)
+
+    def in_place(self, part: slice) -> Tensor | None:
+        return self.host.own_bytes(self.memory, part) if self.host.ranks == 1 else None
 
 
 def _written(file: Path, start: int, data: memoryview) -> bool:
@@ -276,9 +279,7 @@ def _wait(work: dist.Work | None, timeout: float) -> None:
 
 def _local(shard: DTensor) -> Tensor:
     """This rank's part, empty where there are more ranks than rows; of replicas the first one has them."""
-    mesh = shard.device_mesh
-    expected = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    assert shard.placements == expected, f"not sharded along the first dimension: {shard.placements}"
-    *replica, _ = mesh.get_coordinate() or ()
+    assert shard.placements == (Shard(0),), f"not sharded along the first dimension: {shard.placements}"
+    mesh = shard.device_mesh  # the ranks of one replica, of which the first has the lowest
     mine = shard.to_local().detach()
-    return mine[:0] if any(replica) else mine
+    return mine if mesh.get_rank() < mesh.size() else mine[:0]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor
 from asyncrl.errors import disk_full, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Layout, Superseded, WeightsRef
+from asyncrl.weights.memory import page_locked
 from asyncrl.weights.ranges import RangeShare
 
 CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
@@ -40,6 +42,11 @@ class Pinned(Protocol):
         """Return what each rank has of the tensors of a part of the layout, in order: its bytes, which it
         may have written into the safetensors `file` instead, or what has changed since a `base`. Memory is
         that of the copy, not to be written to. Raises WeightsError when a rank does not deliver."""
+        ...
+
+    def in_place(self, part: slice) -> Tensor | None:
+        """The bytes of a part of the layout where they lie, [n] of uint8, not to be written to; None if they
+        do not lie one behind the other, as those of several ranks."""
         ...
 
 
@@ -58,10 +65,29 @@ class Snapshot:
         return sum(spec.nbytes for spec in self.layout)
 
 
-def whole(shares: Iterable[RangeShare]) -> Tensor:
-    """The bytes of some shares one behind the other, [n] of uint8."""
+def whole(shares: Iterable[RangeShare], memory: Tensor | None = None) -> Tensor:
+    """Copy the bytes of some shares one behind the other, [n] of uint8; into `memory`, if that is given."""
     arrays = [np.frombuffer(data, np.uint8) for one in shares for data in one.data]
-    return torch.from_numpy(np.concatenate(arrays or [NONE]))
+    size = sum(array.size for array in arrays)
+    target = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
+    np.concatenate(arrays or [NONE], out=target.numpy())
+    return target
+
+
+class Staging:
+    """Memory for buckets of what several ranks have: two buffers in turn, of which one is filled while the
+    other is sent. They are made at the first bucket, and kept. `pinned`: a GPU copies from them directly."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned, self._buffers, self._filled = pinned, list[Tensor](), 0
+
+    def fill(self, shares: Iterable[RangeShare], largest: int) -> Tensor:
+        """Return the bytes of some shares, at most `largest`, in place of those before the last ones."""
+        if not self._buffers or len(self._buffers[0]) < largest:
+            make = page_locked if self._pinned else partial(torch.empty, dtype=torch.uint8)
+            self._buffers = [make(largest), make(largest)]
+        self._filled += 1
+        return whole(shares, self._buffers[self._filled % 2])
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
@@ -81,7 +107,7 @@ class Buffer:
 
 class Buffers:
     """Buffers of `size` bytes, `count` at first, used again and again; one more only if all are being read at
-    once. So there is at most one more than readers, which launch/estimates.py counts on."""
+    once. So there is at most one more than readers, which launch/memory.py counts on."""
 
     def __init__(self, size: int, pinned: bool, count: int = 2) -> None:
         self._size, self._pinned = size, pinned
@@ -156,7 +182,9 @@ class Buffers:
                 buffer.readers -= 1
 
     def _buffer(self) -> Buffer:
-        return Buffer(torch.empty(self._size, dtype=torch.uint8, pin_memory=self._pinned))
+        if self._pinned:
+            return Buffer(page_locked(self._size))
+        return Buffer(torch.empty(self._size, dtype=torch.uint8))
 
 
 FULL_RETRY = 5.0  # seconds after which a write is tried again that the full disk made fail

@@ -40,6 +40,9 @@ class PinnedTensors:
             found.append([share(spec, own, 0, data)])
         return found
 
+    def in_place(self, part: slice) -> Tensor | None:
+        return None
+
 
 def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapshot:
     """Of tensors that share their storage (tied weights) the first name is taken."""

@@ -1,6 +1,7 @@
 """Throughput of the embedded engine on one thread: generated tokens per second, median of repeats.
 
     python tools/bench/engine.py [--repeats 5] [--hidden 128] [--layers 4] [--kv-heads 4] [--continuous]
+        [--plain]
 
 Compared with `model.generate` at equal lengths (which flatters it: its rows neither join nor leave) and, with
 --continuous, with transformers' continuous batching. Time is CPU time of this process: other jobs on the
@@ -163,9 +164,10 @@ def main() -> None:
         "--kv-heads", type=int, default=4, help="of 4 heads; fewer read less memory per token"
     )
     parser.add_argument("--continuous", action="store_true", help="also transformers' continuous batching")
+    parser.add_argument("--plain", action="store_true", help="steps are not recorded, as on a GPU")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    recorded.RECORD_AFTER = NEW // 2  # in the repeat that is not counted
+    recorded.RECORD_AFTER = -1 if args.plain else NEW // 2  # in the repeat that is not counted
     shape = (args.hidden, args.layers, args.kv_heads)
     plain = build(*shape)
     loop = asyncio.new_event_loop()

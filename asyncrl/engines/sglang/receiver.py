@@ -6,8 +6,9 @@ The trainer's end, and the protocol between the two, are in weights/collective.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")
 CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
+NCCL_VERSION = re.compile(r"NCCL version (\d+(?:\.\d+)+)")  # in torch's text of every error of NCCL
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Push:
     deadline: float  # by the loop's clock
     group: str
     protocol: UpdateProtocol
+    trainer_nccl: str  # version; "" for gloo
     done: bool = field(default=False, init=False)
 
     async def load(self) -> Manifest:
@@ -62,17 +65,34 @@ class Push:
         async with self.protocol.update(self.server):
             for index, specs in enumerate(self.buckets):
                 await self.connection.ask(messages.BucketRequest(index), messages.BucketReady)
-                await self.server.update_from_group(
-                    [spec.name for spec in specs],
-                    [spec.dtype for spec in specs],
-                    [spec.shape for spec in specs],
-                    group=self.group,
-                    label=self.label if index == last else None,
-                    seconds=self.deadline - asyncio.get_running_loop().time(),
-                )
+                with self._explained():
+                    await self.server.update_from_group(
+                        [spec.name for spec in specs],
+                        [spec.dtype for spec in specs],
+                        [spec.shape for spec in specs],
+                        group=self.group,
+                        label=self.label if index == last else None,
+                        seconds=self.deadline - asyncio.get_running_loop().time(),
+                    )
             sent = await self.connection.ask(messages.BucketRequest(last + 1), messages.Sent)
         self.done = True
         return sent.manifest
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Name both versions where the server's NCCL is another one. NCCL makes no group of two versions, but
+        says why in the server's log only; the text of its error is all that tells the server's version."""
+        try:
+            yield
+        except WeightsError as error:
+            server_nccl = NCCL_VERSION.search(str(error))
+            if server_nccl is None or server_nccl[1] == self.trainer_nccl:
+                raise
+            raise WeightsError(
+                f"weights.transport=collective: the trainer has NCCL {self.trainer_nccl}, the server "
+                f"{server_nccl[1]}, and both need the same: install one version of torch in both "
+                "environments, or set weights.transport=disk"
+            ) from error
 
 
 class Receiver:
@@ -123,7 +143,7 @@ class Receiver:
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
         ready = ref.label, plan.buckets, connection, self._server, deadline, plan.group
-        return Push(*ready, self._protocol)
+        return Push(*ready, self._protocol, plan.nccl)
 
     def _sender(self, paths: list[str]) -> str:
         """Return the source of this server's versions: its own machine, if there is a sender."""

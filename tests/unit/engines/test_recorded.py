@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -80,3 +82,20 @@ async def test_a_model_whose_code_looks_at_values_is_played_from_its_code(caplog
     assert made(engine) and not any(made(engine).values())
     assert "issued by Python" in caplog.text
     await engine.close()
+
+
+def test_steps_on_a_gpu_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any device but a CPU."""
+    recording = Mock()
+    monkeypatch.setattr(recorded, "_recorded", recording)
+    cache: Any = SimpleNamespace(ids=torch.empty(1, device="meta"))
+    steps = recorded.RecordedStep(cache)
+    kind = recorded.Kind(groups=0, decoding=0, any_greedy=False)
+    steps._steps[kind] = lambda *tensors: torch.tensor([1])
+    layout = SimpleNamespace(groups=(), decoding=0, cells=None, positions=None)
+    params = SimpleNamespace(seed=None, temperature=None, greedy=None, any_greedy=False)
+    plan: Any = SimpleNamespace(
+        layout=layout, params=params, keep=None, live=None, stops=None, limits=None, slots=(4, 5)
+    )
+    assert [steps(plan) for _ in range(2 * recorded.RECORD_AFTER)] == [[5]] * (2 * recorded.RECORD_AFTER)
+    recording.assert_not_called()

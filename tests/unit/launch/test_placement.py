@@ -14,6 +14,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.data import Inputs
 from asyncrl.launch.placement import dealt, describe, environment, processes_of
 from asyncrl.launch.preflight import check_device
+from asyncrl.rollout import samplers
+from asyncrl.rollout.samplers import engine_factory
 from asyncrl.trainer import world
 
 
@@ -42,7 +44,8 @@ def test_a_scorer_has_a_process_for_each_of_its_servers(monkeypatch: pytest.Monk
     units = processes_of(settings)
     assert [unit.name for unit in units[1:-2]] == ["scorer-0", "scorer-1", "scorer-2"]
     assert [unit.places[0].gpus for unit in units[1:-2]] == [2, 2, 0]
-    assert dealt(settings, 6) == {"trainer-0": [0], "scorer-0": [1, 2], "scorer-1": [3, 4]}
+    servers = {"trainer-0": [0], "scorer-0": [1, 2], "scorer-1": [3, 4]}
+    assert dealt(settings, 6) == servers | {"rollout-0": [5]}
     rows = [line for line in describe(settings, units, True, 6) if line.startswith("scorer")]
     assert rows == ["scorer           3        1  reference: r; reward: u (GPUs 1, 2, 3, 4)"]
 
@@ -107,6 +110,37 @@ def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
     assert rows["trainer"].endswith(f"on cuda (GPUs {', '.join(map(str, trainer))})")
     if servers:
         assert rows["engine"].endswith(f" (GPUs {', '.join(str(gpu) for gpus in servers for gpu in gpus)})")
+
+
+@pytest.mark.parametrize(
+    ("count", "keys", "workers"),
+    [
+        (1, {}, [0, 0, 0]),
+        (2, {}, [1, 1, 1]),
+        (4, {}, [1, 2, 3]),
+        (3, {"trainer": {"ranks": 2}}, [2, 2, 2]),
+        (2, {"trainer": {"ranks": 2}}, [0, 1, 0]),
+        (4, {"scorers": {"reference": {"path": "r", "tp": 2}}}, [3, 3, 3]),
+        (3, {"scorers": {"reference": {"path": "r", "tp": 2}}}, [1, 2, 1]),
+        (4, {"trainer": {"ranks": 3}, "engine": {"name": "torch", "colocated": 3}}, [0, 1, 2]),
+        (4, {"launch": {"kind": "ray"}}, [0, 0, 0]),  # which shows each worker its own
+        (4, {"total_steps": 0}, [0, 1, 2]),
+    ],
+)
+def test_embedded_engines_have_gpus_that_no_trainer_rank_uses(
+    monkeypatch: pytest.MonkeyPatch, count: int, keys: dict[str, Any], workers: list[int]
+) -> None:
+    """Beside a rank only if there is no other."""
+    on_gpus(monkeypatch, count)
+    settings = config(rollout={"workers": 3}, **keys)
+    devices: list[str] = []
+    monkeypatch.setattr(samplers.engines, "load", lambda name: lambda **made: devices.append(made["device"]))
+    monkeypatch.setattr("asyncrl.engines.torch.check.check_served", lambda path: None)
+    for index in range(3):
+        engine_factory(settings, index)()
+    assert devices == [f"cuda:{gpu}" for gpu in workers]
+    used = dealt(settings, count)
+    assert [used[f"rollout-{index}"] for index in range(3)] == [[gpu] for gpu in workers]
 
 
 @pytest.mark.parametrize(

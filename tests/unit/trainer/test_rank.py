@@ -82,7 +82,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     monkeypatch.setattr(module, "try_largest", lambda learner: None)
     monkeypatch.setattr(module, "Link", FakeLink)
     monkeypatch.setattr(module, "Poller", lambda *about: None)
-    publishing = SimpleNamespace(check=lambda: None, announced=None, unwritten="")
+    publishing = SimpleNamespace(check=lambda: None, allow_pause=lambda: None, announced=None, unwritten="")
     monkeypatch.setattr(module, "Publishing", lambda *about: publishing)
     mesh: Any = SimpleNamespace(
         rank=0, size=1, device=torch.device("cpu"), gather=lambda value, kind: [value]
@@ -109,6 +109,19 @@ def test_behind_a_barrier_beats_go_on_and_count_what_was_done(
         rank.learner.work(micros)  # type: ignore[attr-defined]
         clock.now += 10 * BEAT_EVERY
     assert beats(rank) == [1, 4, 5]  # one beat for each burst, however many micro-batches it has
+
+
+def test_servers_may_join_after_every_micro_batch_and_during_waits(
+    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[bool] = []
+    monkeypatch.setattr(rank.publishing, "allow_pause", lambda: pauses.append(True))
+    monkeypatch.setattr(rank, "_idle", lambda seconds: None)
+    rank.learner.work(3)  # type: ignore[attr-defined]
+    assert len(pauses) == 3
+    answers = iter((None, "there"))
+    rank._await("another rank", lambda: next(answers))
+    assert len(pauses) == 4
 
 
 def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock: SimpleNamespace) -> None:

@@ -26,6 +26,7 @@ from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.resting import PinnedMemory, Resting
 from asyncrl.trainer.world import World
+from asyncrl.weights import memory as memories
 from asyncrl.weights.memory import trim_heap
 from tests.fakes.forked import FORKED
 from tests.fakes.models import save_small
@@ -163,7 +164,7 @@ def test_memory_that_cannot_be_pinned_is_used_and_leaves_no_error_to_cuda(
     calls = mock.Mock()
     calls.cudaHostRegister.return_value = 2
     monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
-    monkeypatch.setattr(resting, "_clear_cuda_error", calls.clear)
+    monkeypatch.setattr(memories, "_clear_cuda_error", calls.clear)
     memory = PinnedMemory(world)
     assert [len(memory.room(size)) for size in (10, 20)] == [10, 20]
     assert [name for name, *_ in calls.mock_calls if name != "cudaHostRegister().__int__"] == [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.nn.functional import pad
 
 from asyncrl.errors import DeadlineError, ProtocolError
@@ -108,6 +110,60 @@ def test_a_wait_for_other_ranks_has_a_name_and_a_limit(tmp_path: Path, kind: str
         with pytest.raises(DeadlineError, match=late):
             for _ in waits:
                 pass
+
+
+def joined_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, **patched: Any) -> list[str]:
+    """What rank 0 of 2 does to join on cuda:1, in order, with fakes for what needs a GPU; calls of the main
+    thread are marked."""
+    calls: list[str] = []
+
+    def call(name: str) -> None:
+        main = "main: " if threading.current_thread() is threading.main_thread() else ""
+        calls.append(main + name)
+
+    fakes = {
+        "init_process_group": lambda backend, **options: call(f"enter {backend} on {options['device_id']}"),
+        "all_reduce": lambda tensor: call(f"all-reduce {tensor.numel()}"),
+    }
+    for name, fake in (fakes | patched).items():
+        monkeypatch.setattr(dist, name, fake)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda count, device: ones(count))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: call(f"use {device}"))
+    monkeypatch.setattr(ranks, "_device", lambda name, rank: torch.device("cuda", 1))
+    monkeypatch.setattr(ranks, "init_device_mesh", lambda kind, shape: call(f"mesh {kind}"))
+    path = str(folder / "rendezvous")
+    FileStore(path, 2).set("rank 1", "")
+    ranks.join(0, 2, path, timeout_s=0.1)
+    return calls
+
+
+def test_a_gpus_communicator_is_made_where_ranks_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert joined_on_a_gpu(tmp_path, monkeypatch) == [
+        "use cuda:1",
+        "enter cpu:gloo,cuda:nccl on cuda:1",
+        "all-reduce 1",
+        "main: mesh cuda",
+    ]
+
+
+def test_gpus_that_do_not_connect_are_a_deadline_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    with pytest.raises(DeadlineError, match=r"did not connect the trainer's ranks within 0\.1 s; NCCL_DEBUG"):
+        joined_on_a_gpu(tmp_path, monkeypatch, all_reduce=lambda tensor: over.wait())
+    over.set()
+
+
+def test_what_keeps_gpus_from_connecting_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(backend: str, **options: Any) -> None:
+        raise RuntimeError("no NCCL")
+
+    with pytest.raises(RuntimeError, match="no NCCL"):
+        joined_on_a_gpu(tmp_path, monkeypatch, init_process_group=fail)
 
 
 def tally(rank: int) -> MetricSums:

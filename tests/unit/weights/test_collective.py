@@ -32,6 +32,7 @@ from asyncrl.weights.collective import Sender
 from asyncrl.weights.collective_messages import BucketRequest, VersionRequest, ask
 from asyncrl.weights.group import ServerGroup
 from asyncrl.weights.manifest import Manifest, Superseded, WeightsError, WeightsRef
+from asyncrl.weights.pause import TrainingPause
 from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weights
 from tests.fakes.group_server import FakeServer, described
 from tests.fakes.weights import PinnedTensors, publish, snapshot_of
@@ -113,6 +114,33 @@ async def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
         check(server, version, rank=1)
     assert server.calls.count("init_group") == 1
     await receiver.close()
+
+
+async def test_training_stands_still_while_a_group_sends_its_first_bucket(spawn):
+    """With it NCCL makes the communicator. Later ones, and other versions, are sent beside training."""
+    server, pause, over = spawn(), TrainingPause(torch.device("cpu")), threading.Event()
+    paused: list[tuple[str, bool]] = []
+    server.before = lambda name: paused.append((name, bool(pause._wanted)))
+
+    def train() -> None:
+        while not over.wait(0.001):
+            pause.allow()
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender:
+            receiver = Receiver(server, 0, 1, OLD)
+            for version in (1, 2):
+                await push(receiver, offer(sender, version))
+                check(server, version)
+            await receiver.close()
+    finally:
+        over.set()
+        training.join(LONG)
+    beside = [("update_from_group", False)]
+    first_version = [("init_group", False), ("update_from_group", True), *beside * (BUCKETS - 1)]
+    assert paused == [*first_version, *beside * BUCKETS, ("destroy_group", False)]
 
 
 async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
@@ -233,6 +261,34 @@ async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypat
     server = spawn()
     await push(Receiver(server, 0, 1, OLD), offer(sender))
     assert there == [False]
+
+
+@pytest.mark.parametrize(
+    ("server_nccl", "message"),
+    [
+        (
+            "2.28.9",
+            r"the trainer has NCCL 2\.29\.7, the server 2\.28\.9, and both need the same: install one "
+            r"version of torch in both environments, or set weights\.transport=disk",
+        ),
+        ("2.29.7", r"Failed to receive weights: NCCL error in: .*, NCCL version 2\.29\.7"),
+    ],
+)
+async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, server_nccl, message):
+    """As the server's torch names it in what SGLang answers."""
+    monkeypatch.setattr(ServerGroup, "nccl_version", "2.29.7")
+
+    def refuse() -> None:
+        raise WeightsError(
+            "server http://127.0.0.1:9: /update_weights_from_distributed answered 400: Failed to receive "
+            "weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "
+            f"(run with NCCL_DEBUG=WARN for details), NCCL version {server_nccl} ncclInvalidUsage: This"
+        )
+
+    server = spawn()
+    at_update(server, 0, refuse)
+    with pytest.raises(WeightsError, match=message):
+        await push(Receiver(server, 0, 1, OLD), offer(sender))
 
 
 async def test_a_trainer_that_is_killed(spawn):

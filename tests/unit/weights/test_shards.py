@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk, ranges
 from asyncrl.weights.delta import VersionWriter
-from asyncrl.weights.manifest import Superseded, WeightsError
+from asyncrl.weights.manifest import Superseded, WeightsError, split
 from asyncrl.weights.shards import HostShards
-from asyncrl.weights.snapshot import Snapshot, Tensors
+from asyncrl.weights.snapshot import Snapshot, Tensors, whole
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import full_state, save_tiny_qwen
 from tests.fakes.weights import buckets
@@ -68,6 +69,22 @@ def collected(snapshot: Snapshot, bucket_bytes: int) -> Tensors:
 
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "weight-shards"]
+
+
+def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: Path) -> None:
+    """They are not copied; the bytes are those that are collected. A tensor that is sent alone, too."""
+    policy, kept = policy_of(world, tmp_path), buffers(0)
+    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=kept)
+    snapshot = taken(host, world, policy, 1, kept)
+    for bucket_bytes in BUCKETS:
+        with snapshot.pin() as pinned:
+            end = host._buffers._buffers[0].memory.data_ptr()
+            for part in split(snapshot.layout, bucket_bytes):
+                in_place = pinned.in_place(part)
+                assert in_place is not None and in_place.data_ptr() == end
+                assert torch.equal(in_place, whole(chain.from_iterable(pinned.shares(part))))
+                end += len(in_place)
+    host.close(DEADLINE)
 
 
 def collect_twice(world: World, folder: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import snapshot
 from asyncrl.weights.manifest import Superseded, WeightsRef
-from asyncrl.weights.snapshot import Buffers, Publisher, Snapshot
+from asyncrl.weights.ranges import RangeShare
+from asyncrl.weights.snapshot import Buffers, Publisher, Snapshot, Staging
 from tests.fakes.weights import snapshot_of
 
 
@@ -39,6 +41,39 @@ def test_two_buffers_take_turns_and_their_memory_stays(buffers: Buffers):
     copy(buffers, 5)
     with buffers.reading(0, 5, wait=0) as memory:
         assert memory.data_ptr() == place and value(memory) == 5
+
+
+def test_a_gpu_s_buffers_are_pinned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own pinned memory comes in powers of two, and memory estimates count bytes. A rank that has no
+    part of the weights pins nothing: CUDA would refuse it."""
+    registered = dict[int, int]()
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or 0
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    buffers = Buffers(5_000_000, pinned=True)
+    assert registered == {buffer.memory.data_ptr(): 5_000_000 for buffer in buffers._buffers}
+    registered.clear()
+    Buffers(0, pinned=True)
+    assert not registered
+
+
+def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are pinned once. One is filled while the other is sent."""
+    sizes = list[int]()
+    monkeypatch.setattr(snapshot, "page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte())
+    staging = Staging(pinned=True)
+
+    def shares(*values: bytes) -> list[RangeShare]:
+        return [RangeShare(len(data), b"", b"", b"", (memoryview(data),)) for data in values]
+
+    first = staging.fill(shares(b"ab", b"", b"c"), 10)
+    second = staging.fill(shares(b"0123456789"), 10)
+    assert bytes(first.tolist()) == b"abc" and bytes(second.tolist()) == b"0123456789"
+    third = staging.fill(shares(b"de"), 10)
+    assert third.data_ptr() == first.data_ptr() != second.data_ptr()
+    assert bytes(third.tolist()) == b"de" and bytes(second.tolist()) == b"0123456789"
+    assert sizes == [10, 10]
 
 
 def test_a_newer_copy_replaces_one_that_nobody_reads(buffers: Buffers):

@@ -1,0 +1,55 @@
+"""Lets a thread that pushes weights have the device to itself, between two micro-batches of training.
+
+    a pushing thread:  entered() ── waits ──► │ inside │ ──► goes on
+    training:          micro-batch, allow() ──► waits  ──► next micro-batch
+
+Two communicators of NCCL on one device may wait for each other: one is being made, which needs the device,
+while collectives of the other are under way on it, which need other ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from asyncrl.errors import DeadlineError
+
+
+class TrainingPause:
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._changed = threading.Condition()
+        self._wanted = 0  # threads that wait for a pause, or are in one
+        self._paused = False
+
+    @contextmanager
+    def entered(self, seconds: float) -> Iterator[None]:
+        """Inside, the training thread stands still. DeadlineError if it does not come to that in time."""
+        with self._changed:
+            self._wanted += 1
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._paused, seconds):
+                    raise DeadlineError(
+                        f"training came to no pause within {seconds:g} s, for a server to join"
+                    )
+            yield
+        finally:
+            with self._changed:
+                self._wanted -= 1
+                self._changed.notify_all()
+
+    def allow(self) -> None:
+        """Stand still while others want it: called by the training thread, where it is in no collective. At
+        once where nobody does. What waits in a pause has a deadline of its own."""
+        if not self._wanted:
+            return
+        self._module.synchronize()
+        with self._changed:
+            self._paused = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._wanted)
+            self._paused = False
