@@ -145,6 +145,7 @@ def test_two_workers_two_ranks_and_several_steps_per_batch(tmp_path: Path) -> No
 @pytest.mark.long
 def test_ranks_that_share_micro_batches_and_then_hold_replicas_instead(tmp_path: Path) -> None:
     two = ("trainer.ranks=2", "data.test=''", "resume=auto")
+    two += ("buffer.group_policy=complete",)  # every batch is of 16 episodes
     with Run(tmp_path, "total_steps=3", "trainer.sequence_parallel=2", *two) as run:
         run.completed(3)
     with Run(tmp_path, "total_steps=6", "trainer.replicas=2", *two) as run:
