@@ -99,7 +99,15 @@ CALLS = {
             Step("mfu-1.7b", EXCLUSIVE, "parts.mfu:visit_1_7b", 60.0, least=35.0),
         ),
     ),
-    "B": Call(75.0, (Step("sglang", SHARED, "parts.servers:visit_unpack", 55.0),)),
+    "B": Call(
+        270.0,
+        (
+            Step("unpack", SHARED, "parts.server:visit_unpack", 80.0),
+            Step("server", EXCLUSIVE, "parts.server:visit_server", 165.0, least=60.0),
+            Step("adapters", EXCLUSIVE, "parts.server:visit_adapters", 75.0, least=40.0),
+            Step("embedded", EXCLUSIVE, "parts.server:visit_embedded", 50.0, least=25.0),
+        ),
+    ),
     "C": Call(
         290.0,
         (
