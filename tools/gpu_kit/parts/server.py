@@ -113,11 +113,16 @@ def visit_unpack(context: Context) -> Iterator[Finding]:
 
 
 def visit_server(context: Context) -> Iterator[Finding]:
+    saved_model(context)  # while the other lane unpacks SGLang
     yield from _visited(context, measure_server)
 
 
 def visit_adapters(context: Context) -> Iterator[Finding]:
     yield from _visited(context, measure_adapters)
+
+
+def visit_embedded(context: Context) -> Iterator[Finding]:
+    yield from measure_embedded(context)
 
 
 def _visited(
@@ -130,8 +135,15 @@ def _visited(
         yield replace(finding, ok=False) if finding.value.startswith("not run") else finding
 
 
-def visit_embedded(context: Context) -> Iterator[Finding]:
-    yield from measure_embedded(context)
+def served_dtype(context: Context) -> str:
+    return "float32" if context.small else "bfloat16"
+
+
+def saved_model(context: Context) -> Path:
+    """A directory with the model that all servers and engines of this part begin with."""
+    path = context.random_model("qwen3-0.6b", dtype=served_dtype(context))
+    release(context)  # the model is made on the GPU
+    return path
 
 
 # -- servers -----------------------------------------------------------------------------------------------
@@ -139,28 +151,17 @@ def visit_embedded(context: Context) -> Iterator[Finding]:
 
 def measure_server(context: Context, command: list[str]) -> Iterator[Finding]:
     saver = has_saver(context, command)
-    yield from _measure(context, command, 0, saver, lambda beside: beside.stages(saver))
+    yield from _measure(context, command, rank=0, saver=saver)
     if not saver:
         yield Finding("sleep", "not run: its environment has no torch_memory_saver (pip install it there)")
 
 
 def measure_adapters(context: Context, command: list[str]) -> Iterator[Finding]:
-    def stages(beside: ServerBeside) -> list[Stage]:
-        return [
-            Stage("first adapter", 30.0, partial(beside.first_version, "the first adapter")),
-            Stage("adapter", 40.0, partial(beside.update, "another adapter")),
-        ]
-
-    yield from _measure(context, command, RANK, False, stages)
+    for finding in _measure(context, command, rank=RANK, saver=False):
+        yield replace(finding, name=f"adapters: {finding.name}")
 
 
-def _measure(
-    context: Context,
-    command: list[str],
-    rank: int,
-    saver: bool,
-    stages: Callable[[ServerBeside], Sequence[Stage]],
-) -> Iterator[Finding]:
+def _measure(context: Context, command: list[str], *, rank: int, saver: bool) -> Iterator[Finding]:
     """Start a server, and yield what each stage finds; a stage that fails does not end the next ones."""
     world = join(0, 1, device=context.kind)
     beside: ServerBeside | None = None
@@ -170,7 +171,7 @@ def _measure(
             beside = ServerBeside(context, world, command, rank, saver)
             yield Finding("trainer's side", f"made in {time.monotonic() - began:.1f} s")
             yield from _finish(runner, context, Stage("start", context.left() - END_S, beside.start))
-            for stage in stages(beside):
+            for stage in beside.stages:
                 try:
                     yield from _finish(runner, context, stage)
                 except Exception as error:
@@ -205,11 +206,11 @@ class ServerBeside:
 
     def __init__(self, context: Context, world: World, command: list[str], rank: int, saver: bool) -> None:
         self.context = context
+        self.rank = rank
+        self.saver = saver
         self.sizes = SMALL if context.small else LARGE
-        self.dtype = "float32" if context.small else "bfloat16"
-        path = context.random_model("qwen3-0.6b", dtype=self.dtype)
-        release(context)  # the model is made on the GPU
-        self.config = _configuration(context, path, command, self.dtype, rank, saver)
+        self.dtype = served_dtype(context)
+        self.config = _configuration(context, command, rank, saver)
         self.world = world
         self.policy = load_policy(self.config.model, world)
         exact = structs.replace(self.config.model, dtype="float32")
@@ -223,13 +224,15 @@ class ServerBeside:
         self.clients: list[SGLangClient] = []
         self.used_before = used_mb(context)
 
-    def stages(self, saver: bool) -> list[Stage]:
-        found = [Stage("first version", 30.0, partial(self.first_version, "the first version"))]
-        found += [Stage(f"{n} streams", 20.0, partial(self.speed, n)) for n in self.sizes.streams]
-        found += [Stage("update", 40.0, partial(self.update, "an update"))]
-        if saver:
-            found.append(Stage("sleep", 60.0, self.sleep_and_wake))
-        return found
+    @property
+    def stages(self) -> list[Stage]:
+        stages = [Stage("first version", 30.0, self.first_version)]
+        if not self.rank:
+            stages += [Stage(f"speed, {n} at once", 20.0, partial(self.speed, n)) for n in self.sizes.streams]
+        stages.append(Stage("update", 40.0, self.update))
+        if self.saver:
+            stages.append(Stage("sleep", 60.0, self.sleep_and_wake))
+        return stages
 
     async def start(self) -> list[Finding]:
         """Until the server is ready, as its keeper waits for it."""
@@ -335,22 +338,22 @@ class ServerBeside:
             rates.append((client.use.tokens - before) / seconds)
         value = f"{rates[-1]:,.0f} tokens/s (the first time {rates[0]:,.0f})"
         note = f"{self.sizes.new} new tokens each; the client's process was busy for {busy:.0%} of the time"
-        judged = streams == JUDGED_STREAMS
-        fine = self.context.judged(rates[-1] >= TOKENS_PER_S) if judged else None
-        return [Finding(f"{streams} streams", value, f"{TOKENS_PER_S:,.0f}" if judged else "", fine, note)]
+        name = f"speed, {streams} at once"
+        if streams != JUDGED_STREAMS:
+            return [Finding(name, value, note=note)]
+        return [Finding(name, value, f"{TOKENS_PER_S:,.0f}", rates[-1] >= TOKENS_PER_S, note)]
 
-    async def first_version(self, name: str) -> list[Finding]:
+    async def first_version(self) -> list[Finding]:
         """Publish the weights as they are, which pins memory, and load them."""
         pushed = await asyncio.to_thread(self.publisher.publish)
         began = time.perf_counter()
         await self.loader.load(pushed.ref)
-        value = (
-            f"the trainer waits {pushed.waited_s:.2f} s, which pins memory; {pushed.write_s:.2f} s to write "
-        )
-        value += f"{pushed.bytes / MB:,.0f} MB, {time.perf_counter() - began:.2f} s to load them"
-        return [Finding(f"push of {name}", value), await self.gap(f"log-probs with {name}")]
+        loading_s = time.perf_counter() - began
+        value = f"the trainer waits {pushed.waited_s:.2f} s, which pins memory; {pushed.write_s:.2f} s to "
+        value += f"write {pushed.bytes / MB:,.0f} MB, {loading_s:.2f} s to load them"
+        return [Finding("push of the first version", value), await self.gap("log-probs, first version")]
 
-    async def update(self, name: str) -> list[Finding]:
+    async def update(self) -> list[Finding]:
         """Change the weights, publish them, and have them loaded while streams go on. Streams of an adapter
         keep theirs to their end."""
         client = self.client()
@@ -363,14 +366,14 @@ class ServerBeside:
         loading_s = time.perf_counter() - began
         opened = sum(not stream.done() for stream in streams)
         label = await self.loader.label()
-        gap = await self.gap(f"log-probs with {name}")
         turns = await asyncio.gather(*streams)
+        gap = await self.gap("log-probs, updated")
 
         whole = sum(len(turn.ids) == self.sizes.updated_tokens for turn in turns)
         copied = plain_copy(self.context, pushed.bytes).seconds
         copies = pushed.waited_s / copied
         # An adapter is so small that the calls take longer than its copy.
-        judged = None if self.policy.adapters else self.context.judged(copies <= COPIES)
+        judged = None if self.rank else self.context.judged(copies <= COPIES)
         total = pushed.waited_s + pushed.write_s + loading_s
         push = f"{total:.2f} s: the trainer waits {pushed.waited_s:.3f} s, {pushed.write_s:.2f} s to write "
         push += f"{pushed.bytes / MB:,.0f} MB, {loading_s:.2f} s to load them; then {label}"
@@ -378,9 +381,9 @@ class ServerBeside:
         streaming = f"{opened} of {len(streams)} open when the load was over, {whole} came to their end; the "
         streaming += f"longest time without a token {await silence:.2f} s"
         return [
-            Finding(f"push of {name}", push, pushed.ref.label, label == pushed.ref.label),
-            Finding(f"the trainer's wait for {name}", waits, f"{COPIES} copies", judged),
-            Finding(f"streams during {name}", streaming, "all", opened == whole == len(streams)),
+            Finding("push of an update", push, pushed.ref.label, label == pushed.ref.label),
+            Finding("the trainer's wait for an update", waits, f"{COPIES} copies", judged),
+            Finding("streams during an update", streaming, "all", opened == whole == len(streams)),
             gap,
         ]
 
@@ -433,10 +436,8 @@ class ServerBeside:
         count, judged = SLEEPS * self.sizes.held_open, self.context.judged
         estimated, freed = self.estimated_mb(), min(freed_mb)
         share = f"{freed:,.0f} of {estimated:,.0f} MB of weights and KV cache"
-        streaming = (
-            f"{opened} of {count} open; silent in {silent} of {SLEEPS} sleeps; {exact} with the tokens "
-        )
-        streaming += "of streams without a sleep"
+        streaming = f"{opened} of {count} open; silent in {silent} of {SLEEPS} sleeps; {exact} have the "
+        streaming += "tokens of streams without a sleep"
         fine = opened == count and silent == SLEEPS and (exact == count or self.exact is not None)
         wrong = [finding for finding in after_waking if not finding.ok]
         return [
@@ -479,7 +480,6 @@ class PublisherHere:
         nobody: Any = None
         with mock.patch.object(Publishing, "_announce", self._announce):
             self._publishing = Publishing(config, nobody, Path(config.run_dir) / config.name, world, policy)
-        self._bytes = sum(spec.nbytes for spec in self._publishing._host.layout)
 
     def publish(self) -> Pushed:
         """Publish the weights as they are, and wait until the files are there."""
@@ -491,7 +491,8 @@ class PublisherHere:
         waited = time.perf_counter() - began
         ref, write_s = self._announced.get(timeout=ANNOUNCED_S)
         self._directory = Path(ref.path).parent
-        return Pushed(ref, waited, write_s, self._bytes)
+        size = sum(file.stat().st_size for file in Path(ref.path).iterdir())
+        return Pushed(ref, waited, write_s, size)
 
     def close(self) -> None:
         self._publishing.drain()
@@ -540,9 +541,8 @@ def used_mb(context: Context) -> float:
     return (total - free) / MB
 
 
-def _configuration(
-    context: Context, path: Path, command: list[str], dtype: str, rank: int, saver: bool
-) -> RunConfig:
+def _configuration(context: Context, command: list[str], rank: int, saver: bool) -> RunConfig:
+    model = {"path": str(saved_model(context)), "dtype": served_dtype(context), "lora_rank": rank}
     arguments: dict[str, Any] = {"context-length": 2048, "enable-memory-saver": saver}
     if context.small:
         arguments |= {"attention-backend": "torch_native", "max-total-tokens": 8192}
@@ -553,7 +553,7 @@ def _configuration(
             "name": "server-adapters" if rank else "server",
             "run_dir": str(context.work),
             "data": {"train": "none"},
-            "model": {"path": str(path), "dtype": dtype, "lora_rank": rank},
+            "model": model,
             "engine": {"name": "sglang", "server_command": command, "server_args": arguments},
             "weights": {"mode": "retract", "deadline": 30.0, "adapters": rank > 0},
             "rollout": {"max_tokens": 2000, "max_new_tokens": 1600},
@@ -566,8 +566,7 @@ def _configuration(
 
 def measure_embedded(context: Context) -> Iterator[Finding]:
     """Tokens per second of the embedded engine, after steps of the same kind have been recorded."""
-    path = context.random_model("qwen3-0.6b", dtype="float32" if context.small else "bfloat16")
-    release(context)
+    path = saved_model(context)
     for sessions in (SMALL if context.small else LARGE).sessions:
         try:
             yield asyncio.run(embedded_speed(context, path, sessions))
@@ -581,7 +580,7 @@ async def embedded_speed(context: Context, path: Path, sessions: int) -> Finding
     began = time.monotonic()
     warm, measured = RECORD_AFTER + 20, MEASURED_STEPS
     length = PROMPT + warm + 2 * measured
-    dtype = "float32" if context.small else "bfloat16"
+    dtype = served_dtype(context)
     engine = build(str(path), dtype, slots=sessions, max_len=length, device=context.kind)
     loaded = time.monotonic() - began
 
