@@ -64,7 +64,11 @@ END_S = 12.0  # from the signal to a lane until it is killed
 PRELOADED = "asyncrl.trainer.learner"  # brings torch, transformers and all that training needs
 COMPILED = ("torch", "triton", "transformers", "numpy", "sympy")  # packages whose bytecode is made
 SMALL_COMPILED = ("safetensors",)
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "SGLANG_JIT_CACHE_DIR": "sglang",
+}
 
 
 @dataclass(frozen=True)
