@@ -30,7 +30,7 @@ from asyncrl.launch.memory import footprint
 from asyncrl.observe.timeline import files
 from parts.bundle import has_saver, server_command
 from parts.common import GB, Context, Finding, exact_float32, memory, release
-from parts.runs import Way, ends_of_logs, judged, mean_of, step_rows, summary
+from parts.runs import STOP_S, Way, ends_of_logs, judged, mean_of, step_rows, stop_run, summary
 from parts.shifts import demo, sides_alone
 
 SECONDS = 500
@@ -38,7 +38,7 @@ SMALL_SECONDS = 1000.0
 GOAL = "95% freed by each side; the demo learns; 60% sampled after 12 steps with SGLang; accounts exact"
 
 DEMO_S = 180.0  # for the demo, at most
-STOP_S, SPARE_S = 15.0, 4.0  # for a run that is told to stop; then for its report
+SPARE_S = 4.0  # for the report of a run
 LEAST_S = 40.0  # that a run needs
 NOT_THERE = (
     "not run: the folder smollm2 is not there (make gpu-kit-smollm2; copy it into this one, or beside it)"
@@ -179,8 +179,8 @@ def trained(context: Context, way: Way) -> Iterator[Finding]:
 
 
 def asyncrl(context: Context, way: Way, model: Path, command: list[str] | None) -> int:
-    """Train; the output is the part's. Return its exit code. A run that does not end in time is told to stop:
-    it still writes its summary; -9 if it does not do that in time, either."""
+    """Train; the output is the part's. Return its exit code. A run that does not end in time is told to
+    stop."""
     overrides = [
         f"name={way.name}",
         f"run_dir={context.work}",
@@ -200,12 +200,7 @@ def asyncrl(context: Context, way: Way, model: Path, command: list[str] | None) 
     try:
         return process.wait(max(1.0, context.left() - STOP_S - SPARE_S))
     except subprocess.TimeoutExpired:
-        process.terminate()
-    try:
-        return process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+        return stop_run(process)
 
 
 def keep(context: Context, run_dir: Path) -> None:

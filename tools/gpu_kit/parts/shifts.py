@@ -26,7 +26,7 @@ from asyncrl.trainer.resting import Resting
 from asyncrl.trainer.world import join, leave
 from asyncrl.types import PolicyVersion
 from parts.common import Context, Finding, failure, release, synchronize
-from parts.runs import account, ends_of_logs, mean_of, step_rows, summary
+from parts.runs import STOP_S, account, ends_of_logs, mean_of, step_rows, stop_run, summary
 from parts.steps import episodes, make_learner, train
 from tests.fakes.weights import publish
 
@@ -35,7 +35,7 @@ LEARNED = 0.9  # sampled success of the demo
 DEMO_GAP = 1e-3  # nats, in float32
 CLOCKS_S = 0.02  # by which the stamps of two processes differ
 CHECKPOINT_EVERY = 8  # steps
-SPARE_S = 5.0  # for the report of a run that is not over in time
+SPARE_S = STOP_S + 5.0  # for the end and the report of a run that is not over in time
 MB = 1e6
 
 
@@ -92,7 +92,6 @@ async def _take_turns(context: Context, learner: Learner) -> list[Finding]:
     full = _used(context)
     with timed("sleep"):
         await engine.sleep()
-    release(context)
     findings.append(_freed("engine asleep", full, full - empty, context))
 
     with timed("wake of the rank"):
@@ -165,8 +164,7 @@ def demo(context: Context) -> Iterator[Finding]:
         value = f"{error}; {len(step_rows(run_dir))} steps"
         yield Finding("demo: run", value, ok=False, note=ends_of_logs(run_dir, console))
     finally:
-        process.terminate()
-        process.wait()
+        stop_run(process)
 
 
 def _command(context: Context) -> list[str]:
