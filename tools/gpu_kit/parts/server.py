@@ -344,13 +344,13 @@ class ServerBeside:
         return [Finding(name, value, f"{TOKENS_PER_S:,.0f}", rates[-1] >= TOKENS_PER_S, note)]
 
     async def first_version(self) -> list[Finding]:
-        """Publish the weights as they are, which pins memory, and load them."""
+        """Publish the weights as they are, and load them."""
         pushed = await asyncio.to_thread(self.publisher.publish)
         began = time.perf_counter()
         await self.loader.load(pushed.ref)
         loading_s = time.perf_counter() - began
-        value = f"the trainer waits {pushed.waited_s:.2f} s, which pins memory; {pushed.write_s:.2f} s to "
-        value += f"write {pushed.bytes / MB:,.0f} MB, {loading_s:.2f} s to load them"
+        value = f"the trainer waits {pushed.waited_s:.3f} s, {pushed.write_s:.2f} s to write "
+        value += f"{pushed.bytes / MB:,.0f} MB, {loading_s:.2f} s to load them"
         return [Finding("push of the first version", value), await self.gap("log-probs, first version")]
 
     async def update(self) -> list[Finding]:
