@@ -1,5 +1,5 @@
 """Measures what a trainer rank will hold in memory: runs its code on tensors without any. The closed form of
-trainer/footprint.py is compared with it, by tests and by the GPU kit.
+trainer/footprint.py is compared with it by tests.
 
     skeletons ──► shards ──► optimizer ──► a micro-batch of one token (its gradients stay) ──► the largest
 

@@ -4,17 +4,25 @@ is packed for it (gpu_kit/pack_visit.py)."""
 from __future__ import annotations
 
 import ast
+import asyncio
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config
 
+from asyncrl.config import parse
+from asyncrl.weights.model_files import parameter_count
 from tests.fakes.scripts import script
 
 pytestmark = pytest.mark.slow
@@ -200,6 +208,103 @@ def test_steps_of_calls_are_functions_of_the_kit() -> None:
             assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, step
         longest = max(sum(step.least for step in steps) for steps in call.lanes().values())
         assert longest < call.seconds - visit.PACK_S
+
+
+def test_no_step_of_a_call_has_the_name_of_a_folder_that_steps_share() -> None:
+    """A step begins with an empty folder of its name, beside theirs."""
+    sources = "".join(file.read_text() for file in (KIT / "parts").glob("*.py"))
+    shared = set(re.findall(r'work\.parent / "([\w-]+)"', sources))
+    steps = {step.name for call in script("visit", "gpu_kit").CALLS.values() for step in call.steps}
+    assert shared >= {"models", "sglang-bundle"} and not shared & steps
+
+
+def test_the_bundle_is_unpacked_once_and_nobody_sees_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = script("parts.bundle", "gpu_kit")
+    (tmp_path / "site").mkdir()
+    packed = tmp_path / "sglang.tar.xz"
+    with tarfile.open(packed, "w:xz") as archive:
+        archive.add(tmp_path / "site", "site")
+    refused, real_open = [], tarfile.open
+
+    def opened(*paths: Any) -> tarfile.TarFile:
+        with (tmp_path / "bundle.lock").open("w") as lock, pytest.raises(BlockingIOError) as error:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        refused.append(error)
+        return real_open(*paths)
+
+    monkeypatch.setattr(bundle.tarfile, "open", opened)
+    for _ in range(2):
+        folder = bundle.unpacked_bundle(packed, tmp_path / "bundle")
+        assert (folder / "site").is_dir()
+    assert len(refused) == 1
+
+
+def test_the_longest_silence_of_streams_is_the_longest_time_without_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = script("parts.server", "gpu_kit")
+    clock, client = 0.0, SimpleNamespace(use=SimpleNamespace(tokens=0))
+    steps = iter([(0.5, 4), (0.5, 4), (2.0, 4), (0.25, 8), (1.0, 12)])  # seconds, and tokens by then
+    stream: asyncio.Future[None]
+
+    async def sleep(_: float) -> None:
+        nonlocal clock
+        try:
+            seconds, client.use.tokens = next(steps)
+        except StopIteration:
+            stream.set_result(None)
+            seconds = 50.0
+        clock += seconds
+
+    async def measure() -> float:
+        nonlocal stream
+        stream = asyncio.get_running_loop().create_future()
+        silence: float = await server.longest_silence(client, [stream])
+        return silence
+
+    monkeypatch.setattr(server.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(server.asyncio, "sleep", sleep)
+    assert asyncio.run(measure()) == 2.75
+
+
+def test_a_stage_of_the_server_that_hangs_is_ended_at_its_limit(tmp_path: Path) -> None:
+    server = script("parts.server", "gpu_kit")
+    context = server.Context("cuda", time.monotonic() + 100.0, tmp_path, tmp_path)
+
+    async def hang() -> list[Any]:
+        await asyncio.Event().wait()
+        return []
+
+    with asyncio.Runner() as runner, pytest.raises(TimeoutError, match="not over after 0 s"):
+        server._finish(runner, context, server.Stage("hangs", 0.05, hang))
+
+
+def test_memory_is_estimated_for_models_without_weights(tmp_path: Path) -> None:
+    """Shapes come from a header of weights that are not there; longer rows take more."""
+    steps, mfu = script("parts.steps", "gpu_kit"), script("parts.mfu", "gpu_kit")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 640}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    steps.write_sizes(Qwen3Config(**sizes, **heads, tie_word_embeddings=True), tmp_path)
+    attention, mlp = 64 * (64 + 32 + 32 + 64) + 2 * 16, 3 * 64 * 128
+    parameters = 640 * 64 + 2 * (attention + mlp + 2 * 64) + 64
+    assert parameter_count(str(tmp_path)) == parameters
+    model = {"path": str(tmp_path), "dtype": "bfloat16", "device": "cpu"}
+    config = parse({"name": "x", "model": model, "data": {"train": "none"}})
+    short, long = (mfu.estimate(config, mfu.Shape("", 1, length)) for length in (1024, 4096))
+    assert 16 * parameters < short < long
+
+
+@pytest.mark.parametrize(
+    ("kind", "allocated", "ok"), [("cuda", 100e9, True), ("cuda", 80e9, False), ("cpu", 0.0, None)]
+)
+def test_allocated_memory_is_judged_beside_the_estimate(
+    tmp_path: Path, kind: str, allocated: float, ok: bool | None
+) -> None:
+    common = script("parts.common", "gpu_kit")
+    context = common.Context(kind, 0.0, tmp_path, tmp_path)
+    assert common.memory("step", allocated, 95e9, context).ok is ok
 
 
 GOOD: dict[str, Any] = {

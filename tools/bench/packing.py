@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -24,14 +27,48 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.model import load_policy
+from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for
+from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World, join, leave
 
 sys.path.insert(0, str(ROOT / "tools" / "gpu_kit"))
-from parts.rows import Rows, grouped, in_policy, plain_loop, ragged, seconds
+from parts.rows import Rows, grouped, plain_backward
 
 HEADER = ["rows", "way", "tokens computed", "s", "useful tokens/s", "of the plain loop", "of packed", "limit"]
+
+
+def ragged(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
+    """Lengths with a heavy tail, a fifth of each the prompt."""
+    lengths = np.clip(rng.lognormal(np.log(typical), 0.7, count), 20, 8 * typical).astype(int)
+    return Rows([rng.integers(0, vocabulary, n) for n in lengths], (lengths // 5).tolist())
+
+
+def plain_loop(model: Any, rows: Rows) -> None:
+    plain_backward(model, rows)
+    model.zero_grad()
+
+
+def in_policy(policy: Policy, chosen: Selected) -> None:
+    policy(chosen).logp.sum().backward()
+    policy.zero_grad()
+
+
+def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """Median of CPU seconds, or of seconds on a GPU, after one call that is not counted."""
+
+    def now() -> float:
+        if device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    found = []
+    for _ in range(repeats + 1):
+        began = now()
+        work()
+        found.append(now() - began)
+    return statistics.median(found[1:])
 
 
 class Bench:

@@ -58,13 +58,17 @@ CACHE_FILES = 3  # that come back, at most: of 8 files the others are results, t
 CACHE_FILE_BYTES = 15 << 20
 LOG_BYTES = 4 << 20  # of log.txt, at its end
 PACK_S = 15.0  # of a call, at its end, for the caches
-SMALL_SECONDS = 90.0  # limit of a step on a CPU, if nothing else is said
+SMALL_SECONDS = 300.0  # limit of a step on a CPU, if nothing else is said
 LEAST_S = 8.0  # a step that would get less is not started
 END_S = 12.0  # from the signal to a lane until it is killed
 PRELOADED = "asyncrl.trainer.learner"  # brings torch, transformers and all that training needs
 COMPILED = ("torch", "triton", "transformers", "numpy", "sympy")  # packages whose bytecode is made
 SMALL_COMPILED = ("safetensors",)
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "SGLANG_JIT_CACHE_DIR": "sglang",
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,15 @@ CALLS = {
             Step("mfu-1.7b", EXCLUSIVE, "parts.mfu:visit_1_7b", 60.0, least=35.0),
         ),
     ),
-    "B": Call(75.0, (Step("sglang", SHARED, "parts.servers:visit_unpack", 55.0),)),
+    "B": Call(
+        270.0,
+        (
+            Step("unpack", SHARED, "parts.server:visit_unpack", 80.0),
+            Step("server", EXCLUSIVE, "parts.server:visit_server", 165.0, least=60.0),
+            Step("adapters", EXCLUSIVE, "parts.server:visit_adapters", 75.0, least=40.0),
+            Step("embedded", EXCLUSIVE, "parts.server:visit_embedded", 50.0, least=25.0),
+        ),
+    ),
     "C": Call(
         290.0,
         (

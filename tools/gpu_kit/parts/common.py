@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 TRACEBACK_LINES = 12
-NOT_JUDGED = "CPU: not judged"
+NEAR = 0.1  # of an estimate of memory
+GB = 1e9
 # What a CPU computes in seconds, in the shape of the Qwen3 that it stands for. Layers of this width need
 # larger weights for as much influence beside the embedding.
 SMALL = {
@@ -151,6 +152,18 @@ def attempt(name: str, measure: Callable[[], Finding], context: Context) -> Iter
         yield failure(name, error)
     finally:
         release(context)
+
+
+def memory(name: str, allocated: float, estimated: float, context: Context) -> Finding:
+    """Compare bytes that torch has allocated at most with what the dry run estimates; `allocated`: 0 on a
+    CPU."""
+    there = f"{allocated / GB:.3g} GB" if allocated else "nothing (CPU)"
+    value = f"allocated {there}, estimated {estimated / GB:.3g} GB"
+    if not allocated:
+        return Finding(f"{name}: memory", value, f"within {NEAR:.0%}")
+    off = estimated / allocated - 1
+    near = context.judged(abs(off) <= NEAR)
+    return Finding(f"{name}: memory", f"{value}: {off:+.1%}", f"within {NEAR:.0%}", near)
 
 
 def failure(name: str, error: BaseException) -> Finding:

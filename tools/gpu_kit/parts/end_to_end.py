@@ -1,4 +1,8 @@
-"""Does a pretrained model learn to call a tool, with an SGLang server and the trainer on one GPU?
+"""Do engines and the trainer share one GPU: by shifts, in the calculator demo, and with an SGLang server,
+where a pretrained model learns to call a tool?
+
+First, each side by itself: what a rank at rest and the embedded engine asleep free, as the driver counts it.
+The demo runs one side at a time, and its trainer is killed (kill -9).
 
 The folder `smollm2` is unpacked, and the model's log-probs are compared with those of the machine that packed
 it. Then `asyncrl train experiment=smollm2` runs three times: asynchronously, with held-out questions before
@@ -24,16 +28,17 @@ from typing import Any
 from asyncrl.config.run import read_config
 from asyncrl.observe.timeline import files
 from asyncrl.trainer.footprint import footprint
-from parts.common import Context, Finding, exact_float32, release
-from parts.runs import Way, ends_of_logs, judged, mean_of, step_rows, summary
-from parts.servers import has_saver, server_command
+from parts.bundle import has_saver, server_command
+from parts.common import GB, Context, Finding, exact_float32, memory, release
+from parts.runs import STOP_S, Way, ends_of_logs, judged, mean_of, step_rows, stop_run, summary
+from parts.shifts import demo, sides_alone
 
-SECONDS = 330
-SMALL_SECONDS = 600.0
-GOAL = "60% sampled after 12 steps with SGLang, every episode accounted for, one distribution"
-OPTIONAL = True
+SECONDS = 500
+SMALL_SECONDS = 1000.0
+GOAL = "95% freed by each side; the demo learns; 60% sampled after 12 steps with SGLang; accounts exact"
 
-STOP_S, SPARE_S = 15.0, 4.0  # for a run that is told to stop; then for its report
+DEMO_S = 180.0  # for the demo, at most
+SPARE_S = 4.0  # for the report of a run
 LEAST_S = 40.0  # that a run needs
 NOT_THERE = (
     "not run: the folder smollm2 is not there (make gpu-kit-smollm2; copy it into this one, or beside it)"
@@ -66,8 +71,12 @@ LARGER = ("trainer.micro_batch_tokens=16384", "trainer.activation_checkpointing=
 
 
 def run(context: Context) -> Iterator[Finding]:
+    yield from sides_alone(context)
+    yield from demo(replace(context, deadline=min(context.deadline, time.monotonic() + DEMO_S)))
     for way in (ASYNCHRONOUS, SYNCHRONOUS, SHIFTS):
         yield from trained(context, way)
+        if not model_folder(context).exists():
+            return
 
 
 def visit_asynchronous(context: Context) -> Iterator[Finding]:
@@ -89,6 +98,11 @@ def visited(context: Context, way: Way) -> Iterator[Finding]:
 
 
 # -- the model ---------------------------------------------------------------------------------------------
+
+
+def model_folder(context: Context) -> Path:
+    """The model, once it is unpacked for all runs."""
+    return context.work.parent / "smollm2-model"
 
 
 def unpacked(context: Context, model: Path) -> Iterator[Finding]:
@@ -135,7 +149,7 @@ def mean_logprob(context: Context, model: Path) -> Finding:
 
 def trained(context: Context, way: Way) -> Iterator[Finding]:
     """Run it, and say how it went; nothing where the model is not there."""
-    model = context.work.parent / "smollm2-model"
+    model = model_folder(context)
     yield from unpacked(context, model)
     if not model.exists():
         return
@@ -165,8 +179,8 @@ def trained(context: Context, way: Way) -> Iterator[Finding]:
 
 
 def asyncrl(context: Context, way: Way, model: Path, command: list[str] | None) -> int:
-    """Train; the output is the part's. Return its exit code. A run that does not end in time is told to stop:
-    it still writes its summary; -9 if it does not do that in time, either."""
+    """Train; the output is the part's. Return its exit code. A run that does not end in time is told to
+    stop."""
     overrides = [
         f"name={way.name}",
         f"run_dir={context.work}",
@@ -186,12 +200,7 @@ def asyncrl(context: Context, way: Way, model: Path, command: list[str] | None) 
     try:
         return process.wait(max(1.0, context.left() - STOP_S - SPARE_S))
     except subprocess.TimeoutExpired:
-        process.terminate()
-    try:
-        return process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+        return stop_run(process)
 
 
 def keep(context: Context, run_dir: Path) -> None:
@@ -226,9 +235,7 @@ def measured(
         value = f"{number(asleep)} s until engines slept, {number(awake)} s until one was awake"
         yield Finding(f"{way.name}: changes", f"{value}; the trainer's rest {number(resting)} s")
     allocated = max((row.get("perf/max_memory_allocated_gb", 0.0) for row in rows), default=0.0)
-    estimated = footprint(read_config(run_dir)).total / 1e9
-    there = f"{allocated:.2f} GB" if allocated else "nothing (CPU)"
-    yield Finding(f"{way.name}: memory", f"allocated {there}, estimated {estimated:.2f} GB")
+    yield memory(way.name, allocated * GB, footprint(read_config(run_dir)).total, context)
 
 
 def number(value: float | None) -> str:

@@ -34,18 +34,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch.autograd import DeviceType
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from asyncrl.config import RunConfig, described_recomputation
 from asyncrl.trainer import scores
 from asyncrl.trainer.attention import FlexKernel, Scoring
+from asyncrl.trainer.footprint import footprint, least_recomputation, with_recomputation
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.performance import FlopCount, peak_flops
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.scores import score_chunks
 from asyncrl.trainer.world import World, join, leave
-from parts.common import Context, Finding, attempt, failure, release, synchronize, timed
+from parts.common import Context, Finding, attempt, failure, memory, release, synchronize, timed
 from parts.steps import episodes, make_learner, train
 
 SECONDS = 300
@@ -55,7 +58,6 @@ K = 1024
 SLOWEST = 0.15  # MFU with which a step is expected to end
 LORA_RANK = 16
 Attend = Callable[[], torch.Tensor]
-GIB = 1 << 30
 PEAKS = {  # bfloat16, dense, FLOP/s
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -105,9 +107,8 @@ class Case(NamedTuple):
         return any(shape.profiled for shape in self.shapes)
 
 
-COMPILED, SECOND, FULL, PADDED = (
+COMPILED, FULL, PADDED = (  # without FULL: as few layers are computed again as the estimate says fit
     {"compile": True},
-    {"activation_checkpointing": 2},
     {"activation_checkpointing": "full"},
     {"packing": "padded"},  # where flex attention fails
 )
@@ -119,7 +120,7 @@ LORA_4B = Case(
         Shape("1 row of 16k", 1, 16 * K, 0.217, profiled=True),
         Shape("1 row of 64k", 1, 64 * K, 0.374, steps=2),
     ),
-    (COMPILED | FULL, FULL, FULL | PADDED),
+    (COMPILED, COMPILED | FULL, FULL, FULL | PADDED),
     lora_rank=LORA_RANK,
 )
 FULL_1_7B = Case(
@@ -129,7 +130,7 @@ FULL_1_7B = Case(
         Shape("1 row of 16k", 1, 16 * K, profiled=True),
         Shape("8 rows of 2k, packed", 8, 2 * K, profiled=True),
     ),
-    (COMPILED, COMPILED | SECOND, FULL, FULL | PADDED),
+    (COMPILED, COMPILED | FULL, FULL, FULL | PADDED),
 )
 RECOMPUTED_1_7B = Case(
     "1.7B, recomputed",
@@ -197,7 +198,7 @@ def measure(case: Case, context: Context, world: World, peak: float) -> Iterator
             value = f"made and tried in {spent:.1f} s; {told(settings)}; rows {packed}"
             yield Finding(f"{case.name}: model", value, "rows packed", packed == "packed")
             while left:
-                yield step(case, learner, left[0], context, peak)
+                yield from step(case, learner, left[0], context, peak)
                 if left[0].profiled:
                     yield from losses(case, learner, left[0], context)
                 left.pop(0)
@@ -225,14 +226,19 @@ def flops(learner: Learner, rows: int, length: int, scored: int) -> float:
     return count.body * rows * length + count.head * scored + attention
 
 
-def step(case: Case, learner: Learner, shape: Shape, context: Context, peak: float) -> Finding:
+def step(case: Case, learner: Learner, shape: Shape, context: Context, peak: float) -> Iterator[Finding]:
     """Time its steps, the first of which warms up; fewer where there is no time for all."""
+    config = of_shape(learner.config, shape)
+    if learner.recomputation.automatic and not context.small:
+        available = torch.cuda.get_device_properties(context.device).total_memory
+        learner.recomputation.every = least_recomputation(config, available, gpu=0, gpus=1)
     name, tokens = f"{case.name}: {shape.name}", shape.rows * shape.length
     given = episodes(learner, [shape.length] * shape.rows)
     scored = sum(len(turn.ids) for _, turns in given for turn in turns)
     work = flops(learner, shape.rows, shape.length, scored)
     if not context.small and context.left() < work / (SLOWEST * peak):
-        return Finding(name, "left out: there is no time for it", ok=context.judged(not shape.goal))
+        yield Finding(name, "left out: there is no time for it", ok=context.judged(not shape.goal))
+        return
     if not context.small:
         torch.cuda.reset_peak_memory_stats()
     taken: list[float] = []
@@ -245,13 +251,23 @@ def step(case: Case, learner: Learner, shape: Shape, context: Context, peak: flo
         taken.append(time.perf_counter() - began)
     spent = statistics.median(taken[1:] or taken)
     share = work / (spent * peak)
-    memory = "" if context.small else f"; {torch.cuda.max_memory_allocated() / GIB:.1f} GiB allocated at most"
-    value = f"MFU {share:.1%}; {spent:.3g} s; {tokens / spent:,.0f} tokens/s{memory}"
+    value = f"MFU {share:.1%}; {spent:.3g} s; {tokens / spent:,.0f} tokens/s"
     norm = metrics.get("actor/grad_norm", float("nan"))
     timing = f"median of {len(taken) - 1} after one" if len(taken) > 1 else "the first step of this shape"
-    note = f"{work / 1e12:.3g} TFLOP; {timing}; gradient norm {norm:.3g}"
+    recomputed = described_recomputation(learner.recomputation.every)
+    note = f"{work / 1e12:.3g} TFLOP; {timing}; gradient norm {norm:.3g}; {recomputed}"
     fine = context.judged(share > shape.goal) if shape.goal else None
-    return Finding(name, value, f"> {shape.goal:.1%}" if shape.goal else "", fine, note)
+    yield Finding(name, value, f"> {shape.goal:.1%}" if shape.goal else "", fine, note)
+    allocated = 0.0 if context.small else float(torch.cuda.max_memory_allocated())
+    estimate = footprint(with_recomputation(config, learner.recomputation.every)).total
+    yield memory(name, allocated, float(estimate), context)
+
+
+def of_shape(config: RunConfig, shape: Shape) -> RunConfig:
+    """Return the configuration of micro-batches of this shape."""
+    trainer = structs.replace(config.trainer, micro_batch_tokens=shape.rows * shape.length)
+    rollout = structs.replace(config.rollout, max_tokens=shape.length)
+    return structs.replace(config, trainer=trainer, rollout=rollout)
 
 
 def losses(case: Case, learner: Learner, shape: Shape, context: Context) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Are log-probs and gradients of packed rows those of rows one by one in float64, and how fast are they?
+"""Are log-probs and gradients of packed rows those of rows one by one in float64?
 
 Rows of groups with common prompts go through the trainer's policy as in a run: packed, and as a tree of
 shared prefixes. The reference is the model of transformers in float64, a row at a time, with the same
@@ -8,9 +8,7 @@ distance of the same model of transformers in bfloat16, a row at a time. Models:
 heads) and Gemma2 (windows in every other layer, soft caps), small but with the heads of Qwen3 0.6B, random
 weights.
 
-Useful tokens/s: forward and backward of the log-probs of all responses by a model in the size of Qwen3
-0.6B, in bfloat16; a token of a row counts once, however often it is computed; padding does not count. The
-plain loop is the model of transformers, a row at a time without padding. Groups are of 8.
+And does a run come to the same verdict, before it packs rows?
 """
 
 from __future__ import annotations
@@ -31,14 +29,12 @@ from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.world import World, join, leave
 from parts.common import Context, Finding, attempt, exact_float32
-from parts.rows import Rows, grouped, in_policy, plain_backward, plain_loop, ragged, seconds
+from parts.rows import Rows, grouped, plain_backward
 
 SECONDS = 180
-GOAL = "gradients: float32 1e-4, bfloat16 2 x the plain loop's; packed 0.95 of a plain loop; tree 2.2 at 4:1"
+GOAL = "gradients: float32 1e-4, bfloat16 2 x those of a plain loop"
 
 FLOAT32_LIMIT, NOISE = 1e-4, 2.0
-PACKED_GOAL, TREE_GOAL = 0.95, 2.2
-REPEATS = 3
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
@@ -56,7 +52,6 @@ def run(context: Context) -> Iterator[Finding]:
     try:
         yield from gradients(context, world, "Qwen3", "bfloat16")
         yield from gradients(context, world, "Qwen3", "float32")
-        yield from rates(context, world)
         yield from gradients(context, world, "Gemma2", "bfloat16")
         yield from gradients(context, world, "Gemma2", "float32")
     finally:
@@ -91,6 +86,8 @@ def gradients(context: Context, world: World, family: str, dtype: str) -> Iterat
                 return Finding(f"{family} {dtype}: {way}", told(found), f"<= {told(limits)}", fine, took)
 
             yield from attempt(f"{family} {dtype}: {way}", one, context)
+        verdict = packing_for([policy], "tree", dtype, world)
+        yield Finding(f"{family} {dtype}: trainer.packing=tree in a run", verdict, "tree", verdict == "tree")
 
 
 def saved(context: Context, family: str) -> Path:
@@ -144,68 +141,3 @@ def distances(found: tuple[torch.Tensor, dict[str, Any]], wanted: Any) -> tuple[
 def told(pair: Any) -> str:
     logp, grads = pair
     return f"log-probs {logp:.1e}, gradients {grads:.1e}"
-
-
-# -- useful tokens/s -------------------------------------------------------------------------------------
-
-
-def rates(context: Context, world: World) -> Iterator[Finding]:
-    path, typical = context.random_model("qwen3-0.6b"), 60 if context.small else 1000
-    policy = load_policy(ModelConfig(path=str(path), dtype="bfloat16"), world)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval().to(context.device)
-    laid = packing_for([policy], "tree", "bfloat16", world)
-    yield Finding("what a run would use for trainer.packing=tree", laid, "tree", laid == "tree")
-    rng, words = np.random.default_rng(0), policy.vocabulary
-    bench = Rates(context, world, policy, model)
-    rows = ragged(rng, words, 16, typical)
-    yield from bench.compare("ragged rows", rows, ("packed", "padded"), {"packed": PACKED_GOAL})
-    for prompt, response in ((4, 1), (1, 1), (1, 4)):
-        part = 3 * typical // 2 // (prompt + response)  # 24k tokens, of 2.3 MB each without recomputation
-        rows = grouped(rng, words, 2, prompt * part, response * part)
-        goals = {"tree": TREE_GOAL} if prompt == 4 else {}
-        yield from bench.compare(f"groups of 8 at {prompt}:{response}", rows, ("packed", "tree"), goals)
-
-
-class Rates:
-    """The policy, and the plain model beside it."""
-
-    def __init__(self, context: Context, world: World, policy: Policy, model: Any) -> None:
-        self.context, self.world, self.policy, self.model = context, world, policy, model
-
-    def compare(self, name: str, rows: Rows, ways: Any, goals: dict[str, float]) -> Iterator[Finding]:
-        """Goals are of the rate by that of the plain loop; tree: by that of packed rows."""
-        spent: dict[str, float] = {}
-        yield from attempt(
-            f"{name}: plain loop",
-            lambda: self.rate(f"{name}: plain loop", rows, "plain loop", spent),
-            self.context,
-        )
-        for way in ways:
-            given = goals.get(way)
-            yield from attempt(
-                f"{name}: {way}",
-                lambda way=way, given=given: self.rate(f"{name}: {way}", rows, way, spent, given),
-                self.context,
-            )
-
-    def rate(
-        self, name: str, rows: Rows, way: Any, spent: dict[str, float], goal: float | None = None
-    ) -> Finding:
-        device = self.world.device
-        if way == "plain loop":
-            spent[way] = seconds(lambda: plain_loop(self.model, rows), REPEATS, device)
-            computed = rows.useful
-        else:
-            self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else NAME)
-            self.policy.packing = way
-            chosen = rows.selected(way).to(device)
-            computed = chosen.ids.numel()
-            spent[way] = seconds(lambda: in_policy(self.policy, chosen), REPEATS, device)
-        rate = f"{rows.useful / spent[way]:,.0f} useful tokens/s"
-        value = f"{rate}; {1e3 * spent[way]:.1f} ms; {computed:,} computed"
-        beside = "packed" if way == "tree" else "plain loop"
-        shares = {other: spent[other] / spent[way] for other in ("plain loop", "packed") if other in spent}
-        value += "".join(f"; {share:.2f} of {other}" for other, share in shares.items() if other != way)
-        fine = None if goal is None or beside not in shares else self.context.judged(shares[beside] >= goal)
-        wanted = "" if goal is None else f">= {goal} of {beside}"
-        return Finding(name, value, wanted, fine, f"median of {REPEATS}")

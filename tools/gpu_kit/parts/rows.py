@@ -3,16 +3,12 @@ tools/bench/packing.py."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from asyncrl.config import Packing
-from asyncrl.trainer.model import Policy
 from asyncrl.trainer.scores import Selected
 
 MEMBERS = 8
@@ -35,12 +31,6 @@ class Rows(NamedTuple):
     @property
     def useful(self) -> int:
         return sum(map(len, self.ids))
-
-
-def ragged(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
-    """Lengths with a heavy tail, a fifth of each the prompt."""
-    lengths = np.clip(rng.lognormal(np.log(typical), 0.7, count), 20, 8 * typical).astype(int)
-    return Rows([rng.integers(0, vocabulary, n) for n in lengths], (lengths // 5).tolist())
 
 
 def grouped(rng: np.random.Generator, vocabulary: int, groups: int, prompt: int, response: int) -> Rows:
@@ -67,30 +57,3 @@ def plain_backward(model: Any, rows: Rows) -> list[torch.Tensor]:
         logp.sum().backward()
         found.append(logp.detach())
     return found
-
-
-def plain_loop(model: Any, rows: Rows) -> None:
-    plain_backward(model, rows)
-    model.zero_grad()
-
-
-def in_policy(policy: Policy, chosen: Selected) -> None:
-    policy(chosen).logp.sum().backward()
-    policy.zero_grad()
-
-
-def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Median of CPU seconds, or of seconds on a GPU, after one call that is not counted."""
-
-    def now() -> float:
-        if device.type == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    found = []
-    for _ in range(repeats + 1):
-        began = now()
-        work()
-        found.append(now() - began)
-    return statistics.median(found[1:])

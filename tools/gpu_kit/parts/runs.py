@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from parts.common import Context, Finding
 
 TAIL = 25  # lines of each log
+STOP_S = 15.0  # for a run that is told to stop
 # Of 128 questions 14.5% succeed before training, by 3.1% (standard deviation): 30% is five of them away. Ten
 # steps made 90% on a CPU.
 BEFORE, AFTER = 0.3, 0.6
@@ -29,6 +31,17 @@ class Way(NamedTuple):
     @property
     def small(self) -> Way:
         return self._replace(steps=2, samples=min(2, self.samples))
+
+
+def stop_run(process: subprocess.Popen[bytes]) -> int:
+    """Tell a run to stop, unless it has ended: it still writes its summary. Return its exit code; -9 if it
+    had to be killed."""
+    process.terminate()
+    try:
+        return process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def summary(run_dir: Path) -> dict[str, Any]:

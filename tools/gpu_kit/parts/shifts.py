@@ -1,21 +1,14 @@
-"""Do an engine and a trainer take turns on one GPU (`engine.colocated`)? What each holds is given up, and
-both go on as if it had not been.
-
-In one process, in float32: a rank rests after a step, an engine falls asleep in the midst of turns, the rank
-wakes, publishes and rests, and the engine wakes with its version. Then the demo by shifts. Last, where there
-is one (see the part `sglang`), an SGLang server with torch_memory_saver: its keeper has it sleep and wake
-several times in the midst of streams. Memory is torch's, and what the driver counts as used (as nvidia-smi
-does); on a CPU it is resident memory."""
+"""Steps of end_to_end that need no pretrained model: what an engine and a rank give up on the device when
+they take turns (`engine.colocated`), and the calculator demo by shifts, whose trainer is killed."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,64 +18,47 @@ import xxhash
 from torch.utils._pytree import tree_leaves
 
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.engines.sglang.client import SGLangClient
-from asyncrl.engines.sglang.server import Attached
 from asyncrl.engines.torch.engine import build
-from asyncrl.keeper.versions import ServerVersions
 from asyncrl.observe.timeline import Timeline, files, union
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import score, shards
+from asyncrl.trainer.model import shards
 from asyncrl.trainer.resting import Resting
-from asyncrl.trainer.world import World
-from asyncrl.types import Generation, PolicyVersion
-from asyncrl.weights.manifest import Probe
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, Sleep
-from asyncrl.wire.sockets import Endpoints
-from parts.common import Context, Finding, exact_float32, failure, release, synchronize
-from parts.runs import mean_of, step_rows, summary
-from parts.servers import (
-    ATTACHMENT,
-    BUNDLE,
-    CLOSEST,
-    LEAST_S,
-    NOISES,
-    NOT_THERE,
-    STREAMS,
-    TOKENS,
-    Subject,
-    each,
-    gap,
-    has_saver,
-    server_command,
-)
-from parts.training import config_of, mixed_rows, model_of, one_rank
+from asyncrl.trainer.world import join, leave
+from asyncrl.types import PolicyVersion
+from parts.common import Context, Finding, failure, release, synchronize
+from parts.runs import STOP_S, account, ends_of_logs, mean_of, step_rows, stop_run, summary
+from parts.steps import episodes, make_learner, train
 from tests.fakes.weights import publish
 
-SECONDS = 360
-SMALL_SECONDS = 360
-GOAL = "memory is freed; weights exact, log-probs within 1e-4; the demo's sides never compute at once"
-
-FREED, FLOAT32, DEMO = 0.95, 1e-4, 1e-3
-CLOCKS = 0.02  # seconds by which the stamps of two processes differ
-SESSIONS, MB, SHIFTS = 16, 1e6, 3
-NO_GRAPHS = f"by CUDA graphs; on a CPU, and with {BUNDLE}, there are none"
-SHOWN = ("steps", "seconds", "tokens_per_s", "trajectories_multi_version", "success_before", "success_after")
+FREED = 0.95
+LEARNED = 0.9  # sampled success of the demo
+DEMO_GAP = 1e-3  # nats, in float32
+CLOCKS_S = 0.02  # by which the stamps of two processes differ
+CHECKPOINT_EVERY = 8  # steps
+SPARE_S = STOP_S + 5.0  # for the end and the report of a run that is not over in time
+MB = 1e6
 
 
-def run(context: Context) -> Iterator[Finding]:
+# -- what each side gives up -------------------------------------------------------------------------------
+
+
+def sides_alone(context: Context) -> Iterator[Finding]:
+    """A rank rests after a step, an embedded engine falls asleep in the midst of turns, the rank wakes and
+    publishes, and the engine wakes with that version."""
+    world = join(0, 1, device=context.kind)
     try:
-        with one_rank(context) as world, exact_float32():
-            yield from asyncio.run(take_turns(context, world))
+        learner = make_learner(context, world, "qwen3-0.6b", 64 if context.small else 4096, packing="padded")
+        yield from asyncio.run(_take_turns(context, learner))
     except Exception as error:
         yield failure("engine and rank", error)
-    release(context)
-    yield from demo(context)
-    yield from server(context)
+    finally:
+        leave()
+        release(context)
 
 
-async def take_turns(context: Context, world: World) -> list[Finding]:
-    rows, length = (4, 64) if context.small else (8, 1024)
-    path, took = model_of(context, "qwen3-0.6b"), list[str]()
+async def _take_turns(context: Context, learner: Learner) -> list[Finding]:
+    sessions, tokens = (4, 32) if context.small else (16, 512)
+    took = list[str]()
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
@@ -94,212 +70,175 @@ async def take_turns(context: Context, world: World) -> list[Finding]:
     def alone(name: str) -> None:
         """In place of a meeting of ranks."""
 
-    empty = used(context)
-    learner = Learner(config_of(path, context.kind, "float32", rows, length), world)
-    learner.accumulate(mixed_rows(learner, rows, length))
-    learner.finish()
-    resting, before = Resting(learner, Timeline(context.work / "timeline"), context.work), digest(learner)
-    full = used(context)
+    train(learner, episodes(learner, [64, 64]))
+    resting = Resting(learner, Timeline(context.work / "timeline"), context.work)
+    before = _digest(learner)
+    full = _used(context)
     with timed("the first rest, which pins memory"):
         resting.rest(alone)
-    found, empty = [freed("rank at rest", empty, full, context)], used(context)
-    engine = build(str(path), "float32", SESSIONS + 1, length, device=str(context.device))
-    asked = [Request(f"{n}", tuple(range(n, n + 20)), Sampling(length // 2, ()), n) for n in range(SESSIONS)]
-    turns = [asyncio.create_task(engine.generate(request)) for request in asked]
-    await asyncio.sleep(0)
-    await engine.generate(Request("gate", (1, 2), Sampling(8, ())))  # by then all are under way
-    full = used(context)
+    held = sum(tensor.nbytes for tensor in _state(learner))
+    findings = [_freed("rank at rest", full, held, context)]
+
+    path = context.random_model("qwen3-0.6b", dtype="bfloat16")
+    release(context)
+    empty = _used(context)
+    engine = build(str(path), "bfloat16", sessions, 2 * tokens, device=context.kind)
+    turns = [
+        asyncio.create_task(engine.generate(Request(f"{n}", (n + 1, n + 2), Sampling(tokens, ()), n)))
+        for n in range(sessions)
+    ]
+    while engine.tokens < 4 * sessions and not any(turn.done() for turn in turns):  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
+    full = _used(context)
     with timed("sleep"):
         await engine.sleep()
-    found.append(freed("engine asleep", empty, full, context))
+    findings.append(_freed("engine asleep", full, full - empty, context))
+
     with timed("wake of the rank"):
         resting.wake()
-    same = digest(learner) == before
-    found.append(Finding("weights and moments of the rank", str(same), "as before", same))
-    tensors = {name: shard.to_local().to("cpu", copy=True) for name, shard in shards(learner.policy).items()}
+    same = _digest(learner) == before
+    findings.append(Finding("weights and moments of the rank", str(same), "as before", same))
+    tensors = {
+        name: shard.to_local().to("cpu", torch.bfloat16, copy=True)
+        for name, shard in shards(learner.policy).items()
+    }
     ref = publish(tensors, context.work / "published", PolicyVersion(0, 1))
     with timed("rest"):
         resting.rest(alone)
     with timed("load"):
         await engine.load(ref)
-    made = await asyncio.gather(*turns)
+    finished = await asyncio.gather(*turns)
     await engine.close()
-    resting.wake()
-    gaps = list[float]()
-    for request, turn in zip(asked, made, strict=True):
-        own = score(learner.policy, request.ids + turn.ids, context.device)[-len(turn.ids) :]
-        new = slice(turn.spans[-1].start, None)
-        gaps += [abs(a - b) for a, b in zip(own[new], turn.logprobs[new], strict=True)]
-    versions = {tuple((span.version, span.kv_version) for span in turn.spans) for turn in made}
-    wanted = {((0, 0), (1, 1))}
-    found.append(Finding("versions within turns", str(versions), str(wanted), versions == wanted))
-    told, ok = f"at most {max(gaps):.1e}, of {len(gaps)} tokens", max(gaps) <= FLOAT32
-    found.append(Finding("log-probs after waking, engine and rank", told, f"{FLOAT32:g}", ok))
-    return [*found, Finding("seconds", ", ".join(took))]
+    versions = {tuple(span.version for span in turn.spans) for turn in finished}
+    whole = sum(len(turn.ids) == tokens for turn in finished)
+    value = f"{whole} of {sessions} came to their end, with tokens of versions {versions}"
+    fine = whole == sessions and versions == {(0, 1)}
+    findings.append(Finding("turns around the sleep", value, "all, of versions 0 and 1", fine))
+    return [*findings, Finding("changes, s", ", ".join(took))]
 
 
-def used(context: Context) -> dict[str, float]:
-    """In MB."""
+def _used(context: Context) -> float:
+    """Bytes of this process on the device; on a CPU in main memory."""
     synchronize(context)
     if context.small:
-        return {"resident": psutil.Process().memory_info().rss / MB}
+        return float(psutil.Process().memory_info().rss)
     free, total = torch.cuda.mem_get_info()
-    own = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
-    return {name: size / MB for name, size in (own | {"used": total - free}).items()}
+    return float(total - free)
 
 
-def freed(name: str, empty: dict[str, float], full: dict[str, float], context: Context) -> Finding:
-    """Of what was taken between the first two, what is free by now."""
-    now = used(context)
-    told = [f"{kind} {full[kind] - empty[kind]:.0f} → {now[kind] - empty[kind]:.0f} MB" for kind in now]
-    ok = all(full[kind] - now[kind] >= FREED * (full[kind] - empty[kind]) for kind in now)
-    return Finding(name, ", ".join(told), f"{FREED:.0%} freed", context.judged(ok))
+def _freed(name: str, full: float, held: float, context: Context) -> Finding:
+    """Judge what is free by now of so many bytes that were held."""
+    freed = full - _used(context)
+    value = f"{freed / MB:,.0f} of {held / MB:,.0f} MB"
+    return Finding(name, value, f"{FREED:.0%} freed", context.judged(freed >= FREED * held))
 
 
-def digest(learner: Learner) -> list[str]:
-    tensors = [*learner.policy.parameters(), *tree_leaves([*learner.optimizer.state.values()])]
-    own = [getattr(one, "_local_tensor", one).detach() for one in tensors if isinstance(one, torch.Tensor)]
-    return [xxhash.xxh3_64_hexdigest(one.to("cpu", copy=True).numpy()) for one in own]
+def _state(learner: Learner) -> list[torch.Tensor]:
+    """Local tensors of weights and moments."""
+    leaves = [*learner.policy.parameters(), *tree_leaves([*learner.optimizer.state.values()])]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors]
+
+
+def _digest(learner: Learner) -> list[str]:
+    return [xxhash.xxh3_64_hexdigest(tensor.to("cpu", copy=True).numpy()) for tensor in _state(learner)]
+
+
+# -- the demo ----------------------------------------------------------------------------------------------
 
 
 def demo(context: Context) -> Iterator[Finding]:
-    data, steps = context.kit / "examples/multiturn/calculator/data", 8 if context.small else 40
-    line = [sys.executable, "-m", "asyncrl.cli", "train", "experiment=calculator", "name=demo"]
-    line += [f"data.{split}={data / split}.jsonl" for split in ("train", "test")]
-    line += ["engine.colocated=1", f"model.device={context.kind}", f"total_steps={steps}"]
-    code = subprocess.run(line, cwd=context.work, timeout=max(1.0, context.left() - 5)).returncode
-    yield Finding("the demo, exit code", str(code), "0", code == 0)
-    if not code:
-        yield from shown(context.work / "runs" / "demo")
+    """`asyncrl train experiment=calculator engine.colocated=1` with fewer steps, on one device. After some
+    steps the trainer is killed; the launcher starts another, which goes on from the newest checkpoint."""
+    began = time.monotonic()
+    console, run_dir = context.work / "console.txt", context.work / "runs" / "demo"
+    with console.open("wb") as output:
+        process = subprocess.Popen(_command(context), cwd=context.work, stdout=output, stderr=output)
+    try:
+        yield from _kill(context, process, run_dir, began)
+        code = process.wait(max(1.0, context.left() - SPARE_S))
+        if code:
+            yield Finding("demo: run", f"exit code {code}", "0", False, ends_of_logs(run_dir, console))
+        yield from _reached(run_dir)
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        value = f"{error}; {len(step_rows(run_dir))} steps"
+        yield Finding("demo: run", value, ok=False, note=ends_of_logs(run_dir, console))
+    finally:
+        stop_run(process)
 
 
-def shown(run_dir: Path) -> Iterator[Finding]:
-    found = summary(run_dir)
-    trained, decoded = spans(run_dir, "trainer", "train", "step"), spans(run_dir, "rollout", "decode")
-    both = sum(max(0.0, min(b, d) - max(a, c) - CLOCKS) for a, b in trained for c, d in decoded)
-    yield Finding("both sides at once", f"{both:.2f} s", "0", both == 0 < len(trained) * len(decoded))
-    yield Finding("conserved", str(found["flow"]), "✓", found["conserved"])
-    gap = found["logprob_diff_max_same_version"]
-    yield Finding("log-probs, trainer against engine", f"{gap:.1e}", f"{DEMO:g}", gap <= DEMO)
-    told = ", ".join(f"{key} {found[key]:.3g}" for key in SHOWN)
-    for key in ("shift/sleep_s", "shift/wake_s"):
-        told += f", {key} {mean_of(step_rows(run_dir), key):.2f}"
-    yield Finding("run", told)
+def _command(context: Context) -> list[str]:
+    data = context.kit / "examples/multiturn/calculator/data"
+    steps, samples = (40, 64) if context.small else (60, 128)
+    return [
+        *(sys.executable, "-m", "asyncrl.cli", "train", "experiment=calculator", "name=demo"),
+        *(f"data.train={data / 'train.jsonl'}", f"data.test={data / 'test.jsonl'}", "engine.colocated=1"),
+        *(f"total_steps={steps}", f"validation.samples={samples}", f"checkpoint.every={CHECKPOINT_EVERY}"),
+        f"model.device={context.kind}",
+    ]
 
 
-def spans(run_dir: Path, role: str, *names: str) -> Sequence[tuple[float, float]]:
-    lines = (line for file in files(run_dir) if file.role == role for line in file.added())
+def _kill(
+    context: Context, process: subprocess.Popen[bytes], run_dir: Path, began: float
+) -> Iterator[Finding]:
+    """Kill the trainer once a checkpoint is well behind it; wait until another one has made steps."""
+    _await(context, process, lambda: len(step_rows(run_dir)) >= 1, "the first step")
+    yield Finding("demo: first step after", f"{time.monotonic() - began:.1f} s")
+    _await(context, process, lambda: len(step_rows(run_dir)) >= CHECKPOINT_EVERY + 2, "steps before the kill")
+    victim = _trainer(process.pid)
+    victim.kill()
+    killed_at, reached = time.monotonic(), _newest(run_dir)
+    _await(context, process, lambda: _newest(run_dir) > reached, "steps after the kill")
+    value = f"at step {reached:.0f}; {time.monotonic() - killed_at:.1f} s later another one was past it"
+    another = _trainer(process.pid).pid != victim.pid
+    yield Finding("demo: kill -9 of the trainer", value, "goes on by itself", another)
+
+
+def _await(context: Context, process: subprocess.Popen[bytes], there: Callable[[], bool], what: str) -> None:
+    while not there():
+        if process.poll() is not None:
+            raise TimeoutError(f"it ended with exit code {process.returncode} before {what}")
+        if context.left() < SPARE_S:
+            raise TimeoutError(f"no time left before {what}")
+        time.sleep(0.1)
+
+
+def _trainer(launcher: int) -> psutil.Process:
+    for child in psutil.Process(launcher).children(recursive=True):
+        with suppress(psutil.Error):
+            words = child.cmdline()
+            if "asyncrl.launch.role" in words and "trainer" in words:
+                return child
+    raise TimeoutError("no process of a trainer was found")
+
+
+def _newest(run_dir: Path) -> float:
+    """The newest step; 0 before the first one."""
+    step: float = max((row["training/step"] for row in step_rows(run_dir)[-1:]), default=0.0)
+    return step
+
+
+def _reached(run_dir: Path) -> Iterator[Finding]:
+    written = summary(run_dir)
+    before, after = written["success_before"], written["success_after"]
+    learned = after >= LEARNED
+    yield Finding("demo: sampled success", f"{before:.1%} → {after:.1%}", f"{LEARNED:.0%}", learned)
+    yield Finding("demo: account of episodes", account(written["flow"]), "exact", written["conserved"])
+    gap, compared = written["logprob_diff_max_same_version"], written["logprob_tokens_compared"]
+    value = f"at most {gap:.1e} nats, of {compared} tokens"
+    yield Finding("demo: log-probs, trainer against engine", value, f"{DEMO_GAP:g}", gap <= DEMO_GAP)
+
+    trained, decoded = _spans(run_dir, "trainer", "train", "step"), _spans(run_dir, "rollout", "decode")
+    both = sum(max(0.0, min(b, d) - max(a, c) - CLOCKS_S) for a, b in trained for c, d in decoded)
+    never = both == 0 < len(trained) * len(decoded)
+    yield Finding("demo: both sides at once", f"{both:.2f} s", "0", never)
+    rows = step_rows(run_dir)
+    changes = ", ".join(f"{key} {mean_of(rows, key) or 0.0:.2f}" for key in ("shift/sleep_s", "shift/wake_s"))
+    value = f"{written['steps']} steps in {written['seconds']:.0f} s, start and recovery included; "
+    value += f"{written['tokens_per_s']:.0f} tokens/s; {changes}"
+    yield Finding("demo: run", value)
+
+
+def _spans(run_dir: Path, role: str, *names: str) -> Sequence[tuple[float, float]]:
+    lines: Any = (line for file in files(run_dir) if file.role == role for line in file.added())
     return union((line.start, line.end) for line in lines if line.name in names)
-
-
-# -- an SGLang server --------------------------------------------------------------------------------------
-
-
-def server(context: Context) -> Iterator[Finding]:
-    if (command := server_command(context)) is None:
-        yield Finding("server", NOT_THERE)
-    elif not has_saver(context, command):
-        yield Finding("server", "not run: its environment has no torch_memory_saver (pip install it there)")
-    elif context.left() < LEAST_S:
-        yield Finding("server", "not run: no time left")
-    else:
-        with one_rank(context) as world:
-            subject = Shifting(context, world, "float32" if context.small else "bfloat16", command)
-            try:
-                yield from each(subject.examined({"shifts of the server": subject.shifts}))
-            except Exception as error:
-                yield failure("server", error)
-
-
-class Shifting(Subject):
-    """A server that its keeper's `ServerVersions` loads and puts to sleep, as the coordinator says."""
-
-    def __init__(self, context: Context, world: World, dtype: str, command: list[str]) -> None:
-        super().__init__(context, world, dtype, command, shifts=True)
-        self.empty = self.used()
-
-    async def hold(self, server: Attached) -> Any:
-        """It falls asleep at once; what its weights and KV cache take is known from its sizes."""
-        sizes = self.policy.lm.config
-        size = 2 if self.config.model.dtype == "bfloat16" else 4
-        cache = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
-        held = cache * (server.info.max_total_num_tokens or 0) + sum(
-            map(torch.numel, self.policy.parameters())
-        )
-        self.held = size * held / MB
-        self.versions = ServerVersions(
-            self.config, Endpoints("", ""), 0, Timeline(self.context.work / "keeper")
-        )
-        await self.versions.begin(server, ATTACHMENT)
-        return self.versions._server
-
-    async def probe(self, what: str, seconds: float = 0.0) -> Finding:
-        """In place of the one that it is asked as it was started: it sleeps."""
-        return Finding(
-            "server, asleep from its start", str(self.versions.asleep), "True", self.versions.asleep
-        )
-
-    def used(self) -> float:
-        """In MB; on a CPU by all processes below this one."""
-        if not self.context.small:
-            free, total = torch.cuda.mem_get_info()
-            return (total - free) / MB
-        return sum(one.memory_info().rss for one in psutil.Process().children(recursive=True)) / MB
-
-    async def told(self, message: Sleep | LoadWeights) -> float:
-        """Seconds until its keeper has done it. RuntimeError if it could not."""
-        began = time.perf_counter()
-        self.versions.take(message)
-        if (answer := await self.versions.next()).error:
-            raise RuntimeError(answer.error)
-        if isinstance(answer, Loaded):
-            self.gaps.append(answer.probe_gap)
-        return time.perf_counter() - began
-
-    async def decoded(self, client: SGLangClient) -> Generation:
-        """One greedy turn of a server whose cache is empty: by the CUDA graphs, where it has some."""
-        asked = Request("decoded", self.ids[::-1][:20], Sampling(64, (), 0.0))
-        return await client.generate(asked)
-
-    async def shifts(self) -> AsyncIterator[Finding]:
-        self.gaps, asleep, awake, freed, left = list[float](), list[float](), list[float](), [], []
-        ref, silent, opened, exact, gaps = self.published(), 0, 0, 0, list[float]()
-        own = self.score(self.policy)
-        noise = 0.0 if self.exact is None else gap(own, self.score(self.exact))
-        load = LoadWeights(ref, "train", Probe(self.ids, own, noise))
-        await self.told(load)
-        client = self.client(ref)
-        first = await self.decoded(client)
-        expected = await asyncio.gather(*self.streams(client))
-        for number in range(SHIFTS):
-            tasks, before = await self.begun(client), self.used()
-            client.sleeps(True)
-            asleep.append(await self.told(Sleep(number)))
-            await asyncio.sleep(0.3)  # for what is on its way
-            tokens = client.use.tokens
-            left.append(self.used())
-            freed.append(before - left[-1])
-            await asyncio.sleep(0.3)
-            opened += sum(not task.done() for task in tasks)
-            silent += client.use.tokens == tokens
-            awake.append(await self.told(load))
-            client.sleeps(False)
-            made = await asyncio.gather(*tasks)
-            exact += sum(a.ids == b.ids for a, b in zip(made, expected, strict=True))
-            again = await self.decoded(client)
-            gaps.append(gap(again.logprobs, first.logprobs) if again.ids == first.ids else math.inf)
-        told = f"{min(freed):.0f} of {self.held:.0f} MB of weights and KV cache"
-        told += f"; {max(left) - self.empty:.0f} MB stay"
-        ok = self.context.judged(min(freed) >= FREED * self.held)
-        yield Finding("server asleep, at least", told, f"{FREED:.0%} freed", ok)
-        count, ok = SHIFTS * STREAMS, opened == SHIFTS * STREAMS and silent == SHIFTS
-        yield Finding("its streams", f"{opened} of {count} open; silent in {silent} of {SHIFTS}", "all", ok)
-        same = exact == count if self.exact is None else None  # of bfloat16 rounding may decide
-        yield Finding("its streams, token-exact", f"{exact} of {count}, {TOKENS} tokens each", "all", same)
-        told, ok = f"{max(gaps):.1e} nats, {len(first.ids)} tokens", max(gaps) <= FLOAT32
-        yield Finding("decoding after waking, as before", told, f"{FLOAT32:g}", ok, NO_GRAPHS)
-        limit = CLOSEST + NOISES * noise
-        told, ok = f"{max(self.gaps):.2g} nats", max(self.gaps) <= limit
-        yield Finding("its log-probs after waking, and the trainer's", told, f"{limit:.2g}", ok)
-        for name, seconds in (("server, sleep", asleep), ("server, wake", awake)):
-            yield Finding(f"{name}, s", ", ".join(f"{one:.2f}" for one in seconds))

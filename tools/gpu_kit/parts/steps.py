@@ -1,4 +1,4 @@
-"""A learner with random weights that are made on the device, and episodes for it; for the parts that time the
+"""A learner with random weights that are made on the device, and episodes for it; for the parts that take the
 trainer's own steps."""
 
 from __future__ import annotations
@@ -6,11 +6,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from accelerate import init_empty_weights
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config import parse
 from asyncrl.trainer.examine import WAYS
@@ -18,11 +21,13 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.loading import FileTensor
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
+from asyncrl.weights.manifest import TensorSpec
 from asyncrl.weights.names import FilePiece
+from asyncrl.weights.ranges import file_header
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from parts.common import Context
-from parts.training import Episode
 
+Episode = tuple[PlannedTrajectory, list[Turn]]
 PROMPT = 128
 SPREAD = 0.02  # standard deviation of the weights
 
@@ -33,7 +38,7 @@ def make_learner(
     """A rank as a run has it: FSDP2 over one device, bfloat16 with float32 weights, AdamW, packed rows of at
     most `tokens` in a micro-batch."""
     path = context.work / name
-    context.model_config(name).save_pretrained(path)
+    write_sizes(context.model_config(name), path)
     config = parse(
         {
             "name": "check",
@@ -48,10 +53,23 @@ def make_learner(
         return Learner(config, world)
 
 
+def write_sizes(config: Any, directory: Path) -> None:
+    """Write config.json, and a file of weights that is a header and a hole: the estimate of memory reads
+    shapes there."""
+    config.save_pretrained(directory)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()  # emptying parameters one by one separates shared ones
+    layout = tuple(TensorSpec(name, tuple(p.shape), "bfloat16") for name, p in model.named_parameters())
+    with (directory / "model.safetensors").open("wb") as weights:
+        begin = weights.write(file_header(layout))
+        weights.truncate(begin + sum(spec.nbytes for spec in layout))
+
+
 @contextmanager
 def random_weights() -> Iterator[None]:
-    """Inside, the trainer finds every weight in files that are not there, and fills its shards with random
-    numbers where they lie: no gigabytes are written and read. Nor does it compare packed rows with rows one
+    """Inside, the trainer fills its shards with random numbers where they lie: no gigabytes are written and
+    read. Nor does it compare packed rows with rows one
     by one, as the part `packing` does: for that layers would be compiled for padded rows, too."""
     with (
         mock.patch("asyncrl.trainer.loading.locate", _everywhere),
