@@ -22,6 +22,7 @@ import pytest
 from transformers import Qwen3Config
 
 from asyncrl.config import parse
+from asyncrl.trainer.footprint import footprint
 from asyncrl.weights.model_files import parameter_count
 from tests.fakes.scripts import script
 
@@ -292,7 +293,7 @@ def test_memory_is_estimated_for_models_without_weights(tmp_path: Path) -> None:
     assert parameter_count(str(tmp_path)) == parameters
     model = {"path": str(tmp_path), "dtype": "bfloat16", "device": "cpu"}
     config = parse({"name": "x", "model": model, "data": {"train": "none"}})
-    short, long = (mfu.estimate(config, mfu.Shape("", 1, length)) for length in (1024, 4096))
+    short, long = (footprint(mfu.of_shape(config, mfu.Shape("", 1, length))).total for length in (1024, 4096))
     assert 16 * parameters < short < long
 
 
