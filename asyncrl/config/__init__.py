@@ -27,5 +27,5 @@ from asyncrl.config.training import (
     Packing,
     TrainerConfig,
     described_recomputation,
-    less_memory,
+    memory_advice,
 )

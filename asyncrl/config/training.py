@@ -130,7 +130,7 @@ def described_recomputation(every: int) -> str:
     return f"{layers} computed again"
 
 
-def less_memory(every: int) -> str:
+def memory_advice(every: int) -> str:
     """Return advice to whom the trainer's memory does not suffice; `every`-th layers are computed again."""
     recompute = "" if every == 1 else "trainer.activation_checkpointing=full, "
     return (

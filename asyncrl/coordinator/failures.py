@@ -1,8 +1,8 @@
 """Counts failures, and draws the conclusions that a restarted coordinator keeps.
 
 Attempts at training episodes: how many failed since the run began, and whether the first of a launch all fail
-alike (a tool, a reward, an environment or an agent that always raises, long prompts). Micro-batches: how many
-tokens one may have, half as many each time a trainer rank ran out of memory.
+alike (a tool, a reward, an environment or an agent that always raises, long prompts). Trainer ranks that ran
+out of memory: each time more layers are computed again, or micro-batches have half the tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar
 import msgspec
 
 from asyncrl.buffer.records import LOSSES
-from asyncrl.config import described_recomputation, less_memory
+from asyncrl.config import described_recomputation, memory_advice
 from asyncrl.errors import ConfigError
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
@@ -89,9 +89,10 @@ class FirstAttempts:
         return f"the first {count} all failed with {self._reason}"
 
 
-class MicroBudget(msgspec.Struct):
-    """`tokens` of a micro-batch, kept in the store; under another `trainer.micro_batch_tokens` than it
-    was learned under (`configured`) it is forgotten. `recompute_every`: what Welcome tells the ranks."""
+class MemoryLimits(msgspec.Struct):
+    """What ranks that ran out of memory have taught: the `tokens` that a micro-batch may have, and
+    `recompute_every` (see Welcome). Kept in the store; forgotten under another `trainer.micro_batch_tokens`
+    than they were learned under (`configured`)."""
 
     META: ClassVar = "micro_budget"
     configured: int
@@ -99,12 +100,12 @@ class MicroBudget(msgspec.Struct):
     recompute_every: int = 0
 
     @classmethod
-    def stored(cls, reader: RunReader, configured: int) -> MicroBudget:
+    def stored(cls, reader: RunReader, configured: int) -> MemoryLimits:
         kept = reader.meta(cls.META)
         found = msgspec.json.decode(kept, type=cls) if kept else cls(configured, configured)
         return found if found.configured == configured else cls(configured, configured)
 
-    def lower(self, message: GaveUp, store: RunStore) -> None:
+    def tighten(self, message: GaveUp, store: RunStore) -> None:
         """A rank ran out of memory: let more layers be computed again where that is left, or else allow half
         the tokens. ConfigError when the micro-batch cannot be cut any more, as it was a single episode over
         the budget."""
@@ -118,13 +119,14 @@ class MicroBudget(msgspec.Struct):
         if self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
             raise ConfigError(
                 f"trainer rank {message.rank}: one episode of {message.tokens} tokens does not fit: "
-                f"{message.detail}; set {less_memory(self.recompute_every)}, then go on with resume=auto"
+                f"{message.detail}; set {memory_advice(message.recomputed_every)}, then go on with "
+                "resume=auto"
             )
         had = max(message.tokens, self.tokens // 4)  # a small rest of a batch is not what was too large
         self.tokens = max(1, min(self.tokens, had) // 2)
 
-    @property
-    def described(self) -> str:
-        """Return in words what the next ranks try."""
-        again = f", and {described_recomputation(self.recompute_every)}" if self.recompute_every else ""
-        return f"micro-batches have {self.tokens} tokens now{again}"
+    def described(self, message: GaveUp) -> str:
+        """Return in words what was changed because of this message."""
+        if message.recompute_every:
+            return f"{described_recomputation(self.recompute_every)} from now on"
+        return f"micro-batches have {self.tokens} tokens now"

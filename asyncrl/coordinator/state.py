@@ -20,7 +20,7 @@ from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.shifts import Shifts
 from asyncrl.config import RunConfig
-from asyncrl.coordinator.failures import FailedAttempts, FirstAttempts, MicroBudget
+from asyncrl.coordinator.failures import FailedAttempts, FirstAttempts, MemoryLimits
 from asyncrl.coordinator.held_out import HeldOutEpisodes
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
@@ -110,7 +110,7 @@ class RunState:
         self.timeline = Timeline(self.run_dir / "timeline" / "coordinator-0.jsonl")
         self.timeline.past(START, 0.0)
         self.failed = FailedAttempts.stored(self.store)
-        self.micro_budget = MicroBudget.stored(self.store.read, self.config.trainer.micro_batch_tokens)
+        self.memory_limits = MemoryLimits.stored(self.store.read, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))
         self.live_limit = LiveLimit(self.config, self.buffer)
         self.launches = launches.decode(self.store.read.meta(launches.KEY, "[]"))
@@ -166,8 +166,8 @@ class RunState:
             self.coordinator_epoch,
             self.trainer_epoch,
             self.batches.committed,
-            self.micro_budget.tokens,
-            self.micro_budget.recompute_every,
+            self.memory_limits.tokens,
+            self.memory_limits.recompute_every,
         )
 
     def trains_since(self, step: int) -> None:
@@ -250,7 +250,7 @@ class RunState:
         self.store.rollback()
         try:
             self.failed = FailedAttempts.stored(self.store)
-            self.micro_budget = MicroBudget.stored(self.store.read, self.config.trainer.micro_batch_tokens)
+            self.memory_limits = MemoryLimits.stored(self.store.read, self.config.trainer.micro_batch_tokens)
             restore(self.config, self.store, self.buffer, self.batches)
             self.held_out.restore()
         except StoreError as error:

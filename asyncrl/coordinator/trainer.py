@@ -224,16 +224,16 @@ class TrainerHandler:
         state, running = self.state, list[EpisodeRecord]()
         first = message.trainer_epoch == state.trainer_epoch != self._given_up
         if first and message.reason == "memory":
-            state.micro_budget.lower(message, state.store)
+            state.memory_limits.tighten(message, state.store)
             had = f"trainer rank {message.rank}: {message.detail}"
-            log.warning("%s; %s", had, state.micro_budget.described)
+            log.warning("%s; %s", had, state.memory_limits.described(message))
         elif first:
             running = self._leave_out(message)
         if first:
             self._given_up = message.trainer_epoch
             state.store.put_meta("given_up", str(self._given_up))
         then = {
-            "memory": f"it is tried again: {state.micro_budget.described}",
+            "memory": f"it is tried again: {state.memory_limits.described(message)}",
             "spike": "it is left out, back to the newest checkpoint",
         }
         state.outbox.to_control(peer, shared.Stop(then[message.reason]))
@@ -402,7 +402,7 @@ class TrainerHandler:
         if step == batches.committed and state.versions.lacks_probe(PolicyVersion(state.trainer_epoch, step)):
             return plan("probe")  # ranks that repeat steps score none
         ranks = self.ranks.size // state.config.trainer.sequence_parallel
-        uids = batches.plan(step, request.micro, ranks, state.micro_budget.tokens)
+        uids = batches.plan(step, request.micro, ranks, state.memory_limits.tokens)
         batch = batches.batches[step]
         if uids is None:
             return plan("end") if batches.over and not batch.planned else None

@@ -9,12 +9,20 @@ from math import prod
 
 import psutil
 
-from asyncrl.config import RunConfig, described_recomputation, less_memory
+from asyncrl.config import RunConfig, described_recomputation, memory_advice
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.data import Note, ok, warning
 from asyncrl.launch.estimates import sized
 from asyncrl.runtime.process import main_memory
-from asyncrl.trainer.footprint import footprint, least_recomputation, static_bytes, with_recomputation
+from asyncrl.trainer.footprint import (
+    RECOMPUTED_EVERY,
+    footprint,
+    held_on_gpu,
+    least_recomputation,
+    static_bytes,
+    usable_memory,
+    with_recomputation,
+)
 from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, linear_shapes, weight_shapes
 
 
@@ -66,7 +74,7 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
 def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
     """Yield lines of the plan, and a warning if the largest micro-batch does not fit."""
     with recorded() as failure:
-        config, chosen = _with_chosen_recomputation(config, gpu)
+        config, recomputation = _with_chosen_recomputation(config, gpu)
         found = footprint(config)
     if failure:
         yield warning(f"the memory of a trainer rank is not estimated: {failure.line}")
@@ -81,8 +89,7 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         f"its process takes about {sized(own)} beside them, and versions on their way out "
         f"{sized(out)} of main memory"
     )
-    if chosen:
-        yield ok(chosen)
+    yield from recomputation
     if config.adapters:
         left_out = weight_shapes(config.model.path).keys() - linear_shapes(config.model.path)
         experts = any(".experts." in name for name in left_out)
@@ -98,24 +105,30 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
     if there is not None and needed > there:
         yield warning(
             f"{ranks} trainer ranks need {sized(needed)}, and there are {sized(there)}; set a "
-            f"smaller trainer.micro_batch_tokens, {less_memory(config.trainer.checkpointed_every)}"
+            f"smaller trainer.micro_batch_tokens, {memory_advice(config.trainer.checkpointed_every)}"
         )
 
 
-def _with_chosen_recomputation(config: RunConfig, gpu: bool | None) -> tuple[RunConfig, str]:
-    """Return the configuration with what `trainer.activation_checkpointing=auto` means on these GPUs, and a
-    line that says so; '' without GPUs, and without `auto`."""
+def _with_chosen_recomputation(config: RunConfig, gpu: bool | None) -> tuple[RunConfig, list[Note]]:
+    """Return the configuration with what `trainer.activation_checkpointing=auto` means on these GPUs, and what
+    to say of it; as it is, and nothing, without GPUs or without `auto`."""
     if config.trainer.activation_checkpointing != "auto" or not gpu or config.model.device == "cpu":
-        return config, ""
+        return config, []
 
     from torch.cuda import device_count, get_device_properties
 
-    memory = get_device_properties(0).total_memory
-    every = least_recomputation(config, memory, 0, device_count())
-    return with_recomputation(config, every), (
-        f"recomputation {described_recomputation(every)} in the backward: the least with which a rank fits "
-        f"into its share of {sized(memory)} (trainer.activation_checkpointing=auto)"
-    )
+    count = device_count()
+    memory = {gpu: get_device_properties(gpu).total_memory for gpu in range(min(config.trainer.ranks, count))}
+    least = {gpu: least_recomputation(config, memory[gpu], gpu, count) for gpu in memory}
+    tightest = max(least, key=lambda gpu: RECOMPUTED_EVERY.index(least[gpu]))  # all ranks do as this one
+    config = with_recomputation(config, least[tightest])
+
+    usable = usable_memory(config, memory[tightest], tightest, count)
+    text = f"recomputation {described_recomputation(least[tightest])} in the backward"
+    if (held := held_on_gpu(config)) > usable:
+        cure = f"a smaller trainer.micro_batch_tokens, {memory_advice(least[tightest])}"
+        return config, [warning(f"{text}, and yet a rank needs {sized(held)} of {sized(usable)}; set {cure}")]
+    return config, [ok(f"{text}: the least with which a rank fits into {sized(usable)} of its GPU")]
 
 
 def coverage(path: str) -> str:

@@ -167,11 +167,11 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         return moved(self, device)
 
-    def mapped(self, change: Callable[[Tensor], Tensor], device: torch.device) -> MicroBatch:
-        """Return what this is with each tensor changed, for attention on that device."""
+    def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> MicroBatch:
+        """Return a copy whose tensors went through `convert`, and whose attention runs on `device`."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         changed: dict[str, Any] = {
-            name: column.mapped(change, device) if isinstance(column, Selected) else change(column)
+            name: column.with_tensors(convert, device) if isinstance(column, Selected) else convert(column)
             for name, column in columns.items()
             if column is not None
         }

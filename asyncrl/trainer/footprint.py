@@ -1,5 +1,5 @@
-"""Estimates in closed form what a trainer rank will hold in memory, from the headers of the weight files,
-config.json and the configuration, and chooses by it which layers are computed again. No model is made.
+"""Estimates a trainer rank's memory in closed form, from the headers of the weight files, config.json and the
+configuration, and chooses from it how many layers are computed again. No model is made.
 
     static   weights, gradients and optimizer state of the rank's shards; frozen weights in model.dtype, the
              rest in float32
@@ -239,12 +239,21 @@ def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> 
     """Return the least recomputation with which a rank fits into its GPU of `memory` bytes, number `gpu` of
     the `gpus` that this process sees: k of every k-th layer, 0 for none; 1, all layers, if nothing less fits.
     Servers that share the GPU have their part. ValueError where config.json does not tell a model's sizes."""
-    from asyncrl.engines.sglang.process import server_share  # imports torch
-
-    room = memory * (1.0 - server_share(config, gpu, gpus)) * USABLE
+    usable = usable_memory(config, memory, gpu, gpus)
     for every in RECOMPUTED_EVERY:
-        estimate = footprint(with_recomputation(config, every))
-        held = estimate.work if config.trainer.offload_optimizer else estimate.total
-        if held <= room:
+        if held_on_gpu(with_recomputation(config, every)) <= usable:
             return every
     return 1
+
+
+def usable_memory(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
+    """Return the bytes that a rank's tensors may take of its GPU, see `least_recomputation`."""
+    from asyncrl.engines.sglang.process import server_share  # imports torch
+
+    return int(memory * (1.0 - server_share(config, gpu, gpus)) * USABLE)
+
+
+def held_on_gpu(config: RunConfig) -> int:
+    """Return the bytes of a rank's tensors on its GPU, by the estimate."""
+    estimate = footprint(config)
+    return estimate.work if config.trainer.offload_optimizer else estimate.total

@@ -234,7 +234,6 @@ class Learner:
             return list(held)
         for part in self._micro_batches(held):
             micro = self._collate(part)
-            self._begin(micro, part)
             found: dict[str, Tensor | None] = {}
             with torch.no_grad():
                 if of_policy:
@@ -277,11 +276,9 @@ class Learner:
         return cut + [[] for _ in range(count - len(cut))]
 
     def _collate(self, examples: Sequence[Example]) -> MicroBatch:
-        return collate(examples, self.dtype, self.packing).to(self.world.device)
-
-    def _begin(self, micro: MicroBatch, examples: Sequence[Example]) -> None:
-        """Note which micro-batch is under way."""
-        self.size = micro.selected.ids.numel(), len(examples)
+        micro = collate(examples, self.dtype, self.packing)
+        self.size = micro.selected.ids.numel(), len(examples)  # from here on it takes the device's memory
+        return micro.to(self.world.device)
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
@@ -314,7 +311,6 @@ class Learner:
         self, examples: Sequence[Example], micro: MicroBatch, tally: report.MetricSums, progress: float
     ) -> _ScoredMicroBatch:
         """Runs forward and backward of one micro-batch, of these examples. `tally` gets their credit only."""
-        self._begin(micro, examples)
         if not self.behind_barrier and self.reference is not None:
             if self.recipe.scores_reference:
                 with self.watch.phase("ref"):

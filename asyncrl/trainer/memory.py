@@ -103,5 +103,6 @@ def given_up(error: Exception, trainer_epoch: int, rank: int, learner: Learner) 
         return message("spike", str(error))
     if lacks_memory(error) and any(learner.size):
         detail = f"out of memory ({one_line(error)})"
-        return message("memory", detail, *learner.size, learner.recomputation.next_every)
+        recomputation = learner.recomputation
+        return message("memory", detail, *learner.size, recomputation.every, recomputation.next_every)
     raise error

@@ -218,7 +218,7 @@ class TrainerRank:
             welcome, _ = self._ask(self.control, self._greeting(), "the coordinator's welcome")
         self.trainer_epoch = welcome.trainer_epoch
         self.learner.budget = welcome.micro_tokens or self.learner.budget
-        self.learner.recomputation.raise_to(welcome.recompute_every)
+        self.learner.recomputation.recompute_at_least(welcome.recompute_every)
         return welcome
 
     def _greeting(self) -> trainer.TrainerHello:

@@ -198,7 +198,7 @@ class Recomputation:
             return 0
         return 1 if self.every == 2 else 2
 
-    def raise_to(self, every: int) -> None:
+    def recompute_at_least(self, every: int) -> None:
         """Compute every `every`-th layer again, at least, unless the configuration has chosen. 0: as is."""
         if self.automatic and every:
             self.every = min(self.every or every, every)

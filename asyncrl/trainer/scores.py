@@ -109,13 +109,13 @@ class Selected:
     def to(self, device: torch.device) -> Selected:
         return moved(self, device)
 
-    def mapped(self, change: Callable[[Tensor], Tensor], device: torch.device) -> Selected:
-        """Return what this is with each tensor changed, for attention on that device."""
+    def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> Selected:
+        """Return a copy whose tensors went through `convert`, and whose attention runs on `device`."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors: dict[str, Any] = {
-            name: change(column) for name, column in columns.items() if isinstance(column, Tensor)
+            name: convert(column) for name, column in columns.items() if isinstance(column, Tensor)
         }
-        told = self.told and Told(*map(change, self.told))
+        told = self.told and Told(*map(convert, self.told))
         forest = self.forest and self.forest.to(device)
         return replace(self, told=told, forest=forest, **tensors)
 
@@ -397,12 +397,12 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
         hidden, weight = ctx.saved_tensors
-        product = _wide_product(gradient.flatten(0, -2).t(), hidden.flatten(0, -2))
+        product = _float32_product(gradient.flatten(0, -2).t(), hidden.flatten(0, -2))
         return gradient @ weight, None, product
 
 
-def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left · right in float32. A GPU of NVIDIA's does not round it to the factors' type before."""
-    if left.is_cuda and torch.version.hip is None and "dtype" in torch.ops.aten.mm.overloads():
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left · right in float32. On GPUs of NVIDIA it is never rounded to the type of the factors."""
+    if left.is_cuda and torch.version.hip is None:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

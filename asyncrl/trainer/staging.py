@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes: the largest number has as many
 class Mappable(Protocol):
     """Has tensors, and can be made anew with others in their places."""
 
-    def mapped(self, change: Callable[[Tensor], Tensor], device: torch.device) -> Self: ...
+    def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> Self: ...
 
 
 M = TypeVar("M", bound=Mappable)
@@ -34,9 +34,9 @@ def moved(value: M, device: torch.device) -> M:
         tensors.append(tensor)
         return tensor
 
-    value.mapped(collect, device)
+    value.with_tensors(collect, device)
     there = iter(to_device(tensors, device))
-    return value.mapped(lambda _: next(there), device)
+    return value.with_tensors(lambda _: next(there), device)
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -43,7 +43,7 @@ def test_the_gradient_of_the_output_layer_leaves_its_product_in_float32() -> Non
     gradient = torch.randn(4096, 300, generator=generator).bfloat16()
     hidden = torch.randn(4096, 64, generator=generator).bfloat16()
     exact = gradient.double().t() @ hidden.double()
-    product = scores._wide_product(gradient.cuda().t(), hidden.cuda()).cpu()
+    product = scores._float32_product(gradient.cuda().t(), hidden.cuda()).cpu()
     assert product.dtype == torch.float32
     error = (product - exact).norm() / exact.norm()
     assert error < 1e-5, "bfloat16 rounds by 2e-3"

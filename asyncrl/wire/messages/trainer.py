@@ -97,8 +97,9 @@ class Checkpointed(WireMessage, frozen=True):
 class GaveUp(WireMessage, frozen=True):
     """A rank gave up batch `step` (1-based), and ends when Stop answers; the other ranks end with it.
 
-    memory: its micro-batch of `tokens` tokens, padding included, of `episodes` episodes took too much. The
-    next ranks may compute every `recompute_every`-th layer again before they cut it; 0: nothing more. Stop
+    memory: its micro-batch of `tokens` tokens, padding included, of `episodes` episodes took too much. It had
+    computed every `recomputed_every`-th layer again; the next ranks may do so with every `recompute_every`-th
+    before they cut micro-batches; 0: none, and nothing more. Stop
     comes once it is durable what they try. spike: the gradient norm is too large, on all ranks. Stop comes
     once it is durable that the batch is left out. `detail` explains it.
     """
@@ -110,6 +111,7 @@ class GaveUp(WireMessage, frozen=True):
     detail: str
     tokens: Count = 0
     episodes: Count = 0
+    recomputed_every: Count = 0
     recompute_every: Count = 0
 
 

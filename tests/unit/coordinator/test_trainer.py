@@ -12,7 +12,7 @@ from asyncrl.buffer.batches import Batch, Batches
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
-from asyncrl.coordinator.failures import MicroBudget
+from asyncrl.coordinator.failures import MemoryLimits
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.trainer import MOST_SPIKES, TrainerHandler
 from asyncrl.coordinator.versions import EngineRecord, VersionLedger
@@ -367,7 +367,7 @@ def lacking(setup: TrainerSetup, tokens: int, episodes: int, epoch: int | None =
     epoch = setup.state.trainer_epoch if epoch is None else epoch
     setup.handler.gave_up(PEERS[1], GaveUp(epoch, 1, 1, "memory", "MemoryError", tokens, episodes))
     assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[1]]
-    return setup.state.micro_budget.tokens
+    return setup.state.memory_limits.tokens
 
 
 def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: TrainerSetup) -> None:
@@ -376,8 +376,8 @@ def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: Trai
     setup.state.store.commit()
     setup.handler = TrainerHandler(setup.state, setup.commits.append)  # of a coordinator that was restarted
     assert lacking(setup, 4000, 4) == 2000, "the rank had not got its Stop"
-    again = MicroBudget.stored(setup.state.store.read, 8192)
-    assert again.tokens == 2000 and MicroBudget.stored(setup.state.store.read, 4096).tokens == 4096
+    again = MemoryLimits.stored(setup.state.store.read, 8192)
+    assert again.tokens == 2000 and MemoryLimits.stored(setup.state.store.read, 4096).tokens == 4096
     setup.handler.hello(PEERS[0], TrainerHello(0, 2, "y", 0), 0.0)
     welcome = setup.sent.take(Welcome)[-1][1]
     assert welcome.micro_tokens == 2000 and welcome.trainer_epoch == setup.state.trainer_epoch
@@ -393,17 +393,25 @@ def test_more_layers_are_computed_again_before_micro_batches_are_cut(setup: Trai
         message = GaveUp(epoch, 1, 1, "memory", "MemoryError", 4000, 4, recompute_every=every)
         for _ in range(2):  # sent again until the rank has its Stop
             setup.handler.gave_up(PEERS[1], message)
-        assert setup.sent.take(Stop)[0][1].reason.endswith(f"{layers} computed again")
+        assert setup.sent.take(Stop)[0][1].reason.endswith(f"{layers} computed again from now on")
         setup.state.store.commit()
         setup.handler = TrainerHandler(setup.state, setup.commits.append)
         setup.handler.hello(PEERS[0], TrainerHello(0, 2, name, 0), 0.0)
         welcome = setup.sent.take(Welcome)[-1][1]
         assert (welcome.recompute_every, welcome.micro_tokens) == (every, 8192)
         setup.handler.hello(PEERS[1], TrainerHello(1, 2, name, 0), 0.0)
-    stored = MicroBudget.stored(setup.state.store.read, 8192)
+    stored = MemoryLimits.stored(setup.state.store.read, 8192)
     assert (stored.recompute_every, stored.tokens) == (1, 8192)
     assert lacking(setup, 4000, 4) == 2000, "nothing more can be computed again"
-    assert setup.state.micro_budget.recompute_every == 1
+    assert setup.state.memory_limits.recompute_every == 1
+
+
+@pytest.mark.parametrize(("recomputed", "advised"), [(0, True), (2, True), (1, False)])
+def test_the_advice_leaves_out_what_the_rank_did(setup: TrainerSetup, recomputed: int, advised: bool) -> None:
+    message = GaveUp(setup.state.trainer_epoch, 1, 1, "memory", "MemoryError", 9000, 1, recomputed)
+    with pytest.raises(ConfigError, match="9000 tokens") as raised:
+        setup.handler.gave_up(PEERS[1], message)
+    assert ("trainer.activation_checkpointing=full" in str(raised.value)) == advised
 
 
 def test_one_episode_that_does_not_fit_ends_the_run_and_names_the_keys(setup: TrainerSetup) -> None:

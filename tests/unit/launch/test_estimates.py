@@ -121,21 +121,48 @@ def test_as_few_layers_are_computed_again_as_fit(
     assert least_recomputation(settings, gigabytes * 10**9, gpu=0, gpus=1) == every
 
 
-def test_the_dry_run_says_how_much_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_8b(tmp_path)
-    properties = SimpleNamespace(total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    model = {"lora_rank": 32, "dtype": "bfloat16"}
-    keys: dict[str, Any] = {"model": model, "rollout": {"max_tokens": 16_384, "max_new_tokens": 1024}}
-    trainer = {"micro_batch_tokens": 16_384}
-    memory_line, chosen, *_ = describe_memory(config(tmp_path, **keys, trainer=trainer), gpu=True)
-    assert "every 2nd layer is computed again" in chosen.text and "85.9 GB" in chosen.text
-    assert "73.0 GB in all" in memory_line.text
-    stated = config(tmp_path, **keys, trainer=trainer | {"activation_checkpointing": "none"})
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each GPU that torch sees."""
+    sizes = [80 * 2**30, 80 * 2**30]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=sizes[gpu])
+    )
+    return sizes
+
+
+def lora_8b(folder: Path, **trainer: Any) -> RunConfig:
+    write_8b(folder)
+    model, rollout = {"lora_rank": 32, "dtype": "bfloat16"}, {"max_tokens": 16_384, "max_new_tokens": 1024}
+    return config(folder, model=model, rollout=rollout, trainer={"micro_batch_tokens": 16_384} | trainer)
+
+
+def test_the_dry_run_says_how_much_is_computed_again(tmp_path: Path, gpus: list[int]) -> None:
+    memory_line, recomputation, *_ = describe_memory(lora_8b(tmp_path), gpu=True)
+    assert "every 2nd layer is computed again" in recomputation.text and "77.3 GB" in recomputation.text
+    assert "73.0 GB in all" in memory_line.text and recomputation.level == "ok"
+
+    stated = lora_8b(tmp_path, activation_checkpointing="none")
     texts = [note.text for note in describe_memory(stated, gpu=True)]
     assert not any("computed again" in text for text in texts)
     assert any("trainer.activation_checkpointing=full" in text for text in texts), "it does not fit"
+
+
+def test_the_dry_run_looks_at_the_gpus_of_all_ranks(tmp_path: Path, gpus: list[int]) -> None:
+    gpus[:] = [141 * 10**9, 100 * 10**9]
+    alone = [note.text for note in describe_memory(lora_8b(tmp_path), gpu=True)]
+    both = [note.text for note in describe_memory(lora_8b(tmp_path, ranks=2), gpu=True)]
+    assert any("no layer is computed again" in text for text in alone)
+    assert any("every 4th layer is computed again" in text for text in both)
+
+
+def test_the_dry_run_warns_where_not_even_recomputation_makes_room(tmp_path: Path, gpus: list[int]) -> None:
+    gpus[:] = [24 * 10**9]
+    notes = [note for note in describe_memory(lora_8b(tmp_path), gpu=True) if "again" in note.text]
+    assert [note.level for note in notes] == ["warning"]
+    assert "yet a rank needs 33.2 GB of 21.6 GB; set a smaller trainer.micro_batch_tokens" in notes[0].text
+    assert "activation_checkpointing" not in notes[0].text
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,7 @@ def test_how_much_is_computed_again_changes_between_micro_batches(model: str) ->
         (1, 1.0, 0, [2, 2, 2, 2]),
         (4, 1.0, 0, [2, 2, 2, 2]),  # never less than before
     ):
-        recomputation.raise_to(every)
+        recomputation.recompute_at_least(every)
         calls.clear()
         lm.zero_grad()
         lm(input_ids=torch.arange(5)[None], use_cache=False).logits.sin().sum().backward()
@@ -124,7 +124,7 @@ def test_what_the_configuration_chose_stays(model: str, given: Any, share: float
     trainer = TrainerConfig(activation_checkpointing=given)
     recomputation = Recomputation(trainer)
     prepare_layers(AutoModelForCausalLM.from_pretrained(model), trainer, recomputation)
-    recomputation.raise_to(1)
+    recomputation.recompute_at_least(1)
     assert (recomputation.share, recomputation.next_every) == (share, 0)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from asyncrl.errors import lacks_memory
 from asyncrl.trainer import learner as learning
 from asyncrl.trainer import objective
+from asyncrl.trainer.batch import MicroBatch
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
@@ -99,7 +100,13 @@ def train(budget: int, sections: dict[str, Any], world: World, folder: Path) -> 
     learner = learner_of(folder, world, sections)
     learner.budget = budget
     sizes: list[int] = []
-    learner.pulse = lambda: sizes.append(learner.size[1])
+    collate = learner._collate
+
+    def noted(examples: Any) -> Any:
+        sizes.append(len(examples))
+        return collate(examples)
+
+    learner._collate = noted  # type: ignore[method-assign]
     metrics = run_batch(learner, random_cut(batch_of(folder), world.size, 3, seed=0))
     assert not any(learner.size), "none is under way"
     return full_state(learner.policy), sizes, metrics["trainer/trajectories"]
@@ -123,3 +130,25 @@ def test_what_lacks_memory_is_told_and_smaller_micro_batches_give_the_same_weigh
     wanted, large, all_of_them = run(ranks, partial(train, BUDGET, SECTIONS[kind]), world, tmp_path / "whole")
     assert len(small) > len(large) and count == all_of_them == 16
     assert all(torch.allclose(found[n], wanted[n], rtol=0, atol=1e-9) for n in wanted)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_micro_batch_that_has_no_room_on_the_device_is_told_by_its_own_size(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """It is brought there while the one before it is computed."""
+    save_tiny_model(tmp_path / "model")
+    learner = learner_of(tmp_path / "run", world, {})
+    learner.budget = BUDGET // CUT
+    brought = list[tuple[int, int]]()
+
+    def lacking(micro: MicroBatch, device: torch.device) -> MicroBatch:
+        brought.append((micro.selected.ids.numel(), len(micro.episode.unique())))
+        if len(brought) == call:
+            lack()
+        return micro
+
+    monkeypatch.setattr(MicroBatch, "to", lacking)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_batch(learner, random_cut(batch_of(tmp_path / "run"), world.size, 3, seed=0))
+    assert len(brought) == call and learner.size == brought[-1]

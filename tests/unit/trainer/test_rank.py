@@ -375,14 +375,14 @@ def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.learner.size = (1000, 4)
     rank.learner.recomputation.wrap(0, lambda: None)
-    rank.learner.recomputation.raise_to(2)
+    rank.learner.recomputation.recompute_at_least(2)
     rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: stop if clock.now > 110 else None  # type: ignore[method-assign]
     told = rank.report(MemoryError("no more"))
     assert told == "out of memory (MemoryError: no more): micro-batches of 512 tokens"
     sent = [m for m in rank.control.sent if isinstance(m, GaveUp)]  # type: ignore[attr-defined]
     assert len(sent) > 1 and set(sent) == {
-        GaveUp(0, 0, 1, "memory", "out of memory (MemoryError: no more)", 1000, 4, recompute_every=1)
+        GaveUp(0, 0, 1, "memory", "out of memory (MemoryError: no more)", 1000, 4, 2, 1)
     }
 
 
