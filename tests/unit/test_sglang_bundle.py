@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -200,24 +201,25 @@ def test_a_layer_whose_kernel_does_not_compile_computes_with_torch(
 def test_the_bundle_as_it_was_built_fits_torch_and_sglang_falls_back(
     tmp_path: Path, packer: ModuleType
 ) -> None:
-    """Every library against torch 2.11's, every name, and a layer of SGLang's own whose kernel is missing."""
+    """Every library against torch 2.11's, every name, the packed kernels of the kit's models, and a layer of
+    SGLang's own whose kernel is missing."""
     with tarfile.open(BUNDLE) as bundle:
         bundle.extractall(tmp_path, filter="data")
     built_for, library_folders = packer.machine_of(KIT_PYTHON)
     assert json.loads((tmp_path / "built_for.json").read_text()) == built_for
     assert list(packer.problems(tmp_path, library_folders)) == []
 
-    layer = """
+    layers = """
 import launch_gpu
 launch_gpu.adapt_sglang()
 import torch
+from compile_kernels import CAPABILITY, builders
 from sglang.kernels.fused_op import BaseFusedOp
-from sglang.kernels.ops.attention.clamp_position import clamp_position_cuda
+from sglang.kernels.jit.utils.arch import override_jit_cuda_arch
 from sglang.kernels.ops.layernorm import norm
 from sglang.kernels.spec import KernelBackend
-from sglang.srt.utils.custom_op import register_custom_op
 
-@register_custom_op(mutates_args=["x"])
+@torch.library.custom_op("kit::normalize", mutates_args=["x"])
 def normalize(x: torch.Tensor) -> None:
     norm.load_jit("none", cuda_files=["none.cuh"])
 
@@ -232,11 +234,14 @@ class Norm(BaseFusedOp):
         normalize(x)
 
 assert Norm()(torch.ones(2)).tolist() == [2, 2]
-print("falls back")
+with override_jit_cuda_arch(*CAPABILITY):
+    print(len([build() for build in builders()]), "kernels loaded")
 """
-    environment = {"PYTHONPATH": f"{tmp_path}:{tmp_path / 'site'}", "SGLANG_FORCE_FUSED_OP_BACKEND": ""}
-    run = subprocess.run(
-        [str(KIT_PYTHON), "-c", layer], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert run.stdout.endswith("falls back\n"), run.stderr
-    assert run.stderr.count("no kernel sgl_kernel_jit_none") == 1
+    folders = [tmp_path, tmp_path / "site", ROOT / "tools" / FOLDER]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "SGLANG_CRASH_ON_JIT_COMPILE": "1"}
+    command = [str(KIT_PYTHON), "-c", layers]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    kernels = len(list((tmp_path / "kernels").iterdir()))
+    assert run.stdout == f"{kernels} kernels loaded\n", run.stderr
+    assert run.stderr.count("launch_gpu.py: no kernel") == 1

@@ -25,6 +25,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -33,6 +34,7 @@ from compile_kernels import CAPABILITY  # noqa: E402
 from fatbin import keep_architecture  # noqa: E402
 from launch_gpu import find_nvcc  # noqa: E402
 
+# isort: split
 from build import PLATFORM, ROOT  # noqa: E402
 
 LIMIT_MIB = 40
@@ -48,6 +50,8 @@ UNUSED = [
     "sglang/srt/mem_cache/rust_tree_core/*.so",
     "sglang/srt/rust_extensions/*.so",
     "torch_memory_saver_hook_mode_*_cu12.abi3.so",
+    "torch_memory_saver_hook_mode_preload.abi3.so",
+    "torch_memory_saver_hook_mode_torch.abi3.so",
     "torchvision/*.so",
     "torchvision.libs",
     # Of the kernels: attention (Triton's serves instead), and what is for other GPUs.
@@ -106,7 +110,8 @@ def absent_names(site: Path) -> set[str]:
     return absent
 
 
-def defined_names(site: Path, module: str) -> set[str]:
+@cache
+def defined_names(site: Path, module: str) -> frozenset[str]:
     """Return the names that a module has, by its text; none if there is no such module."""
     names: set[str] = set()
     source = module_file(site, module)
@@ -118,7 +123,7 @@ def defined_names(site: Path, module: str) -> set[str]:
                 names |= defined_names(site, origin)
             case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
                 names |= {alias.asname or alias.name for alias in aliases}
-    return names
+    return frozenset(names)
 
 
 def module_file(site: Path, module: str) -> Path | None:
@@ -164,7 +169,7 @@ def problems(folder: Path, library_folders: Sequence[Path]) -> Iterator[str]:
     for name in sorted(expected - absent):
         yield f"sgl_kernel has {name}, or SGLang has no use for it: take it out of {ABSENT_NAMES.name}"
     for library in sorted(folder.rglob("*.so*")):
-        missing = unresolved(library, library_folders)
+        missing = unresolved(library, [*library_folders, site / "tvm_ffi" / "lib"])
         if missing:
             yield f"{library.relative_to(folder)} does not fit: not found: {', '.join(missing[:5])}"
 
