@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -109,6 +110,26 @@ def test_names_that_sglang_does_not_find_are_named(tmp_path: Path, packer: Modul
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert packer.absent_names(tmp_path) == {"fused_norm", "kvcacheio.move", "gone.nothing"}
+
+
+@pytest.mark.parametrize(
+    ("prints", "complaint"),
+    [
+        ("", "has no torch: make"),
+        ('[[3, 11], "2.11.0", "13.0", "/torch"]', "is Python 3.11, torch 2.11.0 with CUDA; Python 3.12"),
+        ('[[3, 12], "2.11.0+cpu", null, "/torch"]', "is Python 3.12, torch 2.11.0+cpu without CUDA; Python"),
+    ],
+)
+def test_a_python_that_no_bundle_is_built_for_is_refused(
+    tmp_path: Path, packer: ModuleType, prints: str, complaint: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{prints}'\nexit {int(not prints)}\n")
+    python.chmod(0o755)
+    with pytest.raises(SystemExit, match=re.escape(f"{python} {complaint}")):
+        packer.machine_of(python)
+    with pytest.raises(SystemExit, match="there is no"):
+        packer.machine_of(tmp_path / "none")
 
 
 def test_another_torch_is_refused_in_one_line(tmp_path: Path) -> None:

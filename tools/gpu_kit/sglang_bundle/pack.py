@@ -62,6 +62,7 @@ UNUSED = [
     "sgl_kernel/sm100",
     "triton_kernels",
 ]
+PYTHON_VERSION = PLATFORM[PLATFORM.index("--python-version") + 1]  # of the packages
 ABSENT_NAMES = HERE / "absent_names.txt"  # known to be absent, and why
 KERNELS_OF_GPU = "sgl_kernel/sm90/common_ops.abi3.so"
 
@@ -176,17 +177,26 @@ def problems(folder: Path, library_folders: Sequence[Path]) -> Iterator[str]:
 
 def machine_of(python: Path) -> tuple[dict[str, str], list[Path]]:
     """Return the versions that a bundle for this Python and its torch is built for, and the folders of their
-    libraries. SystemExit if it has no torch."""
+    libraries. SystemExit: the bundle's packages are for another Python, or it has no torch with CUDA."""
     script = "import json, sys, torch; print(json.dumps([sys.version_info[:2], torch.__version__, "
     script += "torch.version.cuda, torch.__file__]))"
+    wanted = "make .venv-kit/bin/python, or name another one by --python"
+    if shutil.which(python) is None:
+        raise SystemExit(f"there is no {python}: {wanted}")
     run = subprocess.run([str(python), "-c", script], capture_output=True, text=True)
     if run.returncode:
-        raise SystemExit(f"{python} has no torch: make .venv-kit/bin/python, or name another one by --python")
-    python_version, torch_version, cuda_version, torch_file = json.loads(run.stdout)
+        raise SystemExit(f"{python} has no torch: {wanted}")
+
+    (major, minor), torch_version, cuda_version, torch_file = json.loads(run.stdout)
+    python_version = f"{major}.{minor}"
+    if cuda_version is None or python_version != PYTHON_VERSION:
+        has = f"Python {python_version}, torch {torch_version} {'with' if cuda_version else 'without'} CUDA"
+        raise SystemExit(f"{python} is {has}; Python {PYTHON_VERSION} and CUDA are needed: {wanted}")
+
     built_for = {
-        "Python": ".".join(map(str, python_version)),
+        "Python": python_version,
         "torch": ".".join(torch_version.split(".")[:2]),
-        "CUDA": str(cuda_version).split(".")[0],
+        "CUDA": cuda_version.split(".")[0],
         "compute capability": ".".join(map(str, CAPABILITY)),
     }
     packages = Path(torch_file).parents[1]
