@@ -15,7 +15,7 @@ SGLANG_VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv-sglang,.venv-sglang-$(SGLAN
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet
 SGLANG_PINS := tools/sglang_cpu/requirements.txt tools/sglang_cpu/no-deps.txt
 
-# What the GPU kit runs in on a CPU: the oldest versions that it is for.
+# What the GPU kit runs in on a CPU, and SGLang's bundle is built for: the oldest versions that the kit is for.
 PYTHON312 ?= python3.12
 KIT_ENV ?= .venv-kit
 
@@ -85,8 +85,8 @@ gpu-kit-smollm2: $(VENV)/core $(SMOLLM)/model.safetensors  ## SmolLM2 for the ki
 	$(BIN)/python tools/gpu_kit/four_bits.py pack --model $(SMOLLM) --data examples/multiturn/smollm2/data \
 		--out build/smollm2
 
-gpu-kit-sglang: $(VENV)/core  ## SGLang for the kit, to lie beside it: one file of 28 MiB
-	$(BIN)/python tools/gpu_kit/sglang_bundle/pack.py
+gpu-kit-sglang: $(VENV)/core $(KIT_ENV)/bin/python  ## SGLang for the kit, with kernels for an H100 or H200: one file of 32 MiB
+	$(BIN)/python tools/gpu_kit/sglang_bundle/pack.py --python $(KIT_ENV)/bin/python
 
 gpu-visit: $(VENV)/core  ## what a visit of a quarter of an hour needs on a GPU machine: build/gpu-visit, in loads of at most 50 MiB
 	$(BIN)/python tools/gpu_kit/pack_visit.py
