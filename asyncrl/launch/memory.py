@@ -110,8 +110,8 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
 
 
 def _with_chosen_recomputation(config: RunConfig, gpu: bool | None) -> tuple[RunConfig, list[Note]]:
-    """Return the configuration with what `auto` of trainer.activation_checkpointing means on these GPUs, and a
-    note that says so; without GPUs or `auto`, as it is."""
+    """Return the configuration with what `auto` of trainer.activation_checkpointing means on these GPUs, and
+    a note that says so; without GPUs or `auto`, as it is."""
     if config.trainer.activation_checkpointing != "auto" or not gpu or config.model.device == "cpu":
         return config, []
 
