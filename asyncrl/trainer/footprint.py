@@ -7,7 +7,7 @@ configuration, and chooses from it how many layers are computed again. No model 
              logits, gathered layers with their gradients, or the gradients of the embedding
 
 tests/fakes/traced.py runs the trainer's own code on tensors without memory. Tests compare the two, and the
-GPU kit compares both with what a GPU allocates.
+GPU kit prints the estimate beside what a GPU allocates.
 """
 
 from __future__ import annotations
