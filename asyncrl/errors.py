@@ -68,8 +68,8 @@ class UnknownKeysError(ConfigError):
 
 
 class GaveUpError(AsyncrlError):
-    """A trainer rank gave up a batch, and has said so: ranks that are started again compute more layers
-    again, have smaller micro-batches, or leave the batch out."""
+    """A trainer rank gave up a batch, and has said so: ranks that are started again recompute
+    more layers, have smaller micro-batches, or leave the batch out."""
 
 
 class SetupError(AsyncrlError):

@@ -50,7 +50,7 @@ def answers(config: RunConfig) -> Recorded:
 
 def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
     """A token of a batch reads the weights once for all and its own KV cache; training computes 6 FLOPs a
-    parameter and token, 8 where activations are computed again."""
+    parameter and token, 8 where activations are recomputed."""
     count, layers, tp = parameters(name), SIZES[name][2], config.engine.tp
     recorded = answers(config)
     lengths = [turn.tokens for group in recorded for (turn,) in group]

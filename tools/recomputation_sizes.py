@@ -1,4 +1,4 @@
-"""Prints what `trainer.activation_checkpointing=auto` chooses for sizes of Qwen3 on GPUs of 80 GB.
+"""Prints what `trainer.activation_checkpointing=auto` chooses for sizes of Qwen3 on GPUs of 80 GiB.
 
     python tools/recomputation_sizes.py
 

@@ -52,8 +52,8 @@ class ModelConfig(Section, frozen=True):
     optimizer, are float32. Also the type of published weights and of the embedded engine. auto: bfloat16 on
     a GPU (on Ray one is expected, unless `device` is cpu) or CPU with instructions for it, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the trainer ranks and embedded engines. Embedded engines take GPUs that no rank and no scorer
-    uses, if there are some. On Ray one gets a GPU of its own with `cuda` only."""
+    """Device of the trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer
+    uses, if any (`engine.colocated`: those of the ranks). On Ray one gets its own GPU only with `cuda`."""
     fp32_head: bool = False
     """Compute logits in float32 under bfloat16 (in trainer)."""
     lora_rank: Count = 0

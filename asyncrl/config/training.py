@@ -124,14 +124,13 @@ class AlgorithmConfig(Section, frozen=True):
 
 
 def described_recomputation(every: int) -> str:
-    """Return TrainerConfig.checkpointed_every in words: 2 as `every 2nd layer is computed again`."""
-    ordinal = {2: "2nd", 3: "3rd"}.get(every, f"{every}th")
-    layers = {0: "no layer is", 1: "all layers are"}.get(every, f"every {ordinal} layer is")
-    return f"{layers} computed again"
+    """Return TrainerConfig.checkpointed_every in words: 2 as `1 layer in 2 is recomputed`."""
+    layers = {0: "no layers are", 1: "all layers are"}.get(every, f"1 layer in {every} is")
+    return f"{layers} recomputed"
 
 
 def memory_advice(every: int) -> str:
-    """Return advice to whom the trainer's memory does not suffice; `every`-th layers are computed again."""
+    """Return advice where a trainer that recomputes every `every`-th layer (0: none) lacks memory."""
     recompute = "" if every == 1 else "trainer.activation_checkpointing=full, "
     return (
         f"{recompute}more trainer.ranks, trainer.sequence_parallel (with long rows), "
@@ -224,9 +223,9 @@ class TrainerConfig(Section, frozen=True):
     offload_optimizer: bool = False
     """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
     activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
-    """Layers whose activations are computed again in the backward instead of being kept: none, all, or every
-    k-th. Their inputs and what their attention returned are kept. `auto`: as few as the estimate of memory
-    says a GPU has room for, more after a rank ran out of memory; none on a CPU."""
+    """Layers whose activations are recomputed in the backward instead of being kept: none, all, or every
+    k-th. Their inputs and what their attention returned are kept. `auto`: on a GPU, the fewest with which the
+    memory estimate fits; on a CPU, none at first. More after a rank ran out of memory."""
     compile: bool = False
     """Compile each layer with torch.compile, once for all lengths; a CPU needs a C++ compiler."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0

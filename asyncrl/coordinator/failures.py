@@ -2,7 +2,7 @@
 
 Attempts at training episodes: how many failed since the run began, and whether the first of a launch all fail
 alike (a tool, a reward, an environment or an agent that always raises, long prompts). Trainer ranks that ran
-out of memory: each time more layers are computed again, or micro-batches have half the tokens.
+out of memory: each time, more layers are recomputed, or micro-batches are halved.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class MemoryLimits(msgspec.Struct):
         return found if found.configured == configured else cls(configured, configured)
 
     def tighten(self, message: GaveUp, store: RunStore) -> None:
-        """A rank ran out of memory: let more layers be computed again where that is left, or else allow half
+        """A rank ran out of memory: let more layers be recomputed where that is left, or else allow half
         the tokens. ConfigError when the micro-batch cannot be cut any more, as it was a single episode over
         the budget."""
         if message.recompute_every:
@@ -129,4 +129,4 @@ class MemoryLimits(msgspec.Struct):
         """Return in words what was changed because of this message."""
         if message.recompute_every:
             return f"{described_recomputation(self.recompute_every)} from now on"
-        return f"micro-batches have {self.tokens} tokens now"
+        return f"micro-batches have at most {self.tokens} tokens from now on"

@@ -127,7 +127,9 @@ def _with_chosen_recomputation(config: RunConfig, gpu: bool | None) -> tuple[Run
     text = f"recomputation {described_recomputation(least[tightest])} in the backward"
     if (held := held_on_gpu(config)) > usable:
         cure = f"a smaller trainer.micro_batch_tokens, {memory_advice(least[tightest])}"
-        return config, [warning(f"{text}, and yet a rank needs {sized(held)} of {sized(usable)}; set {cure}")]
+        return config, [
+            warning(f"{text}, but a rank still needs {sized(held)} and has only {sized(usable)}; set {cure}")
+        ]
     return config, [ok(f"{text}: the least with which a rank fits into {sized(usable)} of its GPU")]
 
 

@@ -326,7 +326,7 @@ def _flex(compiled: bool) -> Any:
 
 
 def compiled_once(function: Callable[..., Any], *, keeps_outputs: bool = False) -> Any:
-    """Compile it for all shapes: every batch has another. `keeps_outputs`: a layer that is computed again in
+    """Compile it for all shapes: every batch has another. `keeps_outputs`: a layer that is recomputed in
     the backward keeps what the function returned, where this version of torch can (see recompute.py)."""
     from torch._dynamo import config  # a slow import, which only a GPU needs
     from torch._inductor import config as inductor

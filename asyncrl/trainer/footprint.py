@@ -1,5 +1,5 @@
 """Estimates a trainer rank's memory in closed form, from the headers of the weight files, config.json and the
-configuration, and chooses from it how many layers are computed again. No model is made.
+configuration, and chooses from it how many layers are recomputed. No model is made.
 
     static   weights, gradients and optimizer state of the rank's shards; frozen weights in model.dtype, the
              rest in float32
@@ -196,7 +196,7 @@ def _kept(model: ModelSizes, layer: Shapes, size: int, length: int) -> int:
 
 def _attention_output(model: ModelSizes, layer: Shapes, size: int) -> int:
     """Bytes of each token that attention returns: what its last matrix reads, and a float32 log-sum-exp of
-    each head. They are kept of a layer that is computed again, too (trainer/recompute.py)."""
+    each head. They are kept of a layer that is recomputed, too (trainer/recompute.py)."""
     widths = (shape[1] for name, shape in layer.items() if len(shape) == 2 and _OUT.search(name))
     return max(widths, default=0) * size + model.number("num_attention_heads", "n_head") * MASTER
 
@@ -230,7 +230,7 @@ def own_critic(config: RunConfig) -> bool:
 
 
 def with_recomputation(config: RunConfig, every: int) -> RunConfig:
-    """Return the configuration with every `every`-th layer computed again; 0: none."""
+    """Return the configuration with every `every`-th layer recomputed; 0: none."""
     trainer = msgspec.structs.replace(config.trainer, activation_checkpointing=every or "none")
     return msgspec.structs.replace(config, trainer=trainer)
 

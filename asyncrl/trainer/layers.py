@@ -30,7 +30,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 def prepare_layers(
     model: PreTrainedModel, trainer: TrainerConfig, recomputation: Recomputation | None = None
 ) -> None:
-    """Let `recomputation` (None: that of `trainer`) decide which layers are computed again; compile them all.
+    """Let `recomputation` (None: that of `trainer`) decide which layers are recomputed; compile them all.
     To be called before they are sharded. Raises ConfigError where the model does not say what they are."""
     recomputation = recomputation or Recomputation(trainer)
     every, layers = trainer.checkpointed_every, layers_of(model)

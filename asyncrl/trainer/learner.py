@@ -1,6 +1,6 @@
 """The learner: models, optimizers and schedule; turns a stream of micro-batches into optimizer steps.
 
-    accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): over replicas, / D, clip, step
+    accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): replicas' mean, / D, clip
 
 Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and one D, known only
 when the batch is complete. FSDP2, and replicas once a step, *average* gradients over ranks, so every loss is
@@ -129,7 +129,7 @@ class Learner:
         with recorded() as failure:
             least = least_recomputation(self.config, memory, device.index or 0, torch.cuda.device_count())
         if failure:
-            logger.warning("memory is not estimated, so all layers are computed again: %s", failure.line)
+            logger.warning("the memory estimate failed, so all layers are recomputed: %s", failure.line)
             least = 1
         recomputation.every = max(self.world.gather(least, int), key=RECOMPUTED_EVERY.index)
         logger.info("trainer.activation_checkpointing=auto: %s", described_recomputation(recomputation.every))

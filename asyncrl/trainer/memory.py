@@ -68,8 +68,8 @@ def forward_backward(
 
 def try_largest(learner: Learner) -> None:
     """Run before the first micro-batch, while the engines generate it, what takes the most memory. So too
-    little is found at once, and not with the first long batch: as with any micro-batch, new processes compute
-    more layers again then, or halve it. It changes nothing. A collective.
+    little is found at once, and not with the first long batch: as with any micro-batch, new processes then
+    recompute more layers, or halve it. It changes nothing. A collective.
     """
     if is_tiny(learner):
         return

@@ -151,7 +151,7 @@ def load_policy(
 ) -> Policy:
     """Load a model directory and shard it over the ranks. A collective.
 
-    `trainer`: how its layers are trained. `recomputation`: which are computed again, else as `trainer` says.
+    `trainer`: how its layers are trained. `recomputation`: which are recomputed, else as `trainer` says.
     `adapters`: see Adapters; else that of `config`. `frozen`: the
     weights of the directory do not train. `offload`: the shards are kept in main memory. Raises ConfigError,
     naming `key`, when the directory holds no causal language model.

@@ -1,7 +1,7 @@
 """Activation checkpointing (arXiv 1604.06174) that runs attention once, and keeps its outputs.
 
     forward    Recording: attention operators run, and their outputs are kept
-    backward   Replaying: the layer is computed again, and attention operators return the kept outputs
+    backward   Replaying: the layer is recomputed, and attention operators return the kept outputs
 
 Both are dispatch modes: they see operators below autograd, which records a replayed operator as one that ran.
 torch's own selective checkpointing would do for torch's attention. But a compiled function, as flex attention
@@ -41,7 +41,7 @@ _SDPA = (
 )
 ATTENTION = frozenset({*(getattr(torch.ops.aten, name).default for name in _SDPA), COMPILED_FUNCTION})
 """The operators whose outputs are kept: the output of attention, and the log-sum-exp of its scores. Attention
-without an operator of its own, such as products and a softmax, is computed again."""
+without an operator of its own, such as products and a softmax, is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ if COMPILED_FUNCTION is not None:
 
 
 class Recomputation:
-    """Decides which layers of a rank's models are computed again in the backward: every k-th, k = `every`, or
+    """Decides which layers of a rank's models are recomputed in the backward: every k-th, k = `every`, or
     none, 0. It may be changed between micro-batches."""
 
     def __init__(self, trainer: TrainerConfig) -> None:
@@ -172,7 +172,7 @@ class Recomputation:
         self._indices = list[int]()  # of all wrapped layers, each within its model
 
     def wrap(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of layer number `index`, which is computed again where `every` says so."""
+        """Return the forward of layer number `index`, which is recomputed where `every` says so."""
         self._indices.append(index)
         if not self.every and not self.automatic:
             return run
@@ -186,14 +186,14 @@ class Recomputation:
 
     @property
     def share(self) -> float:
-        """Return the share of the layers that are computed again."""
+        """Return the share of the layers that are recomputed."""
         chosen = sum(map(self._is_recomputed, self._indices))
         return chosen / max(1, len(self._indices))
 
     @property
     def next_every(self) -> int:
-        """Return what may be tried where memory does not suffice: every second layer, then all. 0: nothing
-        more, or the configuration has chosen."""
+        """Return what may be tried where memory does not suffice: every second layer, then all. 0: all are
+        already, or the configuration fixes it."""
         if not self.automatic or not self._indices or self.every == 1:
             return 0
         return 1 if self.every == 2 else 2

@@ -40,7 +40,7 @@ def moved(value: M, device: torch.device) -> M:
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on this device; themselves on a CPU. They are views of one buffer."""
+    """Return the tensors on this device, as views of one buffer; on a CPU, the tensors themselves."""
     if device.type == "cpu" or not tensors:
         return list(tensors)
 

@@ -321,8 +321,8 @@ def _connecting(connect: Callable[[], None], device: torch.device, limit: float)
 
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"NCCL did not connect the trainer's ranks within {limit:g} s; NCCL_DEBUG=INFO in the "
-                "environment says why, NCCL_SOCKET_IFNAME names the network"
+                f"NCCL did not connect the trainer's ranks within {limit:g} s; set NCCL_DEBUG=INFO to "
+                "see why, NCCL_SOCKET_IFNAME to choose the network interface"
             )
     connected.result()
 

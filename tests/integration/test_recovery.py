@@ -84,8 +84,8 @@ def lacking(given):
 @pytest.mark.parametrize(
     ("recomputed", "then"),
     [
-        ("none", r"micro-batches have (?!8192)\d+ tokens now$"),
-        ("auto", r"every 2nd layer is computed again from now on$"),
+        ("none", r"micro-batches have at most (?!8192)\d+ tokens from now on$"),
+        ("auto", r"1 layer in 2 is recomputed from now on$"),
     ],
 )
 def test_a_rank_that_lacks_memory_goes_on_with_less(tmp_path: Path, recomputed: str, then: str) -> None:

@@ -62,8 +62,8 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
 
 class Welcome(WireMessage, frozen=True):
     """Answer to a hello: the coordinator knows the peer. `step` is the number of committed batches,
-    `micro_tokens` what a micro-batch of the trainer's may have, in padded tokens. `recompute_every`: at least
-    every so many-th layer is computed again (`trainer.activation_checkpointing=auto`); 0: as ranks choose."""
+    `micro_tokens` what a micro-batch of the trainer's may have, in padded tokens. `recompute_every`: ranks
+    recompute at least every so many-th layer (`trainer.activation_checkpointing=auto`); 0: they choose."""
 
     coordinator_epoch: int
     trainer_epoch: int

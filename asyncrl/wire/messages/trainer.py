@@ -98,10 +98,10 @@ class GaveUp(WireMessage, frozen=True):
     """A rank gave up batch `step` (1-based), and ends when Stop answers; the other ranks end with it.
 
     memory: its micro-batch of `tokens` tokens, padding included, of `episodes` episodes took too much. It had
-    computed every `recomputed_every`-th layer again; the next ranks may do so with every `recompute_every`-th
-    before they cut micro-batches; 0: none, and nothing more. Stop
-    comes once it is durable what they try. spike: the gradient norm is too large, on all ranks. Stop comes
-    once it is durable that the batch is left out. `detail` explains it.
+    recomputed every `recomputed_every`-th layer (0: none); the next ranks may recompute every
+    `recompute_every`-th one before micro-batches are cut (0: more is not possible). Stop comes once the new
+    limits are stored. spike: the gradient norm is too large, on all ranks. Stop comes once it is durable that
+    the batch is left out. `detail` explains it.
     """
 
     trainer_epoch: Count

@@ -388,12 +388,12 @@ def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: Trai
 
 def test_more_layers_are_computed_again_before_micro_batches_are_cut(setup: TrainerSetup) -> None:
     """The level is the rank's to choose; the coordinator keeps it, and tells it to the next ranks."""
-    for name, every, layers in (("y", 2, "every 2nd layer is"), ("z", 1, "all layers are")):
+    for name, every, layers in (("y", 2, "1 layer in 2 is"), ("z", 1, "all layers are")):
         epoch = setup.state.trainer_epoch
         message = GaveUp(epoch, 1, 1, "memory", "MemoryError", 4000, 4, recompute_every=every)
         for _ in range(2):  # sent again until the rank has its Stop
             setup.handler.gave_up(PEERS[1], message)
-        assert setup.sent.take(Stop)[0][1].reason.endswith(f"{layers} computed again from now on")
+        assert setup.sent.take(Stop)[0][1].reason.endswith(f"{layers} recomputed from now on")
         setup.state.store.commit()
         setup.handler = TrainerHandler(setup.state, setup.commits.append)
         setup.handler.hello(PEERS[0], TrainerHello(0, 2, name, 0), 0.0)
@@ -402,7 +402,7 @@ def test_more_layers_are_computed_again_before_micro_batches_are_cut(setup: Trai
         setup.handler.hello(PEERS[1], TrainerHello(1, 2, name, 0), 0.0)
     stored = MemoryLimits.stored(setup.state.store.read, 8192)
     assert (stored.recompute_every, stored.tokens) == (1, 8192)
-    assert lacking(setup, 4000, 4) == 2000, "nothing more can be computed again"
+    assert lacking(setup, 4000, 4) == 2000, "nothing more can be recomputed"
     assert setup.state.memory_limits.recompute_every == 1
 
 

@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward keep what attention returned: it runs once a step."""
+"""Layers that are recomputed in the backward keep what attention returned: it runs once a step."""
 
 from __future__ import annotations
 

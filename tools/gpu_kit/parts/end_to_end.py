@@ -92,7 +92,7 @@ def visit_shifts(context: Context) -> Iterator[Finding]:
 
 
 def visited(context: Context, way: Way) -> Iterator[Finding]:
-    """The run by itself. What a stranger may lack is missing where somebody came with all of it."""
+    """The run by itself. On a visit everything is brought along, so a 'not run' is a failure."""
     for finding in trained(context, way):
         yield replace(finding, ok=False) if finding.value.startswith("not run") else finding
 

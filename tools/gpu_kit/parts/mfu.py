@@ -12,7 +12,7 @@ with N the weights of the layers' matrices, T tokens, V x H the output layer, S 
 h heads of size d, and t the length of each row. A weight that is frozen (LoRA) counts 4 instead of 6,
 because its gradient is not computed; an adapter's counts 6. Attention: 2 products of h d t^2 multiply-adds
 in the forward, 4 in the backward, of which the causal half counts: (4 + 8) h d t^2 / 2. Not counted:
-activations, logits and scores that are computed again, the masked half, the embedding, norms, softmax and
+activations, logits and scores that are recomputed, the masked half, the embedding, norms, softmax and
 the optimizer.
 
 Peak: the dense bfloat16 rate of the data sheet, by the GPU's name; for an unknown GPU the rate of a large
@@ -107,7 +107,7 @@ class Case(NamedTuple):
         return any(shape.profiled for shape in self.shapes)
 
 
-COMPILED, FULL, PADDED = (  # without FULL: as few layers are computed again as the estimate says fit
+COMPILED, FULL, PADDED = (  # without FULL: as few layers are recomputed as the estimate says fit
     {"compile": True},
     {"activation_checkpointing": "full"},
     {"packing": "padded"},  # where flex attention fails
@@ -344,8 +344,8 @@ def head_alone(case: Case, learner: Learner, context: Context) -> Finding:
         found.logp.sum().backward()
 
     spent = timed(work, context, repeats=2)
-    rate = 8.0 * count * table.numel() / spent.seconds / 1e12  # one of the products is computed again
-    value = f"{spent}; {rate:.3g} TFLOP/s, products computed again among them"
+    rate = 8.0 * count * table.numel() / spent.seconds / 1e12  # one of the products is recomputed
+    value = f"{spent}; {rate:.3g} TFLOP/s, products recomputed among them"
     return Finding(f"{case.name}: output layer alone", value, note=f"{count:,} tokens")
 
 

@@ -128,7 +128,7 @@ def visit_embedded(context: Context) -> Iterator[Finding]:
 def _visited(
     context: Context, measure: Callable[[Context, list[str]], Iterator[Finding]]
 ) -> Iterator[Finding]:
-    """What a stranger may lack is missing where somebody came with all of it."""
+    """On a visit everything is brought along, so a `not run` is a failure."""
     command = server_command(context)
     findings = [Finding("server", NOT_THERE)] if command is None else measure(context, command)
     for finding in findings:
@@ -153,7 +153,7 @@ def measure_server(context: Context, command: list[str]) -> Iterator[Finding]:
     saver = has_saver(context, command)
     yield from _measure(context, command, rank=0, saver=saver)
     if not saver:
-        yield Finding("sleep", "not run: its environment has no torch_memory_saver (pip install it there)")
+        yield Finding("sleep", "not run: the server's environment lacks torch_memory_saver (pip install it)")
 
 
 def measure_adapters(context: Context, command: list[str]) -> Iterator[Finding]:

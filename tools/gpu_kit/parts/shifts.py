@@ -184,11 +184,13 @@ def _kill(
     """Kill the trainer once a checkpoint is well behind it; wait until another one has made steps."""
     _await(context, process, lambda: len(step_rows(run_dir)) >= 1, "the first step")
     yield Finding("demo: first step after", f"{time.monotonic() - began:.1f} s")
-    _await(context, process, lambda: len(step_rows(run_dir)) >= CHECKPOINT_EVERY + 2, "steps before the kill")
+    _await(
+        context, process, lambda: len(step_rows(run_dir)) >= CHECKPOINT_EVERY + 2, "enough steps to kill it"
+    )
     victim = _trainer(process.pid)
     victim.kill()
     killed_at, reached = time.monotonic(), _newest(run_dir)
-    _await(context, process, lambda: _newest(run_dir) > reached, "steps after the kill")
+    _await(context, process, lambda: _newest(run_dir) > reached, "a step after the kill")
     value = f"at step {reached:.0f}; {time.monotonic() - killed_at:.1f} s later another one was past it"
     another = _trainer(process.pid).pid != victim.pid
     yield Finding("demo: kill -9 of the trainer", value, "goes on by itself", another)
