@@ -81,6 +81,12 @@ def compiles(context):
     CACHE.write_bytes(os.urandom(2000))
     yield Finding("compiled", CACHE.read_bytes().hex())
 
+def compiles_too_much(context):
+    kernel = CACHE.parents[1] / "sglang/kernel"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_bytes(os.urandom(5000))
+    yield Finding("compiled", "too much")
+
 def ends_the_call(context):
     yield Finding("one", "1")
     os.kill(int(os.environ["DRIVER"]), signal.SIGTERM)
@@ -92,7 +98,7 @@ def finds(context):
 DRIVE = """
 import os, sys, visit
 os.environ["DRIVER"] = str(os.getpid())
-visit.FILE_BYTES, visit.CACHE_FILE_BYTES = 2000, 1000
+visit.FILE_BYTES, visit.CACHE_FILE_BYTES, visit.CACHE_FILES = 2000, 1000, 3
 steps = [visit.Step(name, lane, f"fakes:{function}", float(seconds), least=float(seconds) / 2)
          for name, lane, function, seconds in (word.split(",") for word in sys.argv[1:])]
 sys.exit(visit.main(["T", "--out", "out", "--folder", "visit"], calls={"T": visit.Call(60.0, tuple(steps))},
@@ -148,6 +154,7 @@ def test_a_finding_is_on_disk_before_the_step_goes_on(tmp_path: Path) -> None:
     assert values(lines, "reads") == ["is known", "True"]
     assert code == 1, "a step without time counts as not run"
     assert ends(lines)["none"] == "not run"
+    assert script("visit", "gpu_kit").succeeded({"state": "left out"}), "one that is optional does not"
 
 
 def test_what_is_too_large_to_come_back_is_left_out_and_named(tmp_path: Path) -> None:
@@ -179,6 +186,20 @@ def test_caches_of_a_visit_are_there_in_the_next(tmp_path: Path, missing: int) -
     )
 
 
+def test_of_caches_that_are_too_large_those_of_the_trainer_come_back(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    _, lines = drive(first, "compiles,shared,compiles,20", "more,shared,compiles_too_much,20")
+    about = [(line["event"], line.get("file")) for line in lines if line["step"] == "caches"]
+    assert about == [("left out", "sglang"), ("packed", None)]
+    (second / "visit/caches").mkdir(parents=True)
+    for file in (first / "out").glob("caches-*"):
+        shutil.copy(file, second / "visit/caches")
+    _, again = drive(second, "finds,shared,finds,20")
+    assert values(again, "finds") == values(lines, "compiles")
+
+
 def test_a_signal_ends_the_step_under_way_and_the_call_and_what_is_known_stays(tmp_path: Path) -> None:
     code, lines = drive(tmp_path, "first,exclusive,ends_the_call,20", "second,exclusive,fine,20")
     assert code == 1 and ends(lines) == {"first": "killed"} and values(lines, "first") == ["1"]
@@ -186,11 +207,27 @@ def test_a_signal_ends_the_step_under_way_and_the_call_and_what_is_known_stays(t
 
 
 def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
+    visit = script("visit", "gpu_kit")
     (tmp_path / "visit/state").mkdir(parents=True)
     with (tmp_path / "visit/state/lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(FileNotFoundError):
-            drive(tmp_path, "fine,exclusive,fine,20")
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        line = [sys.executable, KIT / "visit.py", "A", "--device", "cpu", "--folder", tmp_path / "visit"]
+        refused = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and "another call is under way" in refused.stderr
+    with visit.alone(tmp_path / "visit/state"):
+        pass
+
+
+def test_a_call_goes_on_without_git_and_without_the_driver_s_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visit = script("visit", "gpu_kit")
+    slow = tmp_path / "nvidia-smi"
+    slow.write_text("#!/bin/sh\nexit 3\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    about = visit.described(SimpleNamespace(device="cuda"))
+    assert (about["gpu"], about["revision"], about["device"]) == ("", "", "cuda")
 
 
 def test_loads_are_filled_with_the_largest_files_first() -> None:

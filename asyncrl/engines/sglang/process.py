@@ -24,7 +24,6 @@ from asyncrl.weights.model_files import served_modules
 
 # From terminate to kill: a server has nothing to save, and its keeper is given little more than a second.
 STOP_SECONDS = 0.8
-SGLANG = "sglang.launch_server"  # another command may start servers on a CPU
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
 STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at most when its server dies
 
@@ -85,10 +84,8 @@ def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
 
 def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
     """Return the GPUs of each server that is started on this machine, which has `gpus`, by the name of its
-    process. Servers of another kind, and those that run on the CPU, have none."""
+    process. Those of a CPU have none."""
     engine, found = config.engine, dict[str, list[int]]()
-    if engine.server_command and SGLANG not in engine.server_command:
-        return found
     if engine.server_args.get("device", "cuda") != "cuda":
         return found
     for index in range(0 if engine.urls else engine.keepers):

@@ -76,7 +76,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (8, 1, {"servers": 7}, [0], [[1], [2], [3], [4], [5], [6], [7]]),
         (1, 1, {}, [0], [[0]]),
         (2, 1, {"server_command": ["my", "sglang.launch_server"]}, [0], [[1]]),
-        (2, 1, {"server_command": ["on_a_cpu"]}, [0], []),
+        (2, 1, {"server_command": ["python", "my_sglang.py"]}, [0], [[1]]),
         (1, 1, {"server_args": {"device": "cpu"}}, [0], []),
         (2, 1, {"urls": ["http://h:1"]}, [0], []),
     ],
