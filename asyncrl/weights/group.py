@@ -62,10 +62,16 @@ class ServerGroup:
         if self._made.done():
             self._made.result()
 
-    def broadcast(self, data: Tensor) -> Future[None]:
-        """Begin to send `data` to all other ranks, once they have joined. Not to be written to meanwhile."""
+    def broadcast(self, data: Tensor, then: Callable[[], None] = lambda: None) -> Future[None]:
+        """Begin to send `data` to all other ranks, once they have joined. Not to be written to meanwhile.
+        `then` is called on another thread when all have it, before the future is done."""
         made = self._made
-        return background(lambda: self._send(made.result(), data))
+
+        def send() -> None:
+            self._send(made.result(), data)
+            then()
+
+        return background(send)
 
     def close(self) -> None:
         """Never waits. Ranks that wait for a broadcast get an error; one that joins late still finds rank 0,

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from asyncrl.engines.sglang.http import ServerApi, UpdateProtocol
 from asyncrl.errors import AsyncrlError, EngineError, ProtocolError
 from asyncrl.weights import collective_messages as messages
-from asyncrl.weights.manifest import Layout, Manifest, Superseded, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Layout, Manifest, Postponed, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")
@@ -34,11 +34,11 @@ class SenderConnection:
     group: str = ""
 
     async def ask(self, question: messages.Question, kind: type[T]) -> T:
-        """Raises Superseded, WeightsError when the sender refuses or is gone, ProtocolError."""
+        """Raises Postponed, WeightsError when the sender refuses or is gone, ProtocolError."""
         with WeightsError.instead_of(OSError, EOFError, text=f"weights {self.path}: the sender is gone"):
             answer = await messages.ask(self.reader, self.writer, question)
         if isinstance(answer, messages.Refused):
-            raise (Superseded if answer.superseded else WeightsError)(f"weights {self.path}: {answer.reason}")
+            raise (Postponed if answer.postponed else WeightsError)(f"weights {self.path}: {answer.reason}")
         if not isinstance(answer, kind):
             raise ProtocolError(f"weights: a {type(answer).__name__} where a {kind.__name__} is due")
         return answer
@@ -106,7 +106,7 @@ class Receiver:
     async def push(self, ref: WeightsRef, seconds: float) -> AsyncIterator[Push]:
         """Get the sender ready to push `ref`, and the server ready to receive. All of it, what is done within
         the context included, takes at most `seconds`. WeightsError from entering: nothing has changed
-        (Superseded: the sender has a newer version). Any failure gives up the group, for a new one next time.
+        (Postponed: it is asked for again). Any failure gives up the group, for a new one next time.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         try:
