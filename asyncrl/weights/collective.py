@@ -50,7 +50,7 @@ from asyncrl.weights.group import ServerGroup, background
 from asyncrl.weights.manifest import Postponed, Superseded, TensorEntry, WeightsRef, describe, split
 from asyncrl.weights.pause import TrainingPause
 from asyncrl.weights.ranges import joined
-from asyncrl.weights.snapshot import Snapshot, Staging
+from asyncrl.weights.snapshot import BucketBuffers, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
 
@@ -79,7 +79,7 @@ class Sender:
     ) -> None:
         self.bucket_bytes, self.seconds, self.device = bucket_bytes, seconds, device
         self.pause = pause
-        self.staging = Staging(pinned=device.type == "cuda")  # of who has the turn
+        self.bucket_buffers = BucketBuffers(pinned=device.type == "cuda")  # of who has the turn
         self.turn = threading.Lock()  # of one engine at a time
         self._latest: Snapshot | None = None
         self._offered = threading.Condition()
@@ -142,6 +142,8 @@ class EngineConnection:
 
     def serve(self) -> None:
         """Until the engine leaves, or a push fails."""
+        if self._sender.device.type == "cuda":
+            torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would pin its buckets
         seconds = self._sender.seconds  # for who has just dialled to say what for
         try:
             while (request := self._next(time.monotonic() + seconds)) is not None:
@@ -233,11 +235,11 @@ class EngineConnection:
                 for part in parts:
                     of_ranks = pinned.shares(part)
                     entries += map(joined, snapshot.layout[part], of_ranks)
-                    in_place = pinned.in_place(part)
-                    if in_place is not None:
-                        yield in_place
+                    contiguous_bytes = pinned.contiguous_bytes(part)
+                    if contiguous_bytes is not None:
+                        yield contiguous_bytes
                     else:
-                        yield self._sender.staging.fill(chain.from_iterable(of_ranks), largest)
+                        yield self._sender.bucket_buffers.fill(chain.from_iterable(of_ranks), largest)
         except (Superseded, GeneratorExit):
             raise
         except Exception as error:

@@ -205,6 +205,18 @@ async def test_a_server_that_finds_training_busy_is_not_touched_and_asks_again(s
     check(server, 1)
 
 
+def test_a_push_from_a_gpu_uses_that_gpu_and_no_other(monkeypatch):
+    """A new thread's is GPU 0, where each process on other GPUs would hold memory."""
+    devices = list[str]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append(str(device)))
+    with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cuda", 1))) as sender:
+        host, port = sender.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), LONG) as keeper:
+            keeper.shutdown(socket.SHUT_WR)
+            assert keeper.recv(1) == b"", "the connection was served, and has ended"
+    assert devices == ["cuda:1"]
+
+
 async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
     monkeypatch.setattr(collective, "OFFER_SECONDS", 0.1)
     server = spawn()
