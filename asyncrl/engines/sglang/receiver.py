@@ -21,7 +21,8 @@ from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")
 CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
-NCCL_VERSION = re.compile(r"NCCL version (\d+(?:\.\d+)+)")  # in torch's text of every error of NCCL
+# In torch's text of an error of NCCL. Versions that differ are invalid usage; a network or a GPU is not.
+NCCL_REFUSAL = re.compile(r"invalid usage.*, NCCL version (\d+(?:\.\d+)+)")
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Push:
         try:
             yield
         except WeightsError as error:
-            server_nccl = NCCL_VERSION.search(str(error))
+            server_nccl = NCCL_REFUSAL.search(str(error))
             if server_nccl is None or server_nccl[1] == self.trainer_nccl:
                 raise
             raise WeightsError(

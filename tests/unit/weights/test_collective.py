@@ -6,6 +6,7 @@ Servers and trainers that die are processes of their own; the server's make SGLa
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import resource
 import socket
@@ -34,7 +35,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective, disk
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.collective_messages import BucketRequest, VersionRequest, ask
-from asyncrl.weights.group import ServerGroup
+from asyncrl.weights.group import ServerGroup, loaded_nccl_version
 from asyncrl.weights.manifest import Manifest, Postponed, WeightsError, WeightsRef
 from asyncrl.weights.pause import TrainingPause
 from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weights
@@ -338,31 +339,49 @@ async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("server_nccl", "message"),
+    ("server_nccl", "kind", "message"),
     [
         (
             "2.28.9",
+            "invalid usage",
             r"the trainer has NCCL 2\.29\.7, the server 2\.28\.9, and both need the same: install one "
             r"version of torch in both environments, or set weights\.transport=disk",
         ),
-        ("2.29.7", r"Failed to receive weights: NCCL error in: .*, NCCL version 2\.29\.7"),
+        ("2.29.7", "invalid usage", r"NCCL error in: .*, NCCL version 2\.29\.7"),
+        ("2.28.9", "unhandled system error", r"NCCL error in: .*, NCCL version 2\.28\.9"),
     ],
 )
-async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, server_nccl, message):
-    """As the server's torch names it in what SGLang answers."""
+async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, server_nccl, kind, message):
+    """As the server's torch names it in what SGLang answers. A network that fails is none of the version."""
     monkeypatch.setattr(ServerGroup, "nccl_version", "2.29.7")
 
     def refuse() -> None:
         raise WeightsError(
             "server http://127.0.0.1:9: /update_weights_from_distributed answered 400: Failed to receive "
-            "weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "
-            f"(run with NCCL_DEBUG=WARN for details), NCCL version {server_nccl} ncclInvalidUsage: This"
+            "weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+            f"{kind} (run with NCCL_DEBUG=WARN for details), NCCL version {server_nccl} …"
         )
 
     server = spawn()
     at_update(server, 0, refuse)
     with pytest.raises(WeightsError, match=message):
         await push(Receiver(server, 0, 1, OLD), offer(sender))
+
+
+def test_the_version_of_nccl_is_that_of_the_library_in_use(monkeypatch):
+    """Another one than torch was compiled with may be installed."""
+
+    def get_version(pointer: Any) -> int:
+        pointer._obj.value = 22907
+        return 0
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    open_library = mock.Mock(return_value=SimpleNamespace(ncclGetVersion=get_version))
+    monkeypatch.setattr(ctypes, "CDLL", open_library)
+    assert loaded_nccl_version() == "2.29.7"
+    open_library.assert_called_once_with("libnccl.so.2", mode=os.RTLD_NOLOAD)
+    open_library.side_effect = OSError("not loaded: it is linked into torch")
+    assert loaded_nccl_version() == "2.27.5"
 
 
 async def test_a_trainer_that_is_killed(spawn):
