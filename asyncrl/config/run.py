@@ -295,6 +295,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return self.engine.colocated > 0 and self.total_steps > 0
 
     @property
+    def ranks_on_gpus(self) -> int:
+        """Count the trainer ranks that use GPUs where there are some: none in an evaluation."""
+        return self.trainer.ranks if self.total_steps and self.model.device != "cpu" else 0
+
+    @property
     def update_mode(self) -> Literal["in_place", "retract", "abort"]:
         """Tells what an update does with requests under way. An engine that sleeps keeps no KV cache."""
         return "retract" if self.shifts and self.weights.mode == "in_place" else self.weights.mode

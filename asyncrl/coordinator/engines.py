@@ -90,7 +90,7 @@ class EngineHandler:
         if (engine := versions.engines.get(peer)) is None:
             return  # its peer will say hello
         engine.push_s = message.seconds
-        if message.superseded:
+        if message.postponed:
             log.info("%s has not loaded v%d: %s", engine.name, version.step, message.error)
             engine.resend(now)
             return

@@ -15,6 +15,7 @@ from asyncrl.launch.estimates import sized
 from asyncrl.launch.nodes import is_loopback
 from asyncrl.launch.placement import ENGINE, SCORER, TRAINER, dealt
 from asyncrl.observe.machine import gpu_driver, list_gpus
+from asyncrl.weights.group import loaded_nccl_version
 
 INTERFACES = "NCCL_SOCKET_IFNAME"
 UNSET = "^docker,lo"  # what NCCL takes where that is not set
@@ -105,7 +106,7 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
     if not torch.cuda.is_available():
         yield ok("not needed without GPUs")
     elif distributed.is_available() and distributed.is_nccl_available():
-        yield ok(".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+        yield ok(loaded_nccl_version())
     elif inputs.config.trainer.ranks > 1 or inputs.config.weights.transport != "disk":
         raise ConfigError(
             "this torch has no NCCL, which several ranks on GPUs need; install a torch that has it"

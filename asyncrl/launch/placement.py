@@ -84,11 +84,9 @@ def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
     from asyncrl.engines.sglang.process import server_gpus  # imports torch
     from asyncrl.rollout.samplers import engine_gpu
 
-    on_gpus = config.model.device != "cpu"
-    ranks = config.trainer.ranks if config.total_steps and on_gpus else 0
-    embedded = config.rollout.workers if not config.engine.remote and on_gpus else 0
+    embedded = config.rollout.workers if not config.engine.remote and config.model.device != "cpu" else 0
     return {
-        **{f"{TRAINER}-{rank}": [rank % count] for rank in range(ranks)},
+        **{f"{TRAINER}-{rank}": [rank % count] for rank in range(config.ranks_on_gpus)},
         **server_gpus(config, count),
         **{f"{ROLLOUT}-{worker}": [engine_gpu(config, worker, count)] for worker in range(embedded)},
     }

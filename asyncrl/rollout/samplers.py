@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine, EngineRefused, Request, engines
+from asyncrl.engines.sglang.process import server_gpus
 from asyncrl.errors import EngineError, recorded
 from asyncrl.isolation.calls import to_its_end
 from asyncrl.observe.timeline import Timeline
@@ -188,11 +190,12 @@ def engine_gpu(config: RunConfig, index: int, gpus: int) -> int:
         return index
     if config.launch.kind != "local":
         return 0
-    ranks = config.trainer.ranks if config.total_steps else 0
-    scorers = [config.scorers[name] for name, _ in config.scorer_places]
-    serving = sum(scorer.tp for scorer in scorers if not scorer.urls)
-    first = next((used for used in (ranks + serving, ranks) if used < gpus), 0)
-    return first + index % max(1, gpus - first)
+
+    without_ranks = range(min(config.ranks_on_gpus, gpus), gpus)
+    scorer_gpus = {*chain(*server_gpus(config, gpus).values())}
+    unused = [gpu for gpu in without_ranks if gpu not in scorer_gpus]
+    candidates = unused or without_ranks or range(max(1, gpus))
+    return candidates[index % len(candidates)]
 
 
 def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:

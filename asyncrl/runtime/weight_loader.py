@@ -19,7 +19,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.activity import Notifier
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.weights.manifest import Manifest, Probe, Superseded, Unreachable, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Postponed, Probe, Unreachable, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded, Sleep, Slept
 
 LOAD = "load_weights"  # a span of the timeline
@@ -36,14 +36,14 @@ class Loadable(Protocol):
 
 
 class LoadFailures:
-    """Failed loads in a row. A newer version instead of the one asked for is no failure."""
+    """Failed loads in a row. A version that is not to be had now is no failure."""
 
     def __init__(self) -> None:
         self._count, self._since, self._last = 0, math.inf, ""
         self._process_failed = True  # each time
 
     def add(self, answer: Loaded) -> None:
-        if not answer.error or answer.superseded:
+        if not answer.error or answer.postponed:
             self._count, self._since = 0, math.inf
             self._process_failed = True
             return
@@ -151,7 +151,7 @@ class WeightLoader:
         details = {"error": failure.line} if failure.line else {}
         self._timeline.record(LOAD, wall, time.time(), version=ref.version, engine=self.lane, **details)
         seconds = time.monotonic() - start
-        superseded, unproven = isinstance(failure.error, Superseded), not self._proven
+        postponed, unproven = isinstance(failure.error, Postponed), not self._proven
         return Loaded(
             ref,
             self.lane,
@@ -159,7 +159,7 @@ class WeightLoader:
             seconds,
             failure.line,
             *probed,
-            superseded,
+            postponed,
             unproven,
             lost=isinstance(failure.error, Unreachable),
             process_failed=failure.error is not None and _is_of_process(failure.error),

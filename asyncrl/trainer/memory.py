@@ -81,6 +81,7 @@ def try_largest(learner: Learner) -> None:
         micro = tried.to(learner.world.device)
         models = learner.policy, learner.critic, learner.reference
         forward_backward(*models, micro, entropy_grad, learner.recipe.divergence, config.kl.top_k)
+        learner.pulse()  # each may compile for minutes
     learner.size = 0, 0
     learner.optimizer.zero_grad()
     if learner.critic is not None:

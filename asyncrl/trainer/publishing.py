@@ -91,11 +91,14 @@ class Publishing:
 
     def probe(self) -> Probe:
         """The probe, with the log-probs of the policy as it is now. A collective. It takes as long as many
-        copies of the weights, so it is not part of `publish`: the coordinator asks for it."""
+        copies of the weights, so it is not part of `publish`: the coordinator asks for it. Servers may join
+        after each forward, which may compile for minutes."""
         logprobs = score(self.policy, self._probe_ids, self.mesh.device)
+        self.allow_pause()
         if self.noise_floor is None:
             with unpacked(self.policy):
                 other = score(self.policy, self._probe_ids, self.mesh.device, rows=NOISE_ROWS)
+            self.allow_pause()
             self.noise_floor = max(abs(a - b) for a, b in zip(logprobs, other, strict=True))
         return Probe(self._probe_ids, logprobs, self.noise_floor)
 

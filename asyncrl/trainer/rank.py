@@ -273,7 +273,6 @@ class TrainerRank:
                     raise DeadlineError(f"waited {self._progress:g} s for {name}")
                 self.waiting = name
                 self.publishing.check()
-                self.publishing.allow_pause()
                 self._idle(WORD_POLL)
         except DistNetworkError:
             self._idle(RESEND_EVERY)
@@ -320,7 +319,7 @@ class TrainerRank:
                 yield received
 
     def _pulse(self) -> None:
-        """Called after every micro-batch, so that beats are sent during a long batch, too."""
+        """Called after every micro-batch, so that beats go out, and servers join, during a long batch."""
         self.work += 1
         self._beat_if_due(time.monotonic())
         self.publishing.allow_pause()
@@ -340,9 +339,10 @@ class TrainerRank:
             self.control.send(self._greeting())
 
     def _idle(self, seconds: float) -> None:
-        """Send beats for so long; Stop ends it."""
+        """Send beats for so long, and let servers join; Stop ends it."""
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end:
+            self.publishing.allow_pause()
             self._beat(now)
             self._poller.wait(min(BEAT_EVERY, end - now))
             list(self._received())

@@ -31,7 +31,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.process import main_memory
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
-from asyncrl.weights.memory import lock_pages, trim_heap, unlock_pages
+from asyncrl.weights.memory import page_locked, trim_heap
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import AskDevices, GrantDevices
@@ -130,7 +130,6 @@ class PinnedMemory:
 
     def __init__(self, world: World) -> None:
         self._world, self._memory = world, torch.empty(0, dtype=torch.uint8)
-        self._is_pinned = False
 
     def room(self, size: int) -> Tensor:
         """A collective: the kernel would rather kill a process than refuse pages."""
@@ -142,12 +141,8 @@ class PinnedMemory:
                 f"the ranks here need {needed / 1e9:.2f} GB more main memory, {free / 1e9:.2f} GB are free"
             )
         if missing:
-            if self._is_pinned:
-                unlock_pages(self._memory)
-                self._is_pinned = False
-            del self._memory
-            self._memory = torch.empty(size, dtype=torch.uint8)
-            self._is_pinned = lock_pages(self._memory)
+            self._memory = torch.empty(0, dtype=torch.uint8)  # first, for there may be no room for both
+            self._memory = page_locked(size)
         return self._memory[:size]
 
 

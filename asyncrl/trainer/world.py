@@ -51,8 +51,8 @@ class World:
     """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `mesh`: the
     ranks that this one's copy of the weights is sharded over, [ranks of a replica]. `sequence`: the ranks
     that share this one's micro-batches; None: it has its own. `group`: what all talk through; None: the
-    default one. `rendezvous`: where they met. `replicas`: the ranks that hold this one's shards in the other
-    copies of the weights, and this rank; None: there is one copy."""
+    default one. `rendezvous`: where they met. `replica_group`: the ranks that hold this one's shards in the
+    other copies of the weights, and this rank; None: there is one copy."""
 
     rank: int
     size: int
@@ -61,7 +61,7 @@ class World:
     sequence: SequenceRanks | None = None
     group: dist.ProcessGroup | None = None
     rendezvous: str = ""
-    replicas: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -78,33 +78,34 @@ class World:
         one is not known in advance. So it shards within a replica, and `average_gradients` does the rest.
         """
         kind, mesh, ranks, groups = self.device.type, self.mesh, None, list[dist.ProcessGroup]()
-        same_shards = None
+        replica_group = None
         if replicas > 1:
             names = ("replicate", "shard")
-            both = init_device_mesh(kind, (replicas, self.size // replicas), mesh_dim_names=names)
-            groups += both.get_all_groups()
-            mesh = both["shard"]
-            same_shards = both.get_group("replicate")
+            shape = (replicas, self.size // replicas)
+            replica_shard_mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+            groups += replica_shard_mesh.get_all_groups()
+            mesh = replica_shard_mesh["shard"]
+            replica_group = replica_shard_mesh.get_group("replicate")
         if sequence > 1:
             group = init_device_mesh(kind, (self.size // sequence, sequence)).get_group(1)
             ranks = SequenceRanks(group, self.rank % sequence, sequence)
             groups.append(group)
         for own in groups if timeout_s else ():  # a mesh gives its groups torch's default
             _set_pg_timeout(timedelta(seconds=timeout_s), own)
-        return replace(self, mesh=mesh, sequence=ranks, replicas=same_shards)
+        return replace(self, mesh=mesh, sequence=ranks, replica_group=replica_group)
 
     @torch.no_grad()
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average over the replicas the gradients that FSDP2 has averaged within each of them, once a step.
         They lie in `.grad` and nowhere else, so that `zero_grad` drops those of a batch that is left out."""
-        if self.replicas is None:
+        if self.replica_group is None:
             return
         shards = [cast(DTensor, p.grad).to_local() for p in parameters if p.grad is not None]
         for bucket in _in_buckets(shards, GRADIENT_BYTES):
             parts = [shard.flatten() for shard in bucket]
             joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)  # perhaps offloaded
-            dist.all_reduce(joined, group=self.replicas)
-            joined /= self.replicas.size()
+            dist.all_reduce(joined, group=self.replica_group)
+            joined /= self.replica_group.size()
             averages = joined.split([shard.numel() for shard in bucket])
             for shard, average in zip(bucket, averages, strict=True):
                 shard.copy_(average.view_as(shard))
@@ -285,7 +286,7 @@ def join(
     meeting = _Meeting(rank, size, rendezvous, meet_s)
     meet(meeting.waits())
     meeting.store.set_timeout(timedelta(seconds=timeout_s))  # torch does so for a URL only
-    enter = partial(
+    init_group = partial(
         dist.init_process_group,
         backend,
         store=meeting.store,
@@ -294,27 +295,27 @@ def join(
         timeout=timedelta(seconds=timeout_s),
     )
     if place.type == "cuda" and size > 1:
-        meet(_connecting(partial(_connect, enter, place), place, timeout_s))
+        meet(_wait_for_nccl(partial(_init_nccl, init_group, place), place, timeout_s))
     else:
-        enter()
+        init_group()
     return World(rank, size, place, init_device_mesh(place.type, (size,)), rendezvous=rendezvous)
 
 
-def _connect(enter: Callable[..., None], device: torch.device) -> None:
+def _init_nccl(init_group: Callable[..., None], device: torch.device) -> None:
     """Enter the process group from a thread of its own, and make its communicator on this rank's GPU: bound
     to the device, torch makes it at once, and what is added up shows that all ranks have it."""
     torch.cuda.set_device(device)  # of this thread
-    enter(device_id=device)
+    init_group(device_id=device)
     ranks = torch.ones(1, device=device)
     dist.all_reduce(ranks)
     ranks.item()  # waits for the device
 
 
-def _connecting(connect: Callable[[], None], device: torch.device, limit: float) -> Iterator[str]:
-    """Yield the name of the wait while `connect` runs, which nothing can interrupt: its thread keeps no
+def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: float) -> Iterator[str]:
+    """Yield the name of the wait while `init_nccl` runs, which nothing can interrupt: its thread keeps no
     process from ending. Raises what it raises, and DeadlineError after `limit` seconds."""
     connected: Future[None] = Future()
-    threading.Thread(target=fulfil, args=(connected, connect), name="nccl-join", daemon=True).start()
+    threading.Thread(target=fulfil, args=(connected, init_nccl), name="nccl-join", daemon=True).start()
     deadline = time.monotonic() + limit
     while not connected.done():
         yield f"trainer ranks connect their GPUs by NCCL (this one: {device})"

@@ -6,10 +6,11 @@ sender i modulo their number, of those on its machine if there are any. Its keep
 the sender, rank 0 of a group, to the server.
 
     keeper                                trainer                        server
-    VersionRequest            ──►  its turn; rank 0 listens
+    VersionRequest            ──►  its turn; rank 0 listens; a pause of training begins
     /init_weights_update_group ◄── Plan(buckets, group)  ───────────────► joins rank 0
     BucketRequest(i)          ──►  bucket i is ready
     /update_weights_from_...  ◄──  BucketReady(i), broadcasts ──────────► receives, loads
+                                   a new group has sent: the pause ends
       (until then bucket i + 1 is read, flattened and hashed)
     BucketRequest(after last) ──►
     the version is loaded     ◄──  Sent(manifest)
@@ -20,8 +21,9 @@ up too, so that a server that waits for a broadcast gets an error instead. A ser
 listening, and receives only when the bucket is ready, so that it never waits for a process that is not there.
 
 Processes may also freeze: both ends have deadlines, but a server that waits for a frozen trainer answers no
-request and has to be started again. On a GPU training stands still while a new group sends its first bucket,
-with which NCCL makes its communicator (pause.py).
+request and has to be started again. On a GPU training stands still while a server joins a new group and is
+sent the first bucket, with which NCCL makes its communicator (pause.py). Training may compile for minutes
+before it comes to that: the server has not been told of the group yet, and goes on with its old weights.
 
 Nothing here is authenticated or encrypted: for private networks.
 """
@@ -45,15 +47,16 @@ from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.group import ServerGroup, background
-from asyncrl.weights.manifest import Superseded, TensorEntry, WeightsRef, describe, split
+from asyncrl.weights.manifest import Postponed, Superseded, TensorEntry, WeightsRef, describe, split
 from asyncrl.weights.pause import TrainingPause
 from asyncrl.weights.ranges import joined
-from asyncrl.weights.snapshot import Snapshot, Staging
+from asyncrl.weights.snapshot import BucketBuffers, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
 
 IDLE_SECONDS = 3600.0  # in which a keeper that asks for nothing is given up: it dials again when it needs to
 REFUSAL_SECONDS = 5.0  # for a refusal to be sent
+PAUSE_PART = 0.5  # of a request's time, for training to pause: then the keeper hears in time to ask again
 OFFER_SECONDS = 5.0  # between the first rank's offer of a version and the last one's
 PAUSE = 1.0  # seconds until the sender listens again after it could not take a connection
 
@@ -76,7 +79,7 @@ class Sender:
     ) -> None:
         self.bucket_bytes, self.seconds, self.device = bucket_bytes, seconds, device
         self.pause = pause
-        self.staging = Staging(pinned=device.type == "cuda")  # of who has the turn
+        self.bucket_buffers = BucketBuffers(pinned=device.type == "cuda")  # of who has the turn
         self.turn = threading.Lock()  # of one engine at a time
         self._latest: Snapshot | None = None
         self._offered = threading.Condition()
@@ -139,6 +142,8 @@ class EngineConnection:
 
     def serve(self) -> None:
         """Until the engine leaves, or a push fails."""
+        if self._sender.device.type == "cuda":
+            torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would pin its buckets
         seconds = self._sender.seconds  # for who has just dialled to say what for
         try:
             while (request := self._next(time.monotonic() + seconds)) is not None:
@@ -149,7 +154,7 @@ class EngineConnection:
             log.debug("%s needs no more weights from here", self._engine)
         except Exception as error:  # an error of the keeper or the network: other pushes go on
             log.warning("push to %s ended: %s", self._engine, one_line(error))
-            self._refuse(one_line(error), isinstance(error, Superseded))
+            self._refuse(one_line(error), isinstance(error, Postponed))
         finally:
             self._sender.connections.discard(self)
             self._socket.close()
@@ -191,16 +196,18 @@ class EngineConnection:
             first = next(flattened)  # raises Superseded before the engine has done anything
             group, port = self._join(1 + request.ranks, deadline)
             buckets = tuple(snapshot.layout[part] for part in parts)
+            if port and self._sender.pause is not None:  # Postponed, so far without the engine, too
+                pause_seconds = PAUSE_PART * messages.seconds_left(deadline)
+                paused.enter_context(self._sender.pause.entered(pause_seconds))
+
             plan = messages.Plan(buckets, group.name, port, group.backend, group.nccl_version)
             messages.send_answer(self._socket, plan, deadline)
             for index, ready in enumerate(chain((first,), flattened)):  # read while the last one is under way
                 self._arrived(index, under_way, deadline)
-                paused.close()  # a group's first bucket has arrived
-                if port and index == 0 and self._sender.pause is not None:
-                    # A server makes its part of the communicator in its first broadcast only.
-                    paused.enter_context(self._sender.pause.entered(messages.seconds_left(deadline)))
                 messages.send_answer(self._socket, messages.BucketReady(index), deadline)
-                under_way = group.broadcast(ready)
+                # A server makes its part of the communicator in its first broadcast only. Training goes on as
+                # soon as that is sent, and not after the next bucket has been collected from all ranks.
+                under_way = group.broadcast(ready, then=paused.close)
             self._arrived(len(parts), under_way, deadline)
         messages.send_answer(
             self._socket, messages.Sent(describe(snapshot.version, tuple(entries))), deadline
@@ -228,11 +235,11 @@ class EngineConnection:
                 for part in parts:
                     of_ranks = pinned.shares(part)
                     entries += map(joined, snapshot.layout[part], of_ranks)
-                    in_place = pinned.in_place(part)
-                    if in_place is not None:
-                        yield in_place
+                    contiguous_bytes = pinned.contiguous_bytes(part)
+                    if contiguous_bytes is not None:
+                        yield contiguous_bytes
                     else:
-                        yield self._sender.staging.fill(chain.from_iterable(of_ranks), largest)
+                        yield self._sender.bucket_buffers.fill(chain.from_iterable(of_ranks), largest)
         except (Superseded, GeneratorExit):
             raise
         except Exception as error:
@@ -247,8 +254,8 @@ class EngineConnection:
         if last is not None:
             last.result(messages.seconds_left(deadline))
 
-    def _refuse(self, reason: str, superseded: bool) -> None:
+    def _refuse(self, reason: str, postponed: bool) -> None:
         with suppress(OSError):
             messages.send_answer(
-                self._socket, messages.Refused(reason, superseded), time.monotonic() + REFUSAL_SECONDS
+                self._socket, messages.Refused(reason, postponed), time.monotonic() + REFUSAL_SECONDS
             )

@@ -63,10 +63,11 @@ class Sent(msgspec.Struct, frozen=True, tag="sent"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The push has ended. `superseded`: the version does not exist any more."""
+    """The push has ended. `postponed`: through no fault of the engine, which asks again: a newer version has
+    taken the place of this one, or training came to no pause."""
 
     reason: str
-    superseded: bool = False
+    postponed: bool = False
 
 
 Question = VersionRequest | BucketRequest

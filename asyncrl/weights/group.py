@@ -7,10 +7,13 @@ prefixes of keys as `ServerGroup._make` does.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -33,6 +36,19 @@ def background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def loaded_nccl_version() -> str:
+    """Return the version of the NCCL library in this process, "2.29.7", which torch's errors name, too.
+    `torch.cuda.nccl.version()` is of the one that torch was compiled with: it is the same only where that is
+    linked into torch."""
+    version = ctypes.c_int()
+    with suppress(OSError):  # no library of its own
+        nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
+        if nccl.ncclGetVersion(ctypes.byref(version)) == 0:
+            major, rest = divmod(version.value, 10_000)
+            return f"{major}.{rest // 100}.{rest % 100}"
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
 class ServerGroup:
     """`ranks` in all; a broadcast takes at most `seconds`. Rank 0 has the store at which they meet."""
 
@@ -50,7 +66,7 @@ class ServerGroup:
     @property
     def nccl_version(self) -> str:
         """Return NCCL's version here, which all ranks must have; "" for gloo."""
-        return ".".join(map(str, torch.cuda.nccl.version())) if self.backend == "nccl" else ""
+        return loaded_nccl_version() if self.backend == "nccl" else ""
 
     def await_listening(self, deadline: float) -> None:
         """Wait until a rank that joins finds rank 0: without it that rank, and its server, hang for half an
@@ -62,10 +78,16 @@ class ServerGroup:
         if self._made.done():
             self._made.result()
 
-    def broadcast(self, data: Tensor) -> Future[None]:
-        """Begin to send `data` to all other ranks, once they have joined. Not to be written to meanwhile."""
+    def broadcast(self, data: Tensor, then: Callable[[], None] = lambda: None) -> Future[None]:
+        """Begin to send `data` to all other ranks, once they have joined. Not to be written to meanwhile.
+        `then` is called on another thread when all have it, before the future is done."""
         made = self._made
-        return background(lambda: self._send(made.result(), data))
+
+        def send() -> None:
+            self._send(made.result(), data)
+            then()
+
+        return background(send)
 
     def close(self) -> None:
         """Never waits. Ranks that wait for a broadcast get an error; one that joins late still finds rank 0,

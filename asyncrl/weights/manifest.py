@@ -27,7 +27,11 @@ class Unreachable(WeightsError):
     """Nobody delivers the version: nothing is known to be wrong with it."""
 
 
-class Superseded(WeightsError):
+class Postponed(WeightsError):
+    """The version is not to be had now, through no fault of who asks: it is asked for again."""
+
+
+class Superseded(Postponed):
     """Only a newer version can be had."""
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 log = logging.getLogger("asyncrl.weights")
@@ -47,28 +49,28 @@ def trim_heap() -> None:
 
 
 def page_locked(size: int) -> torch.Tensor:
-    """Return `size` bytes of main memory, [size] of uint8, that a GPU copies to and from directly, and that
-    stay so until the process ends. torch's own page-locked memory comes in powers of two."""
-    memory = torch.empty(size, dtype=torch.uint8)
-    lock_pages(memory)
-    return memory
+    """Return `size` bytes of main memory, [size] of uint8, that a GPU copies to and from directly; a warning,
+    and ordinary memory, where the system does not allow it. torch's own page-locked memory comes in powers of
+    two. Raises MemoryError.
 
-
-def lock_pages(memory: torch.Tensor) -> bool:
-    """Page-lock memory as it is; False, and a warning, where the system does not allow it."""
-    size = memory.nbytes
+    The pages are unlocked when the last tensor in them goes, before they are freed: CUDA would take what gets
+    their address next for locked, and copy to and from the old pages. A numpy array has them, whose finalizer
+    runs while they are still there.
+    """
+    pages = np.empty(size, np.uint8)
     if not size:  # which CUDA refuses
-        return False
-    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
-        return True
-    log.warning("%.2f GB of main memory cannot be pinned: copies to and from a GPU are slower", size / 1e9)
-    _clear_cuda_error()
-    return False
+        return torch.from_numpy(pages)
 
-
-def unlock_pages(memory: torch.Tensor) -> None:
-    """To be called before memory that was locked is freed."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(pages.ctypes.data, size, 0)) == 0:
+        unlocking = weakref.finalize(pages, runtime.cudaHostUnregister, pages.ctypes.data)
+        unlocking.atexit = False  # CUDA may have ended, and the process gives everything back
+    else:
+        log.warning(
+            "%.2f GB of main memory cannot be pinned: copies to and from a GPU are slower", size / 1e9
+        )
+        _clear_cuda_error()
+    return torch.from_numpy(pages)
 
 
 def _clear_cuda_error() -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from asyncrl.errors import DeadlineError
+from asyncrl.weights.manifest import Postponed
 
 
 class TrainingPause:
@@ -27,15 +27,14 @@ class TrainingPause:
 
     @contextmanager
     def entered(self, seconds: float) -> Iterator[None]:
-        """Inside, the training thread stands still. DeadlineError if it does not come to that in time."""
+        """Inside, the training thread stands still. Postponed if it does not come to that in time."""
         with self._changed:
             self._wanted += 1
+            self._changed.notify_all()
         try:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._paused, seconds):
-                    raise DeadlineError(
-                        f"training came to no pause within {seconds:g} s, for a server to join"
-                    )
+                    raise Postponed(f"training came to no pause within {seconds:.3g} s, for a server to join")
             yield
         finally:
             with self._changed:

@@ -242,7 +242,7 @@ class Copied:
         ask = Ask(self.copy, part.start, part.stop, earlier, file, socket.gethostname())
         return self.host.shares(self.memory, memory, ask)
 
-    def in_place(self, part: slice) -> Tensor | None:
+    def contiguous_bytes(self, part: slice) -> Tensor | None:
         return self.host.own_bytes(self.memory, part) if self.host.ranks == 1 else None
 
 

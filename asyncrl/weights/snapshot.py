@@ -44,7 +44,7 @@ class Pinned(Protocol):
         that of the copy, not to be written to. Raises WeightsError when a rank does not deliver."""
         ...
 
-    def in_place(self, part: slice) -> Tensor | None:
+    def contiguous_bytes(self, part: slice) -> Tensor | None:
         """The bytes of a part of the layout where they lie, [n] of uint8, not to be written to; None if they
         do not lie one behind the other, as those of several ranks."""
         ...
@@ -74,7 +74,7 @@ def whole(shares: Iterable[RangeShare], memory: Tensor | None = None) -> Tensor:
     return target
 
 
-class Staging:
+class BucketBuffers:
     """Memory for buckets of what several ranks have: two buffers in turn, of which one is filled while the
     other is sent. They are made at the first bucket, and kept. `pinned`: a GPU copies from them directly."""
 

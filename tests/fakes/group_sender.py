@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 
@@ -38,10 +39,10 @@ def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int)
     torch.set_num_threads(1)
     broadcast, count = ServerGroup.broadcast, 0
 
-    def until_then(group: ServerGroup, data: Tensor) -> Future[None]:
+    def until_then(group: ServerGroup, data: Tensor, then: Callable[[], None]) -> Future[None]:
         nonlocal count
         count += 1
-        return broadcast(group, data) if count <= silent_from else Future()
+        return broadcast(group, data, then) if count <= silent_from else Future()
 
     ServerGroup.broadcast = until_then  # type: ignore[method-assign]
     sender = Sender("127.0.0.1", bucket_bytes, 60.0, torch.device("cpu"))

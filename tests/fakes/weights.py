@@ -40,7 +40,7 @@ class PinnedTensors:
             found.append([share(spec, own, 0, data)])
         return found
 
-    def in_place(self, part: slice) -> Tensor | None:
+    def contiguous_bytes(self, part: slice) -> Tensor | None:
         return None
 
 

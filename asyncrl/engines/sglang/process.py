@@ -78,7 +78,7 @@ def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
         earlier = (config.scorers[name] for name, _ in config.scorer_places[:index])
         before += sum(one.tp for one in earlier if not one.urls)
     shared = config.launch.kind != "local" or (config.shifts and not scorer)
-    first = before + (0 if shared else config.trainer.ranks)
+    first = before + (0 if shared else config.ranks_on_gpus)
     return first if first + tp <= gpus else before % max(1, gpus - tp + 1)
 
 

@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 from asyncrl.engines.sglang.http import ServerApi, UpdateProtocol
 from asyncrl.errors import AsyncrlError, EngineError, ProtocolError
 from asyncrl.weights import collective_messages as messages
-from asyncrl.weights.manifest import Layout, Manifest, Superseded, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Layout, Manifest, Postponed, WeightsError, WeightsRef
 from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")
 CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
-NCCL_VERSION = re.compile(r"NCCL version (\d+(?:\.\d+)+)")  # in torch's text of every error of NCCL
+# In torch's text of an error of NCCL. Versions that differ are invalid usage; a network or a GPU is not.
+NCCL_REFUSAL = re.compile(r"invalid usage.*, NCCL version (\d+(?:\.\d+)+)")
 
 
 @dataclass
@@ -34,11 +35,11 @@ class SenderConnection:
     group: str = ""
 
     async def ask(self, question: messages.Question, kind: type[T]) -> T:
-        """Raises Superseded, WeightsError when the sender refuses or is gone, ProtocolError."""
+        """Raises Postponed, WeightsError when the sender refuses or is gone, ProtocolError."""
         with WeightsError.instead_of(OSError, EOFError, text=f"weights {self.path}: the sender is gone"):
             answer = await messages.ask(self.reader, self.writer, question)
         if isinstance(answer, messages.Refused):
-            raise (Superseded if answer.superseded else WeightsError)(f"weights {self.path}: {answer.reason}")
+            raise (Postponed if answer.postponed else WeightsError)(f"weights {self.path}: {answer.reason}")
         if not isinstance(answer, kind):
             raise ProtocolError(f"weights: a {type(answer).__name__} where a {kind.__name__} is due")
         return answer
@@ -85,7 +86,7 @@ class Push:
         try:
             yield
         except WeightsError as error:
-            server_nccl = NCCL_VERSION.search(str(error))
+            server_nccl = NCCL_REFUSAL.search(str(error))
             if server_nccl is None or server_nccl[1] == self.trainer_nccl:
                 raise
             raise WeightsError(
@@ -106,7 +107,7 @@ class Receiver:
     async def push(self, ref: WeightsRef, seconds: float) -> AsyncIterator[Push]:
         """Get the sender ready to push `ref`, and the server ready to receive. All of it, what is done within
         the context included, takes at most `seconds`. WeightsError from entering: nothing has changed
-        (Superseded: the sender has a newer version). Any failure gives up the group, for a new one next time.
+        (Postponed: it is asked for again). Any failure gives up the group, for a new one next time.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         try:

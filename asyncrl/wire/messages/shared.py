@@ -89,10 +89,10 @@ class LoadWeights(WireMessage, frozen=True):
 class Loaded(WireMessage, frozen=True):
     """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
     log-probs of the version's probe and the trainer's, over `probe_tokens` tokens; `probe_noise` is that of
-    the probe. `superseded`: the trainer has only a newer version by now. `unproven`: the engine has compared
-    no probe since it was started. `lost`: nobody delivers the version, about which nothing is known.
-    `process_failed`: the engine is broken, or its process lacks memory, descriptors, threads or room; without
-    it an error is one of the version's files."""
+    the probe. `postponed`: the version is not to be had now, and is asked for again. `unproven`: the engine
+    has compared no probe since it was started. `lost`: nobody delivers the version, about which nothing is
+    known. `process_failed`: the engine is broken, or its process lacks memory, descriptors, threads or room;
+    without it an error is one of the version's files."""
 
     ref: WeightsRef
     lane: str
@@ -102,7 +102,7 @@ class Loaded(WireMessage, frozen=True):
     probe_gap: Gap = 0.0
     probe_tokens: Count = 0
     probe_noise: Gap = 0.0
-    superseded: bool = False
+    postponed: bool = False
     unproven: bool = False
     lost: bool = False
     process_failed: bool = False

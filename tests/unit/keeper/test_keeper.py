@@ -211,9 +211,9 @@ def test_other_failures_are_given_the_time_of_a_load(
 
 
 def test_a_success_or_a_newer_version_starts_the_count_anew(tmp_path: Path) -> None:
-    superseded = msgspec.structs.replace(FAILED, superseded=True)
+    postponed = msgspec.structs.replace(FAILED, postponed=True)
     two = [FAILED] * (LOAD_TRIES - 1)
-    keep(tmp_path, report(*two, superseded, *two, FINE, *two), deadline=1e-9)
+    keep(tmp_path, report(*two, postponed, *two, FINE, *two), deadline=1e-9)
 
 
 def test_a_broken_server_is_out_of_service_at_once(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from asyncrl.rollout import samplers
 from asyncrl.rollout.samplers import engine_factory
 from asyncrl.trainer import world
 
+TWO_SERVERS = {"name": "sglang", "servers": 2}
+
 
 def config(**keys: dict) -> RunConfig:
     return parse({"name": "x", "model": {"path": "m"}, "data": {"train": "t"}} | keys)
@@ -141,6 +143,26 @@ def test_embedded_engines_have_gpus_that_no_trainer_rank_uses(
     assert devices == [f"cuda:{gpu}" for gpu in workers]
     used = dealt(settings, count)
     assert [used[f"rollout-{index}"] for index in range(3)] == [[gpu] for gpu in workers]
+
+
+@pytest.mark.parametrize(
+    ("keys", "used"),
+    [
+        ({"total_steps": 0, "engine": TWO_SERVERS}, {"engine-0": [0], "engine-1": [1]}),
+        (
+            {"model": {"path": "m", "device": "cpu"}, "engine": TWO_SERVERS},
+            {"engine-0": [0], "engine-1": [1]},
+        ),
+        (
+            {"total_steps": 0, "scorers": {"reward": {"path": "r"}}, "rollout": {"workers": 2}},
+            {"scorer-0": [0], "rollout-0": [1], "rollout-1": [1]},
+        ),
+    ],
+)
+def test_without_ranks_on_gpus_servers_and_engines_use_them_all(
+    keys: dict[str, Any], used: dict[str, list[int]]
+) -> None:
+    assert dealt(config(**keys), 2) == used
 
 
 @pytest.mark.parametrize(

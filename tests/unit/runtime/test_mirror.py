@@ -354,7 +354,7 @@ def test_a_dead_source_is_given_up_by_name(machines: Machines, monkeypatch: pyte
     for count in range(LOAD_TRIES):
         assert not failures.too_many(0.0), count
         answer = asyncio.run(load())
-        assert answer.lost and not answer.superseded
+        assert answer.lost and not answer.postponed
         failures.add(answer)
     assert not failures.too_many(60.0), "a coordinator that is replaced is away for a while, too"
     assert re.fullmatch(

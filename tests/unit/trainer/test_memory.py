@@ -55,9 +55,11 @@ def test_all_models_run_it_and_nothing_is_left(
     sizes, before = list[int](), full_state(learner.policy)
     for model in (learner.policy, learner.critic):
         model.register_forward_hook(lambda model, args, out: sizes.append(args[0].ids.numel()))
+    learner.pulse = lambda: sizes.append(0)
     with caplog.at_level(logging.INFO):
         try_largest(learner)
-    assert sizes == [3, 3, 60, 60] and "3 rows of 20 tokens, was tried in" in caplog.text
+    assert sizes == [3, 3, 0, 60, 60, 0], "servers join, and beats go out, after each"
+    assert "3 rows of 20 tokens, was tried in" in caplog.text
     assert all(p.grad is None for m in (learner.policy, learner.critic) for p in m.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_state(learner.policy).items())
 

@@ -10,6 +10,7 @@ from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -85,19 +86,22 @@ def count_forwards(policy: Policy) -> list[int]:
 def score_the_probe(world: World, folder: Path) -> Any:
     trainer = Trainer(world, folder)
     forwards, found = count_forwards(trainer.policy), []
+    pauses = list[int]()  # forwards before each
+    trainer.publishing._pause = mock.Mock(allow=lambda: pauses.append(len(forwards)))
     for _ in range(2):
         probe = trainer.publishing.probe()
         own = score(trainer.policy, probe.ids, world.device)
         found.append((probe.logprobs == own, probe.noise == trainer.publishing.noise_floor, len(forwards)))
         trainer.publish()
     trainer.publishing.drain()
-    return found, trainer.publishing.noise_floor
+    return found, trainer.publishing.noise_floor, pauses
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_probe_is_scored_with_the_weights_as_they_are(tmp_path: Path, ranks: int) -> None:
-    """Its noise is measured the first time only."""
-    found, floor = run_ranks(ranks, score_the_probe, tmp_path)
+    """Its noise is measured the first time only. Servers may join after each forward."""
+    found, floor, pauses = run_ranks(ranks, score_the_probe, tmp_path)
+    assert pauses == [1, 2, 4]
     assert found == [(True, True, 3), (True, True, 5)] and 0 <= floor < 1e-5  # float32
 
 

@@ -19,6 +19,7 @@ from asyncrl.runtime.liveness import progress_limit
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer import rank as module
+from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.performance import Stopwatch
 from asyncrl.trainer.rank import (
     BEAT_EVERY,
@@ -112,16 +113,39 @@ def test_behind_a_barrier_beats_go_on_and_count_what_was_done(
 
 
 def test_servers_may_join_after_every_micro_batch_and_during_waits(
-    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
+    rank: TrainerRank, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[bool] = []
-    monkeypatch.setattr(rank.publishing, "allow_pause", lambda: pauses.append(True))
-    monkeypatch.setattr(rank, "_idle", lambda seconds: None)
+    pauses: list[str] = []
+    monkeypatch.setattr(rank.publishing, "allow_pause", lambda: pauses.append(rank.waiting))
+
+    def advance(seconds: float) -> None:
+        clock.now += seconds
+
+    mail: list[tuple[WireMessage, list[bytes]]] = []
+    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
+    rank.control.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
+
     rank.learner.work(3)  # type: ignore[attr-defined]
-    assert len(pauses) == 3
+    assert pauses == ["", "", ""]
+
+    pauses.clear()
     answers = iter((None, "there"))
     rank._await("another rank", lambda: next(answers))
-    assert len(pauses) == 4
+    assert set(pauses) == {"another rank"}
+
+    pauses.clear()
+    mail.append((Committed(1, publish=False), []))
+    rank._ask(rank.control, Commit(0, 1, "", (), {}), "the commit of step 1")
+    assert pauses == ["the commit of step 1"]
+
+    pauses.clear()
+    busy = iter((True, False))
+    monkeypatch.setattr(Checkpointing, "busy", property(lambda saving: next(busy)))
+    monkeypatch.setattr(Checkpointing, "under_way", "a checkpoint")
+    monkeypatch.setattr(rank, "_note_saved", lambda: None)
+    rank._await_saved()
+    assert set(pauses) == {"a checkpoint"}
 
 
 def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock: SimpleNamespace) -> None:

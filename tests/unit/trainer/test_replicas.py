@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from asyncrl.trainer import world as ranks
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.memory import try_largest
 from asyncrl.trainer.optimizer import LEAST, note_norm
@@ -37,10 +38,11 @@ from tests.fakes.training import (
 pytestmark = pytest.mark.slow
 
 RANKS, REPLICAS, MICRO_BATCHES = 4, 2, 3
+SMALL_BUCKET = 200  # bytes: of the shards of 16 adapter matrices some are larger, others go together
 REPLICATE_GROUPS = ([0, 2], [1, 3])  # ranks with equal shards
 CONFIGS: dict[str, dict[str, Any]] = {
     "all weights, a critic": RECIPES["gae"],
-    "adapters": {"model": {"lora_rank": 2}},
+    "adapters, several buckets": {"model": {"lora_rank": 2}},
 }
 
 
@@ -103,7 +105,9 @@ def work(world: World, folder: Path) -> dict[str, Any]:
         rollout = {"max_tokens": 64, "max_new_tokens": 16}
         config = tiny_config(path, trainer={"spike_factor": 2.0}, rollout=rollout, **sections)
         wanted, wanted_sizes = batch_gradients(config, by_fsdp, batches)
-        gradients, sizes = batch_gradients(config, by_step, batches)
+        bucket_bytes = SMALL_BUCKET if "several buckets" in name else ranks.GRADIENT_BYTES
+        with mock.patch.object(ranks, "GRADIENT_BYTES", bucket_bytes):
+            gradients, sizes = batch_gradients(config, by_step, batches)
         gaps = [difference(*pair) for pair in zip(gradients, wanted, strict=True)]
         found[name] = {"gaps": gaps, "sizes": sizes, "by_fsdp": wanted_sizes}
     return found
@@ -128,6 +132,11 @@ def test_gradients_are_those_of_an_all_reduce_in_every_micro_batch(found: Any, n
 @pytest.mark.parametrize("name", CONFIGS)
 def test_replicas_exchange_gradients_once_a_step(found: Any, name: str) -> None:
     models = 2 if "critic" in name else 1
-    assert len(found[name]["sizes"]) == models  # a tiny model's gradients fit one all-reduce
+    sizes = found[name]["sizes"]
+    if "several buckets" in name:
+        assert 1 < len(sizes) < 16
+        assert any(4 * size > SMALL_BUCKET for size in sizes), "a larger shard is alone"
+    else:
+        assert len(sizes) == models  # a tiny model's gradients fit one all-reduce
     assert len(found[name]["by_fsdp"]) >= MICRO_BATCHES * models * 2  # layers
     assert sum(found[name]["by_fsdp"]) >= MICRO_BATCHES * sum(found[name]["sizes"])

@@ -6,6 +6,7 @@ Servers and trainers that die are processes of their own; the server's make SGLa
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import resource
 import socket
@@ -13,10 +14,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from signal import SIGCONT, SIGKILL, SIGSTOP
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,12 +30,13 @@ from asyncrl.engines.sglang import receiver as receiving
 from asyncrl.engines.sglang.http import OLD
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
+from asyncrl.runtime.weight_loader import WeightLoader
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective, disk
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.collective_messages import BucketRequest, VersionRequest, ask
-from asyncrl.weights.group import ServerGroup
-from asyncrl.weights.manifest import Manifest, Superseded, WeightsError, WeightsRef
+from asyncrl.weights.group import ServerGroup, loaded_nccl_version
+from asyncrl.weights.manifest import Manifest, Postponed, WeightsError, WeightsRef
 from asyncrl.weights.pause import TrainingPause
 from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weights
 from tests.fakes.group_server import FakeServer, described
@@ -116,31 +121,101 @@ async def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     await receiver.close()
 
 
-async def test_training_stands_still_while_a_group_sends_its_first_bucket(spawn):
-    """With it NCCL makes the communicator. Later ones, and other versions, are sent beside training."""
-    server, pause, over = spawn(), TrainingPause(torch.device("cpu")), threading.Event()
-    paused: list[tuple[str, bool]] = []
-    server.before = lambda name: paused.append((name, bool(pause._wanted)))
+@contextmanager
+def training(pause: TrainingPause) -> Iterator[None]:
+    """A thread that trains nothing, and pauses where it is to."""
+    over = threading.Event()
 
     def train() -> None:
         while not over.wait(0.001):
             pause.allow()
 
-    training = threading.Thread(target=train)
-    training.start()
+    thread = threading.Thread(target=train)
+    thread.start()
     try:
-        with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender:
-            receiver = Receiver(server, 0, 1, OLD)
-            for version in (1, 2):
-                await push(receiver, offer(sender, version))
-                check(server, version)
-            await receiver.close()
+        yield
     finally:
         over.set()
-        training.join(LONG)
+        thread.join(LONG)
+
+
+async def test_training_stands_still_while_a_group_sends_its_first_bucket(spawn):
+    """With it NCCL makes the communicator. Later ones, and other versions, are sent beside training."""
+    server, pause = spawn(), TrainingPause(torch.device("cpu"))
+    stands_still: list[tuple[str, bool]] = []
+
+    def look(name: str) -> None:
+        # After a pause `_paused` stays until the training thread runs again; it runs when nobody wants one.
+        stands_still.append((name, pause._paused and pause._wanted > 0))
+
+    server.before = look
+    with (
+        training(pause),
+        closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender,
+    ):
+        receiver = Receiver(server, 0, 1, OLD)
+        for version in (1, 2):
+            await push(receiver, offer(sender, version))
+            check(server, version)
+        await receiver.close()
     beside = [("update_from_group", False)]
-    first_version = [("init_group", False), ("update_from_group", True), *beside * (BUCKETS - 1)]
-    assert paused == [*first_version, *beside * BUCKETS, ("destroy_group", False)]
+    first_version = [("init_group", True), ("update_from_group", True), *beside * (BUCKETS - 1)]
+    assert stands_still == [*first_version, *beside * BUCKETS, ("destroy_group", False)]
+
+
+async def test_training_goes_on_while_the_second_bucket_is_collected(spawn, monkeypatch):
+    """Which waits for other ranks, and needs no device."""
+    server, pause, collected = spawn(), TrainingPause(torch.device("cpu")), list[int]()
+    shares = PinnedTensors.shares
+
+    def collect(pinned: PinnedTensors, part: slice) -> Any:
+        if len(collected) == 1:
+            with pause._changed:
+                assert pause._changed.wait_for(lambda: not pause._wanted, FEW), "training still waits"
+        collected.append(part.start)
+        return shares(pinned, part)
+
+    monkeypatch.setattr(PinnedTensors, "shares", collect)
+    with (
+        training(pause),
+        closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender,
+    ):
+        receiver = Receiver(server, 0, 1, OLD)
+        await push(receiver, offer(sender))
+        check(server, 1)
+        await receiver.close()
+    assert len(collected) == BUCKETS
+
+
+async def test_a_server_that_finds_training_busy_is_not_touched_and_asks_again(spawn, monkeypatch):
+    """Compiling may take longer than a load. No failure of the server, which keeps its weights."""
+    monkeypatch.setattr(collective, "PAUSE_PART", 0.005)
+    server, pause = spawn(), TrainingPause(torch.device("cpu"))
+    with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender:
+        ref, receiver = offer(sender), Receiver(server, 0, 1, OLD)
+        engine = SimpleNamespace(load=partial(push, receiver))
+        loader = WeightLoader("train", mock.Mock(), LONG, mock.AsyncMock(return_value=engine))
+        loader.offer(ref)
+        answer = await loader.next()
+        assert "training came to no pause" in answer.error
+        assert answer.postponed and not answer.process_failed
+        assert server.calls == [] and sender.error is None
+        with training(pause):
+            await push(receiver, ref)
+            await receiver.close()
+    check(server, 1)
+
+
+def test_a_push_from_a_gpu_uses_that_gpu_and_no_other(monkeypatch):
+    """A new thread's is GPU 0, where each process on other GPUs would hold memory."""
+    devices = list[str]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append(str(device)))
+    with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cuda", 1))) as sender:
+        host, port = sender.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), LONG) as keeper:
+            keeper.shutdown(socket.SHUT_WR)
+            assert keeper.recv(1) == b"", "the connection was served, and has ended"
+    assert devices == ["cuda:1"]
 
 
 async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
@@ -149,11 +224,11 @@ async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
     first = offer(sender)
     second = offer(sender, 2)
     receiver = Receiver(server, 0, 1, OLD)
-    with pytest.raises(Superseded, match="the sender has e0-v2"):
+    with pytest.raises(Postponed, match="the sender has e0-v2"):
         await push(receiver, first)
     with pytest.raises(WeightsError, match="the sender has e0-v2") as caught:
         await push(receiver, WeightsRef(PolicyVersion(0, 3), first.path))
-    assert not isinstance(caught.value, Superseded)
+    assert not isinstance(caught.value, Postponed)
     assert server.calls == [] and sender.error is None
     await push(receiver, second)
     check(server, 2)
@@ -264,31 +339,49 @@ async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("server_nccl", "message"),
+    ("server_nccl", "kind", "message"),
     [
         (
             "2.28.9",
+            "invalid usage",
             r"the trainer has NCCL 2\.29\.7, the server 2\.28\.9, and both need the same: install one "
             r"version of torch in both environments, or set weights\.transport=disk",
         ),
-        ("2.29.7", r"Failed to receive weights: NCCL error in: .*, NCCL version 2\.29\.7"),
+        ("2.29.7", "invalid usage", r"NCCL error in: .*, NCCL version 2\.29\.7"),
+        ("2.28.9", "unhandled system error", r"NCCL error in: .*, NCCL version 2\.28\.9"),
     ],
 )
-async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, server_nccl, message):
-    """As the server's torch names it in what SGLang answers."""
+async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, server_nccl, kind, message):
+    """As the server's torch names it in what SGLang answers. A network that fails is none of the version."""
     monkeypatch.setattr(ServerGroup, "nccl_version", "2.29.7")
 
     def refuse() -> None:
         raise WeightsError(
             "server http://127.0.0.1:9: /update_weights_from_distributed answered 400: Failed to receive "
-            "weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "
-            f"(run with NCCL_DEBUG=WARN for details), NCCL version {server_nccl} ncclInvalidUsage: This"
+            "weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+            f"{kind} (run with NCCL_DEBUG=WARN for details), NCCL version {server_nccl} …"
         )
 
     server = spawn()
     at_update(server, 0, refuse)
     with pytest.raises(WeightsError, match=message):
         await push(Receiver(server, 0, 1, OLD), offer(sender))
+
+
+def test_the_version_of_nccl_is_that_of_the_library_in_use(monkeypatch):
+    """Another one than torch was compiled with may be installed."""
+
+    def get_version(pointer: Any) -> int:
+        pointer._obj.value = 22907
+        return 0
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    open_library = mock.Mock(return_value=SimpleNamespace(ncclGetVersion=get_version))
+    monkeypatch.setattr(ctypes, "CDLL", open_library)
+    assert loaded_nccl_version() == "2.29.7"
+    open_library.assert_called_once_with("libnccl.so.2", mode=os.RTLD_NOLOAD)
+    open_library.side_effect = OSError("not loaded: it is linked into torch")
+    assert loaded_nccl_version() == "2.27.5"
 
 
 async def test_a_trainer_that_is_killed(spawn):

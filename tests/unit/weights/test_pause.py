@@ -3,50 +3,50 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from asyncrl.errors import DeadlineError
+from asyncrl.weights.manifest import Postponed
 from asyncrl.weights.pause import TrainingPause
 
 LONG = 60.0
 
 
 def test_training_waits_with_an_idle_device_until_the_pause_is_over() -> None:
-    events: list[str] = []
-    pause = TrainingPause(torch.device("cpu"))
-    wanted, synchronized = threading.Event(), threading.Event()
-
-    class Device:
-        def synchronize(self) -> None:
-            events.append("the device is idle")
-            synchronized.set()
-
-    module: Any = Device()
-    pause._module = module
+    pause, synchronized = TrainingPause(torch.device("cpu")), threading.Event()
+    pause._module = mock.Mock(synchronize=synchronized.set)
+    inside, joined, goes_on = threading.Event(), threading.Event(), threading.Event()
+    device_was_idle = list[bool]()
 
     def push() -> None:
         with pause.entered(LONG):
-            assert synchronized.is_set()
-            events.append("a server joins")
-        events.append("it has joined")
+            device_was_idle.append(synchronized.is_set())
+            inside.set()
+            joined.wait(LONG)
 
-    thread = threading.Thread(target=push)
+    def train() -> None:
+        with pause._changed:
+            assert pause._changed.wait_for(lambda: pause._wanted, LONG)
+        pause.allow()
+        goes_on.set()
+
     pause.allow()  # nobody wants it
-    thread.start()
-    while not pause._wanted:
-        wanted.wait(0.001)
-    pause.allow()
-    events.append("the next micro-batch")
-    thread.join(LONG)
-    assert events[:2] == ["the device is idle", "a server joins"]
-    assert set(events[2:]) == {"it has joined", "the next micro-batch"}
+    assert not synchronized.is_set()
+    pushing, training = threading.Thread(target=push), threading.Thread(target=train)
+    pushing.start()
+    training.start()
+    assert inside.wait(LONG) and device_was_idle == [True]
+    assert not goes_on.wait(0.05), "training goes on beside a server that joins"
+    joined.set()
+    assert goes_on.wait(LONG)
+    pushing.join(LONG)
+    training.join(LONG)
 
 
-def test_training_that_comes_to_no_pause_is_a_deadline_error() -> None:
+def test_training_that_comes_to_no_pause_is_waited_for_another_time() -> None:
     pause = TrainingPause(torch.device("cpu"))
-    with pytest.raises(DeadlineError, match=r"no pause within 0\.01 s"), pause.entered(0.01):
+    with pytest.raises(Postponed, match=r"no pause within 0\.01 s"), pause.entered(0.01):
         raise AssertionError("training has not paused")
     pause.allow()  # and it does not wait for who has given up

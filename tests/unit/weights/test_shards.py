@@ -80,10 +80,10 @@ def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: 
         with snapshot.pin() as pinned:
             end = host._buffers._buffers[0].memory.data_ptr()
             for part in split(snapshot.layout, bucket_bytes):
-                in_place = pinned.in_place(part)
-                assert in_place is not None and in_place.data_ptr() == end
-                assert torch.equal(in_place, whole(chain.from_iterable(pinned.shares(part))))
-                end += len(in_place)
+                contiguous = pinned.contiguous_bytes(part)
+                assert contiguous is not None and contiguous.data_ptr() == end
+                assert torch.equal(contiguous, whole(chain.from_iterable(pinned.shares(part))))
+                end += len(contiguous)
     host.close(DEADLINE)
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import snapshot
 from asyncrl.weights.manifest import Superseded, WeightsRef
+from asyncrl.weights.memory import page_locked
 from asyncrl.weights.ranges import RangeShare
-from asyncrl.weights.snapshot import Buffers, Publisher, Snapshot, Staging
+from asyncrl.weights.snapshot import BucketBuffers, Buffers, Publisher, Snapshot
 from tests.fakes.weights import snapshot_of
 
 
@@ -48,7 +49,8 @@ def test_a_gpu_s_buffers_are_pinned_as_they_are(monkeypatch: pytest.MonkeyPatch)
     part of the weights pins nothing: CUDA would refuse it."""
     registered = dict[int, int]()
     runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or 0
+        cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or 0,
+        cudaHostUnregister=lambda address: None,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     buffers = Buffers(5_000_000, pinned=True)
@@ -58,19 +60,41 @@ def test_a_gpu_s_buffers_are_pinned_as_they_are(monkeypatch: pytest.MonkeyPatch)
     assert not registered
 
 
+def test_pages_are_unlocked_when_the_last_tensor_goes_and_before_they_are_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What gets the address next would be taken for locked, and a GPU would copy from the old pages."""
+    contents = list[bytes]()
+
+    def unregister(address: int) -> None:
+        with open("/proc/self/mem", "rb") as memory:
+            memory.seek(address)
+            contents.append(memory.read(3))  # OSError, had the pages been given back
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = page_locked(5_000_000)
+    memory[:3] = torch.tensor([7, 8, 9])
+    last = memory[4_000_000:].view(torch.bfloat16)
+    del memory
+    assert not contents
+    del last
+    assert contents == [bytes([7, 8, 9])]
+
+
 def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are pinned once. One is filled while the other is sent."""
     sizes = list[int]()
     monkeypatch.setattr(snapshot, "page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte())
-    staging = Staging(pinned=True)
+    buckets = BucketBuffers(pinned=True)
 
     def shares(*values: bytes) -> list[RangeShare]:
         return [RangeShare(len(data), b"", b"", b"", (memoryview(data),)) for data in values]
 
-    first = staging.fill(shares(b"ab", b"", b"c"), 10)
-    second = staging.fill(shares(b"0123456789"), 10)
+    first = buckets.fill(shares(b"ab", b"", b"c"), 10)
+    second = buckets.fill(shares(b"0123456789"), 10)
     assert bytes(first.tolist()) == b"abc" and bytes(second.tolist()) == b"0123456789"
-    third = staging.fill(shares(b"de"), 10)
+    third = buckets.fill(shares(b"de"), 10)
     assert third.data_ptr() == first.data_ptr() != second.data_ptr()
     assert bytes(third.tolist()) == b"de" and bytes(second.tolist()) == b"0123456789"
     assert sizes == [10, 10]
