@@ -15,7 +15,6 @@ from asyncrl.launch.estimates import sized
 from asyncrl.launch.nodes import is_loopback
 from asyncrl.launch.placement import ENGINE, SCORER, TRAINER, dealt
 from asyncrl.observe.machine import gpu_driver, list_gpus
-from asyncrl.weights.group import loaded_nccl_version
 
 INTERFACES = "NCCL_SOCKET_IFNAME"
 UNSET = "^docker,lo"  # what NCCL takes where that is not set
@@ -102,6 +101,8 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
     """Ranks on GPUs, and weights that are broadcast between GPUs, speak NCCL."""
     import torch
     from torch import distributed
+
+    from asyncrl.weights.group import loaded_nccl_version
 
     if not torch.cuda.is_available():
         yield ok("not needed without GPUs")
