@@ -248,9 +248,9 @@ def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> 
 
 def usable_memory(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
     """Return the bytes that a rank's tensors may take of its GPU, see `least_recomputation`."""
-    from asyncrl.engines.sglang.process import server_share  # imports torch
+    from asyncrl.engines.sglang.process import server_memory_share  # imports torch
 
-    return int(memory * (1.0 - server_share(config, gpu, gpus)) * USABLE)
+    return int(memory * (1.0 - server_memory_share(config, gpu, gpus)) * USABLE)
 
 
 def held_on_gpu(config: RunConfig) -> int:

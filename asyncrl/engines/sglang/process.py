@@ -98,7 +98,7 @@ def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
     return found
 
 
-def server_share(config: RunConfig, gpu: int, gpus: int) -> float:
+def server_memory_share(config: RunConfig, gpu: int, gpus: int) -> float:
     """Return the part of a GPU's memory that servers on it take while the trainer works. Ray gives each
     process GPUs of its own, and servers that take turns with the trainer sleep."""
     if config.launch.kind != "local":
