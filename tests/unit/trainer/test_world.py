@@ -153,7 +153,9 @@ def test_gpus_that_do_not_connect_are_a_deadline_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
-    with pytest.raises(DeadlineError, match=r"did not connect the trainer's ranks within 0\.1 s; set NCCL_DEBUG"):
+    with pytest.raises(
+        DeadlineError, match=r"did not connect the trainer's ranks within 0\.1 s; set NCCL_DEBUG"
+    ):
         joined_on_a_gpu(tmp_path, monkeypatch, all_reduce=lambda tensor: over.wait())
     over.set()
 

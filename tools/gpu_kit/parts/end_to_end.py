@@ -239,9 +239,7 @@ def run_metrics(
     estimated = footprint(read_config(run_dir)).total / GB
     recomputed = share(rows[-1].get("perf/recomputed_layers"))
     value = f"{allocated:.3g} GB allocated at most, {recomputed} of the layers recomputed"
-    note = (
-        f"estimated: {estimated:.3g} GB with full micro-batches (no batch fills one), no recomputation"
-    )
+    note = f"estimated: {estimated:.3g} GB with full micro-batches (no batch fills one), no recomputation"
     yield Finding(f"{way.name}: memory", value, note=note)
 
 
