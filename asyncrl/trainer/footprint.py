@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,13 +116,19 @@ def footprint(config: RunConfig) -> Footprint:
     It is within 15% of what tests/fakes/traced.py counts for 15 families of models, or at most 25% above
     it, for Gemma 2 and GPT-NeoX (tests/unit/trainer/test_footprint.py).
     """
-    policy = _work(config, ModelSizes(config.model.path), bool(config.adapters))
+    rows = config.largest_rows(config.trainer.micro_batch_tokens)
+    return Footprint(*static_bytes(config), work_bytes(config), rows, config.rollout.max_tokens)
+
+
+def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelSizes) -> int:
+    """Return the most that a micro-batch takes. `sizes_of`: the sizes of the model at a path, which takes a
+    second to read where there are many experts."""
+    policy = _work(config, sizes_of(config.model.path), bool(config.adapters))
     work = max(policy.kept + max(policy.logits, policy.layer), policy.after)
     if own_critic(config):  # its backward comes first
-        critic = _work(config, ModelSizes(config.critic.path or config.model.path), False)
+        critic = _work(config, sizes_of(config.critic.path or config.model.path), False)
         work = max(work, policy.kept + critic.kept + critic.layer, policy.kept + critic.after)
-    rows = config.largest_rows(config.trainer.micro_batch_tokens)
-    return Footprint(*static_bytes(config), work, rows, config.rollout.max_tokens)
+    return work
 
 
 def static_bytes(config: RunConfig) -> tuple[int, int, int]:
@@ -239,9 +246,11 @@ def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> 
     """Return the least recomputation with which a rank fits into its GPU of `memory` bytes, number `gpu` of
     the `gpus` that this process sees: k of every k-th layer, 0 for none; 1, all layers, if nothing less fits.
     Servers that share the GPU have their part. ValueError where config.json does not tell a model's sizes."""
+    static = 0 if config.trainer.offload_optimizer else sum(static_bytes(config))
     usable = usable_memory(config, memory, gpu, gpus)
+    sizes_of = cache(ModelSizes)
     for every in RECOMPUTED_EVERY:
-        if held_on_gpu(with_recomputation(config, every)) <= usable:
+        if static + work_bytes(with_recomputation(config, every), sizes_of) <= usable:
             return every
     return 1
 
