@@ -237,7 +237,7 @@ def test_the_bundle_is_unpacked_once_and_nobody_sees_half_of_it(
 
     monkeypatch.setattr(bundle.tarfile, "open", opened)
     for _ in range(2):
-        folder = bundle.unpacked_bundle(packed, tmp_path / "bundle")
+        folder = bundle.unpacked_bundle(packed, tmp_path / "bundle", time.monotonic() + 30.0)
         assert (folder / "site").is_dir()
     assert len(refused) == 1
 
@@ -350,3 +350,56 @@ def test_what_a_run_of_server_and_trainer_must_have_reached(
     assert [finding.name for finding in findings if not finding.ok] == [
         f"asynchronous: {name}" for name in missed
     ]
+
+
+def pack_bundle(folder: Path, launcher: str) -> Path:
+    """Write a bundle with a launcher and no packages."""
+    (folder / "site").mkdir(parents=True, exist_ok=True)
+    (folder / "launch_gpu.py").write_text(launcher)
+    with tarfile.open(folder / "sglang.tar.xz", "w:xz") as archive:
+        for name in ("site", "launch_gpu.py"):
+            archive.add(folder / name, name)
+    return folder / "sglang.tar.xz"
+
+
+def test_a_newer_bundle_and_a_newer_launcher_replace_what_an_earlier_call_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two calls on one machine: first the launcher of the checkout changes, then the bundle."""
+    bundle = script("parts.bundle", "gpu_kit")
+    launcher = tmp_path / "launch_gpu.py"
+    monkeypatch.setattr(bundle, "CHECKOUT_LAUNCHER", launcher)
+    context = bundle.Context("cuda", time.monotonic() + 30.0, tmp_path / "work" / "server", tmp_path / "kit")
+    context.work.mkdir(parents=True)
+
+    def launcher_text() -> str:
+        command = bundle.server_command(context)
+        assert command is not None
+        return Path(command[3]).read_text()
+
+    pack_bundle(tmp_path / "kit", "print('of the first bundle')")
+    assert launcher_text() == "print('of the first bundle')"
+    launcher.write_text("print('of the checkout')")
+    assert launcher_text() == "print('of the checkout')"
+
+    launcher.unlink()
+    pack_bundle(tmp_path / "kit", "print('of the second bundle')")
+    half_unpacked = tmp_path / "work" / "sglang-bundle" / "0123.unfinished"
+    half_unpacked.mkdir()
+    assert launcher_text() == "print('of the second bundle')"
+    assert len(list((tmp_path / "work" / "sglang-bundle").iterdir())) == 1
+
+
+def test_the_launcher_of_a_checkout_is_the_one_that_is_packed() -> None:
+    bundle, packer = script("parts.bundle", "gpu_kit"), script("pack", "gpu_kit/sglang_bundle")
+    assert bundle.CHECKOUT_LAUNCHER == packer.HERE / bundle.LAUNCHER
+    assert bundle.CHECKOUT_LAUNCHER.exists()
+
+
+def test_a_part_does_not_wait_longer_than_its_time_for_another_that_unpacks(tmp_path: Path) -> None:
+    bundle = script("parts.bundle", "gpu_kit")
+    packed = pack_bundle(tmp_path, "")
+    with (tmp_path / "unpacked.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match="another process still unpacks"):
+            bundle.unpacked_bundle(packed, tmp_path / "unpacked", time.monotonic() + 0.1)
