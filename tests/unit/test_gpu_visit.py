@@ -601,3 +601,57 @@ def test_sglang_parses_the_arguments_of_servers_on_a_gpu(
         ("triton", False),
         ("triton", True),
     ]
+
+
+# -- what the calls of a visit carry -----------------------------------------------------------------------
+
+
+def test_a_bundle_that_is_older_than_its_sources_is_not_packed(tmp_path: Path) -> None:
+    packer = script("pack_visit", "gpu_kit")
+    bundle, source = tmp_path / "sglang.tar.xz", tmp_path / "requirements.txt"
+    source.touch()
+    packer.check_bundle(bundle, [source])
+    bundle.touch()
+    os.utime(source, ns=(0, bundle.stat().st_mtime_ns))
+    packer.check_bundle(bundle, [source])
+
+    os.utime(source, ns=(0, bundle.stat().st_mtime_ns + 1))
+    with pytest.raises(
+        SystemExit, match=r"sglang.tar.xz is older than requirements.txt: make gpu-kit-sglang"
+    ):
+        packer.check_bundle(bundle, [source])
+
+
+def test_sources_of_the_bundle_are_all_files_that_go_into_it() -> None:
+    packer = script("pack_visit", "gpu_kit")
+    files = {path.name for path in (KIT / "sglang_bundle").iterdir() if path.is_file()}
+    assert {path.name for path in packer.BUNDLE_SOURCES} == files - {"launch_gpu.py"}
+
+
+@pytest.mark.skipif(not (KIT.parents[1] / ".git").exists(), reason="needs git, which knows what travels")
+def test_a_call_may_carry_a_load_the_checkout_and_all_caches_that_a_visit_brings_back() -> None:
+    packer, visit = script("pack_visit", "gpu_kit"), script("visit", "gpu_kit")
+    caches = visit.CACHE_FILES * visit.CACHE_FILE_BYTES
+    assert packer.checkout_bytes() <= packer.CHECKOUT_BYTES
+    assert packer.CHECKOUT_BYTES + packer.FIRST_BYTES + caches <= packer.CALL_BYTES
+    assert packer.CHECKOUT_BYTES + packer.LOAD_BYTES <= packer.CALL_BYTES
+
+
+def test_the_first_call_carries_the_caches_and_a_call_with_too_much_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packer = script("pack_visit", "gpu_kit")
+    monkeypatch.setattr(packer, "ROOT", tmp_path)
+    monkeypatch.setattr(packer, "checkout_bytes", lambda: 100)
+    monkeypatch.setattr(packer, "CALL_BYTES", 110)
+    for name in ("load-1", "load-2", "caches"):
+        (tmp_path / "build" / name).mkdir(parents=True)
+        (tmp_path / "build" / name / "file").write_bytes(bytes(5))
+    assert packer.print_calls(tmp_path / "build")
+    output = capsys.readouterr()
+    assert 'carry ["build/load-1", "build/caches"]: ' in output.out and not output.err
+    assert 'carry ["build/load-2"]: ' in output.out
+
+    (tmp_path / "build" / "caches" / "more").write_bytes(bytes(1))
+    assert not packer.print_calls(tmp_path / "build")
+    assert "over the 0 MiB of a call" in capsys.readouterr().err
