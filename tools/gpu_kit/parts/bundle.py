@@ -70,7 +70,7 @@ def unpacked_bundle(bundle: Path, folder: Path, deadline: float) -> Path:
 
         if CHECKOUT_LAUNCHER.exists():
             # By renaming: a server that starts meanwhile reads a whole file.
-            copy = shutil.copy(CHECKOUT_LAUNCHER, folder / LAUNCHER)
+            copy = shutil.copy(CHECKOUT_LAUNCHER, unpacked / f"{LAUNCHER}.new")
             os.replace(copy, unpacked / LAUNCHER)
     return unpacked
 
