@@ -22,6 +22,8 @@ import pytest
 from transformers import Qwen3Config
 
 from asyncrl.config import parse
+from asyncrl.config.composition import compose
+from asyncrl.engines.sglang.process import arguments
 from asyncrl.trainer.footprint import footprint
 from asyncrl.weights.model_files import parameter_count
 from tests.fakes.scripts import script
@@ -274,7 +276,7 @@ def test_the_bundle_is_unpacked_once_and_nobody_sees_half_of_it(
 
     monkeypatch.setattr(bundle.tarfile, "open", opened)
     for _ in range(2):
-        folder = bundle.unpacked_bundle(packed, tmp_path / "bundle")
+        folder = bundle.unpacked_bundle(packed, tmp_path / "bundle", time.monotonic() + 30.0)
         assert (folder / "site").is_dir()
     assert len(refused) == 1
 
@@ -387,3 +389,306 @@ def test_what_a_run_of_server_and_trainer_must_have_reached(
     assert [finding.name for finding in findings if not finding.ok] == [
         f"asynchronous: {name}" for name in missed
     ]
+
+
+def pack_bundle(folder: Path, launcher: str) -> Path:
+    """Write a bundle with a launcher and no packages."""
+    (folder / "site").mkdir(parents=True, exist_ok=True)
+    (folder / "launch_gpu.py").write_text(launcher)
+    with tarfile.open(folder / "sglang.tar.xz", "w:xz") as archive:
+        for name in ("site", "launch_gpu.py"):
+            archive.add(folder / name, name)
+    return folder / "sglang.tar.xz"
+
+
+def test_a_newer_bundle_and_a_newer_launcher_replace_what_an_earlier_call_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two calls on one machine: first the launcher of the checkout changes, then the bundle."""
+    bundle = script("parts.bundle", "gpu_kit")
+    launcher = tmp_path / "launch_gpu.py"
+    monkeypatch.setattr(bundle, "CHECKOUT_LAUNCHER", launcher)
+    context = bundle.Context("cuda", time.monotonic() + 30.0, tmp_path / "work" / "server", tmp_path / "kit")
+    context.work.mkdir(parents=True)
+
+    def launcher_text() -> str:
+        command = bundle.server_command(context)
+        assert command is not None
+        return Path(command[3]).read_text()
+
+    pack_bundle(tmp_path / "kit", "print('of the first bundle')")
+    assert launcher_text() == "print('of the first bundle')"
+    launcher.write_text("print('of the checkout')")
+    assert launcher_text() == "print('of the checkout')"
+
+    launcher.unlink()
+    pack_bundle(tmp_path / "kit", "print('of the second bundle')")
+    half_unpacked = tmp_path / "work" / "sglang-bundle" / "0123.unfinished"
+    half_unpacked.mkdir()
+    assert launcher_text() == "print('of the second bundle')"
+    assert len(list((tmp_path / "work" / "sglang-bundle").iterdir())) == 1
+
+
+def test_the_launcher_of_a_checkout_is_the_one_that_is_packed() -> None:
+    bundle, packer = script("parts.bundle", "gpu_kit"), script("pack", "gpu_kit/sglang_bundle")
+    assert bundle.CHECKOUT_LAUNCHER == packer.HERE / bundle.LAUNCHER
+    assert bundle.CHECKOUT_LAUNCHER.exists()
+
+
+def test_a_part_does_not_wait_longer_than_its_time_for_another_that_unpacks(tmp_path: Path) -> None:
+    bundle = script("parts.bundle", "gpu_kit")
+    packed = pack_bundle(tmp_path, "")
+    with (tmp_path / "unpacked.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match="another process still unpacks"):
+            bundle.unpacked_bundle(packed, tmp_path / "unpacked", time.monotonic() + 0.1)
+
+
+# -- a server that fails in the kit ------------------------------------------------------------------------
+
+
+def test_a_deadline_within_a_stage_keeps_its_own_words(tmp_path: Path) -> None:
+    server = script("parts.server", "gpu_kit")
+    context = server.Context("cuda", time.monotonic() + 100.0, tmp_path, tmp_path)
+
+    async def push() -> list[Any]:
+        raise TimeoutError("a version was not written within 20 s")
+
+    with asyncio.Runner() as runner, pytest.raises(TimeoutError, match="a version was not written"):
+        server._finish(runner, context, server.Stage("update", 10.0, push))
+
+
+class FailingPair:
+    """A server and a trainer of the kit whose first starts fail."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.calls: list[str] = []
+
+    async def start(self) -> list[Any]:
+        self.calls.append("start")
+        if self.calls.count("start") <= self.failures:
+            raise RuntimeError("CUDA graphs need more memory")
+        return []
+
+    async def stop_server(self) -> None:
+        self.calls.append("stop")
+
+    def leave_out_cuda_graphs(self) -> None:
+        self.calls.append("no graphs")
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds_left", "failures", "calls", "fails"),
+    [
+        ("cuda", 100.0, 0, ["start"], False),
+        ("cuda", 100.0, 1, ["start", "stop", "no graphs", "start"], False),
+        ("cuda", 100.0, 2, ["start", "stop", "no graphs", "start"], True),
+        ("cuda", 10.0, 1, ["start"], True),
+        ("cpu", 100.0, 1, ["start"], True),
+    ],
+)
+def test_a_server_that_does_not_start_is_started_once_more_without_cuda_graphs(
+    tmp_path: Path, kind: str, seconds_left: float, failures: int, calls: list[str], fails: bool
+) -> None:
+    server = script("parts.server", "gpu_kit")
+    context = server.Context(kind, time.monotonic() + seconds_left, tmp_path, tmp_path)
+    pair = FailingPair(failures)
+    findings = []
+    failed = False
+    with asyncio.Runner() as runner:
+        try:
+            findings += server._start(runner, context, pair)
+        except RuntimeError:
+            failed = True
+    assert pair.calls == calls and failed == fails
+    if calls[1:] and not fails:
+        assert [(finding.name, finding.ok) for finding in findings] == [
+            ("start", False),
+            ("second start", None),
+        ]
+
+
+def test_streams_of_a_stage_that_fails_do_not_go_on(tmp_path: Path) -> None:
+    """A load that fails in the midst of streams: they would be in the server's batch in the next stage."""
+    server = script("parts.server", "gpu_kit")
+    pair = object.__new__(server.ServerAndTrainer)
+    client = SimpleNamespace(use=SimpleNamespace(tokens=0))
+    streams: list[asyncio.Task[None]] = []
+
+    async def stream() -> None:
+        client.use.tokens += server.BEGUN
+        await asyncio.Event().wait()
+
+    def begin(_: Any, tokens: int) -> list[asyncio.Task[None]]:
+        streams.extend(asyncio.create_task(stream()) for _ in range(2))
+        return streams
+
+    async def load() -> None:
+        async with pair.open_streams(client, 10):
+            assert not any(stream.done() for stream in streams)
+            raise RuntimeError("the server refuses the version")
+
+    async def states() -> list[bool]:
+        with pytest.raises(RuntimeError, match="refuses"):
+            await load()
+        return [stream.cancelled() for stream in streams]
+
+    pair.streams = begin
+    assert asyncio.run(states()) == [True, True]
+
+
+def test_a_server_that_hangs_does_not_keep_the_part_from_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loader waits for the end of a pause that the server never answers."""
+    server = script("parts.server", "gpu_kit")
+    monkeypatch.setattr(server, "CLOSE_S", 0.05)
+    ended: list[str] = []
+
+    async def stop() -> None:
+        ended.append("process")
+
+    async def close() -> None:
+        await asyncio.Event().wait()
+
+    pair = object.__new__(server.ServerAndTrainer)
+    pair.clients = []
+    pair.process = SimpleNamespace(stop=stop)
+    pair.loader = SimpleNamespace(close=close)
+    pair.publisher = SimpleNamespace(close=lambda: ended.append("publisher"))
+
+    async def end() -> None:
+        async with asyncio.timeout(10.0):
+            await pair.close()
+
+    asyncio.run(end())
+    assert ended == ["process", "publisher"]
+    assert "has not ended" in capsys.readouterr().out
+
+
+# -- arguments that only a GPU machine uses ----------------------------------------------------------------
+
+SGLANG_PYTHON = KIT.parents[1] / ".venv-sglang" / "bin" / "python"
+PARSE = """
+import argparse, json, sys
+import launch_gpu
+launch_gpu.declare_torchvision_operators()  # or SGLang cannot import a torchvision without its libraries
+from sglang.srt.server_args import ServerArgs
+
+parser = argparse.ArgumentParser(allow_abbrev=False)
+ServerArgs.add_cli_args(parser)
+names = "attention_backend cuda_graph_backend_decode mem_fraction_static enable_memory_saver max_lora_rank"
+for words in json.loads(sys.stdin.read()):
+    parsed = vars(parser.parse_args(launch_gpu.ARGUMENTS + words))
+    print(json.dumps([parsed[name] for name in names.split()]))
+"""
+
+
+@pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs make sglang-cpu, for SGLang's parser")
+def test_sglang_parses_the_arguments_of_servers_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rehearsal on a CPU has other arguments: nothing else reads these before a GPU machine does."""
+    server, steps = script("parts.server", "gpu_kit"), script("parts.steps", "gpu_kit")
+    end_to_end = script("parts.end_to_end", "gpu_kit")
+    context = server.Context("cuda", time.monotonic() + 100.0, tmp_path, tmp_path)
+    model = tmp_path / "model"
+    steps.write_sizes(Qwen3Config(num_hidden_layers=1, vocab_size=640, hidden_size=64), model)
+    monkeypatch.setattr(server, "saved_model", lambda context: model)
+    configs = [server._configuration(context, ["server"], rank, saver=not rank) for rank in (0, server.RANK)]
+    pair = object.__new__(server.ServerAndTrainer)
+    pair.config = configs[0]
+    pair.leave_out_cuda_graphs()
+    configs.append(pair.config)
+
+    trained: list[list[str]] = []
+
+    class Recorded:
+        def __init__(self, line: list[str], **_: Any) -> None:
+            trained.append(line[line.index("train") + 1 :])
+
+        def wait(self, seconds: float) -> int:
+            return 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(end_to_end.subprocess, "Popen", Recorded)
+        for way in (end_to_end.ASYNCHRONOUS, end_to_end.SYNCHRONOUS, end_to_end.SHIFTS):
+            end_to_end.asyncrl(context, way, model, ["server"])
+    configs += [compose(overrides) for overrides in trained]
+
+    words = [arguments(config, 0, "127.0.0.1", 30000, gpus=1)[1:] for config in configs]
+    run = subprocess.run(
+        [SGLANG_PYTHON, "-c", PARSE],
+        input=json.dumps(words),
+        env=os.environ | {"PYTHONPATH": str(KIT / "sglang_bundle"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    parsed = [json.loads(line) for line in run.stdout.splitlines()]
+    assert parsed[:3] == [
+        ["triton", None, 0.3, True, None],
+        ["triton", None, 0.3, False, 8],
+        ["triton", "disabled", 0.3, True, None],
+    ]
+    assert [(row[0], row[3]) for row in parsed[3:]] == [
+        ("triton", False),
+        ("triton", False),
+        ("triton", True),
+    ]
+
+
+# -- what the calls of a visit carry -----------------------------------------------------------------------
+
+
+def test_a_bundle_that_is_older_than_its_sources_is_not_packed(tmp_path: Path) -> None:
+    packer = script("pack_visit", "gpu_kit")
+    bundle, source = tmp_path / "sglang.tar.xz", tmp_path / "requirements.txt"
+    source.touch()
+    packer.check_bundle(bundle, [source])
+    bundle.touch()
+    os.utime(source, ns=(0, bundle.stat().st_mtime_ns))
+    packer.check_bundle(bundle, [source])
+
+    os.utime(source, ns=(0, bundle.stat().st_mtime_ns + 1))
+    with pytest.raises(
+        SystemExit, match=r"sglang.tar.xz is older than requirements.txt: make gpu-kit-sglang"
+    ):
+        packer.check_bundle(bundle, [source])
+
+
+def test_sources_of_the_bundle_are_all_files_that_go_into_it() -> None:
+    packer = script("pack_visit", "gpu_kit")
+    files = {path.name for path in (KIT / "sglang_bundle").iterdir() if path.is_file()}
+    assert {path.name for path in packer.BUNDLE_SOURCES} == files - {"launch_gpu.py"}
+
+
+@pytest.mark.skipif(not (KIT.parents[1] / ".git").exists(), reason="needs git, which knows what travels")
+def test_a_call_may_carry_a_load_the_checkout_and_all_caches_that_a_visit_brings_back() -> None:
+    packer, visit = script("pack_visit", "gpu_kit"), script("visit", "gpu_kit")
+    caches = visit.CACHE_FILES * visit.CACHE_FILE_BYTES
+    assert packer.checkout_bytes() <= packer.CHECKOUT_BYTES
+    assert packer.CHECKOUT_BYTES + packer.FIRST_BYTES + caches <= packer.CALL_BYTES
+    assert packer.CHECKOUT_BYTES + packer.LOAD_BYTES <= packer.CALL_BYTES
+
+
+def test_the_first_call_carries_the_caches_and_a_call_with_too_much_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packer = script("pack_visit", "gpu_kit")
+    monkeypatch.setattr(packer, "ROOT", tmp_path)
+    monkeypatch.setattr(packer, "checkout_bytes", lambda: 100)
+    monkeypatch.setattr(packer, "CALL_BYTES", 110)
+    for name in ("load-1", "load-2", "caches"):
+        (tmp_path / "build" / name).mkdir(parents=True)
+        (tmp_path / "build" / name / "file").write_bytes(bytes(5))
+    assert packer.print_calls(tmp_path / "build")
+    output = capsys.readouterr()
+    assert 'carry ["build/load-1", "build/caches"]: ' in output.out and not output.err
+    assert 'carry ["build/load-2"]: ' in output.out
+
+    (tmp_path / "build" / "caches" / "more").write_bytes(bytes(1))
+    assert not packer.print_calls(tmp_path / "build")
+    assert "over the 0 MiB of a call" in capsys.readouterr().err

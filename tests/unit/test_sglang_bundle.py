@@ -28,7 +28,8 @@ KIT_PYTHON = ROOT / ".venv-kit" / "bin" / "python"
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 needs_bundle = pytest.mark.skipif(
-    not (BUNDLE.exists() and KIT_PYTHON.exists()), reason="needs make gpu-kit-sglang"
+    not (BUNDLE.exists() and KIT_PYTHON.exists()),
+    reason="needs build/sglang.tar.xz and .venv-kit: make gpu-kit-sglang PYTHON312=/path/of/python3.12",
 )
 
 

@@ -10,12 +10,16 @@ keeps them. load-1 has all that call A needs:
     examples/     the demo's data as JSON lines
 
 SmolLM2 in parts (four_bits.py) and SGLang's bundle, if `make gpu-kit-sglang` has made one, are spread over
-them. --no-site: without site/, for a rehearsal with the Python that runs this.
+them. Last, it prints for each load which paths its call carries: load-1 goes with `caches` of the visit
+before, where they have been copied. --no-site: without site/, for a rehearsal with the Python that runs this.
+
+Exit code 1 and one line: the bundle is older than its sources, pip failed, or a call would carry too much.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -25,10 +29,17 @@ from pathlib import Path
 
 from build import HERE, ROOT, copy_examples, install, write_models
 
+CALL_BYTES = 64 << 20  # what one call carries at most, the files of the checkout included
+CHECKOUT_BYTES = 12 << 20  # of these files, at most
 LOAD_BYTES = 50 << 20
 FIRST_BYTES = 34 << 20  # of load-1: the kernels that the visit before compiled are carried with it
 SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
 PACKED, BUNDLE = ROOT / "build" / "smollm2", ROOT / "build" / "sglang.tar.xz"
+# Without launch_gpu.py: the machine starts the one of the checkout (parts/bundle.py).
+BUNDLE_SOURCES = [
+    HERE / "sglang_bundle" / name
+    for name in ("requirements.txt", "absent_names.txt", "pack.py", "fatbin.py", "compile_kernels.py")
+]
 MIB = 1 << 20
 
 
@@ -43,6 +54,19 @@ def pack_smollm2() -> None:
     shutil.rmtree(PACKED, ignore_errors=True)
     line = [sys.executable, str(packer), "pack", "--model", str(SMOLLM2), "--out", str(PACKED)]
     subprocess.run([*line, "--data", str(ROOT / "examples" / "multiturn" / "smollm2" / "data")], check=True)
+
+
+def check_bundle(bundle: Path, sources: Sequence[Path]) -> None:
+    """SystemExit if one of these files has changed since the bundle was made. No bundle is no error."""
+    if not bundle.exists():
+        return
+    made = bundle.stat().st_mtime_ns
+    changed = [source.name for source in sources if source.stat().st_mtime_ns > made]
+    if changed:
+        raise SystemExit(
+            f"{bundle} is older than {', '.join(changed)}: make gpu-kit-sglang; "
+            f"or, if only comments changed, touch {bundle}"
+        )
 
 
 def spread(sizes: Sequence[int], first: int, limit: int = LOAD_BYTES) -> list[int]:
@@ -79,6 +103,42 @@ def replace_loads(out: Path, made: Path, spread_files: Iterable[tuple[Path, Path
         shutil.copy(source, target)
 
 
+def checkout_bytes() -> int:
+    """Return the size of the files that travel with each call: tracked ones, and new ones that git does not
+    ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    files = (ROOT / name for name in names if name)
+    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+
+
+def carried(out: Path, load: Path) -> list[Path]:
+    """Return the paths that are carried by the call which brings this load."""
+    caches = out / "caches"
+    return [load, caches] if load.name == "load-1" and caches.is_dir() else [load]
+
+
+def print_calls(out: Path) -> bool:
+    """Print what is in each load, and what its call carries. Return whether no call carries too much."""
+    checkout = checkout_bytes()
+    fits = True
+    for load in sorted(out.glob("load-*")):
+        names = ", ".join(sorted(path.name for path in load.iterdir() if path.name != "smollm2"))
+        parts = len([*load.glob("smollm2/part-*")])
+        print(f"{load}: {size_of(load) / MIB:.1f} MiB: {names and f'{names}, '}{parts} parts of smollm2")
+
+        paths = carried(out, load)
+        relative = [str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path) for path in paths]
+        size = checkout + sum(map(size_of, paths))
+        print(
+            f"  carry {json.dumps(relative)}: {size / MIB:.1f} MiB with the checkout's {checkout / MIB:.1f}"
+        )
+        if size > CALL_BYTES:
+            print(f"  that is over the {CALL_BYTES // MIB} MiB of a call", file=sys.stderr)
+            fits = False
+    return fits
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -86,6 +146,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-visit")
     parser.add_argument("--no-site", action="store_true", help="without the packages")
     args = parser.parse_args()
+    check_bundle(BUNDLE, BUNDLE_SOURCES)
     pack_smollm2()
     files = [(Path("smollm2") / file.name, file) for file in sorted(PACKED.iterdir())]
     if BUNDLE.exists():
@@ -100,13 +161,10 @@ def main() -> int:
             except subprocess.CalledProcessError as error:
                 raise SystemExit(f"site/ is missing: pip ended with {error.returncode}, see above") from None
         replace_loads(args.out, made, files)
-    for load in sorted(args.out.glob("load-*")):
-        names = ", ".join(sorted(path.name for path in load.iterdir() if path.name != "smollm2"))
-        parts = len([*load.glob("smollm2/part-*")])
-        print(f"{load}: {size_of(load) / MIB:.1f} MiB: {names and f'{names}, '}{parts} parts of smollm2")
+    fits = print_calls(args.out.resolve())
     if not BUNDLE.exists():
-        print(f"{BUNDLE} is missing: make gpu-kit-sglang, or call C has no server")
-    return 0
+        print(f"{BUNDLE} is missing: make gpu-kit-sglang, or the calls B and C have no server")
+    return 0 if fits else 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import shutil
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import psutil
     import torch
 
 TRACEBACK_LINES = 12
 NEAR = 0.1  # of an estimate of memory
-GB = 1e9
+MB, GB = 1e6, 1e9
+EXACT = 1e-4  # nats, by which log-probs in float32 may differ
+FREED = 0.95  # of memory that is held, at least, when its holder sleeps or rests
 # What a CPU computes in seconds, in the shape of the Qwen3 that it stands for. Layers of this width need
 # larger weights for as much influence beside the embedding.
 SMALL = {
@@ -50,8 +53,9 @@ class Finding:
 @dataclass(frozen=True)
 class Context:
     """A part's circumstances. `kind`: cuda or cpu. `deadline`: of time.monotonic(), when the part is killed.
-    `work`: a directory of its own, removed at the end. `kit`: the folder that has site, asyncrl, configs,
-    examples, models and tests."""
+    `work`: a directory of its own, beside those that parts share; check.py removes it at the end, on a visit
+    it stays until the step begins anew. `kit`: the folder that has site, asyncrl, configs, examples, models
+    and tests."""
 
     kind: str
     deadline: float
@@ -142,6 +146,18 @@ def synchronize(context: Context) -> None:
         import torch
 
         torch.cuda.synchronize(context.device)
+
+
+def used_memory(context: Context, processes: Iterable[psutil.Process]) -> float:
+    """Return the bytes of the GPU that are used, by whomever; on a CPU those that these processes have of
+    main memory."""
+    if context.small:
+        return float(sum(process.memory_info().rss for process in processes))
+    import torch
+
+    synchronize(context)
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free)
 
 
 def attempt(name: str, measure: Callable[[], Finding], context: Context) -> Iterator[Finding]:

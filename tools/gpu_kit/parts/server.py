@@ -17,7 +17,8 @@ import math
 import queue
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,19 @@ from asyncrl.trainer.world import World, join, leave
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from parts.bundle import NOT_THERE, has_saver, server_command
-from parts.common import Context, Finding, Timing, exact_float32, failure, release, timed
+from parts.common import (
+    EXACT,
+    FREED,
+    MB,
+    Context,
+    Finding,
+    Timing,
+    exact_float32,
+    failure,
+    release,
+    timed,
+    used_memory,
+)
 
 SECONDS = 270
 SMALL_SECONDS = 420.0
@@ -52,19 +65,20 @@ OPTIONAL = True
 
 READY_S, SLEEP_S, WAKE_S = 45.0, 2.0, 3.0
 JUDGED_STREAMS, TOKENS_PER_S = 64, 10_000.0
-EXACT, NOISES = 1e-4, 2.0  # nats, in float32; in bfloat16 times the trainer's rounding on top
+NOISES = 2.0  # a log-prob in bfloat16 may differ by so many times the trainer's rounding
 COPIES = 1.2  # of the same bytes, in the time that the trainer waits for a version
-FREED = 0.95  # of weights and KV cache
 SLEEPS = 3
 RANK = 8  # of adapters
 ATTACHMENT = "kit"  # with the version it names adapters on the server
 PROMPT = 32  # tokens
 BEGUN = 40  # tokens of all streams together, when they are paused or updated
-ANNOUNCED_S = 45.0  # until a version is written
-END_S = 5.0  # of a step's time, to stop the server
+START_S = 90.0  # limit for the start of a server
+NO_DECODE_GRAPHS = {"cuda-graph-backend-decode": "disabled"}  # server arguments of a second try
+ANNOUNCED_S = 20.0  # until a version is written
+CLOSE_S = 3.0  # limit for the end of a server, and again for that of publishing
+END_S = 2 * CLOSE_S + 2.0  # of a step's time, to end both and give memory back
 LEAST_S = 20.0  # that a second server must have
 WARM_STEPS, MEASURED_STEPS = 20, 100  # of the embedded engine
-MB = 1e6
 
 
 class Sizes(NamedTuple):
@@ -164,14 +178,14 @@ def measure_adapters(context: Context, command: list[str]) -> Iterator[Finding]:
 def _measure(context: Context, command: list[str], *, rank: int, saver: bool) -> Iterator[Finding]:
     """Start a server, and yield what each stage finds; a stage that fails does not end the next ones."""
     world = join(0, 1, device=context.kind)
-    beside: ServerBeside | None = None
+    pair: ServerAndTrainer | None = None
     with asyncio.Runner() as runner:
         try:
             began = time.monotonic()
-            beside = ServerBeside(context, world, command, rank, saver)
+            pair = ServerAndTrainer(context, world, command, rank, saver)
             yield Finding("trainer's side", f"made in {time.monotonic() - began:.1f} s")
-            yield from _finish(runner, context, Stage("start", context.left() - END_S, beside.start))
-            for stage in beside.stages:
+            yield from _start(runner, context, pair)
+            for stage in pair.stages:
                 try:
                     yield from _finish(runner, context, stage)
                 except Exception as error:
@@ -179,10 +193,26 @@ def _measure(context: Context, command: list[str], *, rank: int, saver: bool) ->
         except Exception as error:
             yield failure("start", error)
         finally:
-            if beside is not None:
-                runner.run(beside.close())
+            if pair is not None:
+                runner.run(pair.close())
             leave()
             release(context)
+
+
+def _start(runner: asyncio.Runner, context: Context, pair: ServerAndTrainer) -> Iterator[Finding]:
+    """Start the server. On a GPU, where that fails, try again without CUDA graphs, so that the stages after
+    it still have numbers. Raises what the last try did."""
+    start = Stage("start", START_S, pair.start)
+    try:
+        yield from _finish(runner, context, start)
+    except Exception as error:
+        if context.small or context.left() < LEAST_S + END_S:
+            raise
+        yield failure(start.name, error)
+        runner.run(pair.stop_server())
+        pair.leave_out_cuda_graphs()
+        yield Finding("second start", "without CUDA graphs: --cuda-graph-backend-decode disabled")
+        yield from _finish(runner, context, start)
 
 
 def _finish(runner: asyncio.Runner, context: Context, stage: Stage) -> list[Finding]:
@@ -190,19 +220,21 @@ def _finish(runner: asyncio.Runner, context: Context, stage: Stage) -> list[Find
     left = max(1.0, context.left() - END_S)
     seconds = left if context.small else min(stage.seconds, left)
 
-    async def measured() -> list[Finding]:
-        async with asyncio.timeout(seconds):
-            return await stage.measure()
+    async def stage_findings() -> list[Finding]:
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await stage.measure()
+        except TimeoutError as error:
+            if not limit.expired():  # a deadline within the stage, which says more
+                raise
+            raise TimeoutError(f"not over after {seconds:.0f} s") from error
 
-    try:
-        return runner.run(measured())
-    except TimeoutError as late:
-        raise TimeoutError(f"not over after {seconds:.0f} s") from late
+    return runner.run(stage_findings())
 
 
-class ServerBeside:
-    """A server, and the trainer's policy with the same weights, which publishes them. `rank`: of adapters;
-    then the server gets only these. `saver`: the server is to sleep."""
+class ServerAndTrainer:
+    """A server and the trainer's policy, which publishes its weights to it. `rank`: of adapters; then the
+    server gets only these. `saver`: the server is to sleep."""
 
     def __init__(self, context: Context, world: World, command: list[str], rank: int, saver: bool) -> None:
         self.context = context
@@ -222,7 +254,7 @@ class ServerBeside:
         self.server: Attached | None = None
         self.loader: Any = None
         self.clients: list[SGLangClient] = []
-        self.used_before = used_mb(context)
+        self.used_before = server_mb(context)
 
     @property
     def stages(self) -> list[Stage]:
@@ -249,24 +281,45 @@ class ServerBeside:
 
         ready = self.context.judged(seconds <= READY_S)
         description = f"{server.description}, {self.dtype}"
-        held = used_mb(self.context) - self.used_before
+        held = server_mb(self.context) - self.used_before
         tokens = server.info.max_total_num_tokens or 0
         memory = f"{held:,.0f} MB more are used; weights and a KV cache of {tokens:,} tokens take "
         memory += f"{self.estimated_mb():,.0f} MB"
         return [
             Finding("ready", f"{seconds:.0f} s; {description}", f"{READY_S:.0f} s", ready),
             Finding("memory of the server", memory, note="the rest: CUDA's context, graphs, workspaces"),
-            await self.gap("log-probs, as started"),
+            await self.logprob_gap("log-probs, as started"),
         ]
 
+    def leave_out_cuda_graphs(self) -> None:
+        """Of the server that is started next."""
+        engine = self.config.engine
+        engine = structs.replace(engine, server_args=engine.server_args | NO_DECODE_GRAPHS)
+        self.config = structs.replace(self.config, engine=engine)
+
+    async def stop_server(self) -> None:
+        """End the server, then what is connected to it: calls that a hanging server does not answer would
+        wait for their own deadlines. What CLOSE_S do not suffice for is left to the end of the part."""
+        clients = self.clients
+        loader = self.loader
+        process = self.process
+        self.clients, self.loader, self.process = [], None, None
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                if process is not None:
+                    await process.stop()
+                for client in clients:
+                    await client.close()
+                if loader is not None:
+                    await loader.close()
+        except TimeoutError:
+            print(f"the server has not ended within {CLOSE_S:.0f} s", flush=True)
+
     async def close(self) -> None:
-        for client in self.clients:
-            await client.close()
-        if self.loader is not None:
-            await self.loader.close()
-        if self.process is not None:
-            await self.process.stop()
-        self.publisher.close()
+        try:
+            await self.stop_server()
+        finally:
+            self.publisher.close()
 
     def estimated_mb(self) -> float:
         """Weights and KV cache of the server, by their sizes."""
@@ -283,7 +336,7 @@ class ServerBeside:
         with torch.no_grad(), exact_float32():
             return score(policy, self.ids, self.world.device)
 
-    async def gap(self, name: str) -> Finding:
+    async def logprob_gap(self, name: str) -> Finding:
         """The largest difference of a log-prob between server and trainer."""
         trainer = self.score(self.policy)
         rounding = 0.0 if self.exact is None else largest_gap(trainer, self.score(self.exact))
@@ -309,13 +362,22 @@ class ServerBeside:
         )
         return [asyncio.create_task(client.generate(request)) for request in requests]
 
-    async def begun(self, client: SGLangClient, tokens: int) -> list[asyncio.Task[Generation]]:
-        """Streams that have some tokens."""
+    @asynccontextmanager
+    async def open_streams(
+        self, client: SGLangClient, tokens: int
+    ) -> AsyncIterator[list[asyncio.Task[Generation]]]:
+        """Streams that have some tokens. After the block none of them goes on, also when it has failed: they
+        would slow down the next stage."""
         before = client.use.tokens
         streams = self.streams(client, tokens)
-        while client.use.tokens < before + BEGUN and not any(map(asyncio.Task.done, streams)):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        return streams
+        try:
+            while client.use.tokens < before + BEGUN and not any(stream.done() for stream in streams):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            yield streams
+        finally:
+            for stream in streams:
+                stream.cancel()
+            await asyncio.wait(streams, timeout=CLOSE_S)
 
     # -- what is measured ----------------------------------------------------------------------------------
 
@@ -351,7 +413,10 @@ class ServerBeside:
         loading_s = time.perf_counter() - began
         value = f"the trainer waits {pushed.waited_s:.3f} s, {pushed.write_s:.2f} s to write "
         value += f"{pushed.bytes / MB:,.0f} MB, {loading_s:.2f} s to load them"
-        return [Finding("push of the first version", value), await self.gap("log-probs, first version")]
+        return [
+            Finding("push of the first version", value),
+            await self.logprob_gap("log-probs, first version"),
+        ]
 
     async def update(self) -> list[Finding]:
         """Change the weights, publish them, and have them loaded while streams go on. Streams of an adapter
@@ -359,15 +424,15 @@ class ServerBeside:
         client = self.client()
         await asyncio.to_thread(self.change_weights)
         pushed = await asyncio.to_thread(self.publisher.publish)
-        streams = await self.begun(client, self.sizes.updated_tokens)
-        silence = asyncio.create_task(longest_silence(client, streams))
-        began = time.perf_counter()
-        await self.loader.load(pushed.ref)
-        loading_s = time.perf_counter() - began
-        opened = sum(not stream.done() for stream in streams)
-        label = await self.loader.label()
-        turns = await asyncio.gather(*streams)
-        gap = await self.gap("log-probs, updated")
+        async with self.open_streams(client, self.sizes.updated_tokens) as streams:
+            silence = asyncio.create_task(longest_silence(client, streams))
+            began = time.perf_counter()
+            await self.loader.load(pushed.ref)
+            loading_s = time.perf_counter() - began
+            opened = sum(not stream.done() for stream in streams)
+            label = await self.loader.label()
+            turns = await asyncio.gather(*streams)
+        gap = await self.logprob_gap("log-probs, updated")
 
         whole = sum(len(turn.ids) == self.sizes.updated_tokens for turn in turns)
         copied = plain_copy(self.context, pushed.bytes).seconds
@@ -410,28 +475,28 @@ class ServerBeside:
         opened = silent = exact = 0
         after_waking: list[Finding] = []
         for _ in range(SLEEPS):
-            streams = await self.begun(client, self.sizes.slept_tokens)
-            used = used_mb(self.context)
-            client.sleeps(True)
-            began = time.perf_counter()
-            await self.loader.sleep()
-            asleep_s.append(time.perf_counter() - began)
-            await asyncio.sleep(0.3)  # for what is on its way
-            tokens = client.use.tokens
-            freed_mb.append(used - used_mb(self.context))
-            await asyncio.sleep(0.3)
-            opened += sum(not stream.done() for stream in streams)
-            silent += client.use.tokens == tokens
-            began = time.perf_counter()
-            await self.loader.load(ref)
-            awake_s.append(time.perf_counter() - began)
-            client.sleeps(False)
-            turns = await asyncio.gather(*streams)
+            async with self.open_streams(client, self.sizes.slept_tokens) as streams:
+                used = server_mb(self.context)
+                client.sleeps(True)
+                began = time.perf_counter()
+                await self.loader.sleep()
+                asleep_s.append(time.perf_counter() - began)
+                await asyncio.sleep(0.3)  # for what is on its way
+                tokens = client.use.tokens
+                freed_mb.append(used - server_mb(self.context))
+                await asyncio.sleep(0.3)
+                opened += sum(not stream.done() for stream in streams)
+                silent += client.use.tokens == tokens
+                began = time.perf_counter()
+                await self.loader.load(ref)
+                awake_s.append(time.perf_counter() - began)
+                client.sleeps(False)
+                turns = await asyncio.gather(*streams)
             exact += sum(a.ids == b.ids for a, b in zip(turns, expected, strict=True))
             again = await self.decoded(client)
             same_ids = again.ids == first_turn.ids
             gaps.append(largest_gap(again.logprobs, first_turn.logprobs) if same_ids else math.inf)
-            after_waking.append(await self.gap("log-probs, after waking"))
+            after_waking.append(await self.logprob_gap("log-probs, after waking"))
 
         count, judged = SLEEPS * self.sizes.held_open, self.context.judged
         estimated, freed = self.estimated_mb(), min(freed_mb)
@@ -489,7 +554,11 @@ class PublisherHere:
         self._publishing.publish(PolicyVersion(1, self._step))
         self._synchronize()
         waited = time.perf_counter() - began
-        ref, write_s = self._announced.get(timeout=ANNOUNCED_S)
+        try:
+            ref, write_s = self._announced.get(timeout=ANNOUNCED_S)
+        except queue.Empty:
+            self._publishing.check()
+            raise TimeoutError(f"a version was not written within {ANNOUNCED_S:.0f} s") from None
         self._directory = Path(ref.path).parent
         size = sum(file.stat().st_size for file in Path(ref.path).iterdir())
         return Pushed(ref, waited, write_s, size)
@@ -533,12 +602,9 @@ def seconds(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.2f}" for value in values) + " s"
 
 
-def used_mb(context: Context) -> float:
+def server_mb(context: Context) -> float:
     """Memory of the GPU that is used, by whomever; on a CPU by the processes that this one has started."""
-    if context.small:
-        return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True)) / MB
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / MB
+    return used_memory(context, psutil.Process().children(recursive=True)) / MB
 
 
 def _configuration(context: Context, command: list[str], rank: int, saver: bool) -> RunConfig:
@@ -556,6 +622,7 @@ def _configuration(context: Context, command: list[str], rank: int, saver: bool)
             "model": model,
             "engine": {"name": "sglang", "server_command": command, "server_args": arguments},
             "weights": {"mode": "retract", "deadline": 30.0, "adapters": rank > 0},
+            "launch": {"stop_timeout": CLOSE_S},  # of publishing, at the end
             "rollout": {"max_tokens": 2000, "max_new_tokens": 1600},
         }
     )

@@ -25,18 +25,16 @@ from asyncrl.trainer.model import shards
 from asyncrl.trainer.resting import Resting
 from asyncrl.trainer.world import join, leave
 from asyncrl.types import PolicyVersion
-from parts.common import Context, Finding, failure, release, synchronize
+from parts.common import FREED, MB, Context, Finding, failure, release, synchronize, used_memory
 from parts.runs import STOP_S, account, ends_of_logs, mean_of, step_rows, stop_run, summary
 from parts.steps import episodes, make_learner, train
 from tests.fakes.weights import publish
 
-FREED = 0.95
 LEARNED = 0.9  # sampled success of the demo
 DEMO_GAP = 1e-3  # nats, in float32
 CLOCKS_S = 0.02  # by which the stamps of two processes differ
 CHECKPOINT_EVERY = 8  # steps
 SPARE_S = STOP_S + 5.0  # for the end and the report of a run that is not over in time
-MB = 1e6
 
 
 # -- what each side gives up -------------------------------------------------------------------------------
@@ -118,12 +116,8 @@ async def _take_turns(context: Context, learner: Learner) -> list[Finding]:
 
 
 def _used(context: Context) -> float:
-    """Bytes of this process on the device; on a CPU in main memory."""
-    synchronize(context)
-    if context.small:
-        return float(psutil.Process().memory_info().rss)
-    free, total = torch.cuda.mem_get_info()
-    return float(total - free)
+    """Return the bytes in use on the device; on a CPU those of this process."""
+    return used_memory(context, [psutil.Process()])
 
 
 def _freed(name: str, full: float, held: float, context: Context) -> Finding:

@@ -69,8 +69,8 @@ def write_sizes(config: Any, directory: Path) -> None:
 @contextmanager
 def random_weights() -> Iterator[None]:
     """Inside, the trainer fills its shards with random numbers where they lie: no gigabytes are written and
-    read. Nor does it compare packed rows with rows one
-    by one, as the part `packing` does: for that layers would be compiled for padded rows, too."""
+    read. Nor does it compare packed rows with rows one by one, as the part `packing` does: for that layers
+    would be compiled for padded rows, too."""
     with (
         mock.patch("asyncrl.trainer.loading.locate", _everywhere),
         mock.patch("asyncrl.trainer.loading.fill", _randomise),
