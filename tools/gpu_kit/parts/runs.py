@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parts.common import Context, Finding
+from parts.common import EXACT, Context, Finding
 
 TAIL = 25  # lines of each log
 STOP_S = 15.0  # for a run that is told to stop
@@ -17,7 +17,6 @@ STOP_S = 15.0  # for a run that is told to stop
 # steps made 90% on a CPU.
 BEFORE, AFTER = 0.3, 0.6
 K3, NOISES = 0.05, 3.0  # nats a token; times what rounding makes of the trainer's own log-probs
-EXACT = 1e-4  # nats, in float32
 
 
 class Way(NamedTuple):
