@@ -216,7 +216,7 @@ def test_what_a_sleep_lost_is_counted_within_turns_and_between_them() -> None:
     assert [*lost([turn(10, (5, 3), (8, 4)), turn(4, (6, 4)), turn(2, (7, 6))])] == [15, 10 + 8 + 4 + 6 + 2]
 
 
-OPTIONAL = {"atheris", "peft", "sglang", "trl", "verifiers"}  # not in this environment
+OPTIONAL = {"atheris", "peft", "sglang", "trl", "tvm_ffi", "verifiers"}  # not in this environment
 
 
 def test_scripts_import_what_is_there() -> None:
