@@ -58,6 +58,7 @@ def test_kill_9(tmp_path: Path) -> None:
     once(run.path, 11, flow["trained"])
 
 
+WHOLE_GROUPS = "buffer.group_policy=complete"  # every batch is of 16 episodes, however slow the machine is
 LACKING = '''
 """A loss; in the third micro-batch of rank 1 there is once too little memory."""
 from itertools import count
@@ -92,7 +93,7 @@ def test_a_rank_that_lacks_memory_goes_on_with_less(tmp_path: Path, recomputed: 
     """No restart is allowed: this one does not count."""
     (tmp_path / "lacking.py").write_text(LACKING)
     more = (f"algorithm.loss={tmp_path}/lacking.py:lacking", "trainer.ranks=2", "launch.restarts=0")
-    more += (f"trainer.activation_checkpointing={recomputed}",)
+    more += (f"trainer.activation_checkpointing={recomputed}", WHOLE_GROUPS)
     with Run(tmp_path, "total_steps=5", "data.test=''", *more) as run:
         run.completed(5)
         assert run.text().count("is restarted") == 1 and "no room for it" in run.text()
@@ -129,7 +130,7 @@ def test_a_batch_that_spiked_is_left_out_and_the_steps_before_it_are_repeated(tm
     """No restart is allowed: this one does not count."""
     (tmp_path / "spiking.py").write_text(SPIKING)
     more = (f"algorithm.loss={tmp_path}/spiking.py:spiking", "trainer.on_spike=rollback", "launch.restarts=0")
-    more += ("buffer.group_policy=complete",)  # every batch is of 16 episodes
+    more += (WHOLE_GROUPS,)
     with Run(tmp_path, "total_steps=6", "data.test=''", "checkpoint.every=2", *more) as run:
         summary = run.completed(6)
         assert "spiked: its gradient norm is nan" in run.text()
@@ -144,7 +145,7 @@ def test_a_batch_that_spiked_is_left_out_and_the_steps_before_it_are_repeated(tm
 def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
     """It is stopped, and silent."""
     limits = ("launch.stall_timeout=5", "launch.start_timeout=30", "weights.deadline=5")
-    with Run(tmp_path, "total_steps=8", "data.test=''", *limits) as run:
+    with Run(tmp_path, "total_steps=8", "data.test=''", WHOLE_GROUPS, *limits) as run:
         run.until_step(4)
         run.children()["trainer-0"].suspend()
         run.completed(8)
@@ -193,7 +194,7 @@ def test_an_interrupted_or_killed_run_resumes(tmp_path: Path) -> None:
     two ranks goes on at one. A signal ends it in time, within the stop timeout: a run that exceeds it has
     another exit code. (SIGINT: test_launch_local.)"""
     for number, ranks, step in ((signal.SIGTERM, 2, 2), (signal.SIGKILL, 1, 5)):
-        more = (f"trainer.ranks={ranks}", "resume=auto", "launch.stop_timeout=60")
+        more = (f"trainer.ranks={ranks}", "resume=auto", "launch.stop_timeout=60", WHOLE_GROUPS)
         with Run(tmp_path, "total_steps=9", "data.test=''", *more) as run:
             run.until_step(step)
             children = run.children().values()
@@ -211,7 +212,7 @@ def test_an_interrupted_or_killed_run_resumes(tmp_path: Path) -> None:
         assert not stopped["attempts_failed"], "a stop that was asked for is no loss"
         saved = max(manifest.step for manifest in manifests(run.path))
         assert saved == stopped["steps"] < 9, "the checkpoint is of the last step"
-    with Run(tmp_path, "total_steps=9", "data.test=''", "resume=must") as again:
+    with Run(tmp_path, "total_steps=9", "data.test=''", "resume=must", WHOLE_GROUPS) as again:
         summary = again.completed(9)
     assert summary["flow"]["trained"] == 9 * 16
     once(again.path, 9)
