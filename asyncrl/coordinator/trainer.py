@@ -214,7 +214,7 @@ class TrainerHandler:
 
     def gave_up(self, peer: bytes, message: trainer.GaveUp) -> list[EpisodeRecord]:
         """Ranks gave a batch up; their supervisor starts others. After too little memory the next trainer
-        epoch computes more layers again, or trains the recorded plans in smaller micro-batches; after a spike
+        epoch recomputes more layers, or trains the recorded plans in smaller micro-batches; after a spike
         it leaves the batch out and goes back to the newest checkpoint. Only the first message of an epoch
         changes anything.
 

@@ -118,9 +118,10 @@ def _with_chosen_recomputation(config: RunConfig, gpu: bool | None) -> tuple[Run
     from torch.cuda import device_count, get_device_properties
 
     count = device_count()
-    memory = {gpu: get_device_properties(gpu).total_memory for gpu in range(min(config.trainer.ranks, count))}
-    least = {gpu: least_recomputation(config, memory[gpu], gpu, count) for gpu in memory}
-    tightest = max(least, key=lambda gpu: RECOMPUTED_EVERY.index(least[gpu]))  # all ranks do as this one
+    rank_gpus = range(min(config.trainer.ranks, count))
+    memory = {index: get_device_properties(index).total_memory for index in rank_gpus}
+    least = {index: least_recomputation(config, size, index, count) for index, size in memory.items()}
+    tightest = max(least, key=lambda index: RECOMPUTED_EVERY.index(least[index]))  # all ranks do as this one
     config = with_recomputation(config, least[tightest])
 
     usable = usable_memory(config, memory[tightest], tightest, count)

@@ -92,8 +92,8 @@ class ModelSizes:
 
     def number(self, *names: str) -> int:
         """Return the first of these that config.json has; 0 without."""
-        found = (self._numbers.get(key) for name in names for key in (name, f"text_config.{name}"))
-        return int(next(filter(None, found), 0))
+        candidates = (self._numbers.get(key) for name in names for key in (name, f"text_config.{name}"))
+        return int(next(filter(None, candidates), 0))
 
 
 def count(shapes: Shapes) -> int:

@@ -199,7 +199,7 @@ class Recomputation:
         return 1 if self.every == 2 else 2
 
     def recompute_at_least(self, every: int) -> None:
-        """Compute every `every`-th layer again, at least, unless the configuration has chosen. 0: as is."""
+        """Recompute every `every`-th layer at least, unless the configuration has chosen. 0: no change."""
         if self.automatic and every:
             self.every = min(self.every or every, every)
 

@@ -115,9 +115,12 @@ class Selected:
         tensors: dict[str, Any] = {
             name: convert(column) for name, column in columns.items() if isinstance(column, Tensor)
         }
-        told = self.told and Told(*map(convert, self.told))
-        forest = self.forest and self.forest.to(device)
-        return replace(self, told=told, forest=forest, **tensors)
+        return replace(
+            self,
+            told=self.told and Told(*map(convert, self.told)),
+            forest=self.forest and self.forest.to(device),
+            **tensors,
+        )
 
     @property
     def host_positions(self) -> np.ndarray:

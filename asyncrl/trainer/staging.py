@@ -35,8 +35,8 @@ def moved(value: M, device: torch.device) -> M:
         return tensor
 
     value.with_tensors(collect, device)
-    there = iter(to_device(tensors, device))
-    return value.with_tensors(lambda _: next(there), device)
+    on_device = iter(to_device(tensors, device))
+    return value.with_tensors(lambda _: next(on_device), device)
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

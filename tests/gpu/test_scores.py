@@ -24,10 +24,10 @@ def test_compiled_scores_are_the_plain_ones(entropy_grad: bool) -> None:
         labels = torch.arange(count, device="cuda")
         temperature = torch.linspace(0.5, 1.5, count, device="cuda")
         torch._dynamo.mark_static(logits, 1)
-        found = scores_of(entropy_grad, True, None, logits, labels, temperature)
-        (found["logp"].sum() + (found["entropy"].sum() if entropy_grad else 0.0)).backward()
+        by_name = scores_of(entropy_grad, True, None, logits, labels, temperature)
+        (by_name["logp"].sum() + (by_name["entropy"].sum() if entropy_grad else 0.0)).backward()
         assert logits.grad is not None
-        return [*found.values(), logits.grad]
+        return [*by_name.values(), logits.grad]
 
     before = counters["stats"]["unique_graphs"]
     for count in (2048, 700, 3):

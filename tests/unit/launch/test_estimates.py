@@ -324,8 +324,8 @@ def test_what_stays_in_memory(
     run = config(model, **keys)
     if run.trainer.optimizer == "adamw":  # to make one takes a second: torch imports its compiler
         monkeypatch.setattr("asyncrl.trainer.optimizer.make_optimizer", None)
-    found = run.trainer.ranks * sum(static_bytes(run))
-    assert found == pytest.approx(100_000_001 * bytes_each, rel=0.01)
+    of_all_ranks = run.trainer.ranks * sum(static_bytes(run))
+    assert of_all_ranks == pytest.approx(100_000_001 * bytes_each, rel=0.01)
 
 
 def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
