@@ -49,6 +49,8 @@ CREDENTIALS = (
 )
 """Names of files and directories in which logins lie."""
 MAX_ERROR = 1 << 16  # bytes of stderr that are kept
+FAST_OUTPUT = 16 << 20  # bytes that are read as fast as they come
+PAUSE = 0.01  # seconds after each of the later reads, of 64 KiB
 MAX_COMPLAINT = 300  # characters
 FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python\d")
@@ -119,8 +121,10 @@ class SandboxPlace:
             raise CommandError(
                 f"it took more than {most} MiB with its files, and was killed; raise memory_mb"
             )
-        if result.ending is RunEnding.DIED:
-            why = "its sandbox ended"  # which no code inside can do
+        if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # which no code inside can do
+            why = "its sandbox ended"
+            if result.ending is RunEnding.STARVED:
+                why += ", as this machine had hardly any memory left; lower rollout.slots"
             raise SetupError(f"task {self.task.task.name}: {why}") if self.task else CommandError(why)
         return result.status
 
@@ -199,7 +203,11 @@ async def _tail(descriptor: int, limit: int) -> list[str]:
     stream, kept = asyncio.StreamReader(), bytearray()
     protocol = partial(asyncio.StreamReaderProtocol, stream)
     await asyncio.get_running_loop().connect_read_pipe(protocol, os.fdopen(descriptor, "rb", 0))
+    size = 0
     while data := await stream.read(1 << 16):
+        size += len(data)
+        if size > FAST_OUTPUT:  # else endless output would take a core
+            await asyncio.sleep(PAUSE)
         kept += data
         if len(kept) > 2 * limit:  # not each time: it would copy all that is kept
             del kept[:-limit]

@@ -156,6 +156,8 @@ class JudgedByTests:
         late = f"the tests did not end within {tests.seconds:g} s"
         if ran.ending is RunEnding.DIED and ran.seconds < tests.seconds:  # which no code inside can do
             raise SandboxError("the sandbox of the tests ended")
+        if ran.ending is RunEnding.STARVED:
+            raise SandboxError("this machine had hardly any memory left for the tests; lower at_once")
         endings = {
             RunEnding.LATE: late,
             RunEnding.DIED: late,

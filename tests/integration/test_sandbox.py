@@ -703,6 +703,70 @@ async def test_what_must_hold_is_demanded() -> None:
 # Machines that allow less
 
 ROBBED = "--bounding-set=-all --inh-caps=-all --no-new-privs"
+UNNEEDED = """
+import ctypes, errno, fcntl, mmap, os, resource, socket, struct
+libc = ctypes.CDLL(None, use_errno=True)
+x86 = os.uname().machine == "x86_64"
+def call(number, *arguments):
+    if libc.syscall(number, *arguments) < 0: raise OSError(ctypes.get_errno(), "")
+def prctl(*arguments):
+    if libc.prctl(*arguments) < 0: raise OSError(ctypes.get_errno(), "")
+class Program(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+allow_all = Program(1, struct.pack("=HBBI", 6, 0, 0, 0x7FFF0000))
+users = (2, 7, os.getuid()) * 100
+entries = (1, 7, -1, *users, 4, 7, -1, 16, 7, -1, 32, 7, -1)
+acl = struct.pack("<I" + "HHi" * 104, 2, *entries)
+open("file", "w").close()
+file = os.open("file", os.O_RDWR)
+lock = struct.pack("hhqqi4x", 1, 0, 0, 1, 0)
+tries = {
+    "landlock_create_ruleset": lambda: call(444, struct.pack("=Q", 8191), 8, 0),
+    "landlock_add_rule": lambda: call(445, -1, 1, b"", 0),
+    "landlock_restrict_self": lambda: call(446, -1, 0),
+    "io_setup": lambda: call(206 if x86 else 0, 1, ctypes.byref(ctypes.c_ulong())),
+    "fanotify_init": lambda: call(300 if x86 else 262, 0x200, 0),
+    "perf_event_open": lambda: call(298 if x86 else 241, struct.pack("II104x", 1, 112), 0, -1, -1, 0),
+    "seccomp": lambda: call(317 if x86 else 277, 1, 0, ctypes.byref(allow_all)),
+    "a filter by prctl": lambda: prctl(22, 2, ctypes.byref(allow_all)),
+    "a table of futexes": lambda: prctl(78, 1, 1 << 20, 0, 0),
+    "an attribute": lambda: os.setxattr("file", "user.name", b"value"),
+    "an attribute of an open file": lambda: os.setxattr(file, "user.name", b"value"),
+    "an access control list": lambda: os.setxattr("file", "system.posix_acl_access", acl),
+    "huge pages": lambda: mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000),
+    "a lock of an open file": lambda: fcntl.fcntl(file, 37, lock),
+}
+for name, action in tries.items():
+    try: action()
+    except OSError as error: print(f"{name}: {errno.errorcode[error.errno]}")
+    else: print(f"{name}: done")
+fcntl.lockf(file, fcntl.LOCK_EX)  # locks of processes are counted
+mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+prctl(15, b"name", 0, 0, 0)
+print("the rest is as ever")
+"""
+UNNEEDED_ENDS = """landlock_create_ruleset: ENOSYS
+landlock_add_rule: ENOSYS
+landlock_restrict_self: EACCES
+io_setup: ENOSYS
+fanotify_init: ENOSYS
+perf_event_open: EACCES
+seccomp: EACCES
+a filter by prctl: EINVAL
+a table of futexes: EINVAL
+an attribute: ENOTSUP
+an attribute of an open file: ENOTSUP
+an access control list: ENOTSUP
+huge pages: ENOMEM
+a lock of an open file: EINVAL
+the rest is as ever
+"""
+
+
+async def test_objects_of_the_kernel_that_no_program_needs_are_refused() -> None:
+    """Each takes memory that no process is charged for, or a supply that the machine has once for all."""
+    assert (await program(UNNEEDED, needs="memory")).output == UNNEEDED_ENDS
+
+
 KINDS = {
     "user": ["unshare", "--user", "--map-user=1000", "--map-group=1000"],
     "container": [

@@ -19,12 +19,14 @@ from typing import IO
 import pytest
 
 from asyncrl.isolation.sandbox.base import Program, RunEnding, RunResult, SandboxError, SandboxLimits
+from asyncrl.isolation.sandbox.guard import START
 from asyncrl.isolation.sandbox.jail import Jail
-from asyncrl.isolation.sandbox.kernel import SOCKET
+from asyncrl.isolation.sandbox.memory import SOCKET
 from asyncrl.isolation.sandbox.needs import needed_by
 from tests.integration.test_sandbox import IMAGE, KINDS, USER
 from tests.integration.test_sandbox import jail as any_jail
 
+GROUPS = Path("/sys/fs/cgroup")
 LIMITS = SandboxLimits(memory=0, resident=100, disk=80, file=80)
 PATH = {"PATH": "/usr/bin:/bin"}
 PYTHON = "python3" if IMAGE else sys.executable
@@ -218,6 +220,7 @@ async def test_a_cancelled_one_ends_with_its_files() -> None:
 
 OWNER = """
 import asyncio, os
+from asyncrl.isolation.sandbox.guard import START
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.sandbox.base import Program
 async def main():
@@ -264,7 +267,45 @@ for _ in range(2): os.fork()
 held = [socket.socketpair() for _ in range(27)]
 input()
 """  # empty ones: they could be filled between two measurements
-HOLDS = {
+MAPPINGS = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 6
+start = libc.mmap(0, 65000 << 12, 1, 0x4022, 2**64 - 1, 0)
+for page in range(0, 64000, 2): libc.mprotect(ctypes.c_void_p(start + (page << 12)), ctypes.c_size_t(4096), 0)
+for _ in range(8):
+    if os.fork() == 0: break
+input()
+"""  # 64,000 parts of one address space, copied for each process
+EPOLLS = """
+import os, select
+for _ in range(6):
+    if os.fork() == 0: break
+epolls = [select.epoll() for _ in range(500)]
+events = [os.eventfd(0) for _ in range(500)]
+for epoll in epolls:
+    for event in events: epoll.register(event, 1)
+input()
+"""
+OPEN_FILES = """
+import os
+for _ in range(24):
+    if os.fork() == 0: break
+held = [os.eventfd(0) for _ in range(1000)]
+input()
+"""
+LOCKS = """
+import fcntl, os
+for name in range(400):
+    file = os.open(f"{name}", os.O_RDWR | os.O_CREAT)
+    for at in range(100): fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * at)
+input()
+"""
+HOLDS: dict[str, object] = {
+    "mappings": MAPPINGS,
+    "epolls": EPOLLS,
+    "open files": OPEN_FILES,
+    "locks": LOCKS,
     "one process": FILL.format(count=150),
     "many together": TOGETHER,
     "a process without its first thread": WITHOUT_LEADER,
@@ -276,12 +317,70 @@ HOLDS = {
 
 @pytest.mark.parametrize("code", HOLDS.values(), ids=HOLDS)
 async def test_memory_and_files_of_all_together_are_bounded(code: str) -> None:
-    async with jail() as box:
+    async with jail(LIMITS._replace(open_files=1024)) as box:
         running = begin(box, [PYTHON, "-I", "-S", "-c", code])
         result = await running.result  # its input stays open: it waits, or is ended
         assert (result.ending, result.status) == (RunEnding.OVER, -9)
         await running.end()
         assert (await run(box, "true"))[0].ending == RunEnding.DONE
+
+
+BURST = "held = b'x' * (600 << 20)"
+
+
+def group_of(box: Jail) -> Path:
+    group = next(GROUPS.glob(f"**/asyncrl-sandbox-{box.pid}-*"), None)
+    if group is None:
+        pytest.skip("no memory cgroup can be made here")
+    return group
+
+
+async def test_a_burst_between_two_measurements_is_seen_where_the_kernel_counts() -> None:
+    async with jail() as box:
+        group = group_of(box)
+        result, _, _ = await python(box, BURST)
+        assert result.ending is RunEnding.OVER
+        assert (await run(box, "true"))[0].ending is RunEnding.DONE
+        assert not (group / "cgroup.procs").read_text()  # only the code is in it
+    assert not group.exists()
+
+
+async def test_a_group_of_a_killed_sandbox_is_removed_by_the_next() -> None:
+    async with jail() as box:
+        group = group_of(box)
+        assert box.pid
+        os.kill(box.pid, signal.SIGKILL)
+    assert group.exists()
+    async with jail():
+        assert not group.exists()
+
+
+async def test_without_memory_on_the_machine_a_sandbox_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine counts as short of it from the start."""
+    short = "from asyncrl.isolation.sandbox import memory, warden"
+    short += "; memory.LOW_MEMORY = 1, 1 << 60, 1 << 60; warden.CHANCE = 256"
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", START.replace("\nmain", f"\n{short}\nmain"))
+    async with jail() as box:
+        result, _, _ = await run(box, "sleep", "25")
+        assert (result.ending, result.status) == (RunEnding.STARVED, -9)
+
+
+LESS = """
+import os
+print(open("/proc/self/oom_score_adj").read().strip())
+try: open("/proc/self/oom_score_adj", "w").write("0")
+except OSError as error: print(error.strerror)
+print(open(f"/proc/{os.getppid()}/oom_score_adj").read().strip())
+"""
+
+
+async def test_nothing_inside_is_spared_when_the_machine_has_no_memory() -> None:
+    async with jail() as box:
+        expected = "1000\nRead-only file system\n1000\n"
+        assert (await python(box, LESS))[1].decode() == expected
+        for kind in ("cell", "program"):
+            assert (await box.run(kind, LESS, 20)).output == expected
+        assert (await box.run("shell", "echo 0 > /proc/$$/oom_score_adj", 20)).status != 0
 
 
 BUFFERS = """

@@ -21,7 +21,7 @@ from fnmatch import translate
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
-from asyncrl.isolation.sandbox import frames
+from asyncrl.isolation.sandbox import frames, kernel
 
 FILE, DIRECTORY, OPAQUE, LINK, DELETED, END = b"f", b"d", b"o", b"l", b"x", b"."
 """Kinds of entries. OPAQUE: a directory of which the image's contents are hidden. END comes last, so that an
@@ -29,6 +29,7 @@ archive which was cut is known."""
 HEADER = struct.Struct("!cIqHQ")  # kind, mode, mtime in ns, bytes of the path, bytes of the content
 MOST_ENTRIES = 200_000
 LONGEST_PATH = 4096
+LONGEST_PART = 1000  # characters of a path that is opened at once: at most 4 bytes each
 CHUNK = 1 << 20
 PIPE = 0  # to the owner, or from it
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -378,15 +379,40 @@ def _is_opaque(directory: int) -> bool:
 
 @contextmanager
 def _opened(top: int, path: str, make: bool = False) -> Iterator[int]:
-    """Open a directory below `top` step by step, never through a link. `make` those that are missing."""
+    """Open a directory below `top`, never through a link. `make` those that are missing."""
     here = os.dup(top)
     try:
-        for name in filter(None, path.split("/")):
-            if make and not _find(here, name):
-                os.mkdir(name, 0o755, dir_fd=here)
-            inner = os.open(name, OPEN_DIRECTORY, dir_fd=here)
+        for part in _openable_parts(path):
+            try:
+                inner = kernel.open_beneath(here, part)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                inner = _make_directories(here, part)
             os.close(here)
             here = inner
         yield here
     finally:
         os.close(here)
+
+
+def _openable_parts(path: str) -> Iterator[str]:
+    """Split a path into parts that are no longer than the kernel takes."""
+    while len(os.fsencode(path)) >= kernel.PATH_MAX:
+        cut = path.rindex("/", 0, LONGEST_PART)
+        yield path[:cut]
+        path = path[cut + 1 :]
+    if path:
+        yield path
+
+
+def _make_directories(top: int, path: str) -> int:
+    """Make the directories of a path that are missing, and open the last one."""
+    here = os.dup(top)
+    for name in path.split("/"):
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o755, dir_fd=here)
+        inner = os.open(name, OPEN_DIRECTORY, dir_fd=here)
+        os.close(here)
+        here = inner
+    return here

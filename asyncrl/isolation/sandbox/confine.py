@@ -18,15 +18,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asyncrl.isolation.sandbox import imaging, kernel
+from asyncrl.isolation.sandbox import imaging, kernel, system_calls
 from asyncrl.isolation.sandbox.frames import SandboxLimits
 from asyncrl.isolation.sandbox.kernel import check, libc, prctl
+from asyncrl.isolation.sandbox.memory import BUFFER
 
 CAPABILITY_VERSION, CAPABILITIES, PR_CAPBSET_DROP = 0x20080522, 64, 24
 ROOT_CAPABILITIES = 0b11011011  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 BACKLOG = 128
-TCP_BUFFER = f"4096 65536 {kernel.BUFFER}"  # least, default and most
+NETWORK_SETTINGS = {  # of its own network namespace
+    "net/ipv4/tcp_rmem": f"4096 65536 {BUFFER}",  # least, default and most
+    "net/ipv4/tcp_wmem": f"4096 65536 {BUFFER}",
+    "net/ipv4/tcp_max_tw_buckets": "4096",  # connections that have ended, which are no sockets any more
+}
+USER_SETTINGS = {  # of its own user namespace: the user has these once for all of his programs
+    "user/max_inotify_instances": "16",
+    "user/max_inotify_watches": "16384",
+}
 MEMORY_FILES = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 
 OWN_USERS = 0x70000000
@@ -98,11 +107,11 @@ def new_process_namespace(notes: list[str]) -> set[str]:
     return set()
 
 
-def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
+def _map_ids(user: tuple[int, int], group: tuple[int, int], proc: str = "/proc") -> None:
     """Give this process ids in its new user namespace. Each is one inside, and the one it has outside."""
-    _write("/proc/self/setgroups", "deny")
+    _write(f"{proc}/self/setgroups", "deny")
     for name, (inside, outside) in (("uid_map", user), ("gid_map", group)):
-        _write(f"/proc/self/{name}", f"{inside} {outside} 1")
+        _write(f"{proc}/self/{name}", f"{inside} {outside} 1")
 
 
 def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confinement:
@@ -117,13 +126,18 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     if listener and not attempt(partial(listen, listener), notes):
         listener = None
     uid = _user(plan, spaces)
-    home, uppers = HOME, list[int]()
+    home, uppers, writable_proc = HOME, list[int](), -1
     if attempt(lambda: uppers.append(new_root(plan, uid)), notes):
         holds |= {"files", "root"}
         if "network" in holds and os.getpid() == 1 and os.path.exists("/proc/1/task/1"):
             holds.add("resident")
-            for name in ("tcp_rmem", "tcp_wmem"):  # of its own network
-                attempt(partial(_write, f"/proc/sys/net/ipv4/{name}", TCP_BUFFER), notes)
+            for path, value in (NETWORK_SETTINGS | (USER_SETTINGS if "user" in spaces else {})).items():
+                attempt(partial(_write, f"/proc/sys/{path}", value), notes)
+        if plan.user == "root":
+            writable_proc = kernel.copy_mount("/proc")
+        if os.path.exists("/proc/self"):  # the code may not change what the kernel ends first
+            set_attributes = partial(kernel.set_attributes, kernel.AT_FDCWD, "/proc", kernel.READ_ONLY)
+            attempt(set_attributes, notes)
     elif plan.layers:
         return without_image(notes)
     else:
@@ -135,14 +149,14 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     own = uid != os.getuid() and attempt(lambda: _become(uid), notes)
     os.chdir(home)
     privileged = os.getuid() == 0
-    if plan.user == "root" and not attempt(_become_root, notes):
+    if plan.user == "root" and not attempt(partial(_become_root, writable_proc), notes):
         return without_image(notes)
     drop_rights(ROOT_CAPABILITIES if plan.user == "root" else 0)
     files = -1 if "files" in holds else _files_by_landlock(plan, home, holds, notes)
-    filtered = attempt(lambda: kernel.refuse_calls(kernel.UNCOUNTED.values()), notes)
+    filtered = attempt(system_calls.filter_calls, notes)
     if filtered and "files" in holds and (home == HOME or not _is_memory(home, notes)):
         holds.add("memory")  # without `files` there may be other directories that are memory
-    if "network" not in holds and attempt(lambda: kernel.refuse_calls(kernel.SOCKETS.values()), notes):
+    if "network" not in holds and attempt(system_calls.refuse_sockets, notes):
         holds.add("network")
     if own:
         holds.add("orphans")  # the guard runs as another user: the code cannot kill it
@@ -313,12 +327,14 @@ def _become(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def _become_root() -> None:
-    """Become root of a user namespace of its own, in which no other user exists."""
+def _become_root(writable_proc: int) -> None:
+    """Become root of a user namespace of its own, in which no other user exists. `writable_proc`: a mount of
+    /proc, which is closed."""
     user, group = os.getuid(), os.getgid()
     prctl(kernel.PR_SET_DUMPABLE, 1)  # else the files of /proc/self are not this user's
     kernel.unshare(kernel.NEWUSER)
-    _map_ids((0, user), (0, group))
+    _map_ids((0, user), (0, group), f"/proc/self/fd/{writable_proc}")
+    os.close(writable_proc)
 
 
 def _library_is_public() -> bool:

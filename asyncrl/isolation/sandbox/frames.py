@@ -40,6 +40,7 @@ class RunEnding(enum.StrEnum):
     LATE = "late"  # its time ran out, and it was ended
     DIED = "died"  # the interpreter of the cells ended, or broke
     OVER = "over"  # all memory together was over `resident`, and everything was killed
+    STARVED = "starved"  # the machine had no memory left, and everything was killed
 
 
 ENDINGS = tuple(RunEnding)

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from asyncrl.isolation.sandbox import confine, emptying, interpreter, kernel
+from asyncrl.isolation.sandbox.cgroup import MemoryGroup, make_group
 from asyncrl.isolation.sandbox.frames import SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from asyncrl.isolation.sandbox.warden import PASSAGE, Warden
@@ -23,17 +24,25 @@ def main(limits: tuple[int, ...], packages: str, *rest: Any) -> None:
     """`limits`, `rest`: see confine.ConfinementPlan. `packages`: site-packages, which the code may import."""
     plan = confine.ConfinementPlan(os.getpid(), SandboxLimits(*limits), *rest)
     notes: list[str] = []
+    group = make_group(plan.limits.resident << 20) if plan.limits.resident else None
     spaces = confine.new_process_namespace(notes)
     pid = os.fork()
     if pid == 0:
-        run_warden(plan, spaces, notes, packages)
-    wait(pid, plan)
+        run_warden(plan, spaces, notes, packages, group)
+    wait(pid, plan, group)
 
 
-def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str], packages: str) -> None:
+def run_warden(
+    plan: confine.ConfinementPlan,
+    spaces: set[str],
+    notes: list[str],
+    packages: str,
+    group: MemoryGroup | None,
+) -> None:
     """Be the warden's process. When it ends, the kernel kills every process of its process namespace."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else the code could send it
     try:
+        kernel.go_first_without_memory()
         with open(interpreter.__file__) as file:
             source = file.read()
         confinement = confine.confine(plan, spaces, notes)
@@ -44,12 +53,12 @@ def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str]
             os.environ["TMPDIR"] = confinement.home
             source += f"sys.path[:] = [{confinement.home!r}, *sys.path, {packages!r}]"
             python = [sys.executable, "-I", "-S", "-c", source]
-        Warden(plan, confinement, python).serve()
+        Warden(plan, confinement, python, group).serve()
     finally:
         os._exit(0)
 
 
-def wait(warden: int, plan: confine.ConfinementPlan) -> None:
+def wait(warden: int, plan: confine.ConfinementPlan, group: MemoryGroup | None) -> None:
     """Wait until the warden has ended, which SIGTERM and the owner's death cause, too. Then clean up."""
     signal.signal(signal.SIGTERM, lambda *_: kernel.kill(warden, signal.SIGKILL))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -60,3 +69,5 @@ def wait(warden: int, plan: confine.ConfinementPlan) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kernel.end_all(alone=False)  # what a killed warden left, where there is no process namespace
     emptying.remove(plan.fallback)
+    if group:
+        group.remove()

@@ -1,15 +1,17 @@
-"""Calls the kernel where Python does not: signals to all processes of a sandbox, namespaces, mounts, Landlock
-and seccomp. The sandbox imports this, so it must load fast."""
+"""Calls the kernel where Python does not: signals to all processes of a sandbox, namespaces, mounts and
+Landlock. The sandbox imports this, so it must load fast."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 
+from asyncrl.isolation.sandbox.memory import thread_statuses
 from asyncrl.isolation.wrapper import descendants
 
 MACHINE = os.uname().machine
@@ -18,8 +20,6 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 
 STOP_SECONDS, STOP_LOOKS = 2.0, 10
-SOCKET = 1 << 19  # bytes that it may hold: two buffers as below, and its options (optmem_max: 128 KiB)
-BUFFER = 212_992  # bytes of a socket's buffer, unless the machine's administrator has set another default
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -80,7 +80,7 @@ def stop_all(alone: bool) -> bool:
 
 def _threads() -> dict[str, bytes]:
     """Read the status of each thread below this process, which counts how often it ran."""
-    return {task: text for pid in descendants(os.getpid()) for task, text in _statuses(f"{pid}")}
+    return {task: text for pid in descendants(os.getpid()) for task, text in thread_statuses(f"{pid}")}
 
 
 def _is_still(status: bytes) -> bool:
@@ -95,31 +95,30 @@ def kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def resident() -> int:
-    """Measure the bytes of memory of every process in /proc: what is in no file, swapped or not, and page
-    tables; and count SOCKET for each socket of the network namespace. Pages that two processes share after a
-    fork count twice."""
-    with open("/proc/net/sockstat", "rb") as file:
-        sockets = int(file.readline().split()[2])
-    processes = filter(str.isdigit, os.listdir("/proc"))
-    return sockets * SOCKET + sum(map(_held, processes))
+def go_first_without_memory() -> None:
+    """Let the kernel end this process and its children before all others when the machine has no memory
+    left. Root's rights make this a bound, under which no process without them can go."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
-def _held(pid: str) -> int:
-    """Measure one process. Its first thread may have ended before the others; then it shows nothing."""
-    for _, status in _statuses(pid):
-        found = [line for line in status.splitlines() if line.startswith((b"RssAnon", b"VmPTE", b"VmSwap"))]
-        if found:
-            return sum(int(line.split()[1]) for line in found) << 10
-    return 0
+# -- directories
+
+SYS_OPENAT2, PATH_MAX = 437, 4096
+NO_LINKS, BENEATH_ONLY = 0x04, 0x08  # RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH
+OPEN_HOW = struct.Struct("=QQQ")  # flags, mode, how to resolve
 
 
-def _statuses(pid: str) -> Iterator[tuple[str, bytes]]:
-    """Read what /proc has on each thread of a process."""
-    with suppress(OSError):  # it ended meanwhile
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{task}/status", "rb") as file:
-                yield task, file.read()
+def open_beneath(top: int, path: str) -> int:
+    """Open a directory below `top` in one call, however deep it lies. OSError, also for a path of PATH_MAX
+    bytes or more; NotADirectoryError where the path leads through a link."""
+    how = OPEN_HOW.pack(os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0, NO_LINKS | BENEATH_ONLY)
+    try:
+        return syscall(path, SYS_OPENAT2, top, os.fsencode(path), how, OPEN_HOW.size)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
+        raise
 
 
 # -- namespaces and mounts -----------------------------------------------------------------------------------
@@ -220,92 +219,3 @@ def _allow(fd: int, path: str, rights: int) -> None:
         syscall("landlock_add_rule", ADD_RULE, fd, PATH_BENEATH, BENEATH.pack(allowed, parent), 0)
     finally:
         os.close(parent)
-
-
-# -- seccomp: a filter of system calls. It blocks memory that no limit counts, ways to gain another user's
-# -- rights and, when there is no network namespace, sockets. A process may install it without any rights once
-# -- it has set PR_SET_NO_NEW_PRIVS. Several filters add up, and children inherit them.
-
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables below, AUDIT_ARCH
-SOCKETS = {"socket": (41, 198)}
-MEMFD = {"memfd_create": (319, 279)}
-UNCOUNTED = {
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),  # these segments outlive their processes, as with the next two
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "vmsplice": (278, 75),  # keeps pages alive in a pipe after they were unmapped
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "io_uring_setup": (425, 425),  # has memory of its own, and makes system calls that no filter sees
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
-    "unshare": (272, 97),  # in a new user namespace the code could mount file systems
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "open_tree": (428, 428),
-    "fsopen": (430, 430),
-    "fspick": (433, 433),
-}
-CLONE, CLONE3, MMAP, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (53, 199)
-OF_OTHERS = ((302, 261), (144, 119), (142, 118), (314, 274))  # prlimit64, sched_setscheduler, -param, -attr
-SET_PRIORITY = (141, 140)
-SETSOCKOPT, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = (54, 208), 1, 7, 8
-NEW_SPACES = 0x7E020000  # CLONE_NEW*
-TIMER_CREATE, FCNTL, SET_SIGNAL = (222, 107), (72, 25), 10  # by these the kernel sends any signal
-SHARED_NAMELESS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: unmapping a part does not free its pages
-UNIX, STREAM, KIND = 1, 1, 0xF  # AF_UNIX; datagram pairs could send to any socket
-INET, INET6 = 2, 10  # other families reach the kernel, or past a network namespace to the machine (AF_VSOCK)
-
-MODE_FILTER = 2
-LOAD, EQUAL, AT_LEAST, ANY_OF, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40  # offsets of the low halves of arguments
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # REFUSE | errno
-EACCES, ENOSYS, EAFNOSUPPORT = 13, 38, 97
-X32 = 0x40000000
-
-BpfLine = tuple[int, int, int, int]  # code, lines to skip if true, lines to skip if false, operand
-NO: BpfLine = (RETURN, 0, 0, REFUSE | EACCES)
-YES: BpfLine = (RETURN, 0, 0, ALLOW)
-
-
-class _BpfProgram(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
-
-
-def refuse_calls(calls: Iterable[tuple[int, int]]) -> None:
-    """Install a filter for this process and its children. It blocks `calls` (values of the tables above), and
-    always: limits and priorities of other processes, as the warden is one, new namespaces by clone, shared
-    anonymous memory, sockets but AF_UNIX and the internet's, socket pairs other than streams, timers and
-    files that send any signal, as SIGCONT would continue a stopped process, and system calls by numbers of
-    another architecture. To change the size of a socket's buffers has no effect. OSError; KeyError for an
-    unknown architecture."""
-    column, audit = MACHINES[MACHINE]
-    lines: list[BpfLine] = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), NO]
-    lines += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), NO]
-    for numbers in calls:
-        lines += [(EQUAL, 0, 1, numbers[column]), NO]
-    # clone3's flags lie in memory, which a filter cannot read; without clone3 libc takes clone
-    for numbers in (CLONE3, TIMER_CREATE):  # and programs take alarm for timers
-        lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
-    for numbers in OF_OTHERS:
-        lines += [(EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, FIRST), (EQUAL, 1, 0, 0), NO, YES]
-    mine = [(LOAD, 0, 0, FIRST), (EQUAL, 0, 2, 0), (LOAD, 0, 0, SECOND), (EQUAL, 1, 0, 0), NO, YES]
-    lines += [(EQUAL, 0, 6, SET_PRIORITY[column]), *mine]
-    lines += [(EQUAL, 0, 4, FCNTL[column]), (LOAD, 0, 0, SECOND), (EQUAL, 0, 1, SET_SIGNAL), NO, YES]
-    lines += [(EQUAL, 0, 4, CLONE[column]), (LOAD, 0, 0, FIRST), (ANY_OF, 0, 1, NEW_SPACES), NO, YES]
-    families = [(LOAD, 0, 0, FIRST), (EQUAL, 3, 0, UNIX), (EQUAL, 2, 0, INET), (EQUAL, 1, 0, INET6)]
-    lines += [(EQUAL, 0, 6, SOCKETS["socket"][column]), *families, (RETURN, 0, 0, REFUSE | EAFNOSUPPORT), YES]
-    pair = [(LOAD, 0, 0, FIRST), (EQUAL, 0, 3, UNIX), (LOAD, 0, 0, SECOND), (AND, 0, 0, KIND)]
-    lines += [(EQUAL, 0, 7, SOCKETPAIR[column]), *pair, (EQUAL, 1, 0, STREAM), NO, YES]
-    size = [(LOAD, 0, 0, SECOND), (EQUAL, 0, 4, SOL_SOCKET), (LOAD, 0, 0, THIRD), (EQUAL, 1, 0, SO_SNDBUF)]
-    # without an errno: the kernel cuts sizes silently, too
-    size += [(EQUAL, 0, 1, SO_RCVBUF), (RETURN, 0, 0, REFUSE), YES]
-    lines += [(EQUAL, 0, 7, SETSOCKOPT[column]), *size]
-    shared = [(LOAD, 0, 0, FOURTH), (AND, 0, 0, SHARED_NAMELESS), (EQUAL, 0, 1, SHARED_NAMELESS)]
-    lines += [(EQUAL, 0, 5, MMAP[column]), *shared, NO, YES, YES]
-    program = _BpfProgram(len(lines), b"".join(struct.pack("=HBBI", *line) for line in lines))
-    prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(program))

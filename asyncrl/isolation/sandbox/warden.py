@@ -21,13 +21,13 @@ import struct
 import time
 from _socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, SCM_RIGHTS, SOL_SOCKET, socket, socketpair
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
-from asyncrl.isolation.sandbox import changes, confine, emptying, frames, kernel
+from asyncrl.isolation.sandbox import changes, confine, emptying, frames, kernel, memory, system_calls
+from asyncrl.isolation.sandbox.cgroup import MemoryGroup
 from asyncrl.isolation.sandbox.confine import Confinement, ConfinementPlan
 from asyncrl.isolation.sandbox.frames import RunEnding, RunReply, RunRequest, SandboxLimits
-from asyncrl.isolation.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
+from asyncrl.isolation.sandbox.kernel import PR_SET_PDEATHSIG, prctl
 from asyncrl.isolation.sandbox.watched import LINK, BoundedOutput, WatchedProcess
 from asyncrl.isolation.wrapper import CANNOT_RUN
 
@@ -35,18 +35,28 @@ PASSAGE = 1  # the one that brings the streams of an exec, and takes the listene
 INODE = 1024  # bytes that the kernel holds for a file or directory in memory
 LOOK_SECONDS = 0.25  # between two measurements of the memory
 SURE_SECONDS = 0.02  # until the second one: a process that is starting another counts twice for a moment
+CHANCE = 32  # of 256, to end at a look at which the machine is short of memory
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
 MAX_FILES = 256  # descriptors that this process may have open
 
 
 class Warden:
-    def __init__(self, plan: ConfinementPlan, confinement: Confinement, python: Sequence[str]) -> None:
-        """`python`: a command, and as its last word what it is to run before a call of interpreter.py."""
+    def __init__(
+        self,
+        plan: ConfinementPlan,
+        confinement: Confinement,
+        python: Sequence[str],
+        group: MemoryGroup | None,
+    ) -> None:
+        """`python`: a command, and as its last word what it is to run before a call of interpreter.py.
+        `group`: of the code's processes."""
         self._limits = plan.limits
         self._directory = plan.directory
         self._has_image = bool(plan.layers)
         self._python = python
         self._confinement = confinement
+        self._group = group
+        self._short_looks = 0  # in a row, in which the machine was short of memory
         self._passage = socket(fileno=PASSAGE)
         self._interpreter: WatchedProcess | None = None
         self._cells = 0  # cells run so far
@@ -136,17 +146,20 @@ class Warden:
         lost = self._kill_all_and_forget()
         pid = self._start(lambda: _run_exec(request.source), self._passed("3i"))
         stop = os.dup(PASSAGE)  # readable, when the owner stops the program
-        process, nothing, over = WatchedProcess(pid, -1, stop), BoundedOutput(0), False
+        process, nothing, overrun = WatchedProcess(pid, -1, stop), BoundedOutput(0), None
         until = time.monotonic() + request.seconds
         while not (ended := process.watch(nothing, min(LOOK_SECONDS, until - time.monotonic()))):
             self._interpreter_ended()  # orphans that have ended would count as processes
-            if (over := self._is_over()) or time.monotonic() >= until:
+            if (overrun := self._overrun()) or time.monotonic() >= until:
                 break
         self._kill_all()
         process.close()
+
         status = self._status.pop(pid, 0)
-        failed = RunEnding.FAILED if status else RunEnding.DONE
-        return RunReply(RunEnding.OVER if over else failed if ended else RunEnding.LATE, status, lost, 0, b"")
+        if self._group and self._group.killed():  # the kernel may have ended it between two looks
+            overrun = RunEnding.OVER
+        finished = RunEnding.FAILED if status else RunEnding.DONE
+        return RunReply(overrun or (finished if ended else RunEnding.LATE), status, lost, 0, b"")
 
     def _move(self, request: RunRequest) -> RunReply:
         """Move files over the owner's pipe. No other process runs meanwhile."""
@@ -169,13 +182,26 @@ class Warden:
                 raise EOFError
         return struct.unpack(form, ancillary[0][2])
 
-    def _is_over(self) -> bool:
-        """True when all processes and files hold more than `resident`, by two measurements."""
+    def _overrun(self) -> RunEnding | None:
+        """OVER when all processes and files hold more than `resident`; STARVED when the machine has no
+        memory left and this sandbox is to end for it."""
+        if not self._limits.resident:
+            return None
+        if (self._group and self._group.killed()) or self._holds_more():
+            return RunEnding.OVER
+        # every sandbox sees the same, and the end of a few may be enough
+        short = memory.machine_is_short()
+        self._short_looks = self._short_looks + 1 if short else 0
+        return RunEnding.STARVED if self._short_looks > 1 and os.urandom(1)[0] < CHANCE else None
+
+    def _holds_more(self) -> bool:
+        """True when more than `resident` is held, by two measurements."""
+        most = self._limits.resident << 20
         for pause in (SURE_SECONDS, 0):
             files = os.fstatvfs(self._confinement.upper)
-            held = kernel.resident() + (files.f_blocks - files.f_bfree) * files.f_frsize
-            held += (files.f_files - files.f_ffree) * INODE
-            if not 0 < self._limits.resident << 20 < held:
+            in_files = (files.f_blocks - files.f_bfree) * files.f_frsize
+            in_files += (files.f_files - files.f_ffree) * INODE
+            if in_files + memory.held_by_processes(most) <= most:
                 return False
             time.sleep(pause)
         return True
@@ -221,10 +247,12 @@ class Warden:
         status = CANNOT_RUN
         try:
             os.setsid()
+            if self._group:
+                self._group.join()
             if self._confinement.files >= 0:
                 kernel.restrict_files(self._confinement.files)
             if self._confinement.filtered:
-                kernel.refuse_calls(kernel.MEMFD.values())  # the warden needs it for its children's input
+                system_calls.filter_code()
             for target, fd in enumerate(streams):
                 os.dup2(fd, target)
             os.closerange(3, keep)
@@ -313,11 +341,7 @@ def _run_shell(command: bytes) -> int:
 
 
 def _run_exec(source: bytes) -> int:
-    """Become a program that the kernel ends first when the machine has no memory left."""
     words, environment, directory = json.loads(source)
-    prctl(PR_SET_DUMPABLE, 1)  # else the file below is not this user's
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
     return _exec(words, environment, directory)
 
 

@@ -1,0 +1,119 @@
+"""A memory cgroup for the code of one sandbox, where this process may make one.
+
+In it the kernel counts all memory of the code's processes, also objects of its own that nothing else shows.
+Above the limit it kills one of them; the warden sees that and ends the rest.
+
+A group can be made as root under cgroup v1, or where the memory controller is given to children of this
+process's group or, if that has no limit itself, to its siblings (cgroup v2: a group that was delegated).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+PREFIX = "asyncrl-sandbox-"  # the rest: the guard's process id, and what makes it unique
+BEYOND = 32 << 20  # bytes above `resident`, as caches of files count here, too
+
+V1, V2 = "cgroup", "cgroup2"  # types of the file systems
+LIMIT = {V1: "memory.limit_in_bytes", V2: "memory.max"}
+EVENTS = {V1: "memory.oom_control", V2: "memory.events"}  # both have a line "oom_kill COUNT"
+
+
+class MemoryGroup:
+    """`path`: its directory, outside of the sandbox. Its files stay open, as the sandbox has a root of its
+    own."""
+
+    def __init__(self, path: str, version: str, limit: int) -> None:
+        self.path = path
+        os.mkdir(path)
+        try:
+            with open(f"{path}/{LIMIT[version]}", "w") as file:
+                file.write(str(limit + BEYOND))
+            self._processes = os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            self._events = os.open(f"{path}/{EVENTS[version]}", os.O_RDONLY | os.O_CLOEXEC)
+            self._count_kills()
+        except (OSError, ValueError):
+            os.rmdir(path)
+            raise
+        self._seen = 0
+
+    def join(self) -> None:
+        """Put this process, and those that it will start, into the group."""
+        os.write(self._processes, b"0")
+
+    def killed(self) -> bool:
+        """True when the kernel has killed a process of the group since the last call."""
+        seen, self._seen = self._seen, self._count_kills()
+        return self._seen > seen
+
+    def remove(self) -> None:
+        """Remove the group, in which no process is left."""
+        with suppress(OSError):
+            os.rmdir(self.path)
+
+    def _count_kills(self) -> int:
+        """ValueError where the kernel does not say."""
+        lines = os.pread(self._events, 4096, 0).splitlines()
+        counts = [int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")]
+        if not counts:
+            raise ValueError("no count of kills")
+        return counts[0]
+
+
+def make_group(limit: int) -> MemoryGroup | None:
+    """Make a group whose processes may hold `limit` bytes. None where this process may not."""
+    with suppress(OSError, ValueError):
+        for directory, version in _possible_parents():
+            _remove_old(directory)
+            name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
+            return MemoryGroup(f"{directory}/{name}", version, limit)
+    return None
+
+
+def _possible_parents() -> Iterator[tuple[str, str]]:
+    """Find the directory in which a group can be made, if there is one, and the version of its cgroups."""
+    with open("/proc/self/cgroup") as file:
+        own_groups = [line.rstrip("\n").split(":", 2) for line in file]
+    for _, controllers, group in own_groups:
+        if "memory" in controllers.split(","):
+            yield from ((directory, V1) for directory in _directories(V1, group))
+
+    for _, controllers, group in own_groups:
+        for own in [] if controllers else _directories(V2, group):
+            if _passes_memory(own):
+                yield own, V2
+            elif _is_unlimited(own) and _passes_memory(parent := os.path.dirname(own)):
+                yield parent, V2
+
+
+def _directories(version: str, group: str) -> Iterator[str]:
+    """Find a group below the mounts of its file system. A line of mountinfo has ids, device, root, place,
+    options … - type, source, options."""
+    with open("/proc/self/mountinfo") as file:
+        mounts = [line.split() for line in file]
+    for mount in mounts:
+        kind, _, options = mount[mount.index("-") + 1 :]
+        if kind == version and (version == V2 or "memory" in options.split(",")):
+            yield os.path.normpath(f"{mount[4]}/{os.path.relpath(group, mount[3])}")
+
+
+def _is_unlimited(group: str) -> bool:
+    """True for a group without a limit, which its siblings would not be under."""
+    with open(f"{group}/memory.max") as file:
+        return file.read() == "max\n"
+
+
+def _passes_memory(directory: str) -> bool:
+    with open(f"{directory}/cgroup.subtree_control") as file:
+        return "memory" in file.read().split()
+
+
+def _remove_old(directory: str) -> None:
+    """Remove groups of guards that were killed."""
+    for name in os.listdir(directory):
+        pid = name.removeprefix(PREFIX).partition("-")[0]
+        if name.startswith(PREFIX) and not os.path.exists(f"/proc/{pid}"):
+            with suppress(OSError):  # another one has removed it
+                os.rmdir(f"{directory}/{name}")
