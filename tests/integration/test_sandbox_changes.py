@@ -211,8 +211,33 @@ async def test_what_changed_is_bounded() -> None:
         with pytest.raises(SandboxError, match="more than 900000 bytes"):
             await jail.changes(most=900_000)
         await cell(jail, "import os\nfor _ in range(30):\n    os.mkdir('x' * 200)\n    os.chdir('x' * 200)")
-        with pytest.raises(SandboxError, match="more than 4096 bytes in the path"):
+        with pytest.raises(SandboxError, match="more than 4095 bytes in the path"):
             await jail.changes()
+
+
+DEEP = """
+import os
+for _ in range({levels}):
+    os.mkdir({name!r})
+    os.chdir({name!r})
+open("f", "w").close()
+"""
+
+
+async def test_a_deep_tree_is_moved_in_steps_that_do_not_grow_with_its_depth() -> None:
+    async with box() as first, box() as second:
+        await first.run("shell", "mkdir sub", 5)
+        await first.run("program", DEEP.format(levels=1363, name="é"), 20)
+        archive = await first.changes()
+        deepest = max((entry.path for entry in read_entries(archive)), key=len)
+        assert len(deepest.encode()) == 1363 * 3 + 1
+        await second.apply(archive)
+        assert await second.changes() == archive
+        linked = "d=$(pwd); for n in 1 2 3 4; do cd é; done; mv é moved; ln -s moved é"
+        assert (await second.run("shell", linked, 5)).status == 0
+        below = Entry(changes.FILE, "é/" * 9 + "x").frame() + END
+        with pytest.raises(SandboxError, match="Not a directory"):
+            await second.apply(below)
 
 
 async def test_nothing_runs_meanwhile_and_all_goes_on_afterwards() -> None:

@@ -28,8 +28,7 @@ FILE, DIRECTORY, OPAQUE, LINK, DELETED, END = b"f", b"d", b"o", b"l", b"x", b"."
 archive which was cut is known."""
 HEADER = struct.Struct("!cIqHQ")  # kind, mode, mtime in ns, bytes of the path, bytes of the content
 MOST_ENTRIES = 200_000
-LONGEST_PATH = 4096
-LONGEST_PART = 1000  # characters of a path that is opened at once: at most 4 bytes each
+LONGEST_PATH = kernel.PATH_MAX - 1  # bytes
 CHUNK = 1 << 20
 PIPE = 0  # to the owner, or from it
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -222,6 +221,7 @@ class _Collector:
                     if self._is_skipped(inner):
                         continue
                     if stat.S_ISDIR(found.st_mode):
+                        self._check_path(inner)  # before it is opened
                         self._make_readable(here, name, inner, found)
                         inside.append(inner)
                     else:
@@ -262,8 +262,12 @@ class _Collector:
         head = _head(Entry(kind, path, mode, mtime_ns), size)
         self._left -= len(head) + size
         self._check(self._left < 0, f"{self._most} bytes")
-        self._check(len(head) - HEADER.size > LONGEST_PATH, f"{LONGEST_PATH} bytes in the path of a file")
+        self._check_path(path)
         self._pipe.write(head)
+
+    def _check_path(self, path: str) -> None:
+        too_long = len(os.fsencode(path)) > LONGEST_PATH
+        self._check(too_long, f"{LONGEST_PATH} bytes in the path of a file")
 
     def _check(self, exceeded: bool, bound: str) -> None:
         if exceeded:
@@ -380,30 +384,16 @@ def _is_opaque(directory: int) -> bool:
 @contextmanager
 def _opened(top: int, path: str, make: bool = False) -> Iterator[int]:
     """Open a directory below `top`, never through a link. `make` those that are missing."""
-    here = os.dup(top)
     try:
-        for part in _openable_parts(path):
-            try:
-                inner = kernel.open_beneath(here, part)
-            except FileNotFoundError:
-                if not make:
-                    raise
-                inner = _make_directories(here, part)
-            os.close(here)
-            here = inner
+        here = kernel.open_beneath(top, path or ".")
+    except FileNotFoundError:
+        if not make:
+            raise
+        here = _make_directories(top, path)
+    try:
         yield here
     finally:
         os.close(here)
-
-
-def _openable_parts(path: str) -> Iterator[str]:
-    """Split a path into parts that are no longer than the kernel takes."""
-    while len(os.fsencode(path)) >= kernel.PATH_MAX:
-        cut = path.rindex("/", 0, LONGEST_PART)
-        yield path[:cut]
-        path = path[cut + 1 :]
-    if path:
-        yield path
 
 
 def _make_directories(top: int, path: str) -> int:
@@ -412,7 +402,6 @@ def _make_directories(top: int, path: str) -> int:
     for name in path.split("/"):
         with suppress(FileExistsError):
             os.mkdir(name, 0o755, dir_fd=here)
-        inner = os.open(name, OPEN_DIRECTORY, dir_fd=here)
-        os.close(here)
-        here = inner
+        outer, here = here, os.open(name, OPEN_DIRECTORY, dir_fd=here)
+        os.close(outer)
     return here

@@ -121,7 +121,28 @@ def test_a_sample_that_nobody_reads_and_output_without_end_do_no_harm() -> None:
     assert run("sh -c 'head -c 5000000 /dev/zero | tr \"\\0\" x; echo; echo 3'", sample=big) == 3
 
 
-async def test_all_that_is_kept_of_an_output_is_not_copied_with_each_part() -> None:
+async def test_endless_output_is_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("asyncrl.gateway.places.asyncio.sleep", pause)
+    for size, has_pauses in ((places.FAST_OUTPUT, False), (places.FAST_OUTPUT + (4 << 20), True)):
+        out, theirs = os.pipe()
+        process = await asyncio.create_subprocess_exec("head", "-c", f"{size}", "/dev/zero", stdout=theirs)
+        os.close(theirs)
+        await places._tail(out, 100)
+        await process.wait()
+        assert bool(pauses) is has_pauses
+    assert len(pauses) >= (4 << 20) >> 16 and {*pauses} == {places.PAUSE}
+
+
+async def test_all_that_is_kept_of_an_output_is_not_copied_with_each_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "PAUSE", 0)
+
     async def seconds(limit: int) -> float:
         out, theirs = os.pipe()
         process = await asyncio.create_subprocess_exec("head", "-c", "64M", "/dev/zero", stdout=theirs)
