@@ -733,6 +733,7 @@ tries = {
     "an attribute of an open file": lambda: os.setxattr(file, "user.name", b"value"),
     "an access control list": lambda: os.setxattr("file", "system.posix_acl_access", acl),
     "huge pages": lambda: mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000),
+    "a filter of a socket": lambda: socket.socketpair()[0].setsockopt(1, 26, allow_all),
     "a lock of an open file": lambda: fcntl.fcntl(file, 37, lock),
 }
 for name, action in tries.items():
@@ -757,6 +758,7 @@ an attribute: ENOTSUP
 an attribute of an open file: ENOTSUP
 an access control list: ENOTSUP
 huge pages: ENOMEM
+a filter of a socket: EACCES
 a lock of an open file: EINVAL
 the rest is as ever
 """

@@ -85,7 +85,9 @@ HUGE_PAGES = 0x40000  # MAP_HUGETLB: the machine has one pool of them
 SET_SIGNAL = 10  # F_SETSIG: by it the kernel sends any signal
 OPEN_FILE_LOCKS = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW: /proc/locks does not tell whose they are
 FUTEX_HASH = 78  # PR_FUTEX_HASH: a table of any size
-SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = 1, 7, 8
+SOL_SOCKET = 1
+BUFFER_SIZES = 7, 8  # SO_SNDBUF, SO_RCVBUF
+SOCKET_FILTERS = 26, 50, 51, 52  # SO_ATTACH_*: the machine has one supply of memory for compiled filters
 UNIX, STREAM, KIND = 1, 1, 0xF  # AF_UNIX; datagram pairs could send to any socket
 INET, INET6 = 2, 10  # other families reach the kernel, or past a network namespace to the machine (AF_VSOCK)
 
@@ -107,9 +109,9 @@ def filter_calls() -> None:
     """Install the filter of this process and its children. It refuses FORBIDDEN, ABSENT and ATTRIBUTES;
     limits and priorities of other processes, as the warden is one; new namespaces by clone; shared anonymous
     memory and huge pages; sockets but AF_UNIX and the internet's; socket pairs other than streams; files that
-    send any signal, as SIGCONT would continue a stopped process; locks of open files; and system calls by
-    numbers of another architecture. To change the size of a socket's buffers has no effect. OSError; KeyError
-    for an unknown architecture."""
+    send any signal, as SIGCONT would continue a stopped process; locks of open files; filters of sockets; and
+    system calls by numbers of another architecture. To change the size of a socket's buffers has no effect.
+    OSError; KeyError for an unknown architecture."""
     column, _ = MACHINES[MACHINE]
     rules: list[BpfLine] = []
     for calls, code in ((FORBIDDEN, errno.EACCES), (ABSENT, errno.ENOSYS), (ATTRIBUTES, errno.EOPNOTSUPP)):
@@ -136,10 +138,14 @@ def filter_calls() -> None:
     stream = [(LOAD, 0, 0, SECOND), (AND, 0, 0, KIND), (EQUAL, 1, 0, STREAM), _refuse()]
     not_unix = [(LOAD, 0, 0, FIRST), (EQUAL, 0, len(stream), UNIX)]
     rules += _when_called(SOCKETPAIR[column], *not_unix, *stream, ALLOW)
-    # with no errno, as the kernel cuts sizes silently, too
-    sizes = [*_refuse_if(THIRD, EQUAL, SO_SNDBUF, 0), *_refuse_if(THIRD, EQUAL, SO_RCVBUF, 0)]
-    other_level = [(LOAD, 0, 0, SECOND), (EQUAL, 0, len(sizes), SOL_SOCKET)]
-    rules += _when_called(SETSOCKOPT[column], *other_level, *sizes, ALLOW)
+
+    options: list[BpfLine] = []
+    for option in BUFFER_SIZES:
+        options += _refuse_if(THIRD, EQUAL, option, 0)  # no error, as the kernel cuts sizes silently, too
+    for option in SOCKET_FILTERS:
+        options += _refuse_if(THIRD, EQUAL, option)
+    other_level = [(LOAD, 0, 0, SECOND), (EQUAL, 0, len(options), SOL_SOCKET)]
+    rules += _when_called(SETSOCKOPT[column], *other_level, *options, ALLOW)
     _install(rules)
 
 
