@@ -325,6 +325,16 @@ async def test_memory_and_files_of_all_together_are_bounded(code: str) -> None:
         assert (await run(box, "true"))[0].ending == RunEnding.DONE
 
 
+SHORT_OF_MEMORY = START.replace(
+    "\nmain",
+    """
+from asyncrl.isolation.sandbox import memory, warden
+memory.LOW_MEMORY = 1, 1 << 60, 1 << 60
+warden.CHANCE = 256
+main""",
+)
+"""Starts a sandbox to which the machine always looks short of memory."""
+
 BURST = "held = b'x' * (600 << 20)"
 
 
@@ -356,10 +366,7 @@ async def test_a_group_of_a_killed_sandbox_is_removed_by_the_next() -> None:
 
 
 async def test_without_memory_on_the_machine_a_sandbox_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine counts as short of it from the start."""
-    short = "from asyncrl.isolation.sandbox import memory, warden"
-    short += "; memory.LOW_MEMORY = 1, 1 << 60, 1 << 60; warden.CHANCE = 256"
-    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", START.replace("\nmain", f"\n{short}\nmain"))
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", SHORT_OF_MEMORY)
     async with jail() as box:
         result, _, _ = await run(box, "sleep", "25")
         assert (result.ending, result.status) == (RunEnding.STARVED, -9)

@@ -25,6 +25,7 @@ from tests.fakes.checked import Given, assert_found
 from tests.fakes.hosts import FakeHost
 from tests.fakes.images import small_image
 from tests.fakes.tasks import bare_image, task_folder
+from tests.integration.test_sandbox_exec import SHORT_OF_MEMORY
 
 ENDPOINT = Endpoint("http://127.0.0.1:9/v1", "")
 
@@ -155,6 +156,17 @@ def test_a_sandbox_that_is_killed_from_outside_is_no_fault_of_the_model(tmp_path
     bench.sample = sample_of(task)
     found = bench.failed()
     assert found.reason is FailReason.SETUP_FAILED and "task fizz: its sandbox ended" in found.detail
+
+
+def test_a_sandbox_that_ends_as_the_machine_has_no_memory_is_no_fault_of_the_model(
+    tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", SHORT_OF_MEMORY)
+    (tmp_path / "agent.py").write_text(ASKS + SLEEPS)
+    bench = AgentBench(Command(line=f"python {tmp_path}/agent.py", sandbox="jail"))
+    bench.sample = sample_of(task)
+    failed = bench.failed()
+    assert failed.reason is FailReason.SETUP_FAILED and "had hardly any memory left" in failed.detail
 
 
 async def test_more_changes_than_a_result_may_have_are_said(tmp_path: Path, task: Task) -> None:
