@@ -350,6 +350,7 @@ async def test_a_burst_between_two_measurements_is_seen_where_the_kernel_counts(
         group = group_of(box)
         result, _, _ = await python(box, BURST)
         assert result.ending is RunEnding.OVER
+        assert (await box.run("program", BURST, 20)).status == -9
         assert (await run(box, "true"))[0].ending is RunEnding.DONE
         assert not (group / "cgroup.procs").read_text()  # only the code is in it
     assert not group.exists()

@@ -41,7 +41,8 @@ class MemoryGroup:
 
     def join(self) -> None:
         """Put this process, and those that it will start, into the group."""
-        os.write(self._processes, b"0")
+        with suppress(OSError):  # somebody has removed it: the other bounds hold
+            os.write(self._processes, b"0")
 
     def killed(self) -> bool:
         """True when the kernel has killed a process of the group since the last call."""

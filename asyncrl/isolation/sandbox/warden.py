@@ -144,6 +144,8 @@ class Warden:
     def _execute(self, request: RunRequest) -> RunReply:
         """Run a program with the owner's streams to its end. It finds and leaves no process."""
         lost = self._kill_all_and_forget()
+        if self._group:
+            self._group.killed()  # those of earlier requests are not this program's
         pid = self._start(lambda: _run_exec(request.source), self._passed("3i"))
         stop = os.dup(PASSAGE)  # readable, when the owner stops the program
         process, nothing, overrun = WatchedProcess(pid, -1, stop), BoundedOutput(0), None
