@@ -52,10 +52,12 @@ from swe_tasks.packages import (
 from asyncrl.errors import AsyncrlError, reason
 from asyncrl.isolation.images import Image, find_image
 from asyncrl.isolation.importing import import_image, remove_image
+from asyncrl.values import in_short, printable
 
 T = TypeVar("T")
 
 AHEAD = 2  # bugs that are tried at once, for each sandbox
+REASON = 600  # characters of why there are no tasks of a package
 SHOWN = 5  # failures in an instruction
 PROBLEMS = (AsyncrlError, OSError, subprocess.CalledProcessError)  # of one package, not of all
 VERIFIER_SECONDS = 60.0  # at least
@@ -317,8 +319,10 @@ def main() -> None:
     except AsyncrlError as error:
         sys.exit(f"make_swe_tasks.py: {error}")
     if problems:
-        reasons = (f"left out {requirement}: {why}" for requirement, why in problems.items())
-        sys.exit("\n".join(f"make_swe_tasks.py: {line}" for line in reasons))
+        for requirement, why in problems.items():
+            line = printable(in_short(f"left out {requirement}: {why}", REASON))
+            print(f"make_swe_tasks.py: {line}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

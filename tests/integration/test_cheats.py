@@ -110,8 +110,9 @@ COMPILE = dedent(f"""\
         text = open("calc/sums.py").read().replace("-", "+")
         compiled("calc/sums.py", text, f".{{sys.implementation.cache_tag}}.pyc", head)""")
 LIBRARY = """\
-names=$(python3 -I -c 'import os, sys, _pytest, pytest
-print(*{*sys.stdlib_module_names} - {*sys.builtin_module_names} - {"pdb"})
+names=$(python3 -I -c 'import sys
+print(*{*sys.stdlib_module_names} - {*sys.modules} - {"pdb"})
+import os, _pytest
 print(*(name[:-3] for name in os.listdir(_pytest.__path__[0]) if name.endswith(".py") and name[0] != "_"))')
 for name in $names org exceptiongroup colorama xdist pytest_asyncio; do cp pdb.py $name.py; done
 mkdir -p src; cp *.py src; cp *.py tests
@@ -175,8 +176,8 @@ CHEATS = {
     "a compiled module with the time of its source": written("make.py", COMPILE) + "python3 make.py module",
     "a module of the library's name": written("pdb.py", FORGE) + LIBRARY,
     "a package of the library's name": written("pdb/__init__.py", FORGE)
-    + "for name in code cmd readline pytest _pytest pluggy unittest xml encodings; do cp -r pdb $name; done; "
-    "for name in unittest/mock xml/etree encodings/idna _pytest/junitxml; do cp -r pdb $name; done",
+    + "mkdir encodings; for name in code cmd readline pytest _pytest pluggy unittest xml encodings/idna "
+    "unittest/mock xml/etree _pytest/junitxml; do cp -r pdb $name; done",
     "a plugin's entry point in capitals": written("evil.py", ALL_PASS)
     + written("evil-1.DIST-INFO/entry_points.txt", "[pytest11]\nevil = evil")
     + written("evil-1.DIST-INFO/METADATA", "Name: evil\nVersion: 1"),

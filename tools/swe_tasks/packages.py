@@ -18,7 +18,7 @@ from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
@@ -145,8 +145,8 @@ def unpack(requirement: str, directory: Path) -> Package:
         else:
             with tarfile.open(sdist) as archive:
                 archive.extractall(directory / "all", filter="data")
-    except (tarfile.TarError, zipfile.BadZipFile, OSError) as error:
-        raise PackageError(f"{sdist.name} cannot be unpacked: {error}") from error
+    except Exception as error:  # modules of archives raise ten kinds for one that is broken
+        raise PackageError(f"{sdist.name} cannot be unpacked: {one_line(error)}") from error
     tops = [*(directory / "all").iterdir()]
     if len(tops) != 1 or not tops[0].is_dir():
         raise PackageError(f"{sdist.name} is no source distribution: it has not one directory at its top")
@@ -233,7 +233,7 @@ async def run_tests(
             return {}
         if ended.status not in (0, 1):
             if not tests:
-                said = ended.output.strip()[-2000:] or f"pytest ended with {ended.status}"
+                said = ended.output.strip()[-EXAMPLE:] or f"pytest ended with {ended.status}"
                 raise PackageError(f"the tests of {package.name} do not run: {said}")
             return {}
         return json.loads(await box.read_file(result))
