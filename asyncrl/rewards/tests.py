@@ -134,7 +134,7 @@ class JudgedByTests:
                 files = await in_thread(partial(pack, Path(tests.tests), "tests/test.sh"), "tests")
                 await sandbox.start()
                 if changes is not None:
-                    keep = (*map(in_any_case, PROTECTED), *protected(sandbox, tests))
+                    keep = (*map(in_any_case, with_modules(PROTECTED)), *protected(sandbox, tests))
                     await sandbox.jail.apply(packed(within(sandbox.workspace, changes, keep)), keep)
                 await sandbox.jail.apply(packed((*files, *EMPTY_LOGS)))
             return await self._run(sandbox, tests)
@@ -236,7 +236,16 @@ def protected(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:
             yield glob.escape(f"{path}")
     programs = sandbox.environment["PATH"].split(":")
     yield from (glob.escape(os.path.normpath(one)) for one in programs if one.startswith("/"))
-    yield from tests.protected
+    yield from with_modules(tests.protected)
+
+
+def with_modules(globs: Iterable[str]) -> Iterator[str]:
+    """Add to each Python file the package and the compiled module that Python would import instead."""
+    for pattern in globs:
+        yield pattern
+        if pattern.endswith(".py"):
+            module = pattern.removesuffix(".py")
+            yield from (module, f"{module}.*")
 
 
 # -- verdicts: reports are untrusted -------------------------------------------------------------------------

@@ -15,9 +15,11 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -274,9 +276,9 @@ def image(images: Path) -> Image:
     return image_of(images, "calc", "app")
 
 
-def image_of(images: Path, name: str, top: str) -> Image:
+def image_of(images: Path, name: str, top: str, more: Mapping[str, str] = MappingProxyType({})) -> Image:
     made = bare_image(images, name, f"{top}/calc", f"{top}/tests", over="small-python", directory="/app")
-    for file, text in APP.items():
+    for file, text in (APP | {**more}).items():
         Path(made.root, top, file).write_text(text)
     return made
 
@@ -409,6 +411,29 @@ async def test_tests_that_are_copied_into_the_workspace_are_the_ones_that_run(be
     cheats = {"a link": forged + "ln -s other new", "a directory": forged + "mv other new"}
     found = await copied.all({"a fix": FIX} | cheats)
     assert scores(found) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), found
+
+
+@pytest.mark.full
+async def test_a_protected_helper_is_the_one_that_is_imported(
+    image: Image, images: Path, tmp_path: Path
+) -> None:
+    """It lies beside the package; a package of its name would be imported before it, and so would a link."""
+    test = APP["tests/test_calc.py"].replace("tests.helpers", "helpers")
+    beside = image_of(
+        images, "beside", "app", {"helpers.py": APP["tests/helpers.py"], "tests/test_calc.py": test}
+    )
+    bench = bench_of(beside, tmp_path, CAREFUL)
+    bench.tests = msgspec.structs.replace(bench.tests, protected=("helpers.py",))
+    forged = "helped = lambda result: 5 if result == -1 else result"
+    cheats = {
+        "a module": written("helpers.py", forged),
+        "a package": written("helpers/__init__.py", forged),
+        "a link to a package": written("other/__init__.py", forged) + "ln -s other helpers",
+    }
+    verdicts = await bench.all({"a fix": FIX, **cheats, "both": f"{cheats['a package']}\n{FIX}"})
+    assert scores(verdicts) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0) | {"both": 1.0}, verdicts
+    open_bench = bench_of(beside, tmp_path, CAREFUL)
+    assert (await open_bench.played(cheats["a package"]))["score"] == 1.0, "the cheat does work"
 
 
 @pytest.mark.full
