@@ -103,7 +103,7 @@ async def check(folders: list[TaskFolder], jobs: int, repeats: int, as_json: boo
         print(f"{len(folders) - faulty} of {len(folders)} tasks are as they should be")
         if unnamed:
             names = ", ".join(unnamed[:LISTED]) + ", …" * (len(unnamed) > LISTED)
-            print(f"warning: {len(unnamed)} of them name no tests ({names}): {UNNAMED}")
+            print(f"warning: {len(unnamed)} of {len(folders)} tasks name no tests ({names}): {UNNAMED}")
     return 1 if faulty else 0
 
 

@@ -106,7 +106,7 @@ def test_tasks_without_named_tests_are_warned_of(tasks: Path, capsys: pytest.Cap
     assert (good.split()[6:], named.split()[6:]) == (["ok,", "with", "a", "warning"], ["ok"])
     assert end == "2 of 2 tasks are as they should be"
     assert warning.startswith(
-        "warning: 1 of them name no tests (a-good): the verdict of test.sh is its own, "
+        "warning: 1 of 2 tasks name no tests (a-good): the verdict of test.sh is its own"
     )
     assert "name the tests in tests/config.json" in warning
 
