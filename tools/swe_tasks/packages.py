@@ -223,7 +223,8 @@ async def run_tests(
     chosen = [f"@{names}"] if tests else ["--continue-on-collection-errors", "/tests"]
     words = [watch.__file__, result, str(seconds), TESTBED if lines else "", *PYTEST, *chosen]
     copies = f"cp -r {package.tree} {TESTBED} && cp -r {package.tests} /tests && cd {TESTBED}"
-    command = f"{copies} && {change or ':'} && PYTHONHASHSEED={seed} exec python3 -s {shlex.join(words)}"
+    variables = f"PYTHONHASHSEED={seed} PYTHONPATH= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"  # else as in test.sh
+    command = f"{copies} && {change or ':'} && {variables} exec python3 -s {shlex.join(words)}"
     longest = BUSY * (seconds + sum(package.passing.get(test, 0) for test in tests))
     shown = [str(package.tree), str(package.tests), watch.__file__]
     async with Jail(LIMITS, show=shown, image=image) as box:
