@@ -253,7 +253,7 @@ async def prepare(maker: Maker, requirement: str, directory: Path) -> Package:
 
 
 async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -> dict[str, str]:
-    """Make the tasks of all packages. Returns why there are none of some, by what was asked for."""
+    """Make the tasks of all packages. Returns what went wrong, by the requirement or path of the package."""
     started, total = time.monotonic(), 0
     requirements: list[str] = arguments.packages
     preparing = (prepare(maker, name, scratch / str(number)) for number, name in enumerate(requirements))
@@ -262,7 +262,7 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
     packages: list[tuple[str, Package]] = []
     for requirement, package in zip(requirements, prepared, strict=True):
         if isinstance(package, PROBLEMS):
-            problems[requirement] = reason(package)
+            problems[requirement] = f"no tasks: {reason(package)}"
         elif isinstance(package, BaseException):
             raise package
         else:
@@ -279,9 +279,9 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
         before = sum(maker.kinds.values())
         try:
             if wanted and not await maker.make(package, wanted, arguments.seed, split):
-                problems[requirement] = f"no bug makes some tests of {package.name} fail and others pass"
+                problems[requirement] = "no tasks: no bug makes some of its tests fail and others pass"
         except PROBLEMS as error:
-            problems[requirement] = reason(error)
+            problems[requirement] = f"only {sum(maker.kinds.values()) - before} tasks: {reason(error)}"
         total += sum(maker.kinds.values()) - before
 
     children = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -320,7 +320,7 @@ def main() -> None:
         sys.exit(f"make_swe_tasks.py: {error}")
     if problems:
         for requirement, why in problems.items():
-            line = printable(in_short(f"left out {requirement}: {why}", REASON))
+            line = printable(in_short(f"{requirement}: {why}", REASON))
             print(f"make_swe_tasks.py: {line}", file=sys.stderr)
         sys.exit(1)
 

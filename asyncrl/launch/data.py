@@ -136,9 +136,11 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     judged = any(reward.source.spec == TESTS for reward in rewards)
     if not (judged or any(map(task_of, samples))):  # 4 µs each
         return []
-    tests = [check_task(sample, judged) for sample in samples]
-    unnamed = sum(of_task is not None and not of_task.named for of_task in tests)
-    warnings = [f"{unnamed} of {len(tests)} tasks name no tests: {UNNAMED}"] if unnamed else []
+    unnamed = 0
+    for sample in samples:
+        tests = check_task(sample, judged)
+        unnamed += tests is not None and not tests.named
+    warnings = [f"{unnamed} of {len(samples)} tasks name no tests: {UNNAMED}"] if unnamed else []
     if other := [reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS]:
         raise ConfigError(f"rollout.reward {other[0]} cannot judge tasks; set rollout.reward={TESTS}")
     if rollout.agent or rollout.environment:

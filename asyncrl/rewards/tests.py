@@ -221,8 +221,8 @@ def pack(directory: Path, script: str) -> list[Entry]:
     return entries
 
 
-def in_any_case(glob: str) -> str:
-    return re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", glob)
+def in_any_case(pattern: str) -> str:
+    return re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", pattern)
 
 
 def protected(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:

@@ -360,5 +360,5 @@ def test_bad_packages_do_not_stop_the_others(tmp_path: Path, images: Path) -> No
     for line, sdist, why in zip(
         lines, sdists, (*(why for _, why in BAD.values()), "pip has no source"), strict=True
     ):
-        assert re.match(f"make_swe_tasks.py: left out {sdist}: {why}", line), line
+        assert re.match(f"make_swe_tasks.py: {sdist}: no tasks: {why}", line), line
     assert cli.main(["tasks", "check", str(tmp_path / "out/train")]) == 0

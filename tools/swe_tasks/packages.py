@@ -59,7 +59,7 @@ copies = {}
 for name in sys.argv[1:]:
     try:
         spec = find_spec(name)
-    except (ImportError, ValueError):
+    except Exception:  # what is around it cannot be imported
         continue
     if spec is not None and spec.origin:
         copies[name] = spec.origin
