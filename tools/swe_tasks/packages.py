@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -256,13 +256,14 @@ async def learn(image: Image, package: Package) -> None:
     package.covering, package.versions = dict(covering), runs[0]["versions"]
 
     if not package.covering:
-        problems = runs[0]["errors"] | {
-            test: message for test, (outcome, message) in runs[0]["outcomes"].items() if outcome == "failed"
-        }
-        example = "".join(f"; {name}: {message}" for name, message in [*problems.items()][:1])
+        outcomes = runs[0]["outcomes"]
+        failures = Counter(
+            [*runs[0]["errors"].values(), *(message for _, message in outcomes.values() if message)]
+        )
+        example = "".join(f"; mostly: {message}" for message, _ in failures.most_common(1))
         raise PackageError(
             f"{package.name} has no test that passes and runs its lines: {len(package.passing)} of "
-            f"{len(runs[0]['outcomes'])} pass{in_short(example, EXAMPLE)}"
+            f"{len(outcomes)} pass{in_short(example, EXAMPLE)}"
         )
 
 
