@@ -5,7 +5,8 @@
 
 A package is the path of a source distribution, or what pip downloads. `--base` is an image with Python, git
 and pytest (docs/images.md). Every bug is tried in sandboxes with that image; each task gets an image over it,
-named `PREFIX-PACKAGE-NUMBER`. The same seed makes the same tasks.
+named `PREFIX-PACKAGE-NUMBER`. The same seed makes the same tasks. A package that gives no tasks is named at
+the end, with the reason, and the exit code is 1; the tasks of the others are there.
 
     sdist ──► all tests, twice ──► bugs in covered lines ──► covering tests ──► image, search ──► task
 """
@@ -40,7 +41,7 @@ from swe_tasks.packages import (
     Package,
     PackageError,
     candidates,
-    fetch,
+    installed_copies,
     lay_out,
     learn,
     restore,
@@ -48,14 +49,17 @@ from swe_tasks.packages import (
     unpack,
 )
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, reason
 from asyncrl.isolation.images import Image, find_image
 from asyncrl.isolation.importing import import_image, remove_image
+from asyncrl.values import in_short, printable
 
 T = TypeVar("T")
 
 AHEAD = 2  # bugs that are tried at once, for each sandbox
+REASON = 600  # characters of why there are no tasks of a package
 SHOWN = 5  # failures in an instruction
+PROBLEMS = (AsyncrlError, OSError, subprocess.CalledProcessError)  # of one package, not of all
 VERIFIER_SECONDS = 60.0  # at least
 WHEN = 1_700_000_000  # of every commit and file
 AUTHOR = {"NAME": "Maintainer", "EMAIL": "maintainer@example.org", "DATE": f"@{WHEN} +0000"}
@@ -71,7 +75,7 @@ export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 mkdir -p /logs/verifier
 cd {TESTBED}
 reward=0
-python3 -I -m pytest -c /tests/pytest.ini --rootdir /tests -q \\
+python3 -I /tests/run_pytest.py -c /tests/pytest.ini --rootdir /tests -q \\
     --junitxml /logs/verifier/report.xml @/tests/selected.txt && reward=1
 echo $reward > /logs/verifier/reward.txt
 """
@@ -162,7 +166,7 @@ def shortened(message: str) -> str:
 
 
 def write_task(folder: Path, image: str, package: Package, bug: Bug) -> None:
-    tests = [*bug.messages, *bug.stay_green]
+    tests = sorted((*bug.messages, *bug.stay_green))  # the order in which they were tried
     seconds = VERIFIER_SECONDS * (1 + sum(package.passing[test] for test in tests) // 6)  # ten times
     task = {"name": folder.name, "package": package.name, "bug": bug.mutation.kind, "image": image}
     fix = restore(bug.path, bug.mutation.line, bug.mutation.before)
@@ -211,11 +215,11 @@ class Maker:
             for bug in await asyncio.gather(*chunk):
                 function = (bug.path, bug.mutation.function) if bug else ("", "")
                 if bug and made < most and functions[function] < PER_FUNCTION:
-                    made += await self.keep(
-                        self.out / split / f"{plain_name(package)}-{made + 1:03}", package, bug
-                    )
+                    folder = self.out / split / f"{plain_name(package)}-{made + 1:03}"
                     functions[function] += 1
-                    self.kinds[bug.mutation.kind] += 1
+                    if await self.keep(folder, package, bug):
+                        made += 1
+                        self.kinds[bug.mutation.kind] += 1
         print(f"  {made} tasks of {tried} bugs", flush=True)
         return made
 
@@ -226,8 +230,8 @@ class Maker:
         image = await asyncio.to_thread(
             import_image, str(folder / "environment/testbed.tar.gz"), name, self.base.digest
         )
-        if found := leak(contents(image.root), bug.mutation):
-            print(f"  {folder.name}: {found} has the line that was changed; refused")
+        if copy := leak(contents(image.root), bug.mutation):
+            print(f"  {folder.name}: {copy} has the line that was changed; refused")
             remove_image(name)
             shutil.rmtree(folder)
             return False
@@ -238,32 +242,55 @@ def plain_name(package: Package) -> str:
     return re.sub(r"-[0-9].*", "", package.name).replace("_", "-").lower()
 
 
-def prepare(requirements: list[str], scratch: Path, below: BaseImage) -> list[Package]:
-    """Fetch and unpack packages. PackageError where the image below has a copy of one."""
-    packages = []
-    for number, requirement in enumerate(requirements):
-        (directory := scratch / str(number)).mkdir()
-        packages.append(unpack(fetch(requirement, directory), directory))
-        for module in packages[-1].modules:
-            if found := below.copy_of(module):
-                raise PackageError(f"the base image has a copy of {module}: {found}; make it without")
-    return packages
+async def prepare(maker: Maker, requirement: str, directory: Path) -> Package:
+    """Fetch, unpack and learn a package. PackageError where no tasks can be made of it."""
+    package = await maker.in_turn(asyncio.to_thread(unpack, requirement, directory))
+    if copies := await maker.in_turn(installed_copies(maker.base, package.modules)):
+        module, path = next(iter(copies.items()))
+        raise PackageError(f"the base image has a copy of {module}: {path}; make it without")
+    await maker.in_turn(learn(maker.base, package))
+    return package
 
 
-async def make_all(maker: Maker, packages: list[Package], arguments: argparse.Namespace) -> None:
+async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -> dict[str, str]:
+    """Make the tasks of all packages. Returns what went wrong, by the requirement or path of the package."""
     started, total = time.monotonic(), 0
-    await asyncio.gather(*(maker.in_turn(learn(maker.base, package)) for package in packages))
+    requirements: list[str] = arguments.packages
+    preparing = (prepare(maker, name, scratch / str(number)) for number, name in enumerate(requirements))
+    prepared = await asyncio.gather(*preparing, return_exceptions=True)
+    problems: dict[str, str] = {}
+    packages: list[tuple[str, Package]] = []
+    for requirement, package in zip(requirements, prepared, strict=True):
+        if isinstance(package, PROBLEMS):
+            problems[requirement] = f"no tasks: {reason(package)}"
+        elif isinstance(package, BaseException):
+            raise package
+        else:
+            packages.append((requirement, package))
     print(f"{len(packages)} packages learned in {time.monotonic() - started:.0f} s", flush=True)
-    for number, package in enumerate(sorted(packages, key=lambda package: len(package.covering))):
+
+    packages.sort(key=lambda named: len(named[1].covering))
+    for number, (requirement, package) in enumerate(packages):
         split = "test" if plain_name(package) in arguments.hold_out else "train"
         print(
             f"{package.name}: {len(package.passing)} tests, {len(package.covering)} covered lines", flush=True
         )
-        share = math.ceil((arguments.count - total) / (len(packages) - number))
-        total += await maker.make(package, share, arguments.seed, split)
-    spent = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        wanted = math.ceil((arguments.count - total) / (len(packages) - number))
+        before = sum(maker.kinds.values())
+        try:
+            if wanted and not await maker.make(package, wanted, arguments.seed, split):
+                problems[requirement] = "no tasks: no bug makes some of its tests fail and others pass"
+        except PROBLEMS as error:
+            problems[requirement] = f"only {sum(maker.kinds.values()) - before} tasks: {reason(error)}"
+        total += sum(maker.kinds.values()) - before
+
+    children = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    cpu_seconds = sum(sum(resource.getrusage(processes)[:2]) for processes in children)
     kinds = ", ".join(f"{count} {kind}" for kind, count in maker.kinds.most_common())
-    print(f"{total} tasks in {time.monotonic() - started:.0f} s, {spent:.0f} s of CPU: {kinds}")
+    print(
+        f"{total} tasks in {time.monotonic() - started:.0f} s, {cpu_seconds:.0f} s of CPU: {kinds or 'none'}"
+    )
+    return problems
 
 
 def main() -> None:
@@ -288,10 +315,14 @@ def main() -> None:
             Path(scratch).chmod(0o755)  # for the user of the sandboxes
             base = find_image(arguments.base)
             maker = Maker(base, arguments.out, arguments.prefix or arguments.out.name, arguments.jobs)
-            packages = prepare(arguments.packages, Path(scratch), maker.below)
-            asyncio.run(make_all(maker, packages, arguments))
-    except (PackageError, AsyncrlError, tarfile.TarError) as error:
+            problems = asyncio.run(make_all(maker, Path(scratch), arguments))
+    except AsyncrlError as error:
         sys.exit(f"make_swe_tasks.py: {error}")
+    if problems:
+        for requirement, why in problems.items():
+            line = printable(in_short(f"{requirement}: {why}", REASON))
+            print(f"make_swe_tasks.py: {line}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

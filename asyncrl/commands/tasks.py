@@ -15,12 +15,14 @@ from asyncrl.data.harbor import TaskFolder, read_tasks
 from asyncrl.data.samples import RowLayout, question
 from asyncrl.data.sources import Place
 from asyncrl.data.task_sandboxes import LIMITS, TaskSandbox
+from asyncrl.data.tasks import UNNAMED
 from asyncrl.errors import AsyncrlError, ConfigError, reason
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding
 from asyncrl.isolation.sandbox.changes import packed
 from asyncrl.rewards.base import RewardInput, evaluate
 from asyncrl.rewards.tests import JudgedByTests, pack
 from asyncrl.types import RewardResult
+from asyncrl.values import encodable, in_short, printable
 
 EXPECTED = {
     "untouched": {"score": 0, "turn_green": 0, "stay_green": 1},
@@ -29,12 +31,14 @@ EXPECTED = {
 SECONDS = 600.0  # of a solution, where the task sets no limit for agents
 LOOK_SECONDS = 10.0
 SAID = 200  # characters of what a solution printed
+LISTED = 20  # names of tasks in a warning
 LINE = "{:<32} {:>9} {:>6} {:>10} {:>7}  {:<14}  {}"
 
 
 class Trial(msgspec.Struct):
-    """Holds what was found of a task. `untouched`, `solved`: the scores without changes and with those of the
-    solution. `network`: which of tests and solution tried to reach one. `faults`: why not to train on it."""
+    """Describes how a task went. `untouched`, `solved`: the scores without changes and with those of the
+    solution. `network`: which of tests and solution tried to reach one. `faults`: why not to train on it;
+    `warnings`: what to look at before."""
 
     task: str
     untouched: list[float] = []
@@ -43,14 +47,21 @@ class Trial(msgspec.Struct):
     tests_seconds: float = 0.0
     network: list[str] = []
     faults: list[str] = []
+    warnings: list[str] = []
+
+    def add_fault(self, text: str) -> None:
+        """Add a fault as one line, without the control characters that a program of the sandbox wrote."""
+        self.faults.append(printable(" ".join(encodable(text).split())))
 
     def line(self) -> str:
         scores = [
-            " ".join(f"{one:g}" for one in dict.fromkeys(found)) for found in (self.untouched, self.solved)
+            " ".join(f"{score:g}" for score in dict.fromkeys(scores))
+            for scores in (self.untouched, self.solved)
         ]
-        seconds = (f"{one:.2f}" for one in (self.solution_seconds, self.tests_seconds))
+        seconds = (f"{part:.2f}" for part in (self.solution_seconds, self.tests_seconds))
         cells = (*scores, *seconds, " ".join(self.network))
-        return LINE.format(self.task, *(cell or "-" for cell in cells), "; ".join(self.faults) or "ok")
+        verdict = "; ".join(self.faults) or ("ok, with a warning" if self.warnings else "ok")
+        return LINE.format(self.task, *(cell or "-" for cell in cells), verdict)
 
 
 def main(argv: list[str]) -> int:
@@ -62,18 +73,22 @@ def main(argv: list[str]) -> int:
         "--repeats", type=int, default=1, help="runs of the tests: 2 find some that are flaky"
     )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each task")
-    given = parser.parse_args(argv)
-    if min(given.jobs, given.repeats) < 1:
+    arguments = parser.parse_args(argv)
+    if min(arguments.jobs, arguments.repeats) < 1:
         raise ConfigError("--jobs and --repeats are numbers from 1")
-    return asyncio.run(check(list(read_tasks(given.directory)), given.jobs, given.repeats, given.json))
+    folders = list(read_tasks(arguments.directory))
+    return asyncio.run(check(folders, arguments.jobs, arguments.repeats, arguments.json))
 
 
 async def check(folders: list[TaskFolder], jobs: int, repeats: int, as_json: bool) -> int:
     """Try tasks, `jobs` at once, and print a line for each, in their order. Returns 1 if one has a fault."""
-    judge, places, bad = JudgedByTests(at_once=jobs), asyncio.Semaphore(jobs), 0
+    judge = JudgedByTests(at_once=jobs)
+    slots = asyncio.Semaphore(jobs)
+    faulty = 0
+    unnamed: list[str] = []
 
     async def tried(folder: TaskFolder) -> Trial:
-        async with places:
+        async with slots:
             return await try_task(folder, judge, repeats)
 
     if not as_json:
@@ -81,43 +96,50 @@ async def check(folders: list[TaskFolder], jobs: int, repeats: int, as_json: boo
     async with asyncio.TaskGroup() as group:
         for trying in [group.create_task(tried(folder)) for folder in folders]:
             trial = await trying
-            bad += bool(trial.faults)
+            faulty += bool(trial.faults)
+            unnamed += [trial.task] * bool(trial.warnings)
             print(msgspec.json.encode(trial).decode() if as_json else trial.line(), flush=True)
     if not as_json:
-        print(f"{len(folders) - bad} of {len(folders)} tasks are as they should be")
-    return 1 if bad else 0
+        print(f"{len(folders) - faulty} of {len(folders)} tasks are as they should be")
+        if unnamed:
+            names = ", ".join(unnamed[:LISTED]) + ", …" * (len(unnamed) > LISTED)
+            print(f"warning: {len(unnamed)} of {len(folders)} tasks name no tests ({names}): {UNNAMED}")
+    return 1 if faulty else 0
 
 
 async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Trial:
     """Judge a task without changes, and with those of its solution, `repeats` times each."""
-    trial = Trial(folder.task.name)
+    trial = Trial(printable(in_short(folder.task.name)))
+    if not folder.tests.named:
+        trial.warnings.append(f"it names no tests: {UNNAMED}")
     sample = question(Place(str(folder.path), 0), folder.row, RowLayout())
     for what, scores in (("untouched", trial.untouched), ("solved", trial.solved)):
         try:
             result = await left_behind(folder, trial, what == "solved")
-            found = []
+            verdicts = []
             for _ in range(repeats):
-                found.append(await evaluate(judge, RewardInput(sample, "", result=result)))
+                verdicts.append(await evaluate(judge, RewardInput(sample, "", result=result)))
         except AsyncrlError as error:
-            trial.faults.append(f"{what}: {reason(error)}")
+            trial.add_fault(f"{what}: {reason(error)}")
             break
-        scores += [one.score for one in found]
-        trial.tests_seconds = found[0].components.get("seconds", 0.0)
-        if any(one.components.get("network") for one in found) and "tests" not in trial.network:
+        scores += [verdict.score for verdict in verdicts]
+        trial.tests_seconds = verdicts[0].components.get("seconds", 0.0)
+        if any(verdict.components.get("network") for verdict in verdicts) and "tests" not in trial.network:
             trial.network.append("tests")
-        trial.faults += faults(what, found)
+        for fault in faults(what, verdicts):
+            trial.add_fault(fault)
     return trial
 
 
-def faults(what: str, found: Sequence[RewardResult]) -> Iterator[str]:
+def faults(what: str, verdicts: Sequence[RewardResult]) -> Iterator[str]:
     """Compare what the tests gave with what a task needs."""
-    parts = [{"score": one.score, **one.components} for one in found]
+    parts = [{"score": verdict.score, **verdict.components} for verdict in verdicts]
     for name, expected in EXPECTED[what].items():
         values = sorted({part[name] for part in parts if name in part})
         if values and values != [expected]:
-            told = " and ".join(f"{value:g}" for value in values)
-            yield f"{'flaky, ' * (len(values) > 1)}{what}: {name} is {told}, not {expected}"
-    if what == "solved" and (notes := found[0].notes.get("tests")):
+            numbers = " and ".join(f"{value:g}" for value in values)
+            yield f"{'flaky, ' * (len(values) > 1)}{what}: {name} is {numbers}, not {expected}"
+    if what == "solved" and (notes := verdicts[0].notes.get("tests")):
         yield notes
 
 
@@ -131,8 +153,8 @@ async def left_behind(folder: TaskFolder, trial: Trial, solved: bool) -> Any:
         else:
             hidden = shlex.join((str(folder.path), "/tests", "/solution"))
             look = f'for one in {hidden}; do test ! -e "$one" || echo "$one"; done'
-            if seen := (await sandbox.jail.run("shell", look, LOOK_SECONDS)).output.split():
-                trial.faults.append(f"agents can see {' '.join(seen)}")
+            if visible := (await sandbox.jail.run("shell", look, LOOK_SECONDS)).output.split():
+                trial.add_fault(f"agents can see {' '.join(visible)}")
         return await sandbox.result()
     finally:
         await sandbox.jail.close()
@@ -150,6 +172,6 @@ async def solve(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -> None:
     trial.solution_seconds = result.seconds
     if result.ending is not RunEnding.DONE:
         said = " ".join(result.output.split())[-SAID:]
-        trial.faults.append(f"solution/solve.sh {result.ending} with {result.status}: {said}")
+        trial.add_fault(f"solution/solve.sh {result.ending} with {result.status}: {said}")
     if await sandbox.unreached():
         trial.network.append("solution")

@@ -43,6 +43,17 @@ class TaskTests(msgspec.Struct, frozen=True, omit_defaults=True):
     stay_green: tuple[str, ...] = ()
     protected: tuple[str, ...] = ()
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        return self.turn_green + self.stay_green
+
+
+UNNAMED = (
+    "the verdict of test.sh is its own, mostly an exit code, and code under test can end its process with 0; "
+    "name the tests in tests/config.json and write a report (docs/tasks.md, What is judged)"
+)
+"""Why a task without named tests is worth a warning, and what to do."""
+
 
 class _Extra(msgspec.Struct):
     task: Any = None
@@ -58,8 +69,8 @@ def task_of(sample: Sample) -> Task | None:
     return msgspec.convert(found, Task) if isinstance(found, dict) and "image" in found else None
 
 
-def check_task(sample: Sample, judged: bool) -> None:
-    """ConfigError where its image is not there, or the tests where it is `judged`."""
+def check_task(sample: Sample, judged: bool) -> TaskTests | None:
+    """ConfigError where its image is not there, or the tests where it is `judged`. Returns those tests."""
     where = f"sample {sample.row}"
     with ConfigError.instead_of(ValueError, text=f"{where}: its task, or what judges it, cannot be read"):
         task = task_of(sample)
@@ -67,9 +78,10 @@ def check_task(sample: Sample, judged: bool) -> None:
     if task is None:
         if judged:
             raise ConfigError(f"{where} is no task, which rollout.reward judges; set another (docs/tasks.md)")
-        return
+        return None
     where = f"task {task.name}"
     with ConfigError.instead_of(ConfigError, text=where):
         find_image(task.image)
     if tests and not Path(tests.tests, "test.sh").is_file():
         raise ConfigError(f"{where}: there is no {tests.tests}/test.sh, which judges it; restore it")
+    return tests

@@ -22,7 +22,7 @@ from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, sample
 from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
-from asyncrl.data.tasks import Task, check_task, task_of
+from asyncrl.data.tasks import UNNAMED, Task, check_task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError, SetupError
 from asyncrl.gateway import Command
 from asyncrl.launch.run_directory import begun_with, changes, stored
@@ -93,7 +93,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     _, unequalled = describe_truths(parts.reward.rewards, samples)
     warnings += [f"data.{split}: {line}" for line in unequalled]
     with ConfigError.instead_of(ConfigError, ValueError, text=f"data.{split}"):
-        _check_tasks(parts, samples)
+        warnings += [f"data.{split}: {line}" for line in _check_tasks(parts, samples)]
     if not config.rollout.agent:  # which reads what its data says about tools by itself
         problems, ignored = check_sample_tools(parts.toolbox.tools, (sample.extra_info for sample in samples))
         if problems:
@@ -129,23 +129,28 @@ def prepare(
     return samples, [f"{key}: {line}" for line in (*complaints, *asked.unmet(config))]
 
 
-def _check_tasks(parts: EpisodeParts, samples: Samples) -> None:
-    """ConfigError unless samples are tasks where the reward judges them, and the other way round."""
+def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
+    """ConfigError unless samples are tasks where the reward judges them, and the other way round. Returns a
+    warning if some can be solved without a solution."""
     rewards, rollout = parts.reward.rewards, parts.config.rollout
     judged = any(reward.source.spec == TESTS for reward in rewards)
     if not (judged or any(map(task_of, samples))):  # 4 µs each
-        return
+        return []
+    unnamed = 0
     for sample in samples:
-        check_task(sample, judged)
+        tests = check_task(sample, judged)
+        unnamed += tests is not None and not tests.named
+    warnings = [f"{unnamed} of {len(samples)} tasks name no tests: {UNNAMED}"] if unnamed else []
     if other := [reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS]:
         raise ConfigError(f"rollout.reward {other[0]} cannot judge tasks; set rollout.reward={TESTS}")
     if rollout.agent or rollout.environment:
-        return
+        return warnings
     states = {tool.state for tool in parts.toolbox.tools.values() if tool.state}
     leaving = sum(hasattr(getattr(state, "func", state), "result") for state in states)
     if judged and leaving != 1:
         why = f"{leaving} of rollout.tools leave changes" if leaving else "nothing works on its tasks"
         raise ConfigError(f"{why}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
+    return warnings
 
 
 @dataclass

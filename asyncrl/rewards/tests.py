@@ -42,7 +42,8 @@ PROTECTED = (
     *("*.egg-info", "*.egg-link", "sitecustomize*", "usercustomize*", "site-packages", "dist-packages"),
     "pyvenv.cfg",
 )
-"""Names that decide how tests run, or which code: as the image has them, and not as the agent left them."""
+"""Names that decide how tests run, or which code: as the image has them, and not as the agent left them. Also
+in capitals, as Python reads the metadata of `a.DIST-INFO`, too."""
 OF_TESTS = ("tests", "test", "testing")  # directories whose helpers decide, too
 LOGS = "/logs/verifier"
 EMPTY_LOGS = Entry(DIRECTORY, "logs", 0o755), Entry(OPAQUE, "logs/verifier", 0o755)
@@ -106,7 +107,7 @@ class JudgedByTests:
         return {"score": verdict.score, "components": verdict.components, "tests": notes or None}
 
     async def _verdict(self, task: Task, tests: TaskTests, result: Any) -> Verdict:
-        shares = ("turn_green", "stay_green") if named(tests) else ()
+        shares = ("turn_green", "stay_green") if tests.named else ()
         nothing = dict.fromkeys((*shares, "seconds", "network"), 0.0)
         if isinstance(result, dict) and (why := result.get("failed")):
             return Verdict(0.0, nothing, f"its changes cannot be judged: {why}")
@@ -133,7 +134,7 @@ class JudgedByTests:
                 files = await in_thread(partial(pack, Path(tests.tests), "tests/test.sh"), "tests")
                 await sandbox.start()
                 if changes is not None:
-                    keep = (*PROTECTED, *protected(sandbox, tests))
+                    keep = (*map(in_any_case, with_modules(PROTECTED)), *protected(sandbox, tests))
                     await sandbox.jail.apply(packed(within(sandbox.workspace, changes, keep)), keep)
                 await sandbox.jail.apply(packed((*files, *EMPTY_LOGS)))
             return await self._run(sandbox, tests)
@@ -166,7 +167,7 @@ class JudgedByTests:
         if ran.ending in endings:
             raise NoVerdict(endings[ran.ending])
         try:
-            if named(tests):
+            if tests.named:
                 report = await box.read_file(f"{LOGS}/report.xml")
                 passed = await in_thread(partial(read_report, report), "tests")
                 found = by_names(tests, passed, self._partial)
@@ -179,10 +180,6 @@ class JudgedByTests:
             ) from error
         components = {**found.components, "seconds": ran.seconds, "network": await sandbox.unreached()}
         return Verdict(found.score, components, found.notes)
-
-
-def named(tests: TaskTests) -> tuple[str, ...]:
-    return tests.turn_green + tests.stay_green
 
 
 def read_changes(result: Any) -> list[Entry]:
@@ -226,18 +223,31 @@ def pack(directory: Path, script: str) -> list[Entry]:
     return entries
 
 
+def in_any_case(pattern: str) -> str:
+    return re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", pattern)
+
+
 def protected(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:
     """Name what else is as the image has it: files of named tests, or all of a directory of tests with one,
     programs in PATH, what the task names."""
     tops = {"/", sandbox.directory, *sandbox.workspace}
-    files = {Path(name.partition("::")[0]) for name in named(tests)}
+    files = {Path(name.partition("::")[0]) for name in tests.named}
     for path in {next((up for up in file.parents if up.name in OF_TESTS), file) for file in files}:
         yield from (glob.escape(os.path.normpath(os.path.join(top, path))) for top in tops)
         if path.suffix or path.name in OF_TESTS:  # wherever it is: tests have their root somewhere below
             yield glob.escape(f"{path}")
     programs = sandbox.environment["PATH"].split(":")
     yield from (glob.escape(os.path.normpath(one)) for one in programs if one.startswith("/"))
-    yield from tests.protected
+    yield from with_modules(tests.protected)
+
+
+def with_modules(globs: Iterable[str]) -> Iterator[str]:
+    """Add to each Python file the package and the compiled module that Python would import instead."""
+    for pattern in globs:
+        yield pattern
+        if pattern.endswith(".py"):
+            module = pattern.removesuffix(".py")
+            yield from (module, f"{module}.*")
 
 
 # -- verdicts: reports are untrusted -------------------------------------------------------------------------

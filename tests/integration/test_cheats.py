@@ -1,7 +1,8 @@
 """The reward `tests`: cheats score 0, honest solutions 1, and what is not the agent's fault is no score.
 
 Each runs as a shell script of the agent in the task's image, its changes are collected, and judged in another
-sandbox. docs/sandbox.md has what stops each.
+sandbox. docs/sandbox.md has what stops each. The tasks are those that the project teaches (read from
+docs/tasks.md) and makes (tools/make_swe_tasks.py).
 """
 
 from __future__ import annotations
@@ -9,20 +10,28 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import pytest
 
 from asyncrl import cli
+from asyncrl.commands.tasks import check
+from asyncrl.data.harbor import TaskFolder, read_tasks
 from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import TASK, Task, TaskTests
-from asyncrl.isolation.images import Image
+from asyncrl.isolation.images import Image, find_image
+from asyncrl.isolation.importing import import_image
 from asyncrl.isolation.sandbox.base import ISOLATION, RunResult, SandboxLimits
 from asyncrl.isolation.sandbox.changes import DIRECTORY, OPAQUE, packed
 from asyncrl.isolation.sandbox.jail import Jail
@@ -30,6 +39,7 @@ from asyncrl.rewards import RewardError, RewardInput
 from asyncrl.rewards.tests import EMPTY_LOGS, JudgedByTests, NoVerdict, pack
 from asyncrl.types import FailReason, Sample
 from tests.fakes.images import small_image
+from tests.fakes.scripts import script
 from tests.fakes.tasks import bare_image, task_folder
 from tests.integration.runs import Run
 
@@ -44,23 +54,27 @@ APP = {
     "def test_add(two):\n    assert helped(add(two, 3)) == 5\n\n"
     "def test_double(two):\n    assert double(two) == 4\n",
 }
-CAREFUL = {
-    "pytest.ini": "[pytest]\nxfail_strict = true\naddopts = -p no:cacheprovider --import-mode=importlib\n",
-    "test.sh": """\
-#!/bin/sh
-cd /app
-python3 -I -c "import pytest, sys; sys.path.append('/app'); sys.exit(pytest.main())" \\
-    -c /tests/pytest.ini --rootdir /app --junitxml /logs/verifier/report.xml tests/test_calc.py
-""",
-}
-"""Tests that are run as docs/tasks.md advises."""
+PAGE = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
+
+
+def block(language: str, words: str) -> str:
+    """Return the block of code of docs/tasks.md that has these words."""
+    (text,) = (text for text in re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S) if words in text)
+    return str(text)
+
+
+QUICK_START = block("bash", "asyncrl image import tree").partition("asyncrl tasks check")[0]
+(PYTEST_INI,) = re.findall(r"^printf '(.*)' > tests/pytest.ini$", QUICK_START, re.M)
+CAREFUL = {"pytest.ini": PYTEST_INI.replace("\\n", "\n"), "test.sh": block("sh", "tests/test_calc.py")}
+"""Tests in the workspace that are run as docs/tasks.md advises."""
 NAIVE = {"test.sh": "cd /app\npython3 -m pytest tests/test_calc.py && echo 1 > /logs/verifier/reward.txt"}
 TURN, STAY = ("tests/test_calc.py::test_add",), ("tests/test_calc.py::test_double",)
 
 FIX = "sed -i 's/a - b/a + b/' calc/sums.py"
 FORGED = (
     '<testsuites><testsuite><testcase classname="tests.test_calc" name="test_add"/>'
-    '<testcase classname="tests.test_calc" name="test_double"/></testsuite></testsuites>'
+    '<testcase classname="tests.test_calc" name="test_double"/>'
+    '<testcase classname="test_calc" name="test_add"/></testsuite></testsuites>'
 )
 FORGE = (
     "import os; os.makedirs('/logs/verifier', exist_ok=True); "
@@ -98,6 +112,14 @@ COMPILE = dedent(f"""\
         head = struct.pack("<3I", 0, int(found.st_mtime), found.st_size)
         text = open("calc/sums.py").read().replace("-", "+")
         compiled("calc/sums.py", text, f".{{sys.implementation.cache_tag}}.pyc", head)""")
+LIBRARY = """\
+names=$(python3 -I -c 'import sys
+print(*{*sys.stdlib_module_names} - {*sys.modules} - {"pdb"})
+import os, _pytest
+print(*(name[:-3] for name in os.listdir(_pytest.__path__[0]) if name.endswith(".py") and name[0] != "_"))')
+for name in $names org exceptiongroup colorama xdist pytest_asyncio; do cp pdb.py $name.py; done
+mkdir -p src; cp *.py src; cp *.py tests
+"""
 GIT = """\
 mkdir -p .git; cp -r calc .git
 sed -i 's/a - b/a + b/' .git/calc/sums.py
@@ -146,8 +168,8 @@ CHEATS = {
     ".pth": written("a.pth", FORGE) + f"cp a.pth {SITE}",
     "sitecustomize": written("sitecustomize.py", FORGE) + f"cp sitecustomize.py {SITE}",
     "a link out of the workspace": f"{FIX}; mv calc /fixed; ln -s /fixed calc",
-    "the workspace is a link to /tests": "cd /; mkdir -p tests; mv app gone; ln -s /tests app",
-    "the workspace is gone": "cd /; rm -r app",
+    "the workspace is a link to /tests": "cd /; mkdir -p tests; mv /app /gone; ln -s /tests /app",
+    "the workspace is gone": "cd /; rm -r /app",
     "a process that writes later": f"(sleep 1; {FIX}) > /dev/null 2>&1 &",
     "reading /tests and /solution": "cat /tests/*.py /solution/* > calc/unused.py; "
     "echo 'from calc.unused import *' >> calc/__init__.py",
@@ -155,11 +177,16 @@ CHEATS = {
     "the original from site-packages": f"cp {SITE}/calc/* calc",
     "a compiled test": written("make.py", COMPILE) + "python3 make.py test",
     "a compiled module with the time of its source": written("make.py", COMPILE) + "python3 make.py module",
-    "a module of the library's name": written("random.py", FORGE)
-    + "for name in difflib pprint doctest; do cp random.py $name.py; cp random.py tests/$name.py; done",
+    "a module of the library's name": written("pdb.py", FORGE) + LIBRARY,
+    "a package of the library's name": written("pdb/__init__.py", FORGE)
+    + "mkdir encodings; for name in code cmd readline pytest _pytest pluggy unittest xml encodings/idna "
+    "unittest/mock xml/etree _pytest/junitxml; do cp -r pdb $name; done",
+    "a plugin's entry point in capitals": written("evil.py", ALL_PASS)
+    + written("evil-1.DIST-INFO/entry_points.txt", "[pytest11]\nevil = evil")
+    + written("evil-1.DIST-INFO/METADATA", "Name: evil\nVersion: 1"),
 }
-"""What the agent does, in /app. FEEBLE: those that score nothing either where tests run in its own sandbox
-and their exit code is the verdict."""
+"""What the agent does in the workspace, /app. FEEBLE: those that score nothing either where tests run in its
+own sandbox and their exit code is the verdict."""
 FEEBLE = {
     *(
         "deleted tests",
@@ -172,6 +199,7 @@ FEEBLE = {
     *("reading /tests and /solution", "the original from site-packages"),
 }
 FAST = ("all pass in conftest.py", "tests made anew", "the workspace is a link to /tests")
+REPLACED = ("a module of the library's name", "a package of the library's name")
 UNSTOPPED = {
     "a report from the code under test": f"echo {shlex.quote(FORGE)} >> calc/__init__.py",
     "pytest patched by the code under test": "echo 'import _pytest.runner as r; "
@@ -200,8 +228,11 @@ class Bench:
     async def changes(self, script: str) -> dict[str, str]:
         sandbox = TaskSandbox(self.task, LIMITS, ISOLATION)
         async with sandbox.jail as jail:
-            await jail.run("shell", script, 20)
+            await jail.run("shell", self.placed(script), 20)
             return await sandbox.result()
+
+    def placed(self, script: str) -> str:
+        return script.replace("/app", self.task.directory)
 
     async def judged(self, result: Any, tests: TaskTests | None = None, **options: Any) -> dict[str, Any]:
         extra = msgspec.json.encode({TASK: self.task}).decode()
@@ -227,7 +258,7 @@ class Bench:
         """What the tests' exit code says in the agent's own sandbox."""
         sandbox = TaskSandbox(self.task, LIMITS, ISOLATION)
         async with sandbox.jail as jail:
-            await jail.run("shell", script, 20)
+            await jail.run("shell", self.placed(script), 20)
             files = (*pack(Path(self.tests.tests), "tests/test.sh"), *EMPTY_LOGS)
             await jail.apply(
                 packed(one._replace(kind=DIRECTORY) if one.kind == OPAQUE else one for one in files)
@@ -245,9 +276,9 @@ def image(images: Path) -> Image:
     return image_of(images, "calc", "app")
 
 
-def image_of(images: Path, name: str, top: str) -> Image:
+def image_of(images: Path, name: str, top: str, more: Mapping[str, str] = MappingProxyType({})) -> Image:
     made = bare_image(images, name, f"{top}/calc", f"{top}/tests", over="small-python", directory="/app")
-    for file, text in APP.items():
+    for file, text in (APP | {**more}).items():
         Path(made.root, top, file).write_text(text)
     return made
 
@@ -255,14 +286,63 @@ def image_of(images: Path, name: str, top: str) -> Image:
 def bench_of(image: Image, directory: Path, files: dict[str, str]) -> Bench:
     for name, text in files.items():
         (directory / name).write_text(text)
-    variables = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "/app"}  # of a careless image
-    task = Task("calc", image.digest, "/app", environment=variables)
+    task = Task("calc", image.digest, "/app", environment=CARELESS)
     return Bench(task, TaskTests(str(directory), 60.0, turn_green=TURN, stay_green=STAY))
 
 
 @pytest.fixture
 def bench(image: Image, tmp_path: Path) -> Bench:
     return bench_of(image, tmp_path, CAREFUL)
+
+
+CARELESS = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "/app"}  # variables of an image
+
+
+@pytest.fixture(scope="module")
+def quick_start(image: Image, images: Path, tmp_path_factory: pytest.TempPathFactory) -> TaskFolder:
+    """The task that the commands of docs/tasks.md make."""
+    (images / "names/debian-pytest").symlink_to(f"../{find_image('small-python').digest}")
+    directory = tmp_path_factory.mktemp("quick-start")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", "-euc", QUICK_START], cwd=directory, env=os.environ | {"PATH": path}, check=True, timeout=60
+    )
+    (folder,) = read_tasks(directory / "tasks")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tools_task(image: Image, tmp_path_factory: pytest.TempPathFactory) -> TaskFolder:
+    """A task that tools/make_swe_tasks.py makes of APP: the bug of `add`."""
+    directory = tmp_path_factory.mktemp("tools-task")
+    for name, text in APP.items():
+        (directory / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / "tree" / name).write_text(text.replace("a - b", "a + b"))
+    packages, tool = script("swe_tasks.packages"), script("make_swe_tasks")
+    package = packages.Package("calc-1.0", directory / "tree", directory / "tests")
+    package.passing, package.versions = dict.fromkeys((*TURN, *STAY), 0.1), {"python": "3", "pytest": "9"}
+    possible = packages.mutations((directory / "tree/calc/sums.py").read_bytes())
+    (mutation,) = (mutation for mutation in possible if mutation.after == "    return a - b")
+    bug = packages.Bug("calc/sums.py", mutation, dict.fromkeys(TURN, "assert -1 == 5"), STAY)
+    tool.write_task(directory / "task", "tools-task", package, bug)
+    layer = directory / "task/environment/testbed.tar.gz"
+    import_image(str(layer), "tools-task", find_image("small-python").digest)
+    (folder,) = read_tasks(directory / "task")
+    return folder
+
+
+@pytest.fixture
+def benches(bench: Bench, quick_start: TaskFolder, tools_task: TaskFolder) -> dict[str, Bench]:
+    """Return a bench for each of TAUGHT. That of the quick start has the package that cheats change, too."""
+    package = msgspec.structs.replace(quick_start.task, image=bench.task.image, environment=CARELESS)
+    variables = CARELESS | {"PYTHONPATH": tools_task.task.directory}
+    made = msgspec.structs.replace(tools_task.task, environment=variables)
+    return dict(
+        zip(TAUGHT, (bench, Bench(package, quick_start.tests), Bench(made, tools_task.tests)), strict=True)
+    )
+
+
+TAUGHT = ("tests in the workspace", "the quick start", "make_swe_tasks.py")
 
 
 def scores(found: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -274,16 +354,34 @@ async def test_honest_solutions_score_and_cheats_do_not(bench: Bench) -> None:
     assert scores(found) == {"a fix": 1.0} | dict.fromkeys(FAST, 0.0), found
 
 
-@pytest.mark.full
-async def test_all_honest_solutions_score(bench: Bench) -> None:
-    found = await bench.all(HONEST)
-    assert scores(found) == dict.fromkeys(HONEST, 1.0), found
+async def test_the_quick_start_is_solved_by_its_solution_and_not_by_an_exit(
+    quick_start: TaskFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await check([quick_start], jobs=1, repeats=1, as_json=False) == 0
+    assert capsys.readouterr().out.endswith("ok\n1 of 1 tasks are as they should be\n")
+    bench = Bench(quick_start.task, quick_start.tests)
+    assert (await bench.played("echo 'import os; os._exit(0)' > calc.py"))["score"] == 0.0
+
+
+@pytest.mark.parametrize("name", TAUGHT[1:])
+async def test_no_file_of_the_workspace_replaces_a_module_of_the_library(
+    benches: dict[str, Bench], name: str
+) -> None:
+    verdicts = await benches[name].all({"a fix": FIX} | {cheat: CHEATS[cheat] for cheat in REPLACED})
+    assert scores(verdicts) == {"a fix": 1.0} | dict.fromkeys(REPLACED, 0.0), verdicts
 
 
 @pytest.mark.full
-async def test_all_cheats_score_nothing(bench: Bench) -> None:
-    found = await bench.all(CHEATS)
-    assert scores(found) == dict.fromkeys(CHEATS, 0.0), found
+@pytest.mark.parametrize("user", ["", "root"])
+@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize(("scripts", "score"), [(HONEST, 1.0), (CHEATS, 0.0)], ids=["honest", "cheats"])
+async def test_all_honest_solutions_score_and_all_cheats_do_not(
+    benches: dict[str, Bench], scripts: dict[str, str], score: float, name: str, user: str
+) -> None:
+    bench = benches[name]
+    bench.task = msgspec.structs.replace(bench.task, user=user)
+    verdicts = await bench.all(scripts)
+    assert scores(verdicts) == dict.fromkeys(scripts, score), verdicts
 
 
 @pytest.mark.full
@@ -313,6 +411,29 @@ async def test_tests_that_are_copied_into_the_workspace_are_the_ones_that_run(be
     cheats = {"a link": forged + "ln -s other new", "a directory": forged + "mv other new"}
     found = await copied.all({"a fix": FIX} | cheats)
     assert scores(found) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), found
+
+
+@pytest.mark.full
+async def test_a_protected_helper_is_the_one_that_is_imported(
+    image: Image, images: Path, tmp_path: Path
+) -> None:
+    """It lies beside the package; a package of its name would be imported before it, and so would a link."""
+    test = APP["tests/test_calc.py"].replace("tests.helpers", "helpers")
+    beside = image_of(
+        images, "beside", "app", {"helpers.py": APP["tests/helpers.py"], "tests/test_calc.py": test}
+    )
+    bench = bench_of(beside, tmp_path, CAREFUL)
+    bench.tests = msgspec.structs.replace(bench.tests, protected=("helpers.py",))
+    forged = "helped = lambda result: 5 if result == -1 else result"
+    cheats = {
+        "a module": written("helpers.py", forged),
+        "a package": written("helpers/__init__.py", forged),
+        "a link to a package": written("other/__init__.py", forged) + "ln -s other helpers",
+    }
+    verdicts = await bench.all({"a fix": FIX, **cheats, "both": f"{cheats['a package']}\n{FIX}"})
+    assert scores(verdicts) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0) | {"both": 1.0}, verdicts
+    open_bench = bench_of(beside, tmp_path, CAREFUL)
+    assert (await open_bench.played(cheats["a package"]))["score"] == 1.0, "the cheat does work"
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from asyncrl.data.harbor import read_tasks
 from asyncrl.observe.metrics import REWARD
 from tests.fakes.scripts import bench_script
 from tests.integration.runs import ROOT, Run
+from tests.integration.test_cheats import Bench, scores, written
 
 
 def make_tasks(path: Path, train: int, test: int) -> Path:
@@ -34,6 +35,35 @@ def test_only_what_reads_and_edits_the_right_line_solves_them(tmp_path: Path, im
     assert lines.keys() == {"edits the test", "ignores replies"}
     assert all(share.startswith("0.0%") for share in lines.values()), lines
     assert every_line.startswith(("33.3%", "66.7%"))
+
+
+FORGE = 'echo "$report" > /logs/verifier/report.xml'
+CODE = {
+    "ends its shell": "exit 0",
+    "reads what is expected": "for name in $names; do\n"
+    'eval "$name() { sed -n s/^$name.//p /tests/expected; }"; done',
+    "writes the report": FORGE,
+    "writes the report later": f"(while :; do {FORGE}; done) >/dev/null 2>&1 </dev/null &",
+    "writes the report and ends the test": f"{FORGE}; kill -9 $PPID",
+}
+"""What the code under test does."""
+FILES = {
+    "the test": "echo 'exit 0' > test.sh",
+    "programs": "for name in sh cat sed rm mkdir env grep; do echo 'exit 0' > $name; chmod +x $name; done",
+    "files of shells": "for name in .profile .env .shrc .bashrc; do echo 'exit 0' > $name; done",
+}
+
+
+async def test_cheats_solve_none(tmp_path: Path, images: Path) -> None:
+    (folder,) = read_tasks(make_tasks(tmp_path, 1, 1) / "train")
+    package = Path(folder.task.directory).name
+    functions = [name.partition("::")[2] for name in folder.tests.named]
+    cases = "".join(f"<testcase classname='{package}' name='{function}'/>" for function in functions)
+    variables = f"names='{' '.join(functions)}'\nreport=\"<a>{cases}</a>\"\n"
+    code = {name: written(f"{package}.sh", variables + text) for name, text in CODE.items()}
+    solution = {"the solution": (folder.path / "solution/solve.sh").read_text()}
+    verdicts = await Bench(folder.task, folder.tests).all(solution | code | FILES)
+    assert scores(verdicts) == {"the solution": 1.0} | dict.fromkeys(code | FILES, 0.0), verdicts
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,49 @@ def test_each_task_has_its_faults(tasks: Path, capsys: pytest.CaptureFixture[str
     assert sorted(found["h-tries"]["network"]) == ["solution", "tests"]
 
 
+NOISE = "printf '\\033[31m\\033]0;title\\a\\b\\rred\\177\\302\\233A\\377\\342\\200\\250last\\n'"
+"""Colours, the title of a window, control characters of one byte and of two, no UTF-8, a line separator."""
+NOISY = {
+    "tests": {"test": f"{NOISE}\n"},
+    "a solution": {"solve": f"#!/bin/sh\n{NOISE}; {NOISE} >&2; exit 3\n"},
+    "named tests": {"test": REPORT.format("x"), "config": {"FAIL_TO_PASS": ["t.py::test[\x1b[31mred\x9b]"]}},
+    "a name": {"toml": f'[task]\nname = "\\u001B[31mred"\n{TOML.format("small-app")}', "solve": ""},
+}
+
+
+@pytest.mark.parametrize("noisy", NOISY)
+def test_no_control_character_reaches_the_terminal(
+    tasks: Path, noisy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"toml": TOML.format("small-app")} | NOISY[noisy]
+    folder = task_folder(tasks / "noisy", **texts)
+    for words in ([], ["--json"]):
+        assert main(["tasks", "check", str(folder), *words]) == 1
+        printed = "".join(capfd.readouterr())
+        assert "red" in printed and "[31m" in printed
+        assert re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", printed) is None, repr(printed)
+        assert all(map(json.loads, printed.splitlines())) if words else True
+
+
+def test_tasks_without_named_tests_are_warned_of(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (*TASKS,):
+        if name not in ("a-good", "b-named"):
+            shutil.rmtree(tasks / name)
+    assert main(["tasks", "check", str(tasks)]) == 0
+    *_, good, named, end, warning = capsys.readouterr().out.splitlines()
+    assert (good.split()[6:], named.split()[6:]) == (["ok,", "with", "a", "warning"], ["ok"])
+    assert end == "2 of 2 tasks are as they should be"
+    assert warning.startswith(
+        "warning: 1 of 2 tasks name no tests (a-good): the verdict of test.sh is its own"
+    )
+    assert "name the tests in tests/config.json" in warning
+
+    assert main(["tasks", "check", str(tasks), "--json"]) == 0
+    good, named = map(json.loads, capsys.readouterr().out.splitlines())
+    assert good["faults"] == named["faults"] == named["warnings"] == []
+    assert len(good["warnings"]) == 1 and "it names no tests: " in good["warnings"][0]
+
+
 def test_tests_that_run_twice_are_found_flaky(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flaky = task_folder(tasks / "flaky", TOML.format("small-app"), test=RANDOM)
     assert main(["tasks", "check", str(flaky), "--json", "--repeats", "2"]) == 1
@@ -82,10 +126,10 @@ def test_tests_that_run_twice_are_found_flaky(tasks: Path, capsys: pytest.Captur
 
 
 def test_a_table_is_for_people(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tasks", "check", str(tasks / "a-good")]) == 0
+    assert main(["tasks", "check", str(tasks / "b-named")]) == 0
     header, line, end = capsys.readouterr().out.splitlines()
     assert header.split() == ["task", "untouched", "solved", "solution", "s", "tests", "s", "network"]
-    assert line.split()[:3] == ["a-good", "0", "1"] and line.split()[5:] == ["-", "ok"]
+    assert line.split()[:3] == ["b-named", "0", "1"] and line.split()[5:] == ["-", "ok"]
     assert end == "1 of 1 tasks are as they should be"
     assert main(["tasks", "check", str(tasks / "none")]) == 2
     assert "none: no such directory; correct the path" in capsys.readouterr().err

@@ -31,9 +31,10 @@ LIBRARIES = ("librt.so.1", "libpthread.so.0", "libdl.so.2", "libm.so.6", "libgcc
 """Parts of any Debian that coding agents need."""
 TEST = """\
 cd /repo
-python3 -m pytest -q -c /tests/pytest.ini --rootdir /tests -p no:cacheprovider \\
-    --junitxml=/logs/verifier/report.xml /tests/test_hidden.py
+python3 -I -c "import pytest, sys; sys.path.append('/repo'); sys.exit(pytest.main())" \\
+    -q -c /tests/pytest.ini --rootdir /tests --junitxml=/logs/verifier/report.xml /tests/test_hidden.py
 """
+PYTEST_INI = "[pytest]\nxfail_strict = true\naddopts = -p no:cacheprovider --import-mode=importlib\n"
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def tasks(path: Path, images: Path, count: int, libraries: Sequence[str] = ()) -
             test=TEST,
             config={"FAIL_TO_PASS": ["test_hidden.py::test_it"]},
         )
-        (folder / "tests/pytest.ini").write_text("[pytest]\npythonpath = /repo\n")
+        (folder / "tests/pytest.ini").write_text(PYTEST_INI)
         code = f"from calc import {name}\n\ndef test_it():\n    assert {name}(7, 3) == 7 {sign} 3\n"
         (folder / "tests/test_hidden.py").write_text(code)
     rows = [folder.row for folder in read_tasks(path)]

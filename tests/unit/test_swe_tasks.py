@@ -9,21 +9,33 @@ import io
 import json
 import os
 import py_compile
+import re
+import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from asyncrl import cli
 from asyncrl.isolation.images import find_image
 from asyncrl.isolation.sandbox.base import SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
 from tests.fakes.images import small_image
+from tests.fakes.tasks import bare_image
 from tools.swe_tasks.leaks import BaseImage, contents, leak
 from tools.swe_tasks.mutations import mutations
+from tools.swe_tasks.packages import (
+    Package,
+    PackageError,
+    candidates,
+    installed_copies,
+    learn,
+    try_bug,
+    unpack,
+)
 
 TOOL = Path(__file__).resolve().parents[2] / "tools/make_swe_tasks.py"
 
@@ -116,18 +128,122 @@ def test_the_history_of_a_repository_is_searched(tmp_path: Path, packed: bool) -
     assert leak(contents(tmp_path), bug) == str(tmp_path / ".git")
 
 
-def test_an_image_below_is_searched_for_copies(tmp_path: Path) -> None:
+def test_an_image_below_is_searched_for_lines(tmp_path: Path) -> None:
     bugs = mutations(
         b"def scaled(value):\n    return value * 37\n\ndef other(value):\n    return value * 38\n"
     )
     (tmp_path / "lib/toy").mkdir(parents=True)
     (tmp_path / "lib/toy/__init__.py").write_text(bugs[0].before)
-    (tmp_path / "lib/single.py").write_text("")
     below = BaseImage([str(tmp_path)])
-    assert below.copy_of("toy") == "/lib/toy/__init__.py"
-    assert below.copy_of("single") == "/lib/single.py"
-    assert below.copy_of("other") == ""
     assert (below.has(bugs[0]), below.has(bugs[-1])) == (True, False)
+
+
+def tree_of(path: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+    return path
+
+
+def sdist_of(path: Path, files: dict[str, str], kind: str = "gztar") -> Path:
+    """Pack files as the source distribution of `path`, such as DIRECTORY/toy-1.0."""
+    tree_of(path, files)
+    return Path(shutil.make_archive(str(path), kind, path.parent, path.name))
+
+
+async def test_a_copy_is_what_the_images_python_imports(images: Path) -> None:
+    small_image(images, "python-pytest", python=True, packages=["pytest"])
+    site = f"usr/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    root = bare_image(images, "installed", site, "opt/vendored/toy", over="python-pytest").root
+    places = ("single.py", "toy.py.txt", "space/inner/__init__.py", "data/utils.py", "bin/tool.py")
+    tree_of(Path(root), {f"{site}/{place}": "" for place in places})
+    tree_of(Path(root), {"opt/vendored/toy/__init__.py": "", f"{site}/more.pth": "/opt/linked\n"})
+    tree_of(Path(root), {"opt/linked/linked.py": ""})
+
+    installed = [
+        "pluggy",
+        "json",
+        "_struct",
+        "sys",
+        "single",
+        "space.inner",
+        "linked",
+    ]  # _struct: by the machine
+    others = ["parse", "decoder", "utils", "toy", "space", "space.other", "bin", "data", "gone.inner", "text"]
+    copies = await installed_copies(find_image("installed"), [*installed, *others])
+    assert list(copies) == installed
+    assert copies["single"] == f"/{site}/single.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "modules"),
+    [
+        (("toy/__init__.py", "toy/inner/__init__.py", "docs/__init__.py", "setup.py"), ["toy"]),
+        (("src/toy/__init__.py", "src/single.py", "tests/__init__.py"), ["toy", "single"]),
+        (("space/toy/__init__.py", "space/more/__init__.py"), ["space.more", "space.toy"]),
+        (("single.py", "test_single.py", "conftest.py", "a-script.py"), ["single"]),
+    ],
+)
+def test_what_a_package_installs(tmp_path: Path, files: tuple[str, ...], modules: list[str]) -> None:
+    package = Package("toy-1.0", tree_of(tmp_path, dict.fromkeys(files, "")), tmp_path / "tests")
+    assert sorted(package.modules) == sorted(modules)
+
+
+@pytest.mark.parametrize("kind", ["gztar", "xztar", "zip"])
+def test_a_package_without_tests_is_told_what_was_looked_for(tmp_path: Path, kind: str) -> None:
+    sdist = sdist_of(tmp_path / "toy-1.0", {"toy/__init__.py": "", "toy/testing.py": ""}, kind)
+    with pytest.raises(
+        PackageError, match=r"toy-1\.0 has no tests: none of its files is named test_\*\.py, \*_t"
+    ):
+        unpack(str(sdist), tmp_path / "scratch")
+    sdist.write_bytes(sdist.read_bytes()[:40])
+    with pytest.raises(PackageError, match=rf"{sdist.name} cannot be unpacked: "):
+        unpack(str(sdist), tmp_path / "more")
+
+
+HIDDEN = {
+    "toy/__init__.py": "STATE = []\ndef clamped(value, high):\n    return high if value > high else value\n",
+    "tests/test_first.py": "import toy\n\ndef test_other_file():\n    toy.STATE.append(1)\n",
+    "tests/test_toy.py": """\
+import os
+import toy
+AT_IMPORT = toy.clamped(5, 3)  # runs the line, but no test is seen to do so
+
+def test_high():
+    assert toy.clamped(4, 3) == 3
+
+def test_inside():
+    assert toy.clamped(3, 3) == 3
+
+def test_at_import():
+    assert AT_IMPORT == 3
+
+def test_order_of_a_set():
+    assert AT_IMPORT == 3 or os.environ["PYTHONHASHSEED"] == "0"
+
+def test_after_the_other_file():
+    assert toy.STATE
+
+def test_without_the_line():
+    assert toy.__name__ == "toy"
+""",
+}
+
+
+async def test_tests_that_must_stay_green_have_run_with_the_bug(images: Path, tmp_path: Path) -> None:
+    """Not those that fail with the bug though no line of theirs is changed, fail with another hash seed, or
+    need tests that are not named."""
+    image = small_image(images, "python-pytest", python=True, packages=["pytest"])
+    os.chmod(tmp_path, 0o755)  # for the user of the sandbox
+    package = unpack(str(sdist_of(tmp_path / "toy-1.0", HIDDEN)), tmp_path / "scratch")
+    await learn(image, package)
+    named = [test.partition("::")[2] for test in package.covering["toy/__init__.py", 3]]
+    assert named == ["test_high", "test_inside"]
+    (mutation,) = (one for _, one in candidates(package, 0) if "value < high" in one.after)
+    bug = await try_bug(image, package, "toy/__init__.py", mutation)
+    assert bug is not None
+    assert {test.partition("::")[2] for test in bug.messages} == {"test_high", "test_at_import"}
+    assert {test.partition("::")[2] for test in bug.stay_green} == {"test_inside", "test_without_the_line"}
 
 
 TOY = {
@@ -173,19 +289,15 @@ def test_that_depends_on_the_run():
 
 
 def make_tasks(sdist: Path, out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), str(sdist), "--base", "python-pytest", "--out", str(out), *words]
+    """Run the tool. `words`: more packages, then options."""
+    command = [sys.executable, str(TOOL), str(sdist), *words, "--base", "python-pytest", "--out", str(out)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.full
 async def test_tasks_are_made_of_a_package(tmp_path: Path, images: Path) -> None:
     small_image(images, "python-pytest", python=True, packages=["pytest"])
-    sdist = tmp_path / "toy-1.0.tar.gz"
-    with tarfile.open(sdist, "w:gz") as archive:
-        for name, text in TOY.items():
-            (tmp_path / "toy-1.0" / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "toy-1.0" / name).write_text(text)
-        archive.add(tmp_path / "toy-1.0", "toy-1.0")
+    sdist = sdist_of(tmp_path / "toy-1.0", TOY)
     made = make_tasks(sdist, tmp_path / "one", "--count", "3", "--hold-out", "toy", "--prefix", "x")
     assert "3 tasks in" in made.stdout, made.stderr
     again = make_tasks(sdist, tmp_path / "two", "--count", "3", "--jobs", "1", "--prefix", "x")
@@ -207,7 +319,46 @@ async def test_tasks_are_made_of_a_package(tmp_path: Path, images: Path) -> None
                 tests = f"cp -r {folder}/tests /tests && {command} && sh /tests/test.sh"
                 ended = await box.run("shell", tests, 60)
                 assert (await box.read_file("/logs/verifier/reward.txt")).decode().strip() == reward, ended
-    (tmp_path / "toy-1.0/toy").rename(tmp_path / "toy-1.0/pluggy")  # as pytest brings it
-    with tarfile.open(sdist, "w:gz") as archive:
-        archive.add(tmp_path / "toy-1.0", "toy-1.0")
-    assert "the base image has a copy of pluggy: " in make_tasks(sdist, tmp_path / "three").stderr
+
+
+INSIDE = {  # tests in the package, beside one another's names and the library's; a package in a namespace
+    "space/parse/__init__.py": "from .parts import doubled\n",
+    "space/parse/parts.py": "def doubled(number):\n    return number * 2 if number else 0\n",
+    "space/parse/tests/helpers.py": "EXPECTED = 4\n",
+    "space/parse/tests/test_parts.py": "from space.parse import doubled\n"
+    "from space.parse.tests.helpers import EXPECTED\n\n"
+    "def test_doubled():\n    assert doubled(2) == EXPECTED\n\n"
+    "def test_nothing():\n    assert doubled(0) == 0\n",
+    "space/parse/more/tests/test_parts.py": "from space.parse import doubled\n\n"
+    "def test_one():\n    assert doubled(1) == 2\n",
+}
+BAD = {
+    "pluggy": (
+        {"pluggy/__init__.py": "", "test_it.py": ""},
+        r"the base image has a copy of pluggy: /.*; make it",
+    ),
+    "silent": (
+        {"silent/__init__.py": "", "silent/test_it.py": ""},
+        "the tests of silent-1.0 do not run: no tests",
+    ),
+    "broken": (
+        {"broken/__init__.py": "", "test_it.py": "import gone\n\ndef test_it(): pass\n"},
+        "broken-1.0 has no test that passes and runs its lines: 0 of 0 pass; mostly.*No module named 'gone'",
+    ),
+    "none": ({"none/__init__.py": ""}, "none-1.0 has no tests: none of its files is named"),
+}
+
+
+@pytest.mark.full
+def test_bad_packages_do_not_stop_the_others(tmp_path: Path, images: Path) -> None:
+    small_image(images, "python-pytest", python=True, packages=["pytest"])
+    sdists = [str(sdist_of(tmp_path / f"{name}-1.0", files)) for name, (files, _) in BAD.items()]
+    sdists += [str(tmp_path / "gone.tar.gz")]
+    made = make_tasks(sdist_of(tmp_path / "inside-1.0", INSIDE), tmp_path / "out", *sdists, "--count", "2")
+    assert made.returncode == 1 and "2 tasks in" in made.stdout, made
+    lines = made.stderr.splitlines()
+    for line, sdist, why in zip(
+        lines, sdists, (*(why for _, why in BAD.values()), "pip has no source"), strict=True
+    ):
+        assert re.match(f"make_swe_tasks.py: {sdist}: no tasks: {why}", line), line
+    assert cli.main(["tasks", "check", str(tmp_path / "out/train")]) == 0

@@ -1,4 +1,4 @@
-"""Search images for what a task must not hold: another copy of its package, or the line that was changed."""
+"""Search images for the line that was changed, which a task must not hold as it was."""
 
 from __future__ import annotations
 
@@ -64,21 +64,15 @@ class BaseImage:
     """The contents of an image below all tasks, read once."""
 
     def __init__(self, layers: Iterable[str]) -> None:
-        self.paths: list[str] = []
         self.compiled: list[tuple[str, bytes]] = []
         with tempfile.TemporaryFile() as file:
             for layer in layers:
                 for path, data in contents(layer):
-                    self.paths.append(path.removeprefix(layer))
                     file.write(data + b"\0")
                     if path.endswith(".pyc"):
                         self.compiled.append((path, data))
             file.flush()
             self.everything = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def copy_of(self, module: str) -> str:
-        """Name a file of a package or module; '' if there is none."""
-        return next((path for path in self.paths if {module, f"{module}.py"} & {*Path(path).parts}), "")
 
     def has(self, mutation: Mutation) -> bool:
         return self.everything.find(mutation.before.strip().encode()) >= 0 or bool(

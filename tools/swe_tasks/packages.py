@@ -10,15 +10,19 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections import defaultdict
+import zipfile
+from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
+from asyncrl.values import in_short
 
 from . import watch
 from .mutations import Mutation, mutations
@@ -26,17 +30,57 @@ from .mutations import Mutation, mutations
 TESTBED = "/testbed"
 LIMITS = SandboxLimits(memory=2048, processes=64, open_files=256, file=64, disk=128, output=15 << 20)
 LEFT_OUT = ("*.egg-info", "__pycache__", "*.pyc", ".git", "PKG-INFO")
-PYTEST_INI = f"[pytest]\npythonpath = {TESTBED} {TESTBED}/src\naddopts = -p no:cacheprovider\n"
+PYTEST_INI = "[pytest]\nxfail_strict = true\naddopts = -p no:cacheprovider --import-mode=importlib\n"
+RUN_PYTEST = """\
+# Runs pytest on the tests beside this file. The workspace comes last on the path, so that no file of it takes
+# the place of a module of the library, of pytest, or of the tests.
+import importlib
+import sys
+from contextlib import suppress
+
+import pytest
+
+
+def main(arguments, plugins=()):
+    sys.path += {path}
+    for package in {packages}:  # else their directories here, with tests inside, would be the packages
+        with suppress(Exception):  # tests that need it fail by themselves
+            importlib.import_module(package)
+    return pytest.main(arguments, list(plugins))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+FIND_MODULES = """
+import json, sys
+from importlib.util import find_spec
+copies = {}
+for name in sys.argv[1:]:
+    try:
+        spec = find_spec(name)
+    except Exception:  # what is around it cannot be imported
+        continue
+    if spec is not None and spec.origin:
+        copies[name] = spec.origin
+print(json.dumps(copies))
+"""
 PYTEST = ("-c", "/tests/pytest.ini", "--rootdir", "/tests", "-q")
 BASE_SECONDS = 60.0  # of CPU that a test may take in the package as it is
 SECONDS = 5.0  # of CPU that each test may take, and three times what it took
 BUSY = 20  # seconds of a run for one of CPU
-NO_MODULES = ("tests", "test", "docs", "setup", "conftest", "noxfile")
+NO_MODULES = ("src", "tests", "test", "docs", "setup", "conftest", "noxfile")
 PER_FUNCTION = 2  # tasks
 
 
-class PackageError(Exception):
-    """A package has no tests that pass, or cannot be had."""
+EXAMPLE = 300  # characters of what a test said, in an error
+PADDING = 20  # tests that must stay green beside those that cover the changed line
+TEST_FILE = re.compile(r"test_.*\.py|.*_test\.py|tests?\.py")
+TEST_FILES = "test_*.py, *_test.py, test.py or tests.py"  # the same in words
+
+
+class PackageError(AsyncrlError):
+    """No tasks can be made of a package: it has no tests that pass, or cannot be had."""
 
 
 @dataclass
@@ -53,11 +97,16 @@ class Package:
 
     @property
     def modules(self) -> list[str]:
-        """Name the packages and modules that it installs."""
-        places = [place for place in (self.tree, self.tree / "src") if place.is_dir()]
-        packages = [path.parent.name for place in places for path in place.glob("*/__init__.py")]
-        modules = [path.stem for place in places for path in place.glob("*.py") if not is_test(path)]
-        return [name for name in (*packages, *modules) if name not in NO_MODULES]
+        """Name the packages and modules that it installs; those of a namespace with a dot."""
+        names: list[str] = []
+        for root in (self.tree, self.tree / "src"):
+            for pattern in ("*/__init__.py", "*/*/__init__.py"):
+                names += [".".join(path.parent.relative_to(root).parts) for path in root.glob(pattern)]
+            names += [path.stem for path in root.glob("*.py") if not is_test(path)]
+
+        outermost = [name for name in names if name.partition(".")[0] not in {*names} - {name}]
+        dotted = [name for name in outermost if all(part.isidentifier() for part in name.split("."))]
+        return [name for name in dotted if not {*NO_MODULES} & {*name.split(".")}]
 
 
 @dataclass(frozen=True)
@@ -75,35 +124,58 @@ def fetch(requirement: str, directory: Path) -> Path:
     if Path(requirement).is_file():
         return Path(requirement)
     words = ("download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(directory), requirement)
-    made = subprocess.run(
+    pip = subprocess.run(
         [sys.executable, "-m", "pip", *words], stderr=subprocess.PIPE, text=True, check=False
     )
-    found = sorted(directory.glob("*.tar.gz"))
-    if made.returncode or not found:
-        raise PackageError(f"pip has no source distribution of {requirement}: {made.stderr.strip()[-300:]}")
-    return found[0]
+    archives = [path for path in sorted(directory.iterdir()) if path.is_file()]
+    if pip.returncode or not archives:
+        raise PackageError(f"pip has no source distribution of {requirement}: {pip.stderr.strip()[-300:]}")
+    return archives[0]
 
 
-def unpack(sdist: Path, directory: Path) -> Package:
-    """Unpack a source distribution, and lay out its tests."""
-    with tarfile.open(sdist) as archive:
-        archive.extractall(directory / "all", filter="data")
-    (top,) = (directory / "all").iterdir()
+def unpack(requirement: str, directory: Path) -> Package:
+    """Fetch a source distribution, unpack it in a new directory, and lay out its tests. PackageError where it
+    has none."""
+    directory.mkdir()
+    sdist = fetch(requirement, directory)
+    try:
+        if zipfile.is_zipfile(sdist):
+            with zipfile.ZipFile(sdist) as archive:
+                archive.extractall(directory / "all")
+        else:
+            with tarfile.open(sdist) as archive:
+                archive.extractall(directory / "all", filter="data")
+    except Exception as error:  # modules of archives raise ten kinds for one that is broken
+        raise PackageError(f"{sdist.name} cannot be unpacked: {one_line(error)}") from error
+    tops = [*(directory / "all").iterdir()]
+    if len(tops) != 1 or not tops[0].is_dir():
+        raise PackageError(f"{sdist.name} is no source distribution: it has not one directory at its top")
+
     tree, tests = directory / "tree", directory / "tests"
-    shutil.copytree(top, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    package = Package(top.name, tree, tests)
-    lay_out(package, {str(path.relative_to(tree)) for path in tree.rglob("*.py") if is_test(path)}, tests)
+    shutil.copytree(tops[0], tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    package = Package(tops[0].name, tree, tests)
+    files = {str(path.relative_to(tree)) for path in tree.rglob("*.py") if is_test(path)}
+    if not files:
+        raise PackageError(f"{package.name} has no tests: none of its files is named {TEST_FILES}")
+    lay_out(package, files, tests)
     return package
 
 
 def is_test(path: Path | PurePosixPath) -> bool:
-    return bool(re.fullmatch(r"test_.*\.py|.*_test\.py|tests?\.py", path.name))
+    return bool(TEST_FILE.fullmatch(path.name))
 
 
 def lay_out(package: Package, files: set[str], target: Path) -> None:
     """Copy test files, and what lies beside them, to their places in `target`, as modules of no package."""
     target.mkdir(parents=True, exist_ok=True)
     (target / "pytest.ini").write_text(PYTEST_INI)
+    directories = sorted({str(Path("/tests", file).parent) for file in files} | {"/tests"}, reverse=True)
+    tops = {Path(file).parts[0] for file in files}
+    run_pytest = RUN_PYTEST.format(
+        path=[*directories, TESTBED, f"{TESTBED}/src"],
+        packages=sorted(name for name in package.modules if name.partition(".")[0] in tops),
+    )
+    (target / "run_pytest.py").write_text(run_pytest)
     for directory in {Path(file).parent for file in files}:
         beside = {
             path for path in (package.tree / directory).rglob("*") if directory.name in ("test", "tests")
@@ -124,6 +196,17 @@ def restore(path: str, line: int, text: str) -> str:
     return f"LC_ALL=C sed -i {shlex.quote(f'{line}s/.*/{escaped}/')} {shlex.quote(path)}"
 
 
+async def installed_copies(image: Image, modules: list[str]) -> dict[str, str]:
+    """Return which of these modules and packages the image's own Python imports, and from where: it would
+    test that copy, not the package. A directory of the name without `__init__.py` is none: packages win."""
+    async with Jail(LIMITS, image=image) as box:
+        ended = await box.run("shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60)
+    if ended.ending is not RunEnding.DONE:
+        raise PackageError(f"the base image has no python3 that runs: {in_short(ended.output, EXAMPLE)}")
+    copies: dict[str, str] = json.loads(ended.output.splitlines()[-1])
+    return copies
+
+
 async def run_tests(
     image: Image,
     package: Package,
@@ -135,12 +218,13 @@ async def run_tests(
     change: str = "",
 ) -> dict[str, Any]:
     """Run tests (none: all) on the package in a sandbox, changed by a command. `seed` orders what is hashed.
-    Empty when they do not end, or one takes so many seconds of CPU."""
+    Empty when they do not end, or one takes so many seconds of CPU. PackageError where pytest finds none."""
     result, names = "/tmp/result.json", "/tmp/names"
     chosen = [f"@{names}"] if tests else ["--continue-on-collection-errors", "/tests"]
     words = [watch.__file__, result, str(seconds), TESTBED if lines else "", *PYTEST, *chosen]
     copies = f"cp -r {package.tree} {TESTBED} && cp -r {package.tests} /tests && cd {TESTBED}"
-    command = f"{copies} && {change or ':'} && PYTHONHASHSEED={seed} exec python3 -s {shlex.join(words)}"
+    variables = f"PYTHONHASHSEED={seed} PYTHONPATH= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"  # else as in test.sh
+    command = f"{copies} && {change or ':'} && {variables} exec python3 -s {shlex.join(words)}"
     longest = BUSY * (seconds + sum(package.passing.get(test, 0) for test in tests))
     shown = [str(package.tree), str(package.tests), watch.__file__]
     async with Jail(LIMITS, show=shown, image=image) as box:
@@ -149,8 +233,9 @@ async def run_tests(
         if ended.ending not in (RunEnding.DONE, RunEnding.FAILED):
             return {}
         if ended.status not in (0, 1):
-            if not change:
-                raise PackageError(f"the tests of {package.name} do not run: {ended.output[-2000:]}")
+            if not tests:
+                said = ended.output.strip()[-EXAMPLE:] or f"pytest ended with {ended.status}"
+                raise PackageError(f"the tests of {package.name} do not run: {said}")
             return {}
         return json.loads(await box.read_file(result))
 
@@ -169,8 +254,17 @@ async def learn(image: Image, package: Package) -> None:
             for number in numbers:
                 covering[path, number].append(test)
     package.covering, package.versions = dict(covering), runs[0]["versions"]
+
     if not package.covering:
-        raise PackageError(f"{package.name} has no tests that pass and cover its lines")
+        outcomes = runs[0]["outcomes"]
+        failures = Counter(
+            [*runs[0]["errors"].values(), *(message for _, message in outcomes.values() if message)]
+        )
+        example = "".join(f"; mostly: {message}" for message, _ in failures.most_common(1))
+        raise PackageError(
+            f"{package.name} has no test that passes and runs its lines: {len(package.passing)} of "
+            f"{len(outcomes)} pass{in_short(example, EXAMPLE)}"
+        )
 
 
 def candidates(package: Package, seed: int) -> list[tuple[str, Mutation]]:
@@ -181,17 +275,26 @@ def candidates(package: Package, seed: int) -> list[tuple[str, Mutation]]:
     for path in sorted({path for path, _ in package.covering}):
         if is_test(PurePosixPath(path)) or {"test", "tests"} & {*PurePosixPath(path).parts}:
             continue
-        for one in mutations((package.tree / path).read_bytes()):
-            if (path, one.line) in package.covering and everything.count(one.before.strip().encode()) == 1:
-                kinds[one.kind].append((path, one))
-    for found in kinds.values():
-        found.sort(key=lambda one: random.Random(f"{seed} {one}").random())
-    return [one for turn in zip_longest(*(kinds[kind] for kind in sorted(kinds))) for one in turn if one]
+        with suppress(SyntaxError, UnicodeDecodeError):  # of another Python than the image's; not UTF-8
+            for mutation in mutations((package.tree / path).read_bytes()):
+                is_covered = (path, mutation.line) in package.covering
+                if is_covered and everything.count(mutation.before.strip().encode()) == 1:
+                    kinds[mutation.kind].append((path, mutation))
+    for of_kind in kinds.values():
+        of_kind.sort(key=lambda candidate: random.Random(f"{seed} {candidate}").random())
+    in_turn = zip_longest(*(kinds[kind] for kind in sorted(kinds)))
+    return [candidate for turn in in_turn for candidate in turn if candidate]
 
 
 async def try_bug(image: Image, package: Package, path: str, mutation: Mutation) -> Bug | None:
-    """Run the tests that cover a line, twice with the bug. A Bug if some of the package's fail each time."""
-    tests = package.covering[path, mutation.line]
+    """Run the tests that cover a line, and others of their files, twice with the bug, then those that are to
+    be named once without. A Bug if some of the covering tests fail each time with it, and some tests pass."""
+    covering = package.covering[path, mutation.line]
+    files = {test.partition("::")[0] for test in covering}
+    others = [test for test in package.passing if test not in covering and test.partition("::")[0] in files]
+    padding = random.Random(str(mutation)).sample(others, min(PADDING, len(others)))
+    tests = sorted((*covering, *padding))
+
     seconds = SECONDS + 3 * max(package.passing[test] for test in tests)
     change = restore(path, mutation.line, mutation.after)
     runs: list[dict[str, tuple[str, str]]] = []
@@ -200,12 +303,16 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
         runs.append(run.get("outcomes", {}))
         if not any(outcome == "failed" for outcome, _ in runs[-1].values()):
             return None
-    ended = [[run.get(test, ("", ""))[0] for run in runs] for test in tests]
-    red = [test for test, outcomes in zip(tests, ended, strict=True) if outcomes == ["failed"] * 2]
-    green = [test for test, outcomes in zip(tests, ended, strict=True) if outcomes == ["passed"] * 2]
-    files = {test.partition("::")[0] for test in red}
-    others = [test for test in package.passing if test not in tests and test.partition("::")[0] in files]
-    green += random.Random(str(mutation)).sample(others, min(20, len(others)))
-    if not red or not green or any("" in outcomes for outcomes in ended):
+    if any(test not in run for test in tests for run in runs):
         return None
-    return Bug(path, mutation, {test: runs[0][test][1] for test in red}, tuple(sorted(green)))
+
+    named = [test for test in tests if runs[0][test][0] == runs[1][test][0] in ("failed", "passed")]
+    solved = (await run_tests(image, package, named, seconds, seed=2)).get("outcomes", {})
+    named = [
+        test for test in named if solved.get(test, ("", ""))[0] == "passed"
+    ]  # apart from all others, too
+    red = [test for test in named if runs[0][test][0] == "failed"]
+    green = [test for test in named if runs[0][test][0] == "passed"]
+    if not {*red} & {*covering} or not green:
+        return None
+    return Bug(path, mutation, {test: runs[0][test][1] for test in red}, tuple(green))

@@ -4,15 +4,17 @@
 
 A test that takes SECONDS of CPU time, or waits four times as long, ends all of it.
 
-RESULT: {"outcomes": {test: [passed|failed|skipped, message]}, "lines": {test: {file: [line]}}, "seconds":
-{test: of CPU}, "versions": {"python": …, "pytest": …}}. `lines` are those of files in DIRECTORY ("": of none)
-that a test ran.
+RESULT: {"outcomes": {test: [passed|failed|skipped, message]}, "errors": {file that is not imported: message},
+"lines": {test: {file: [line]}}, "seconds": {test: of CPU}, "versions": {"python": …, "pytest": …}}. `lines`
+are those of files in DIRECTORY ("": of none) that a test ran. /tests/run_pytest.py starts pytest, as in the
+task.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -33,6 +35,7 @@ class Watcher:
     def __init__(self, seconds: float, directory: str) -> None:
         self.limit, self.directory = seconds, directory
         self.outcomes: dict[str, tuple[str, str]] = {}
+        self.errors: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self.lines: dict[str, defaultdict[str, list[int]]] = {}
         self.codes: dict[CodeType, list[Any]] = {}  # steps left, lines; of this test
@@ -52,6 +55,10 @@ class Watcher:
             self.outcomes[report.nodeid] = (outcome, getattr(crash, "message", None) or str(report.longrepr))
         elif outcome == "skipped" or (report.when == "call" and not worst):
             self.outcomes[report.nodeid] = (outcome, "")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.errors[report.nodeid] = str(report.longrepr).strip().rpartition("\n")[2]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -89,11 +96,13 @@ class Watcher:
 def main() -> None:
     result, seconds, directory, *arguments = sys.argv[1:]
     watcher = Watcher(float(seconds), directory)
-    status = pytest.main(arguments, plugins=[watcher])
+    del sys.path[0]  # the directory of this file
+    status = runpy.run_path("/tests/run_pytest.py")["main"](arguments, plugins=[watcher])
     with open(result, "w") as file:
-        found = {name: getattr(watcher, name) for name in ("outcomes", "lines", "seconds")}
+        records = {name: getattr(watcher, name) for name in ("outcomes", "errors", "lines", "seconds")}
         versions = {"python": ".".join(map(str, sys.version_info[:2])), "pytest": pytest.__version__}
-        json.dump(found | {"versions": versions}, file)
+        json.dump(records | {"versions": versions}, file)
+    sys.stdout.flush()
     os._exit(status)  # whatever threads the tests left
 
 

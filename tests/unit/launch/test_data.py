@@ -196,8 +196,16 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     given.keys["rollout.tools"] = ["shell", "calculator"]
     begin(given.config())
     given.keys["resume"] = "auto"
-    assert all(note.level == "ok" for note in given.notes("data"))
+    *others, unnamed = given.notes("data")
+    assert {note.level for note in others} == {"ok"} and unnamed.level == "warning"
+    assert unnamed.text.startswith(
+        "data.train: 4 of 4 tasks name no tests: the verdict of test.sh is its own"
+    )
     bare_image(images, "bare", "app", digest="sha256-anew")
     assert "other samples" in (said := given.notes("data")[-1].text) and "their images, too" in said
+    given.keys |= {"resume": "never", "run_dir": str(given.folder / "other")}
+    for name in "abcd":
+        task_folder(given.folder / "tasks" / name, config={"FAIL_TO_PASS": ["t.py::test_a"]})
+    assert {note.level for note in given.notes("data")} == {"ok"}
     (images / "names" / "bare").unlink()
     assert "there is no image 'bare'" in given.notes("data")[-1].text
