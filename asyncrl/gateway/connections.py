@@ -46,7 +46,7 @@ class _LoopTime:
     """Time of the loop that an episode has left: seconds of CPU, which grow with LOOP_SHARE. `held`: nothing
     is read of its connections."""
 
-    left: float = LOOP_BURST
+    left: float = field(default_factory=lambda: LOOP_BURST)
     updated: float = field(default_factory=time.monotonic)
     held: bool = False
 

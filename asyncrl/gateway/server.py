@@ -400,7 +400,8 @@ class Gateway:
         unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
         for name in sorted(unheeded.keys() - self._logged)[: exchanges.LOGGED - len(self._logged)]:
             self._logged.add(name)
-            log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
+            shown = "its key" if any(key in name for key in self.admitted) else ascii(name[:100])[1:-1][:100]
+            log.warning("agents set %s, which %s", shown, unheeded[name])
 
     async def _answered(
         self,

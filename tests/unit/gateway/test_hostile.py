@@ -1,0 +1,299 @@
+"""What requests of a program in a sandbox cannot do: write into the worker's log, or take its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import json
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from asyncrl.gateway import Endpoint, Gateway, connections, server
+from asyncrl.types import Message
+from tests.fakes.agents import ask
+from tests.fakes.dialects import DIALECTS, Dialect
+from tests.fakes.hosts import FakeHost, fetch, served
+
+MUCH = 300_000  # bytes
+every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+
+
+def request(key: str, line: str = "POST /v1/messages HTTP/1.1", body: str = "", **headers: str) -> bytes:
+    """Write a request with this key; `_` in the names of headers is a hyphen."""
+    fields = {"Host": "x", "Authorization": f"Bearer {key}", "Content_Length": str(len(body)), **headers}
+    lines = [line, *(f"{name.replace('_', '-')}: {value}" for name, value in fields.items() if value)]
+    return ("\r\n".join(lines) + "\r\n\r\n" + body).encode("latin-1")
+
+
+@pytest.fixture(autouse=True)
+def no_time_to_read_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LINGER_SECONDS", 0.05)
+
+
+HOSTILE: dict[str, Callable[[str], bytes]] = {
+    "no request line": lambda key: f"{key}\r\n\r\n".encode(),
+    "broken request line": lambda key: f"GARBAGE {key}\r\n\r\n".encode(),
+    "long request line": lambda key: request(key, f"GET /v1/{key * 1000} HTTP/1.1"),
+    "unknown method": lambda key: request(key, f"{key} /v1/models HTTP/1.1"),
+    "key in the path": lambda key: request(key, f"GET /v1/{key} HTTP/1.1"),
+    "key in the query": lambda key: request(key, f"GET /v1/models?key={key}#{key} HTTP/1.1"),
+    "broken escapes in the path": lambda key: request(key, f"GET /v1/models/%ff%zz%00%{key} HTTP/1.1"),
+    "an absolute path": lambda key: request(key, f"GET http://{key}:99999/v1/models HTTP/1.1"),
+    "broken header": lambda key: request(key, X="\0" + key),
+    "header without a name": lambda key: request(key)[:-2] + f": {key}\r\n\r\n".encode(),
+    "header without a colon": lambda key: request(key)[:-2] + f"{key}\r\n\r\n".encode(),
+    "folded header": lambda key: request(key)[:-2] + f" {key}\r\n\r\n".encode(),
+    "long header": lambda key: request(key, X=key * 1000),
+    "many headers": lambda key: request(key)[:-2] + f"a: {key}\r\n".encode() * 2000 + b"\r\n",
+    "bytes that are no text": lambda key: request(key, X=f"\xff\xfe{key}"),
+    "broken host": lambda key: request(key, Host=f"[{key}"),
+    "broken length": lambda key: request(key, Content_Length=key),
+    "negative length": lambda key: request(key, Content_Length="-1"),
+    "two lengths": lambda key: request(key)[:-2] + b"Content-Length: 7\r\n\r\n" + key.encode(),
+    "length and chunks": lambda key: request(key, body=key, Transfer_Encoding="chunked"),
+    "broken chunk": lambda key: (
+        request(key, Content_Length="", Transfer_Encoding="chunked") + key.encode() + b"\r\n"
+    ),
+    "broken chunk later": lambda key: (
+        request(key, Content_Length="", Transfer_Encoding="chunked") + b"1\r\na\r\n" + key.encode() + b"\r\n"
+    ),
+    "endless chunk extension": lambda key: (
+        request(key, Content_Length="", Transfer_Encoding="chunked") + b"1;" + key.encode() * 1000
+    ),
+    "unknown transfer encoding": lambda key: request(key, Content_Length="", Transfer_Encoding=key),
+    "compressed transfer": lambda key: request(key, Content_Length="", Transfer_Encoding="gzip, chunked"),
+    "broken compression": lambda key: request(key, body=key, Content_Encoding="gzip"),
+    "unknown compression": lambda key: request(key, body=key, Content_Encoding=key),
+    "body breaks off": lambda key: request(key, body=key, Content_Length="1000"),
+    "body is no JSON": lambda key: request(key, body=f'{{"{key}'),
+    "body has another form": lambda key: request(key, body=json.dumps({"messages": key, key: key})),
+    "parameter with the name of the key": lambda key: request(
+        key, body=json.dumps({"messages": [{"role": "user", "content": "q"}], "max_tokens": 1, key: 1})
+    ),
+    "key as the model": lambda key: request(
+        key, body=json.dumps({"messages": [{"role": "user", "content": "q"}], "max_tokens": 1, "model": key})
+    ),
+    "preface of HTTP/2": lambda key: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + key.encode(),
+    "upgrade to HTTP/2": lambda key: (
+        request(key, Connection="Upgrade, HTTP2-Settings", Upgrade="h2c") + key.encode()
+    ),
+    "upgrade to a websocket, and more": lambda key: (
+        request(key, "GET /v1/models HTTP/1.1", Connection="Upgrade", Upgrade="websocket")
+        + key.encode() * 5000
+    ),
+    "hello of TLS": lambda key: bytes.fromhex("1603010200010001fc0303") + key.encode() + bytes(300),
+    "garbage behind a request": lambda key: (
+        request(key, "GET /v1/models HTTP/1.1") + f"{key}\0\r\n".encode() * 50
+    ),
+    "expectation": lambda key: request(key, Content_Length="1000", Expect="100-continue"),
+    "unknown expectation": lambda key: request(key, Expect=key),
+    "old HTTP": lambda key: request(key, "GET /v1/models HTTP/0.9"),
+    "unknown HTTP": lambda key: request(key, f"GET /v1/models HTTP/{key}"),
+    "CONNECT": lambda key: request(key, f"CONNECT {key}:443 HTTP/1.1") + key.encode(),
+    "TRACE": lambda key: request(key, "TRACE /v1/models HTTP/1.1"),
+    "a wrong key": lambda key: request(f"{key}x{key}", body=key),
+    "cookies": lambda key: request(key, Cookie=f"{key}=\x7f{key};;="),
+}
+
+
+def base_address(endpoint: Endpoint) -> tuple[str, str]:
+    host, _, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    return host, port
+
+
+def test_no_request_reaches_a_log(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a program sends, however often: the log says so once for each kind of error, and never has a
+    byte of it. Clients wait for the answer, or leave at once. Everybody else is served."""
+    caplog.set_level(logging.INFO)
+
+    async def send(endpoint: Endpoint, sent: bytes, waits: bool) -> None:
+        reader, writer = await asyncio.open_connection(*base_address(endpoint))
+        writer.write(sent)
+        if waits:
+            with suppress(ConnectionError):
+                writer.write_eof()
+                await reader.read()
+        writer.transport.abort()
+
+    async def main() -> str:
+        gateway = Gateway()
+        await gateway.start()
+        async with gateway.admit(FakeHost()) as endpoint, gateway.admit(FakeHost()) as other:
+            for write, waits in itertools.product(HOSTILE.values(), (False, True)):
+                async with asyncio.timeout(10):
+                    await send(endpoint, write(endpoint.api_key), waits)
+            assert (await ask(other, "q"))[0] == 200
+            assert (await ask(endpoint, "q"))[0] == 200
+        await gateway.close()
+        return endpoint.api_key
+
+    key = asyncio.run(main())
+    captured = capfd.readouterr()
+    logged = caplog.text + captured.out + captured.err
+    assert key not in logged and "Traceback" not in logged
+    assert "requests of agents could not be read: " in caplog.records[-1].message
+    assert len(caplog.records) < 12, logged
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "x"])
+@every_dialect
+@served
+async def test_compressed_requests_are_refused_unread(
+    gateway: Gateway, dialect: Dialect, coding: str
+) -> None:
+    """Not one byte of the body has come when the answer does."""
+    async with gateway.admit(FakeHost()) as endpoint:
+        reader, writer = await asyncio.open_connection(*base_address(endpoint))
+        line = f"POST /v1{dialect.path} HTTP/1.1"
+        writer.write(request(endpoint.api_key, line, Content_Length=str(MUCH), Content_Encoding=coding))
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        assert head.startswith("http/1.1 415 ") and "connection: close" in head
+        body = json.loads(await reader.readexactly(int(head.partition("content-length: ")[2].split()[0])))
+        assert body["error"]["message"] == f"Content-Encoding {coding}: requests must not be compressed"
+        writer.transport.abort()
+        headers = {"Content-Encoding": "identity"}
+        assert (
+            await fetch(endpoint, dialect.path, json=dialect.body([Message("user", "q")]), headers=headers)
+        )[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/messages", "/nothing"])
+@served
+async def test_compressed_bytes_are_not_inflated(gateway: Gateway, path: str) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+    async with gateway.admit(FakeHost()) as endpoint:
+        status, _ = await fetch(endpoint, path, data=bomb, headers={"Content-Encoding": "gzip"})
+        assert status == (415 if path == "/messages" else 404)
+
+
+@pytest.mark.parametrize("said", ["length", "chunks"])
+@served
+async def test_a_body_that_is_too_large_ends_the_connection(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    """The rest is not read: the client can send no more than what buffers hold."""
+    monkeypatch.setattr(server, "MAX_BODY", 1000)
+    async with gateway.admit(FakeHost()) as endpoint:
+        reader, writer = await asyncio.open_connection(*base_address(endpoint))
+        if said == "length":
+            writer.write(request(endpoint.api_key, Content_Length=str(10 << 30)))
+        else:
+            head = request(endpoint.api_key, Content_Length="", Transfer_Encoding="chunked")
+            writer.write(head + f"{1 << 30:x}\r\n".encode())
+        answer = asyncio.create_task(reader.read(12))
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 1 << 30:
+                writer.write(bytes(1 << 20))
+                await writer.drain()
+                sent += 1 << 20
+        assert sent < 32 << 20
+        assert await answer == b"HTTP/1.1 413"
+
+
+def values(count: int) -> dict[str, bytes]:
+    return {
+        "messages": b'{"messages":[' + b",".join([b'{"role":"user","content":"q"}'] * count) + b"]}",
+        "tools": b'{"messages":[],"tools":[' + b",".join([b"{}"] * count) + b"]}",
+        "names": b"{" + b",".join([b'"a":1'] * count) + b"}",
+        "deep": b'{"a":' + b"[" * count,
+        "numbers": b'{"messages":[' + b",".join([b"1"] * count) + b"]}",
+    }
+
+
+@pytest.mark.parametrize("kind", values(0))
+@every_dialect
+@served
+async def test_the_parts_of_a_request_are_bounded(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, dialect: Dialect, kind: str
+) -> None:
+    """They are counted before anything is made of them."""
+    monkeypatch.setattr(server, "MAX_PARTS", 1000)
+    async with gateway.admit(FakeHost()) as endpoint:
+        status, body = await fetch(endpoint, dialect.path, data=values(2000)[kind])
+        assert (status, body["error"]["message"]) == (
+            413,
+            "the request has more than 1,000 brackets and commas",
+        )
+        text = dialect.body([Message("user", "a, b" * 300 + "[]" * 50)])  # as long, with fewer
+        assert (await fetch(endpoint, dialect.path, json=text))[0] == 200
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> Counter[object]:
+    """Count the bytes that the worker reads, by the owner of the connection at first."""
+    counts = Counter[object]()
+    read = connections._Bounded.buffer_updated
+
+    def counting(self: connections._Bounded, nbytes: int) -> None:
+        counts[self.episode] += nbytes
+        read(self, nbytes)
+
+    monkeypatch.setattr(connections._Bounded, "buffer_updated", counting)
+    return counts
+
+
+def chunks_of_one_byte(key: str) -> bytes:
+    return request(key, Content_Length="", Transfer_Encoding="chunked") + b"1\r\na\r\n" * 100_000
+
+
+def pipelined(key: str) -> bytes:
+    return request(key, "GET /v1/models HTTP/1.1") * 5000
+
+
+def extension_of_a_chunk(key: str) -> bytes:
+    return request(key, Content_Length="", Transfer_Encoding="chunked") + b"1;" + b"a" * 500_000
+
+
+@pytest.mark.parametrize("costly", [chunks_of_one_byte, pipelined, extension_of_a_chunk])
+@served
+async def test_an_episode_that_takes_the_loop_is_held(
+    gateway: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    received: Counter[object],
+    costly: Callable[[str], bytes],
+) -> None:
+    """Of what it sends on 20 connections the worker reads what its share of the loop's time allows, here next
+    to nothing; nor does it read of a new connection. Another episode is served meanwhile."""
+    monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
+    monkeypatch.setattr(connections, "LOOP_SHARE", 1e-9)
+    async with gateway.admit(FakeHost()) as hostile, gateway.admit(FakeHost()) as endpoint:
+        inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
+        streams = [await asyncio.open_connection(*base_address(inner)) for _ in range(20)]
+        for _, writer in streams:
+            writer.write(costly(hostile.api_key))
+        owner = gateway.admitted[hostile.api_key]
+        while not gateway._connections._is_held(owner):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+        bytes_before = received[owner]
+        monkeypatch.setattr(connections, "LOOP_BURST", 10.0)
+        late = asyncio.create_task(ask(Endpoint(inner.base_url, hostile.api_key), "q"))
+        for _ in range(20):
+            assert (await ask(endpoint, "q"))[0] == 200
+        assert received[owner] == bytes_before < 20 * connections.READ_BYTES
+        assert not late.done()
+        late.cancel()
+        for _, writer in streams:
+            writer.transport.abort()
+
+
+@served
+async def test_a_held_episode_goes_on(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its share grows with time: it loses time, and no request."""
+    monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
+    monkeypatch.setattr(connections, "HELD_SECONDS", 0.01)
+    async with gateway.admit(FakeHost()) as endpoint:
+        held = 0
+        for _ in range(10):
+            assert (await ask(endpoint, "q" * 1000))[0] == 200
+            held += gateway._connections._is_held(gateway.admitted[endpoint.api_key])
+        assert held > 0
