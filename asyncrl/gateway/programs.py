@@ -276,9 +276,10 @@ class Command:
             try:
                 said = await talk(words, place, environment, given.get(harness.stdin, b""))
             except CommandError as raised:
-                error = CommandError(str(raised).replace(endpoint.api_key, "KEY"))  # clients' errors quote it
-            last_line = "".join(said[-1:]).replace(endpoint.api_key, "KEY")
-            result: Any = result_in(last_line) if harness.stdin == "sample" else None
+                error = raised
+                if endpoint.api_key in str(raised) and endpoint.api_key:  # clients quote it
+                    error = CommandError(str(raised).replace(endpoint.api_key, "KEY"))
+            result: Any = result_in("".join(said[-1:])) if harness.stdin == "sample" else None
             if sandbox:
                 told = {} if result is None else result if isinstance(result, dict) else {"score": result}
                 ours = ("changes", "failed", "ended")  # known to the sandbox, not to the program
