@@ -15,6 +15,7 @@ import pytest
 from asyncrl.data.tasks import Task
 from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway import Command, CommandError, Endpoint, Gateway, TimeUp
+from asyncrl.gateway.harnesses import CLAUDE_CODE
 from asyncrl.isolation.sandbox.changes import read_entries
 from asyncrl.isolation.wrapper import descendants
 from asyncrl.rewards import RewardInput
@@ -226,7 +227,7 @@ def test_an_unknown_image_of_a_tool_is_said_before_the_start() -> None:
 @pytest.mark.parametrize(
     ("agent", "expected", "why"),
     [
-        ({"claude_code": {}}, "ok: agent", "claude_code 2.1.331 in a sandbox"),
+        ({"claude_code": {}}, "ok: agent", f"claude_code {CLAUDE_CODE.tested} in a sandbox"),
         (
             {"claude_code": {"program": "/no/claude"}},
             "error: agent",
@@ -238,7 +239,7 @@ def test_an_unknown_image_of_a_tool_is_said_before_the_start() -> None:
 def test_a_program_is_looked_for_in_the_images_of_tasks_before_the_start(
     given: Given, task: Task, tmp_path: Path, agent: dict[str, Any], expected: str, why: str
 ) -> None:
-    given.program("claude", "echo 2.1.331")
+    given.program("claude", f"echo {CLAUDE_CODE.tested}")
     for name in ("one", "two", "three", "four"):
         text = '[environment]\ndocker_image = "small-python"\nworkdir = "/root"\n'
         task_folder(tmp_path / "tasks" / name, text)
