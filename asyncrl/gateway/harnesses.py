@@ -47,7 +47,7 @@ wire_api = "responses"
 """
     },
     resident_mb=170,
-    tested="0.169.0",
+    tested="0.171.0",
 )
 
 OPENCODE = Harness(  # it asks the model `small` for titles

@@ -259,6 +259,12 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             f"claude_code {CLAUDE_CODE.tested} in a sandbox",
         ),
     ],
+    "ok: estimate": [
+        (
+            {"rollout.agent": {"command": {"line": "cat"}}},
+            "agent: all of its requests are trained .* unless rollout.untrained_agents names them",
+        ),
+    ],
     "warning: agent": [
         (
             claude("echo 1.0"),
