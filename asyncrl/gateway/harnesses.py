@@ -25,7 +25,7 @@ CLAUDE_CODE = Harness(
         "IS_SANDBOX": "1",  # or it refuses to work for root
     },
     resident_mb=300,
-    tested="2.1.331",
+    tested="2.1.332",
 )
 
 CODEX = Harness(
