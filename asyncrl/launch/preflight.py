@@ -445,8 +445,8 @@ def _describe_side_requests(inputs: Inputs) -> Iterator[str]:
     if rollout.agent and not rollout.untrained_agents and not tried:
         yield (
             "agent: all of its requests are trained with the episode's reward, also those for titles or "
-            "commit messages, unless rollout.untrained_agents names them; rollout/rows/mean counts the rows of an "
-            "episode, which are 1 if it has one conversation"
+            "commit messages, unless rollout.untrained_agents names them; rollout/rows/mean counts the rows "
+            "of an episode, which are 1 if it has one conversation"
         )
 
 
