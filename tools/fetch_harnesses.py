@@ -190,19 +190,18 @@ def move_pin(npm: str, name: str, version: str) -> None:
 def newest_version(npm: str, package: str) -> str:
     """Ask npm for the newest version of a package."""
     words = [npm, "view", package, "version"]
-    shown = subprocess.run(words, check=True, timeout=600, stdout=subprocess.PIPE, text=True)
+    shown = subprocess.run(words, timeout=600, stdout=subprocess.PIPE, text=True)
+    if shown.returncode or not shown.stdout.strip():
+        sys.exit(f"npm knows no version of {package}; give one: --update NAME=VERSION")
     return shown.stdout.strip()
 
 
 def packed(npm: str, package: str, folder: Path) -> Path:
     made = subprocess.run(
-        [npm, "pack", "--silent", package],
-        cwd=folder,
-        check=True,
-        timeout=600,
-        stdout=subprocess.PIPE,
-        text=True,
+        [npm, "pack", "--silent", package], cwd=folder, timeout=600, stdout=subprocess.PIPE, text=True
     )
+    if made.returncode:
+        sys.exit(f"npm pack {package} ended with {made.returncode}; is there such a version?")
     return folder / made.stdout.split()[-1]
 
 

@@ -43,12 +43,19 @@ BYTE_SECONDS = 1e-9
 
 @dataclass(eq=False)
 class _LoopTime:
-    """Time of the loop that an episode has left: seconds of CPU, which grow with LOOP_SHARE. `held`: nothing
-    is read of its connections."""
+    """Time of the loop that an episode has left: seconds of CPU, which grow with LOOP_SHARE. While it is not
+    `released`, it is held: nothing is read of its connections, and none of its requests is decoded."""
 
     left: float = field(default_factory=lambda: LOOP_BURST)
     updated: float = field(default_factory=time.monotonic)
-    held: bool = False
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.released.set()
+
+    @property
+    def held(self) -> bool:
+        return not self.released.is_set()
 
     def take(self, seconds: float) -> None:
         now = time.monotonic()
@@ -137,16 +144,23 @@ class Connections:
         loop_time = self._loop_times.setdefault(episode, _LoopTime())
         loop_time.take(seconds)
         if loop_time.left < 0 and not loop_time.held:
-            loop_time.held = True
+            loop_time.released.clear()
             all_held = sum(other.held for other in self._loop_times.values())
             wait = max(HELD_SECONDS, -loop_time.left / LOOP_SHARE * all_held)
             asyncio.get_running_loop().call_later(wait, self._release, episode)
             self._hold(episode, True)
 
     def _release(self, episode: object) -> None:
-        self._loop_times[episode].held = False
+        self._loop_times[episode].released.set()
         self._hold(episode, False)
         self.take(episode, 0.0)  # it may have been charged meanwhile
+
+    async def until_released(self, episode: object) -> None:
+        """Wait until the episode may take more of the loop's time. Its requests go on one after the other:
+        each may make the next one wait again."""
+        loop_time = self._loop_times.get(episode)
+        while loop_time is not None and loop_time.held:
+            await loop_time.released.wait()
 
     def _hold(self, episode: object, held: bool) -> None:
         for connection in (*self._strangers.values(), *self._known.values()):

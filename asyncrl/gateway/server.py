@@ -335,6 +335,7 @@ class Gateway:
     async def _count(self, request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)
         body = await self._body(request, admitted)
+        await self._connections.until_released(admitted)
         with self._connections.charged(admitted):
             _check_parts(body)
             exchange = messages.read(body)
@@ -345,6 +346,7 @@ class Gateway:
         if not admitted.first_request.done():
             admitted.first_request.set_result(None)
         body = await self._body(request, admitted)
+        await self._connections.until_released(admitted)
         with self._connections.charged(admitted):
             _check_parts(body)
             exchange = dialect.read(body)

@@ -206,3 +206,26 @@ async def test_a_held_episode_goes_on(gateway: Gateway, monkeypatch: pytest.Monk
             assert (await ask(endpoint, "q" * 1000))[0] == 200
             held += gateway._connections._is_held(gateway.admitted[endpoint.api_key])
         assert held > 0
+
+
+@served
+async def test_costly_requests_of_an_episode_are_decoded_one_after_the_other(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that had come at once, before the first was decoded."""
+    host = FakeHost()
+    async with gateway.admit(host) as hostile, gateway.admit(FakeHost()) as endpoint:
+        owner = gateway.admitted[hostile.api_key]
+        streams = [await asyncio.open_connection(*base_address(hostile)) for _ in range(5)]
+        monkeypatch.setattr(server, "_check_parts", lambda body: gateway._connections.take(owner, 1000.0))
+        for number, (_, writer) in enumerate(streams):
+            messages = [{"role": "user", "content": f"q{number}"}]
+            body = json.dumps({"messages": messages, "max_tokens": 1})
+            writer.write(request(hostile.api_key, body=body))
+        await host.entered.wait()
+        monkeypatch.setattr(server, "_check_parts", lambda body: None)
+        for _ in range(5):
+            assert (await ask(endpoint, "q"))[0] == 200
+        assert len(host.asked) == 1
+        for _, writer in streams:
+            writer.transport.abort()
