@@ -15,6 +15,7 @@ from importlib import import_module
 
 import asyncrl
 from asyncrl.errors import AsyncrlError, ConfigError, UnknownKeysError, one_line
+from asyncrl.values import printable
 
 # A command is a module of `asyncrl.commands`, imported when it is asked for. Here: its lines of --help.
 COMMANDS = {
@@ -98,7 +99,7 @@ def check_interpreter() -> None:
 
 def _report(text: str, code: int) -> int:
     with suppress(OSError):
-        print(f"asyncrl: {text}", file=sys.stderr)
+        print(printable(f"asyncrl: {text}"), file=sys.stderr)
     return code
 
 

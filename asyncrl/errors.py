@@ -20,6 +20,8 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from asyncrl.values import printable
+
 T = TypeVar("T")
 
 # What msgspec raises for bytes that are not the struct asked for: no text in a string, too deeply nested.
@@ -221,7 +223,7 @@ def describe(error: BaseException, limit: int = 300) -> str:
     """`one_line`, and the place in users' code that raised: "KeyError: 'b' (bad.py:41)". An error that was
     raised on purpose is its own text, which may hold such a description: up to twice the limit."""
     if isinstance(error, AsyncrlError) and not isinstance(error, UserCodeError):
-        return " ".join(str(error).split())[: 2 * limit]
+        return printable(" ".join(str(error).split()))[: 2 * limit]
     place = _place(error)
     return one_line(error, limit - len(place)) + place
 
@@ -237,10 +239,10 @@ def _place(error: BaseException) -> str:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """`Type: message` on one line, at most `limit` characters. The error may be of users' code, or carry the
-    line of another one of its type, which is not named twice."""
+    """`Type: message` on one line, at most `limit` characters, without control characters. The error may be
+    of users' code, or carry the line of another one of its type, which is not named twice."""
     try:
-        text = " ".join(str(error)[: 4 * limit].split())
+        text = printable(" ".join(str(error)[: 4 * limit].split()))
     except BaseException:
         text = "its text cannot be read"
     kind = type(error).__name__

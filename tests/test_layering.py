@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
 LEVELS = (
-    ("errors", "types", "user_cache", "values"),
+    ("types", "user_cache", "values"),
+    ("errors",),
     ("registry", "config", "shrunk"),
     ("algorithms", "buffer", "conversation"),
     ("isolation", "planning", "weights", "store", "remote", "observe"),

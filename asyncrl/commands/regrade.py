@@ -21,6 +21,7 @@ from asyncrl.config.composition import recompose
 from asyncrl.data.rows import write_rows
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.registry import search_working_directory
+from asyncrl.values import printable
 
 if TYPE_CHECKING:
     from asyncrl.algorithms.recipe import Recipe
@@ -204,7 +205,7 @@ def _print(rows: Sequence[Row], problems: Sequence[str]) -> None:
         print(f"{'advantage before scaling, mean |A|':32} {sizes}")
     print(f"correlation of scores {_correlation(scores)}, of advantages {_correlation(advantages)}")
     if problems:
-        print(f"{len(problems)} episodes could not be scored; the last one: {problems[-1]}")
+        print(printable(f"{len(problems)} episodes could not be scored; the last one: {problems[-1]}"))
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> str:

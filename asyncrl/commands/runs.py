@@ -64,7 +64,8 @@ def list_runs(directory: Path) -> int:
         total = status.get("total_steps")
         of = f" of {total}" if total and ended != "completed" else ""
         steps = "evaluation" if total == 0 else f"step {summary.get('steps', '–')}{of}"
-        print(f"{path.name:<32} {ended or 'running':<10} {steps}  {newest_number(summary)}".rstrip())
+        line = f"{path.name:<32} {ended or 'running':<10} {steps}  {newest_number(summary)}"
+        print(printable(line.rstrip()))
     return 0
 
 

@@ -14,6 +14,7 @@ from asyncrl.observe.alerts import Alert, unless_quoted
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.metrics import OF_STEP, clock, duration, figures
 from asyncrl.observe.summary import UNSOUND, flow_line
+from asyncrl.values import printable
 
 NO_STEPS = "an evaluation, without steps,"
 WATCH_EVERY = 2.0  # seconds
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
         now = time.time()
         ended = ending(run_dir)
         lines = describe(run_dir, ended, now)
-        print(*lines, sep="\n", flush=True)
+        print(*map(printable, lines), sep="\n", flush=True)
         if ended or not options.watch:
             return 1 if any(UNSOUND in line for line in lines) else 0
         time.sleep(WATCH_EVERY)

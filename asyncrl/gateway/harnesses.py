@@ -25,7 +25,7 @@ CLAUDE_CODE = Harness(
         "IS_SANDBOX": "1",  # or it refuses to work for root
     },
     resident_mb=300,
-    tested="2.1.331",
+    tested="2.1.332",
 )
 
 CODEX = Harness(
@@ -47,7 +47,7 @@ wire_api = "responses"
 """
     },
     resident_mb=170,
-    tested="0.169.0",
+    tested="0.171.0",
 )
 
 OPENCODE = Harness(  # it asks the model `small` for titles

@@ -14,6 +14,7 @@ import asyncio
 import os
 import re
 import shlex
+import shutil
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from fnmatch import fnmatchcase
@@ -26,12 +27,13 @@ import msgspec
 from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import Task
 from asyncrl.errors import ConfigError, SetupError
+from asyncrl.gateway.executables import HEAD_BYTES
 from asyncrl.gateway.lines import CommandError
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.calls import in_thread
 from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.sandbox import emptying
-from asyncrl.isolation.sandbox.base import Program, RunEnding, SandboxLimits
+from asyncrl.isolation.sandbox.base import Program, RunEnding, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.detection import check_isolation
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.wrapper import KILL_SECONDS, kill
@@ -41,6 +43,14 @@ PARENT = f"/var/tmp/asyncrl-{os.getuid()}"
 PREFIX = "place-"  # of the names of directories
 ISOLATED = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
 MAKE_SECONDS = 60.0  # for three directories, on a busy machine
+CHECK_SECONDS = 60.0  # for a look at a file, on a busy machine
+LOOK_UP = """IFS=:; set -f; for directory in $1; do
+  if [ -f "$directory/$2" ] && [ -x "$directory/$2" ]; then printf "%s" "$directory/$2"; break; fi
+done"""
+PROBLEM = """if [ -d "$1" ]; then echo is a directory
+elif [ -h "$1" ] && [ ! -e "$1" ]; then echo is a link to a file that is not there
+elif [ ! -e "$1" ]; then echo is not there
+elif [ ! -x "$1" ]; then echo is not executable; fi"""
 PARTS = ("home", "tmp")
 CREDENTIALS = (
     *(".netrc", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".git-credentials", ".pypirc", ".npmrc", ".env"),
@@ -74,6 +84,17 @@ class OpenPlace:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, errors="replace")  # noqa: ASYNC240
 
+    async def look_up(self, name: str, search_path: str) -> str:
+        return shutil.which(name, path=search_path) or ""
+
+    async def problem(self, path: str) -> str:
+        return _problem(Path(path))
+
+    async def head(self, path: str) -> bytes:
+        with suppress(OSError), open(path, "rb") as file:  # noqa: ASYNC230
+            return file.read(HEAD_BYTES)
+        return b""
+
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
         """Run a program in `work` until it ends, and return its exit code. It and its descendants are killed
         when this is cancelled, or the worker dies. The streams are closed here once the program has them."""
@@ -103,6 +124,14 @@ class OpenPlace:
                 await asyncio.wait([ended], timeout=2 * KILL_SECONDS)
 
 
+def _problem(path: Path) -> str:
+    if path.is_dir():
+        return "is a directory"
+    if not path.exists():
+        return "is a link to a file that is not there" if path.is_symlink() else "is not there"
+    return "" if os.access(path, os.X_OK) else "is not executable"
+
+
 class SandboxPlace:
     """Does the same in a sandbox, where programs can read only programs and what is shown, or an image.
     `task`: the sandbox that it is, where the sample has a task."""
@@ -113,6 +142,24 @@ class SandboxPlace:
 
     async def write(self, path: str, text: str) -> None:
         await self._jail.write_file(f"{self.root}/{path}", text.encode(errors="replace"))
+
+    async def look_up(self, name: str, search_path: str) -> str:
+        return await self._shell(LOOK_UP, search_path, name)
+
+    async def problem(self, path: str) -> str:
+        return await self._shell(PROBLEM, path)
+
+    async def head(self, path: str) -> bytes:
+        with suppress(SandboxError):
+            return (await self._jail.read_file(path))[:HEAD_BYTES]
+        return bytes.fromhex(await self._shell(f'od -An -v -tx1 -N{HEAD_BYTES} "$1"', path))  # it is large
+
+    async def _shell(self, script: str, *arguments: str) -> str:
+        """Return what a script of the sandbox's shell prints; '' if it fails."""
+        ran = await self._jail.run(
+            "shell", shlex.join(("set", "--", *arguments)) + "\n" + script, CHECK_SECONDS
+        )
+        return ran.output.strip("\n") if ran.ending is RunEnding.DONE else ""
 
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
         result = await self._jail.execute(Program(words, environment, self.work), streams)

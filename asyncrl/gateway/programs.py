@@ -30,6 +30,7 @@ from asyncrl.config.base import Count, Seconds
 from asyncrl.data.task_sandboxes import LIMITS, RESULT_SECONDS
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import ConfigError, SetupError
+from asyncrl.gateway.executables import why_not_executable
 from asyncrl.gateway.lines import CommandError, fill, fill_word, located, script_of, words_of
 from asyncrl.gateway.places import (
     EpisodePlace,
@@ -62,6 +63,8 @@ class TimeUp(CommandError):
 
 
 Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
+NO_FILES: Mapping[str, str] = {}
+MAX_HOME_FILES = 1 << 20  # bytes of all together
 NOWHERE = Endpoint("http://127.0.0.1:9/v1", "")
 
 
@@ -93,11 +96,12 @@ COMMAND = Harness(
 
 class Command:
     """Runs `line` and `arguments`, a command (without a shell), in a place of each episode's own, with a copy
-    of the tree `files`; files with logins in it are refused unless `allow` names them. A first word `python`
-    is the run's own interpreter, with the run's packages; `program` is the path of another program for the
-    first word. The program gets those entries of the sample's `extra_info` (which may hold the answer) that
-    the option names, and those environment variables that say where programs and libraries are (PATH, LANG,
-    …) or that `env` names: `NAME`, or `NAME=value`. Commas separate several values of an option.
+    of the tree `files`; files with logins in it are refused unless `allow` names them. `home_files`: texts
+    with placeholders that are written into its HOME first, by their paths there. A first word `python` is the
+    run's own interpreter, with the run's packages; `program` is the path of another program for the first
+    word. The program gets those entries of the sample's `extra_info` (which may hold the answer) that the
+    option names, and those environment variables that say where programs and libraries are (PATH, LANG, …)
+    or that `env` names: `NAME`, or `NAME=value`. Commas separate several values of an option.
 
     `sandbox`: `jail` or `none`. In a jail a program can read its place, the system's programs, its own files
     and the paths in `show`, and reach only its endpoint. Limits: `memory_mb` of all processes with their
@@ -119,6 +123,7 @@ class Command:
         program: str = "",
         arguments: str = "",
         files: str = "",
+        home_files: Mapping[str, str] = NO_FILES,
         allow: str = "",
         env: str = "",
         sandbox: Literal["", "jail", "none"] = "",
@@ -147,6 +152,7 @@ class Command:
         if files:
             check_tree(files, _names(allow))
         self._files = files and os.path.abspath(files)
+        self._home_files = {**harness.files, **_checked_home_files(home_files)}
         given = [name.partition("=") for name in _names(env)]
         self._env = {name: value for name, equals, value in given if equals}
         self._inherited = {name for name, equals, _ in given if not equals}
@@ -203,10 +209,10 @@ class Command:
         SetupError where it cannot be in the places of all tasks."""
         for other in tasks[1:]:
             async with self._place(NOWHERE, other) as place:
-                await self._program(place)
+                await self._executable(place)
         first = next(iter(tasks), None)
         async with asyncio.timeout(VERSION_SECONDS), self._place(NOWHERE, first) as place:
-            program = await self._program(place)
+            program = await self._executable(place)
             words = [program, self.harness.version] if self.harness.tested else ["true"]
             said = await talk(words, place, self._environment(place, self._values(place, "")))
         found = VERSION.search("\n".join(said))
@@ -233,6 +239,20 @@ class Command:
         why = "nor has this machine" if self._absent else f"and {here} of this machine cannot be shown there"
         raise SetupError(f"the image has no program {self._named!r}, {why}; install it in the image")
 
+    async def _executable(self, place: EpisodePlace) -> str:
+        """Find the program as `_program` does. SetupError, or CommandError, also where it cannot be executed:
+        it is no program of this machine, or what its first line names is not there."""
+        program = await self._program(place)
+        search_path = self._environment(place, self._values(place, "")).get("PATH", os.defpath)
+        if trouble := await why_not_executable(program, place, search_path):
+            if place.task:
+                image = place.task.task.image
+                raise SetupError(
+                    f"task {place.task.task.name}: in image {image}: {trouble}; install it there"
+                )
+            raise CommandError(trouble)
+        return program
+
     async def _run(
         self, sample: Sample, endpoint: Endpoint, task: Task | None, stop: asyncio.Future[CommandError]
     ) -> Any:
@@ -245,7 +265,7 @@ class Command:
             if any("{prompt_file}" in word for word in self._words):
                 await place.write("prompt", prompt)
             values["key"] = endpoint.api_key
-            for path, text in harness.files.items():
+            for path, text in self._home_files.items():
                 await place.write(f"home/{path}", fill(text, values))
             environment = self._environment(place, values)
             if self._files:
@@ -257,6 +277,8 @@ class Command:
                 said = await talk(words, place, environment, given.get(harness.stdin, b""))
             except CommandError as raised:
                 error = raised
+                if endpoint.api_key in str(raised) and endpoint.api_key:  # clients quote it
+                    error = CommandError(str(raised).replace(endpoint.api_key, "KEY"))
             result: Any = result_in("".join(said[-1:])) if harness.stdin == "sample" else None
             if sandbox:
                 told = {} if result is None else result if isinstance(result, dict) else {"score": result}
@@ -313,6 +335,22 @@ def _shown(words: list[str], files: str, show: Sequence[str]) -> list[str]:
         if os.path.realpath(shown[-1]) in ("/", "/dev", "/etc", "/proc"):
             raise ConfigError(f"{option} {path!r}: a sandbox has its own; name what is in it")
     return shown
+
+
+def _checked_home_files(files: Mapping[str, str]) -> Mapping[str, str]:
+    """Return texts by their paths in HOME. ConfigError for a path that leads out of it, or into another one
+    of the files, and for texts that are too large or cannot be written."""
+    for path, text in files.items():
+        parts = path.split("/")
+        if any(part in ("", ".", "..") for part in parts) or NO_TEXT.search(path):
+            raise ConfigError(f"home_files {path!r} is no path of a file in HOME, such as .config/agent.toml")
+        if inner := [other for other in files if other.startswith(f"{path}/")]:
+            raise ConfigError(f"home_files {path!r} cannot be a file: {inner[0]!r} is in it")
+        if NO_TEXT.search(text):
+            raise ConfigError(f"home_files {path!r} has a NUL, or a part of a character")
+    if (size := sum(len(text.encode()) for text in files.values())) > MAX_HOME_FILES:
+        raise ConfigError(f"home_files has {size} bytes, {MAX_HOME_FILES} are allowed; use files, or show")
+    return files
 
 
 def _written(sample: Sample, names: Sequence[str]) -> bytes:

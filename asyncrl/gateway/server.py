@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Protocol
@@ -31,13 +31,16 @@ from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.errors import AsyncrlError, ConfigError, ProtocolError, one_line
 from asyncrl.gateway import completions, messages, responses, text_completions
 from asyncrl.gateway import exchange as exchanges
-from asyncrl.gateway.connections import Connections
+from asyncrl.gateway.connections import READ_BYTES, Connections
 from asyncrl.gateway.exchange import AgentReply, ApiDialect, ApiError, Event, Exchange, Listener, written
+from asyncrl.values import in_short
 
 log = logging.getLogger("asyncrl.gateway")
 
 MAX_BODY = 16 << 20  # bytes of a request
+MAX_PARTS = 300_000  # brackets and commas of a request, texts included: what it takes to read its JSON
 READ_SECONDS = 60.0  # for a request to arrive
+LINGER_SECONDS = 1.0  # for a client to read why its request is not read to the end
 BODIES = 4  # of an episode's requests that are read at once
 STOP_SECONDS = 2.0  # for connections to end when the server does
 BEAT_SECONDS = 8.0  # in which a stream says something
@@ -51,6 +54,8 @@ DIALECTS = {
 }
 COUNT = "/v1/messages/count_tokens"
 MOST_UNANSWERED = 8  # requests of an episode whose unanswered tries are remembered
+OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
+TOO_LARGE = f"Request Entity Too Large: it has more than {MAX_BODY >> 20} MiB"
 RETRIES = ("x-stainless-retry-count", "x-retry-count", "x-retry-attempt")  # headers with a number
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -204,6 +209,37 @@ class _Events:
         return events
 
 
+class _UnreadRequests(logging.Filter):
+    """Counts requests that aiohttp cannot read, by error, instead of logging them: a program in a sandbox can
+    send any number of them, with its key. The first of each error is told, and all when the server closes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.logger = logging.Logger(
+            "aiohttp.server"
+        )  # apart from other loggers: nothing handles its records
+        self.logger.addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[0] if record.exc_info else None
+        name = error.__name__ if error else record.levelname
+        self.counts[name] += 1
+        if self.counts[name] == 1:
+            log.warning(
+                "a request of an agent could not be read, and was refused: %s; more are counted", name
+            )
+        return False
+
+    def tell(self) -> None:
+        if self.counts:
+            log.warning(
+                "%d requests of agents could not be read: %s",
+                self.counts.total(),
+                ", ".join(f"{name} {count}" for name, count in self.counts.most_common()),
+            )
+
+
 class Gateway:
     """`address`: of this machine."""
 
@@ -220,8 +256,16 @@ class Gateway:
         for path in DIALECTS:
             app.router.add_post(path, self._exchange)
         self._listener: asyncio.Server | None = None
+        self._unread = _UnreadRequests()
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS
+            app,
+            access_log=None,
+            logger=self._unread.logger,
+            handler_cancellation=True,
+            shutdown_timeout=STOP_SECONDS,
+            auto_decompress=False,
+            lingering_time=0.0,
+            read_bufsize=READ_BYTES,
         )
 
     async def start(self) -> None:
@@ -247,6 +291,7 @@ class Gateway:
         if self._listener is not None:
             self._listener.close()
         await self._runner.cleanup()
+        self._unread.tell()
 
     @asynccontextmanager
     async def admit(self, host: Host, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Endpoint]:
@@ -289,21 +334,23 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)
-        exchange = messages.read(await _body(request, admitted))
+        body = await self._body(request, admitted)
+        await self._connections.until_released(admitted)
+        with self._connections.charged(admitted):
+            _check_parts(body)
+            exchange = messages.read(body)
         return _json({"input_tokens": await admitted.host.count(exchange.ask)})
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         admitted, dialect = self._by_key(request), DIALECTS[request.path]  # before the body is read
         if not admitted.first_request.done():
             admitted.first_request.set_result(None)
-        body = await _body(request, admitted)
-        exchange = dialect.read(body)
-
-        if len(self._logged) < exchanges.LOGGED:  # else an agent's inventions would keep the loop each time
-            unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
-            for name in sorted(unheeded.keys() - self._logged)[: exchanges.LOGGED - len(self._logged)]:
-                self._logged.add(name)
-                log.warning("agents set %s, which %s", ascii(name[:100])[1:-1][:100], unheeded[name])
+        body = await self._body(request, admitted)
+        await self._connections.until_released(admitted)
+        with self._connections.charged(admitted):
+            _check_parts(body)
+            exchange = dialect.read(body)
+            self._log_unheeded(body, exchange)
 
         open_request = OpenRequest(exchange.ask, _attempt(request), request)
         equal_requests = [earlier for earlier in admitted.open if earlier.ask == exchange.ask]
@@ -328,6 +375,35 @@ class Gateway:
             raise
         finally:
             finish(task) if task is None else task.add_done_callback(finish)
+
+    async def _body(self, request: web.Request, admitted: _Admitted) -> bytes:
+        """Read a request's body. ApiError when it does not arrive, is compressed (a few bytes could become
+        gigabytes) or too large. An episode's slow bodies keep only its own waiting."""
+        codings = ", ".join(request.headers.getall("Content-Encoding", ())).strip()
+        if codings.lower() not in ("", "identity"):
+            raise ApiError(415, f"Content-Encoding {in_short(codings)}: requests must not be compressed")
+        if (request.content_length or 0) > MAX_BODY:
+            raise ApiError(413, TOO_LARGE)
+
+        try:
+            async with asyncio.timeout(READ_SECONDS), admitted.bodies:
+                return await self._connections.charging(admitted, request.read())
+        except TimeoutError as error:
+            late = f"the request's body did not arrive within {READ_SECONDS:g} s; send it again"
+            raise ApiError(408, late) from error
+        except web.RequestPayloadError as error:
+            broken = "the request's body is broken: no chunks, or not as long as it says"
+            raise ApiError(400, broken) from error
+
+    def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
+        if len(self._logged) >= exchanges.LOGGED:  # else an agent's inventions would keep the loop each time
+            return
+
+        unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
+        for name in sorted(unheeded.keys() - self._logged)[: exchanges.LOGGED - len(self._logged)]:
+            self._logged.add(name)
+            shown = "its key" if any(key in name for key in self.admitted) else ascii(name[:100])[1:-1][:100]
+            log.warning("agents set %s, which %s", shown, unheeded[name])
 
     async def _answered(
         self,
@@ -459,16 +535,10 @@ async def _end_earlier_tries(
             await earlier.finished.wait()
 
 
-async def _body(request: web.Request, admitted: _Admitted) -> bytes:
-    """Read a request's body. ApiError when it does not arrive. An episode's slow bodies keep only its own
-    waiting."""
-    try:
-        async with asyncio.timeout(READ_SECONDS), admitted.bodies:
-            return await request.read()
-    except TimeoutError as error:
-        raise ApiError(
-            408, f"the request's body did not arrive within {READ_SECONDS:g} s; send it again"
-        ) from error
+def _check_parts(body: bytes) -> None:
+    """ApiError for a body that would take too long to decode, and the objects of it too much memory."""
+    if len(body) > MAX_PARTS and len(body.translate(None, OTHER_BYTES)) > MAX_PARTS:
+        raise ApiError(413, f"the request has more than {MAX_PARTS:,} brackets and commas")
 
 
 def _url(listener: socket.socket) -> str:
@@ -517,7 +587,21 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
         response = _json(dialect.error(api_error), api_error.status)
         if api_error.status == 401:
             response.force_close()
+        if not request.content.is_eof():
+            await _answer_unread(request, response)
         return response
+
+
+async def _answer_unread(request: web.Request, response: web.Response) -> None:
+    """Answer a request that is not read to its end, and end its connection. What the client still sends is
+    not read, not even to be thrown away; it has LINGER_SECONDS to find the answer."""
+    response.force_close()
+    with suppress(ConnectionError):
+        await response.prepare(request)
+        await response.write_eof()
+    if request.transport is not None:
+        request.transport.pause_reading()
+        await asyncio.sleep(LINGER_SECONDS)
 
 
 def _error(request: web.Request, error: Exception) -> ApiError:
@@ -529,7 +613,9 @@ def _error(request: web.Request, error: Exception) -> ApiError:
             paths = ", ".join(f"POST {path}" for path in (*DIALECTS, COUNT))
             wrong = f"there is no {request.method} {request.path}; available: {paths}, GET /v1/models[/NAME]"
             return ApiError(error.status, wrong, "unknown_url")
-        case web.HTTPException():  # a body that is too large
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, TOO_LARGE)
+        case web.HTTPException():
             return ApiError(error.status, error.reason)
         case ProtocolError():
             pass  # the agent did not repeat itself: its episode starts again, and the coordinator says so

@@ -25,6 +25,7 @@ from asyncrl.observe.background import Background
 from asyncrl.observe.metrics import BATCH, HELD_OUT, HIGHEST, VALIDATED, figures
 from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest
+from asyncrl.values import printable
 from asyncrl.wire.messages.shared import Status
 
 LINE_EVERY = 5.0  # seconds between plain lines where no step ends; six times as many once there was one
@@ -92,7 +93,7 @@ class Console:
     def fail(self, text: str) -> None:
         """Prints why the run failed on standard error, in every mode."""
         with suppress(OSError):
-            print(f"asyncrl: {text}", file=sys.stderr, flush=True)
+            print(printable(f"asyncrl: {text}"), file=sys.stderr, flush=True)
 
     def _line(self, text: str) -> None:
         if self.mode == "plain":

@@ -19,6 +19,7 @@ import msgspec
 from asyncrl.config import CheckpointConfig, RunConfig, texts
 from asyncrl.data.tasks import task_of
 from asyncrl.errors import ConfigError, recorded
+from asyncrl.gateway import Command
 from asyncrl.isolation.sandbox.detection import check_image
 from asyncrl.launch import estimates, memory, placement
 from asyncrl.launch.data import IMAGES, Inputs, Note, check, ok, warning
@@ -429,10 +430,24 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
         config, gpu, prompt = inputs.config, sees_gpu(inputs.config), len(inputs.prompt)
         train, test = len(inputs.samples.train), len(inputs.samples.test or ())
         yield from map(ok, estimates.describe_work(config, train, test, prompt))
+        yield from map(ok, _describe_side_requests(inputs))
         yield from map(ok, estimates.describe_costs(config, gpu))
         yield from memory.describe_memory(config, gpu)
         if on_gpu(config, gpu) is False and not inputs.samples.train[0].demonstration:
             yield from map(ok, estimates.describe_time(config, test, prompt))
+
+
+def _describe_side_requests(inputs: Inputs) -> Iterator[str]:
+    """Say that all requests of an agent are trained where none is told to be a side request. How many it will
+    make nobody knows before it has run."""
+    rollout, agent = inputs.config.rollout, inputs.parts.agent
+    tried = isinstance(agent, Command) and agent.harness.tested
+    if rollout.agent and not rollout.untrained_agents and not tried:
+        yield (
+            "agent: all of its requests are trained with the episode's reward, also those for titles or "
+            "commit messages, unless rollout.untrained_agents names them; rollout/rows/mean counts the rows "
+            "of an episode, which are 1 if it has one conversation"
+        )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -29,9 +30,13 @@ from asyncrl.launch.placement import COORDINATOR, SCORER, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
 from asyncrl.registry import search_working_directory
 from asyncrl.runtime.process import ignore_endings, quick_imports
+from asyncrl.values import printable
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
 log = logging.getLogger("asyncrl.launch")
+
+LIBRARY_RECORDS = 200  # that each logger of a library writes in full
+LIBRARY_CHARACTERS = 8000  # of such a record with its traceback
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,15 +96,40 @@ def read_endpoints() -> Endpoints:
     return endpoints
 
 
+class _LibraryRecords(logging.Filter):
+    """Bounds what each logger of a library writes in a process: the first LIBRARY_RECORDS, then those whose
+    number is a power of two. A program in a sandbox can make a server complain as often as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.partition(".")[0] == "asyncrl":
+            return True
+
+        self._counts[record.name] += 1
+        count = self._counts[record.name]
+        return count <= LIBRARY_RECORDS or count.bit_count() == 1
+
+
+class _LogFormatter(logging.Formatter):
+    """Writes records without control characters; those of libraries with LIBRARY_CHARACTERS at most."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.name.partition(".")[0] != "asyncrl" and len(text) > LIBRARY_CHARACTERS:
+            text = f"{text[:LIBRARY_CHARACTERS]} … and {len(text) - LIBRARY_CHARACTERS} characters"
+        return printable(text)
+
+
 def set_up_logging() -> None:
     """To standard error, which the launcher directs to the role's log."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_LibraryRecords())
+    line = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(_LogFormatter(line, datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
 
 

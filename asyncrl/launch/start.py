@@ -27,6 +27,7 @@ from asyncrl.observe.table import print_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
 from asyncrl.runtime.process import defer
+from asyncrl.values import printable
 from asyncrl.wire.messages.shared import StepReport
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
@@ -86,7 +87,7 @@ def _dry_run(config: RunConfig) -> int:
     inputs = Inputs(config)
     found = list(checks.examine(checks.ALL, inputs))
     if errors := [finding.text for finding in found if finding.level == "error"]:
-        print(*(f"asyncrl: {text}" for text in errors), sep="\n", file=sys.stderr)
+        print(*(printable(f"asyncrl: {text}") for text in errors), sep="\n", file=sys.stderr)
         return BAD_INPUT
     shown = replace(inputs.config, model=replace(inputs.config.model, template=config.model.template))
     print("# what differs from the defaults (docs/configuration.md)")
@@ -102,7 +103,7 @@ def _dry_run(config: RunConfig) -> int:
             print(f"{name:<14}{text}" if name == "sample" else text)
     for level, text, _ in found:
         if level == "warning":
-            print(f"warning: {text}")
+            print(printable(f"warning: {text}"))
     return COMPLETED
 
 

@@ -381,6 +381,17 @@ def _beyond(seen: Seen) -> Found | None:
     return Found(f"scores go up to {highest:g}, and {default:g} counts as a success, by default")
 
 
+def _side_requests(seen: Seen) -> Found | None:
+    """Find that episodes of an agent have more than one row, and that no request is told to be a side one."""
+    rows = seen.mean("rollout/rows/mean")
+    led = any(
+        key.startswith("rollout.agent.") or (key == "rollout.agent" and seen.keys[key]) for key in seen.keys
+    )
+    if not led or seen.keys.get("rollout.untrained_agents") or rows < 1 + SOME:
+        return None
+    return Found(f"{rows - 1:.1f} an episode beside the first, trained with the episode's reward as that is")
+
+
 def _limited(seen: Seen) -> Found | None:
     """Find what limits the run: the longest part of an episode where the trainer waits, the trainer where the
     engines wait. For example, a reward of 12 s is 80% of an episode of 15 s. Nothing is found in a short
@@ -424,6 +435,7 @@ RULES: dict[str, Callable[[Seen], Found | None]] = {
     "skipped optimizer steps": _skipped,
     "many tokens masked": _masked,
     "success is set low": _beyond,
+    "rows beside the main one": _side_requests,
     "limited": _limited,
     "little to learn": _by_rewards(_little_taught),
 }

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from asyncrl.observe.metrics import duration, shown
 from asyncrl.observe.summary import JUDGED, identity_line, notes, outcome_line
+from asyncrl.values import printable
 
 NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
     ("lag mean", "lag_mean", ".2f"),
@@ -45,7 +46,8 @@ MOST_COMPONENTS = 8  # of a reward that are printed
 
 
 class PipeSafeTerminal(Terminal):
-    """A terminal for `asyncrl train | head`, and one that may be closed: rich would end the program."""
+    """A terminal for `asyncrl train | head`, and one that may be closed: rich would end the program. A text
+    may hold what a program of an episode wrote, so its control characters are shown, not obeyed."""
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
@@ -53,7 +55,9 @@ class PipeSafeTerminal(Terminal):
 
     def print(self, *objects: Any, **options: Any) -> None:
         with suppress(OSError):
-            super().print(*objects, **options)
+            super().print(
+                *(printable(text) if isinstance(text, str) else text for text in objects), **options
+            )
 
 
 def print_summary(
@@ -68,7 +72,7 @@ def print_summary(
         terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     table = Table("", "before", "after")
     for row in before_and_after(summary):
-        table.add_row(*row)
+        table.add_row(*(escape(printable(cell)) for cell in row))  # names of rewards, which agents may choose
     terminal.print(table)
     lines = [f"{label}: {number}" for label, number in numbers(summary, everything)]
     for line in (*lines, *notes(summary)):

@@ -15,6 +15,7 @@ import pytest
 from asyncrl.data.tasks import Task
 from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway import Command, CommandError, Endpoint, Gateway, TimeUp
+from asyncrl.gateway.harnesses import CLAUDE_CODE
 from asyncrl.isolation.sandbox.changes import read_entries
 from asyncrl.isolation.wrapper import descendants
 from asyncrl.rewards import RewardInput
@@ -238,7 +239,7 @@ def test_an_unknown_image_of_a_tool_is_said_before_the_start() -> None:
 @pytest.mark.parametrize(
     ("agent", "expected", "why"),
     [
-        ({"claude_code": {}}, "ok: agent", "claude_code 2.1.331 in a sandbox"),
+        ({"claude_code": {}}, "ok: agent", f"claude_code {CLAUDE_CODE.tested} in a sandbox"),
         (
             {"claude_code": {"program": "/no/claude"}},
             "error: agent",
@@ -250,7 +251,7 @@ def test_an_unknown_image_of_a_tool_is_said_before_the_start() -> None:
 def test_a_program_is_looked_for_in_the_images_of_tasks_before_the_start(
     given: Given, task: Task, tmp_path: Path, agent: dict[str, Any], expected: str, why: str
 ) -> None:
-    given.program("claude", "echo 2.1.331")
+    given.program("claude", f"echo {CLAUDE_CODE.tested}")
     for name in ("one", "two", "three", "four"):
         text = '[environment]\ndocker_image = "small-python"\nworkdir = "/root"\n'
         task_folder(tmp_path / "tasks" / name, text)
@@ -260,6 +261,40 @@ def test_a_program_is_looked_for_in_the_images_of_tasks_before_the_start(
         "rollout.reward": "tests",
     }
     assert_found(given, expected, [spoils], why)
+
+
+@pytest.mark.parametrize(
+    ("first_line", "why"),
+    [
+        ("#!/usr/bin/env no-node", "'no-node', which the first line of .*/agent names, is not on the PATH"),
+        (
+            "#!/opt/no/python",
+            "the interpreter '/opt/no/python', which the first line of .*/agent names, is not there",
+        ),
+        (
+            "\x7fELF\2\1\1" + "\0" * 9 + "\2\0\x2a\0" + "\0" * 44,
+            "/agent' is built for another machine: ELF machine 42",
+        ),
+    ],
+)
+def test_a_program_that_an_image_cannot_execute_is_refused_before_the_start(
+    given: Given, task: Task, tmp_path: Path, first_line: str, why: str
+) -> None:
+    Path(given.program("agent", "")).write_text(f"{first_line}\n")
+    for name in ("one", "two", "three", "four"):
+        text = '[environment]\ndocker_image = "small-python"\nworkdir = "/root"\n'
+        task_folder(tmp_path / "tasks" / name, text)
+    spoils = {
+        "rollout.agent": {"command": {"line": "agent --task={prompt}", "sandbox": "jail"}},
+        "data.train": str(tmp_path / "tasks"),
+        "rollout.reward": "tests",
+    }
+    assert_found(
+        given,
+        "error: agent",
+        [spoils],
+        rf"rollout\.agent\.command: task \w+: in image .*{why}.*; install it there",
+    )
 
 
 def test_an_image_that_starts_no_shell_is_said_before_the_start(

@@ -469,6 +469,18 @@ def test_escape_sequences_of_a_model_are_shown_and_do_not_reach_the_terminal(
     assert capsys.readouterr().out == f"== validation, step 1: {shown}"
 
 
+def test_escape_sequences_in_what_ended_a_run_do_not_reach_the_terminal(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error can be the tail of a log, in which users' code has written, or the last line of an agent."""
+    write_summary(runs / "first", {"outcome": "failed", "error": "all attempts failed: \x1b]0;t\x07\x9b2J"})
+    for command in (["status", "first"], ["runs", "list"]):
+        cli.main([*command, "--run-dir", str(runs)])
+        shown = capsys.readouterr().out
+        assert "first" in shown and not {"\x1b", "\x07", "\x9b"} & {*shown}
+        assert "all attempts failed: ^[]0;t^G^[2J" in shown or command[0] == "runs"
+
+
 VALIDATED = [{"training/step": float(step), SUCCESS: step / 100} for step in (0, 20, 40)]
 TRAINED = [{"training/step": float(s), "timing_s/step": 1.0, "rollout/score/mean": 0.5} for s in range(1, 45)]
 

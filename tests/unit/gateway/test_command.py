@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -90,6 +91,51 @@ def test_the_last_line_is_the_result(line: str, result: Any) -> None:
 def test_a_failure_is_told(line: str, why: str) -> None:
     with pytest.raises(CommandError, match=why.replace("$", r"\$")):
         run(line)
+
+
+def test_the_key_in_an_error_is_left_out(tmp_path: Path) -> None:
+    """Clients quote it: 'Incorrect API key provided'. The error goes to logs, records and terminals."""
+    code = "import os, sys\nsys.exit('wrong key: {0!r}, {0}'.format(os.environ['OPENAI_API_KEY']))"
+    with pytest.raises(CommandError, match=r"code 1: wrong key: 'KEY', KEY$"):
+        run(python(tmp_path, code))
+
+
+HOME_FILES = {
+    ".tool.conf": "base: {base_url}\nkey: {key}\nother: {braces} {}\n",
+    ".config/tool/models.json": '{"{model}": {"tokens": {max_tokens}}}',
+}
+
+
+def test_files_in_home_are_written_before_the_program_starts(tmp_path: Path) -> None:
+    code = (
+        "import json\nfrom pathlib import Path\n"
+        f"print(json.dumps({{name: (Path.home() / name).read_text() for name in {[*HOME_FILES]}}}))"
+    )
+    assert run(python(tmp_path, code), home_files=HOME_FILES) == {
+        ".tool.conf": f"base: {ENDPOINT.base_url}\nkey: secret\nother: {{braces}} {{}}\n",
+        ".config/tool/models.json": '{"policy": {"tokens": 0}}',
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"../x": ""}, "home_files '../x' is no path of a file in HOME"),
+        ({"/etc/x": ""}, "is no path of a file in HOME"),
+        ({"a/../../x": ""}, "is no path of a file in HOME"),
+        ({"a//x": ""}, "is no path of a file in HOME"),
+        ({"./x": ""}, "is no path of a file in HOME"),
+        ({"a/": ""}, "is no path of a file in HOME"),
+        ({"": ""}, "is no path of a file in HOME"),
+        ({"a\0": ""}, "is no path of a file in HOME"),
+        ({"a": "\0"}, "home_files 'a' has a NUL"),
+        ({"a": "", "a/b": ""}, "home_files 'a' cannot be a file: 'a/b' is in it"),
+        ({"a": "x" * (1 << 20), "b": "x"}, "home_files has 1048577 bytes, 1048576 are allowed"),
+    ],
+)
+def test_files_in_home_stay_there(files: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^rollout\.agent\.command: .*{re.escape(why)}"):
+        load_agent({"command": {"line": "true", "home_files": files}})
 
 
 def test_an_error_in_python_has_its_place_in_the_users_file(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALEC
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read bodies of 1,000 bytes at most."""
     monkeypatch.setattr(server, "MAX_BODY", 1000)
+    monkeypatch.setattr(server, "LINGER_SECONDS", 0.05)
 
 
 @served

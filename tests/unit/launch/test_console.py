@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console as Terminal
 
+from asyncrl.errors import AsyncrlError, describe, one_line
 from asyncrl.launch import console as console_module
 from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
@@ -33,7 +34,7 @@ from asyncrl.observe.metrics import (
     ZERO_ADVANTAGE,
 )
 from asyncrl.observe.summary import failures_line, summarize
-from asyncrl.observe.table import print_summary
+from asyncrl.observe.table import PipeSafeTerminal, print_summary
 from asyncrl.wire.messages.shared import Status
 
 GAUGES = {"async/ready": 12.0, "async/running": 64.0, "weights/pushed": 5.0, "weights/acked": 4.0}
@@ -262,6 +263,29 @@ def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch:
     terminal = Terminal(file=picture, width=150)
     terminal.print(render(shown.state, terminal))
     assert "step 0/10 (25% of the first batch) elapsed 0:00:26\n" in picture.getvalue()
+
+
+def test_escape_sequences_of_agents_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest cause of failed attempts is an agent's last line; components of rewards have names of its
+    choice."""
+    said, shown = "\x1b]0;t\x07\x9b2J", "^[]0;t^G^[2J"
+    error = describe(AsyncrlError(f"agent ended with code 1: {said}"))
+    assert (
+        error == f"agent ended with code 1: {shown}" and one_line(ValueError(said)) == f"ValueError: {shown}"
+    )
+    rows = [{"training/step": 1, "time_s": 2.0, "timing_s/step": 2.0, REWARD: 0.5}]
+    summary = summarize(rows, {"issued": 8, "trained": 8}, True)
+    summary |= {"alerts": [f"attempts failed: {said}"], "components": {f"{said}[b]": (0.1, 0.2, None, None)}}
+    print_summary(summary, tmp_path)
+    lines = Console("plain", ConsoleState("demo", START), PipeSafeTerminal())
+    lines.note(f"attempts failed: {said}")
+    lines.fail(f"all attempts failed: {said}")
+    captured = capsys.readouterr()
+    texts = captured.out + captured.err
+    assert "\x1b" not in texts and "\x07" not in texts and "\x9b" not in texts
+    assert texts.count(f"failed: {shown}") == 3 and f"{shown}[b] (training)" in texts
 
 
 def test_the_final_table(tmp_path: Path) -> None:

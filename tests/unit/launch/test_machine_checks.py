@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.errors import ConfigError
+from asyncrl.gateway.harnesses import CLAUDE_CODE
 from asyncrl.launch import gpus as gpu_checks
 from asyncrl.launch import machine
 from asyncrl.launch.data import Inputs, ok
@@ -253,16 +254,28 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         )
     ],
     "ok: agent": [
-        (claude("echo '2.1.331 (Claude Code)'"), "claude_code 2.1.331 in a sandbox"),
+        (
+            claude(f"echo '{CLAUDE_CODE.tested} (Claude Code)'"),
+            f"claude_code {CLAUDE_CODE.tested} in a sandbox",
+        ),
+    ],
+    "ok: estimate": [
+        (
+            {"rollout.agent": {"command": {"line": "cat"}}},
+            "agent: all of its requests are trained .* unless rollout.untrained_agents names them",
+        ),
     ],
     "warning: agent": [
-        (claude("echo 1.0"), "rollout.agent.claude_code: version 1.0 was not tried; 2.1.331 was"),
         (
-            claude("echo 2.1.331", sandbox="none"),
+            claude("echo 1.0"),
+            f"rollout.agent.claude_code: version 1.0 was not tried; {CLAUDE_CODE.tested} was",
+        ),
+        (
+            claude(f"echo {CLAUDE_CODE.tested}", sandbox="none"),
             "can read and write all that you can, .* the network",
         ),
         (
-            [claude("echo 2.1.331"), {"rollout.slots": 10**6}],
+            [claude(f"echo {CLAUDE_CODE.tested}"), {"rollout.slots": 10**6}],
             "1000000 slots .* take 314572.8 GB, 300 MB",
         ),
     ],

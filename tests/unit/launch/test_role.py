@@ -1,13 +1,17 @@
-"""How a role's process ends."""
+"""How a role's process ends, and what its log holds."""
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import resource
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import zmq
 
+from asyncrl.launch import role
 from asyncrl.launch.role import leave
 
 
@@ -30,3 +34,49 @@ def test_a_socket_that_was_left_open_does_not_keep_a_process(memory: int) -> Non
     code = process.exitcode
     process.kill()
     assert code == 3
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_loggers_of_libraries_do_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever they are, asyncio's and Python's warnings among them; the project's own are all written."""
+    monkeypatch.setattr(role, "LIBRARY_RECORDS", 3)
+    role.set_up_logging()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for number in range(1, 101):
+            for name in ("asyncio", "aiohttp.server", "asyncrl.worker"):
+                logging.getLogger(name).warning("%s says %d", name, number)
+            warnings.warn(f"warning {number}", stacklevel=1)
+    lines = capsys.readouterr().err.splitlines()
+    for name in ("asyncio", "aiohttp.server"):
+        numbers = [int(line.rpartition(" ")[2]) for line in lines if f" {name} says " in line]
+        assert numbers == [1, 2, 3, 4, 8, 16, 32, 64]
+    assert sum("asyncrl.worker says" in line for line in lines) == 100
+    assert sum("Warning: warning" in line for line in lines) == 8
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_records_of_libraries_are_bounded_and_none_drives_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    role.set_up_logging()
+    try:
+        raise ValueError("\x1b[31m" + "x" * 10**6)
+    except ValueError:
+        logging.getLogger("asyncio").exception("a task failed")
+    logging.getLogger("asyncrl.worker").warning("it says \x1b]0;title\x07")
+    text = capsys.readouterr().err
+    assert len(text) < role.LIBRARY_CHARACTERS + 1000 and "characters\n" in text
+    assert "^[[31mxxx" in text and "^[]0;title^G" in text and "\x1b" not in text

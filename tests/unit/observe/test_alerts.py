@@ -124,6 +124,25 @@ def test_a_reward_that_is_always_the_same_is_said_once_two_batches_have_landed()
     assert not alerts([], status(same | {"rollout/landed": 127.0}), KEYS)
 
 
+@pytest.mark.parametrize(
+    ("keys", "rows", "told"),
+    [
+        ({"rollout.agent": "mine.py:solve"}, 2.1, True),
+        ({"rollout.agent.command.line": "gptme"}, 2.1, True),
+        ({"rollout.agent.command.line": "gptme"}, 1.1, False),
+        ({"rollout.agent.command.line": "gptme", "rollout.untrained_agents": ["small"]}, 2.1, False),
+        ({"rollout.agent": None}, 2.1, False),  # rows of a folded history
+    ],
+)
+def test_rows_of_an_agent_beside_the_main_one_are_told(keys: dict[str, Any], rows: float, told: bool) -> None:
+    keys = {"rollout.untrained_agents": [], **KEYS, **keys}
+    found = [alert.line for alert in alerts(run({"rollout/rows/mean": rows}), status(), keys)]
+    assert len(found) == told
+    for line in found:
+        assert line.startswith("rows beside the main one: 1.1 an episode beside the first, trained with")
+        assert line.endswith("(rollout.untrained_agents=[])")
+
+
 def test_the_cause_has_an_advice_of_its_own() -> None:
     (found,) = alerts(run({"rollout/end/max_turns": 1.0}), status(), KEYS)
     assert found.what == "100% of the episodes ended with max_turns" and found.keys == {

@@ -1,0 +1,231 @@
+"""What requests of a program in a sandbox cannot do: write into the worker's log, or take its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from asyncrl.gateway import Endpoint, Gateway, connections, server
+from asyncrl.types import Message
+from tests.fakes.agents import ask
+from tests.fakes.dialects import DIALECTS, Dialect
+from tests.fakes.hostile import HOSTILE, base_address, request, send
+from tests.fakes.hosts import FakeHost, fetch, served
+
+MUCH = 300_000  # bytes
+every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+
+
+@pytest.fixture(autouse=True)
+def no_time_to_read_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LINGER_SECONDS", 0.05)
+
+
+def test_no_request_reaches_a_log(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a program sends, however often: the log says so once for each kind of error, and never has a
+    byte of it. Clients wait for the answer, or leave at once. Everybody else is served."""
+    caplog.set_level(logging.INFO)
+
+    async def main() -> str:
+        gateway = Gateway()
+        await gateway.start()
+        async with gateway.admit(FakeHost()) as endpoint, gateway.admit(FakeHost()) as other:
+            for write, waits in itertools.product(HOSTILE.values(), (False, True)):
+                async with asyncio.timeout(10):
+                    await send(endpoint, write(endpoint.api_key), waits)
+            assert (await ask(other, "q"))[0] == 200
+            assert (await ask(endpoint, "q"))[0] == 200
+        await gateway.close()
+        return endpoint.api_key
+
+    key = asyncio.run(main())
+    captured = capfd.readouterr()
+    logged = caplog.text + captured.out + captured.err
+    assert key not in logged and "Traceback" not in logged
+    assert "requests of agents could not be read: " in caplog.records[-1].message
+    assert len(caplog.records) < 12, logged
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "x"])
+@every_dialect
+@served
+async def test_compressed_requests_are_refused_unread(
+    gateway: Gateway, dialect: Dialect, coding: str
+) -> None:
+    """Not one byte of the body has come when the answer does."""
+    async with gateway.admit(FakeHost()) as endpoint:
+        reader, writer = await asyncio.open_connection(*base_address(endpoint))
+        line = f"POST /v1{dialect.path} HTTP/1.1"
+        writer.write(request(endpoint.api_key, line, Content_Length=str(MUCH), Content_Encoding=coding))
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        assert head.startswith("http/1.1 415 ") and "connection: close" in head
+        body = json.loads(await reader.readexactly(int(head.partition("content-length: ")[2].split()[0])))
+        assert body["error"]["message"] == f"Content-Encoding {coding}: requests must not be compressed"
+        writer.transport.abort()
+        headers = {"Content-Encoding": "identity"}
+        assert (
+            await fetch(endpoint, dialect.path, json=dialect.body([Message("user", "q")]), headers=headers)
+        )[0] == 200
+
+
+@pytest.mark.parametrize("said", ["length", "chunks", "path", "key"])
+@served
+async def test_a_body_that_nobody_reads_ends_the_connection(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    """Too large by what it says, or as it comes; of a path that is not there; without a key. The rest is not
+    read: the client can send no more than what buffers hold."""
+    monkeypatch.setattr(server, "MAX_BODY", 1000)
+    async with gateway.admit(FakeHost()) as endpoint:
+        reader, writer = await asyncio.open_connection(*base_address(endpoint))
+        large = {"Content_Length": str(10 << 30), "Content_Encoding": "gzip" * (said == "path")}
+        if said == "chunks":
+            head = request(endpoint.api_key, Content_Length="", Transfer_Encoding="chunked")
+            writer.write(head + f"{1 << 30:x}\r\n".encode())
+        elif said == "path":
+            writer.write(request(endpoint.api_key, "POST /v1/nothing HTTP/1.1", **large))
+        else:
+            writer.write(request("" if said == "key" else endpoint.api_key, **large))
+        answer = asyncio.create_task(reader.read(12))
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 1 << 30:
+                writer.write(bytes(1 << 20))
+                await writer.drain()
+                sent += 1 << 20
+        assert sent < 32 << 20
+        status = {"path": 404, "key": 401}.get(said, 413)
+        assert await answer == f"HTTP/1.1 {status}".encode()
+
+
+def values(count: int) -> dict[str, bytes]:
+    return {
+        "messages": b'{"messages":[' + b",".join([b'{"role":"user","content":"q"}'] * count) + b"]}",
+        "tools": b'{"messages":[],"tools":[' + b",".join([b"{}"] * count) + b"]}",
+        "names": b"{" + b",".join([b'"a":1'] * count) + b"}",
+        "deep": b'{"a":' + b"[" * count,
+        "numbers": b'{"messages":[' + b",".join([b"1"] * count) + b"]}",
+    }
+
+
+@pytest.mark.parametrize("kind", values(0))
+@every_dialect
+@served
+async def test_the_parts_of_a_request_are_bounded(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, dialect: Dialect, kind: str
+) -> None:
+    """They are counted before anything is made of them."""
+    monkeypatch.setattr(server, "MAX_PARTS", 1000)
+    async with gateway.admit(FakeHost()) as endpoint:
+        status, body = await fetch(endpoint, dialect.path, data=values(2000)[kind])
+        assert (status, body["error"]["message"]) == (
+            413,
+            "the request has more than 1,000 brackets and commas",
+        )
+        text = dialect.body([Message("user", "a, b" * 300 + "[]" * 50)])  # as long, with fewer
+        assert (await fetch(endpoint, dialect.path, json=text))[0] == 200
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> Counter[object]:
+    """Count the bytes that the worker reads, by the owner of the connection at first."""
+    counts = Counter[object]()
+    read = connections._Bounded.buffer_updated
+
+    def counting(self: connections._Bounded, nbytes: int) -> None:
+        counts[self.episode] += nbytes
+        read(self, nbytes)
+
+    monkeypatch.setattr(connections._Bounded, "buffer_updated", counting)
+    return counts
+
+
+def chunks_of_one_byte(key: str) -> bytes:
+    return request(key, Content_Length="", Transfer_Encoding="chunked") + b"1\r\na\r\n" * 100_000
+
+
+def pipelined(key: str) -> bytes:
+    return request(key, "GET /v1/models HTTP/1.1") * 5000
+
+
+def extension_of_a_chunk(key: str) -> bytes:
+    return request(key, Content_Length="", Transfer_Encoding="chunked") + b"1;" + b"a" * 500_000
+
+
+@pytest.mark.parametrize("costly", [chunks_of_one_byte, pipelined, extension_of_a_chunk])
+@served
+async def test_an_episode_that_takes_the_loop_is_held(
+    gateway: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    received: Counter[object],
+    costly: Callable[[str], bytes],
+) -> None:
+    """Of what it sends on 20 connections the worker reads what its share of the loop's time allows, here next
+    to nothing; nor does it read of a new connection. Another episode is served meanwhile."""
+    monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
+    monkeypatch.setattr(connections, "LOOP_SHARE", 1e-9)
+    async with gateway.admit(FakeHost()) as hostile, gateway.admit(FakeHost()) as endpoint:
+        inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
+        streams = [await asyncio.open_connection(*base_address(inner)) for _ in range(20)]
+        for _, writer in streams:
+            writer.write(costly(hostile.api_key))
+        owner = gateway.admitted[hostile.api_key]
+        while not gateway._connections._is_held(owner):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+        bytes_before = received[owner]
+        monkeypatch.setattr(connections, "LOOP_BURST", 10.0)
+        late = asyncio.create_task(ask(Endpoint(inner.base_url, hostile.api_key), "q"))
+        for _ in range(20):
+            assert (await ask(endpoint, "q"))[0] == 200
+        assert received[owner] == bytes_before < 20 * connections.READ_BYTES
+        assert not late.done()
+        late.cancel()
+        for _, writer in streams:
+            writer.transport.abort()
+
+
+@served
+async def test_a_held_episode_goes_on(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its share grows with time: it loses time, and no request."""
+    monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
+    monkeypatch.setattr(connections, "HELD_SECONDS", 0.01)
+    async with gateway.admit(FakeHost()) as endpoint:
+        held = 0
+        for _ in range(10):
+            assert (await ask(endpoint, "q" * 1000))[0] == 200
+            held += gateway._connections._is_held(gateway.admitted[endpoint.api_key])
+        assert held > 0
+
+
+@served
+async def test_costly_requests_of_an_episode_are_decoded_one_after_the_other(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that had come at once, before the first was decoded."""
+    host = FakeHost()
+    async with gateway.admit(host) as hostile, gateway.admit(FakeHost()) as endpoint:
+        owner = gateway.admitted[hostile.api_key]
+        streams = [await asyncio.open_connection(*base_address(hostile)) for _ in range(5)]
+        monkeypatch.setattr(server, "_check_parts", lambda body: gateway._connections.take(owner, 1000.0))
+        for number, (_, writer) in enumerate(streams):
+            messages = [{"role": "user", "content": f"q{number}"}]
+            body = json.dumps({"messages": messages, "max_tokens": 1})
+            writer.write(request(hostile.api_key, body=body))
+        await host.entered.wait()
+        monkeypatch.setattr(server, "_check_parts", lambda body: None)
+        for _ in range(5):
+            assert (await ask(endpoint, "q"))[0] == 200
+        assert len(host.asked) == 1
+        for _, writer in streams:
+            writer.transport.abort()
