@@ -42,6 +42,7 @@ from tests.fakes.images import small_image
 from tests.fakes.scripts import script
 from tests.fakes.tasks import bare_image, task_folder
 from tests.integration.runs import Run
+from tests.integration.test_sandbox_exec import SHORT_OF_MEMORY
 
 LIMITS = SandboxLimits(memory=0, open_files=256)
 APP = {
@@ -512,6 +513,17 @@ async def test_a_sandbox_that_ends_while_tests_run_is_no_fault_of_the_agent(
     monkeypatch.setattr(Jail, "execute", killed)
     with pytest.raises(RewardError, match="SandboxError: the sandbox of the tests ended") as caught:
         await bench.judged(changes)
+    assert caught.value.reason is FailReason.SETUP_FAILED
+
+
+async def test_tests_that_end_as_the_machine_has_no_memory_are_no_fault_of_the_agent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = script_bench(bench, "sleep 600")
+    changes = await slow.changes(FIX)
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", SHORT_OF_MEMORY)
+    with pytest.raises(RewardError, match="hardly any memory left for the tests; lower at_once") as caught:
+        await slow.judged(changes)
     assert caught.value.reason is FailReason.SETUP_FAILED
 
 
