@@ -59,8 +59,8 @@ CREDENTIALS = (
 )
 """Names of files and directories in which logins lie."""
 MAX_ERROR = 1 << 16  # bytes of stderr that are kept
-FAST_OUTPUT = 16 << 20  # bytes that are read as fast as they come
-PAUSE = 0.01  # seconds after each of the later reads, of 64 KiB
+FAST_READS = 256  # of an output, each of what is there, 64 KiB at most; then a pause follows each
+PAUSE = 0.01  # seconds
 MAX_COMPLAINT = 300  # characters
 FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python\d")
@@ -250,10 +250,10 @@ async def _tail(descriptor: int, limit: int) -> list[str]:
     stream, kept = asyncio.StreamReader(), bytearray()
     protocol = partial(asyncio.StreamReaderProtocol, stream)
     await asyncio.get_running_loop().connect_read_pipe(protocol, os.fdopen(descriptor, "rb", 0))
-    size = 0
+    reads = 0
     while data := await stream.read(1 << 16):
-        size += len(data)
-        if size > FAST_OUTPUT:  # else endless output would take a core
+        reads += 1
+        if reads > FAST_READS:  # else endless output would take a core
             await asyncio.sleep(PAUSE)
         kept += data
         if len(kept) > 2 * limit:  # not each time: it would copy all that is kept

@@ -719,6 +719,7 @@ acl = struct.pack("<I" + "HHi" * 104, 2, *entries)
 open("file", "w").close()
 file = os.open("file", os.O_RDWR)
 lock = struct.pack("hhqqi4x", 1, 0, 0, 1, 0)
+pipe = os.pipe()
 tries = {
     "landlock_create_ruleset": lambda: call(444, struct.pack("=Q", 8191), 8, 0),
     "landlock_add_rule": lambda: call(445, -1, 1, b"", 0),
@@ -733,6 +734,12 @@ tries = {
     "an attribute of an open file": lambda: os.setxattr(file, "user.name", b"value"),
     "an access control list": lambda: os.setxattr("file", "system.posix_acl_access", acl),
     "huge pages": lambda: mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000),
+    "mbind": lambda: call(237 if x86 else 235, 0, 0, 0, None, 0, 0),
+    "set_mempolicy": lambda: call(238 if x86 else 237, 0, None, 0),
+    "splice": lambda: call(275 if x86 else 76, file, None, pipe[1], None, 1, 0),
+    "a process that shares open files": lambda: call(56 if x86 else 220, 0x400 | 17, 0, 0, 0, 0),
+    "a limit of core files": lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
+    "a label of flows": lambda: socket.socket(10).setsockopt(41, 32, bytes(32)),
     "a filter of a socket": lambda: socket.socketpair()[0].setsockopt(1, 26, allow_all),
     "a lock of an open file": lambda: fcntl.fcntl(file, 37, lock),
 }
@@ -740,6 +747,7 @@ for name, action in tries.items():
     try: action()
     except OSError as error: print(f"{name}: {errno.errorcode[error.errno]}")
     else: print(f"{name}: done")
+print(resource.getrlimit(resource.RLIMIT_CORE))
 fcntl.lockf(file, fcntl.LOCK_EX)  # locks of processes are counted
 mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 prctl(15, b"name", 0, 0, 0)
@@ -758,8 +766,15 @@ an attribute: ENOTSUP
 an attribute of an open file: ENOTSUP
 an access control list: ENOTSUP
 huge pages: ENOMEM
+mbind: ENOSYS
+set_mempolicy: ENOSYS
+splice: EINVAL
+a process that shares open files: EINVAL
+a limit of core files: EACCES
+a label of flows: EACCES
 a filter of a socket: EACCES
 a lock of an open file: EINVAL
+(1, 1)
 the rest is as ever
 """
 

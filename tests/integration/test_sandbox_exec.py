@@ -277,21 +277,27 @@ for _ in range(8):
     if os.fork() == 0: break
 input()
 """  # 64,000 parts of one address space, copied for each process
+UNREADABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + MAPPINGS
 EPOLLS = """
 import os, select
-for _ in range(6):
-    if os.fork() == 0: break
-epolls = [select.epoll() for _ in range(500)]
-events = [os.eventfd(0) for _ in range(500)]
-for epoll in epolls:
-    for event in events: epoll.register(event, 1)
+epolls = [select.epoll() for _ in range(30)]
+for _ in range(20):
+    file = os.eventfd(0)
+    for number in range(100, 1000):
+        os.dup2(file, number)
+        for epoll in epolls: epoll.register(number, 1)
 input()
-"""
+"""  # a watch of a number stays when the number is another file's
 OPEN_FILES = """
 import os
 for _ in range(24):
     if os.fork() == 0: break
 held = [os.eventfd(0) for _ in range(1000)]
+input()
+"""
+INOTIFIES = """
+import ctypes
+for _ in range(14): ctypes.CDLL(None).inotify_init1(0)
 input()
 """
 LOCKS = """
@@ -303,7 +309,9 @@ input()
 """
 HOLDS: dict[str, object] = {
     "mappings": MAPPINGS,
+    "mappings that cannot be looked at": UNREADABLE,
     "epolls": EPOLLS,
+    "inotifies": INOTIFIES,
     "open files": OPEN_FILES,
     "locks": LOCKS,
     "one process": FILL.format(count=150),
@@ -315,8 +323,16 @@ HOLDS: dict[str, object] = {
 }
 
 
+WITHOUT_GROUP = START.replace(
+    "\nmain", "\nfrom asyncrl.isolation.sandbox import guard\nguard.make_group = lambda limit: None\nmain"
+)
+
+
 @pytest.mark.parametrize("code", HOLDS.values(), ids=HOLDS)
-async def test_memory_and_files_of_all_together_are_bounded(code: str) -> None:
+async def test_memory_and_files_of_all_together_are_bounded(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", WITHOUT_GROUP)
     async with jail(LIMITS._replace(open_files=1024)) as box:
         running = begin(box, [PYTHON, "-I", "-S", "-c", code])
         result = await running.result  # its input stays open: it waits, or is ended

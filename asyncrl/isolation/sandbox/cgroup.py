@@ -13,12 +13,13 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-PREFIX = "asyncrl-sandbox-"  # the rest: the guard's process id, and what makes it unique
-BEYOND = 32 << 20  # bytes above `resident`, as caches of files count here, too
+PREFIX = "asyncrl-sandbox-"  # the rest: the guard's process id and namespace, and what makes it unique
+BEYOND = 256 << 20  # bytes above `resident`, as caches of files count here, too
 
 V1, V2 = "cgroup", "cgroup2"  # types of the file systems
 LIMIT = {V1: "memory.limit_in_bytes", V2: "memory.max"}
 EVENTS = {V1: "memory.oom_control", V2: "memory.events"}  # both have a line "oom_kill COUNT"
+UNLIMITED = ("memory.max", "memory.high", "cpu.max")
 
 
 class MemoryGroup:
@@ -46,8 +47,12 @@ class MemoryGroup:
 
     def killed(self) -> bool:
         """True when the kernel has killed a process of the group since the last call."""
-        seen, self._seen = self._seen, self._count_kills()
-        return self._seen > seen
+        kills = self._seen
+        with suppress(OSError):  # somebody has removed it
+            kills = self._count_kills()
+        is_new = kills > self._seen
+        self._seen = kills
+        return is_new
 
     def remove(self) -> None:
         """Remove the group, in which no process is left."""
@@ -68,9 +73,13 @@ def make_group(limit: int) -> MemoryGroup | None:
     with suppress(OSError, ValueError):
         for directory, version in _possible_parents():
             _remove_old(directory)
-            name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
+            name = f"{PREFIX}{os.getpid()}-{_process_namespace()}-{os.urandom(4).hex()}"
             return MemoryGroup(f"{directory}/{name}", version, limit)
     return None
+
+
+def _process_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _possible_parents() -> Iterator[tuple[str, str]]:
@@ -97,13 +106,18 @@ def _directories(version: str, group: str) -> Iterator[str]:
     for mount in mounts:
         kind, _, options = mount[mount.index("-") + 1 :]
         if kind == version and (version == V2 or "memory" in options.split(",")):
-            yield os.path.normpath(f"{mount[4]}/{os.path.relpath(group, mount[3])}")
+            path = os.path.relpath(group, mount[3])
+            if not path.startswith(".."):
+                yield os.path.normpath(f"{mount[4]}/{path}")
 
 
 def _is_unlimited(group: str) -> bool:
-    """True for a group without a limit, which its siblings would not be under."""
-    with open(f"{group}/memory.max") as file:
-        return file.read() == "max\n"
+    """True for a group without limits, which its siblings would not be under."""
+    for name in UNLIMITED:
+        with suppress(FileNotFoundError), open(f"{group}/{name}") as file:
+            if not file.read().startswith("max"):
+                return False
+    return True
 
 
 def _passes_memory(directory: str) -> bool:
@@ -112,9 +126,10 @@ def _passes_memory(directory: str) -> bool:
 
 
 def _remove_old(directory: str) -> None:
-    """Remove groups of guards that were killed."""
+    """Remove groups of guards that were killed, of this process namespace."""
     for name in os.listdir(directory):
-        pid = name.removeprefix(PREFIX).partition("-")[0]
-        if name.startswith(PREFIX) and not os.path.exists(f"/proc/{pid}"):
+        pid, _, rest = name.removeprefix(PREFIX).partition("-")
+        is_ours = name.startswith(PREFIX) and rest.startswith(f"{_process_namespace()}-")
+        if is_ours and not os.path.exists(f"/proc/{pid}"):
             with suppress(OSError):  # another one has removed it
                 os.rmdir(f"{directory}/{name}")

@@ -384,24 +384,29 @@ def _is_opaque(directory: int) -> bool:
 @contextmanager
 def _opened(top: int, path: str, make: bool = False) -> Iterator[int]:
     """Open a directory below `top`, never through a link. `make` those that are missing."""
+    is_long = len(os.fsencode(path)) >= kernel.PATH_MAX
     try:
-        here = kernel.open_beneath(top, path or ".")
+        here = _step_down(top, path, make) if is_long else kernel.open_beneath(top, path or ".")
     except FileNotFoundError:
-        if not make:
+        if not make or is_long:
             raise
-        here = _make_directories(top, path)
+        here = _step_down(top, path, make)
     try:
         yield here
     finally:
         os.close(here)
 
 
-def _make_directories(top: int, path: str) -> int:
-    """Make the directories of a path that are missing, and open the last one."""
+def _step_down(top: int, path: str, make: bool) -> int:
+    """Open a directory by one step for each name of its path. `make` those that are missing."""
     here = os.dup(top)
     for name in path.split("/"):
-        with suppress(FileExistsError):
-            os.mkdir(name, 0o755, dir_fd=here)
-        outer, here = here, os.open(name, OPEN_DIRECTORY, dir_fd=here)
-        os.close(outer)
+        if make:
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=here)
+        try:
+            inner = os.open(name, OPEN_DIRECTORY, dir_fd=here)
+        finally:
+            os.close(here)
+        here = inner
     return here

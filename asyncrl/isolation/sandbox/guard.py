@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from asyncrl.isolation.sandbox import confine, emptying, interpreter, kernel
@@ -43,6 +45,9 @@ def run_warden(
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else the code could send it
     try:
         kernel.go_first_without_memory()
+        with suppress(OSError, ValueError):  # it may be 0 already
+            # with 0 the machine's handler of crashes would run as root; the code cannot change it
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
         with open(interpreter.__file__) as file:
             source = file.read()
         confinement = confine.confine(plan, spaces, notes)

@@ -1,51 +1,110 @@
 """Measures what the processes of a sandbox hold in memory, also in the kernel on their behalf.
 
 Most objects that the kernel makes for a process are in no figure of /proc. Those that can be many are counted
-here, each at its size: sockets, open files and what waits for them, locks of files, mappings. system_calls.py
-refuses the others. Where a memory cgroup can be made (cgroup.py), the kernel counts every object itself.
+here, each at its size: sockets, open files, epolls, inotifies, locks of files, mappings. system_calls.py
+refuses others. Where a memory cgroup can be made (cgroup.py), the kernel counts every object itself.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 SOCKET = 1 << 19  # bytes that a socket may hold: two buffers as below, and its options (optmem_max: 128 KiB)
 BUFFER = 212_992  # bytes of a socket's buffer, unless the machine's administrator has set another default
-OPEN_FILE = 5 << 10  # bytes of half a pipe of two pages, which is the largest open file but a socket
-WATCHED_FILES = 50  # bytes, times the square of open files: half of them epolls, which watch the other half
-MOST_LOCKS = 10_000  # locks of ranges of files: to read many takes the kernel the square of their number
+OPEN_FILE = 5 << 10  # bytes of half a pipe of two pages, which is the largest open file of those not listed
+INOTIFY = 8 << 20  # bytes of 16,384 events that nobody has read
+EPOLL_WATCH = 256  # bytes
 MAPPING = 256  # bytes of a part of an address space
+MOST_MAPPINGS = 65_530  # of a process (vm.max_map_count)
+MOST_LOCKS = 10_000  # locks of ranges of files: to read many takes the kernel the square of their number
+LOOK_CPU_SECONDS = 0.5  # of a measurement: some milliseconds where nobody makes it long
 LOW_MEMORY = 64, 256 << 20, 1 << 30  # a machine is short of memory with 1/64 left: at least, at most, bytes
 
 _READ = 1 << 16
 
 
+class TooMuch(Exception):
+    """There is so much that it cannot be measured."""
+
+
 def held_by_processes(most: int) -> float:
     """Measure the bytes of memory of every process in /proc: what is in no file, swapped or not, page tables,
     and what the kernel holds for them. Pages that two processes share after a fork count twice, and so do
-    their open files. Returns the sum of the first ones where that is above `most`, and infinity for more than
-    MOST_LOCKS locks."""
-    if _count_lines("/proc/locks", MOST_LOCKS) >= MOST_LOCKS:  # those of this process namespace
+    their open files. Returns the sum of the first ones where that is above `most`, and infinity for what
+    takes too long to measure."""
+    lines = _LineCounter()
+    try:
+        if lines.count("/proc/locks", MOST_LOCKS) >= MOST_LOCKS:  # those of this process namespace
+            return math.inf
+        with open("/proc/net/sockstat", "rb") as file:
+            held = int(file.readline().split()[2]) * SOCKET
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            if held > most:
+                break
+            held += _pages(pid) + _open_files(pid, lines) + _mappings(pid, lines)
+        return held
+    except TooMuch:
         return math.inf
-    with open("/proc/net/sockstat", "rb") as file:
-        held = int(file.readline().split()[2]) * SOCKET
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        if held > most:
-            break
-        held += _held_by_process(pid, most)
+
+
+class _LineCounter:
+    """Counts the lines of files of /proc, and stops where that takes too long: their texts may be of any
+    length, and the warden may not be kept from its next look."""
+
+    def __init__(self) -> None:
+        self._until = time.thread_time() + LOOK_CPU_SECONDS  # not of the clock: the machine may be busy
+
+    def count(self, path: str, most: float = math.inf, start: bytes = b"") -> int:
+        """Count lines that begin with `start`, up to `most` and some. OSError; TooMuch."""
+        count, mark = 0, b"\n" + start
+        with open(path, "rb", buffering=0) as file:
+            while count < most and (part := file.read(_READ)):
+                count += part.count(mark)
+                self.check()
+        return count
+
+    def check(self) -> None:
+        """TooMuch where the measurement has taken too long."""
+        if time.thread_time() > self._until:
+            raise TooMuch
+
+
+def _mappings(pid: str, lines: _LineCounter) -> int:
+    """Measure the parts of an address space. A process that allows no look into itself counts as having as
+    many as it may."""
+    try:
+        return lines.count(f"/proc/{pid}/maps") * MAPPING
+    except PermissionError:
+        return MOST_MAPPINGS * MAPPING
+    except OSError:  # it ended meanwhile
+        return 0
+
+
+def _open_files(pid: str, lines: _LineCounter) -> int:
+    """Measure the open files of a process, and what epolls and inotifies among them hold."""
+    held = 0
+    with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        held = os.stat(f"/proc/{pid}/fd").st_size * OPEN_FILE  # 0 before Linux 6.2
+        for number in _listed(f"/proc/{pid}/fd"):
+            lines.check()
+            with suppress(OSError):  # it was closed meanwhile
+                kind = os.readlink(f"/proc/{pid}/fd/{number}")
+                if kind == "anon_inode:[eventpoll]":
+                    held += lines.count(f"/proc/{pid}/fdinfo/{number}", start=b"tfd:") * EPOLL_WATCH
+                elif kind == "anon_inode:inotify":
+                    held += INOTIFY
     return held
 
 
-def _held_by_process(pid: str, most: int) -> int:
-    with suppress(OSError):  # it ended meanwhile
-        open_files = os.stat(f"/proc/{pid}/fd").st_size  # 0 before Linux 6.2
-        in_kernel = open_files * OPEN_FILE + open_files**2 * WATCHED_FILES
-        mappings = _count_lines(f"/proc/{pid}/maps", most // MAPPING)
-        return _pages(pid) + in_kernel + mappings * MAPPING
-    return 0
+def _listed(directory: str) -> list[str]:
+    """List a directory; empty for one of a process that allows no look into itself."""
+    with suppress(PermissionError):
+        return os.listdir(directory)
+    return []
 
 
 def _pages(pid: str) -> int:
@@ -64,16 +123,6 @@ def thread_statuses(pid: str) -> Iterator[tuple[str, bytes]]:
         for task in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError), open(f"/proc/{pid}/task/{task}/status", "rb") as file:
                 yield task, file.read()
-
-
-def _count_lines(path: str, most: int) -> int:
-    """Count the lines of a file of /proc, up to `most` and some. 0 where it may not be read, as of a process
-    that allows no look into itself."""
-    count = 0
-    with suppress(OSError), open(path, "rb", buffering=0) as file:
-        while count < most and (part := file.read(_READ)):
-            count += part.count(b"\n")
-    return count
 
 
 def machine_is_short() -> bool:

@@ -36,6 +36,7 @@ FORBIDDEN: dict[str, Numbers] = {
     "open_tree": (428, 428),
     "fsopen": (430, 430),
     "fspick": (433, 433),
+    "open_tree_attr": (467, 467),
 }
 """Refused with EACCES."""
 
@@ -44,10 +45,21 @@ ABSENT: dict[str, Numbers] = {
     "timer_create": (222, 107),  # sends any signal; programs take alarm instead
     "io_setup": (206, 0),  # the machine has 65,536 contexts for all
     "fanotify_init": (300, 262),
+    "mbind": (237, 235),  # policies of memory are kept for files, and nothing counts them
+    "set_mempolicy": (238, 237),
+    "set_mempolicy_home_node": (450, 450),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
     "landlock_create_ruleset": (444, 444),  # a ruleset may have any number of rules
     "landlock_add_rule": (445, 445),
 }
 """Refused as by a kernel that does not have them: programs then do without."""
+
+PIPED: dict[str, Numbers] = {
+    "splice": (275, 76),  # a byte of a page keeps the page, whatever becomes of its file
+    "tee": (276, 77),
+}
+"""Refused as for files that cannot do it: programs then read and write."""
 
 ATTRIBUTES: dict[str, Numbers] = {
     "setxattr": (188, 5),
@@ -56,6 +68,13 @@ ATTRIBUTES: dict[str, Numbers] = {
     "setxattrat": (463, 463),
 }
 """Refused as by a file system without attributes: tmpfs does not count its access control lists."""
+
+REFUSED = (
+    (FORBIDDEN, errno.EACCES),
+    (ABSENT, errno.ENOSYS),
+    (PIPED, errno.EINVAL),
+    (ATTRIBUTES, errno.EOPNOTSUPP),
+)
 
 OF_WARDEN: dict[str, Numbers] = {
     "memfd_create": (319, 279),
@@ -72,20 +91,24 @@ MMAP: Numbers = (9, 222)
 FCNTL: Numbers = (72, 25)
 PRCTL: Numbers = (157, 167)
 SET_PRIORITY: Numbers = (141, 140)
+SETRLIMIT: Numbers = (160, 164)
+PRLIMIT: Numbers = (302, 261)
 OF_OTHERS: tuple[Numbers, ...] = (
-    (302, 261),  # prlimit64
     (144, 119),  # sched_setscheduler
     (142, 118),  # sched_setparam
     (314, 274),  # sched_setattr
 )
 
 NEW_SPACES = 0x7E020000  # CLONE_NEW*
+THREAD, OPEN_FILES = 0x10000, 0x400  # CLONE_THREAD, CLONE_FILES
+CORE = 4  # RLIMIT_CORE
 SHARED_NAMELESS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: unmapping a part does not free its pages
 HUGE_PAGES = 0x40000  # MAP_HUGETLB: the machine has one pool of them
 SET_SIGNAL = 10  # F_SETSIG: by it the kernel sends any signal
-OPEN_FILE_LOCKS = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW: /proc/locks does not tell whose they are
+OPEN_FILE_LOCKS = 36, 37, 38  # F_OFD_GETLK, _SETLK, _SETLKW: /proc/locks does not tell whose they are
 FUTEX_HASH = 78  # PR_FUTEX_HASH: a table of any size
-SOL_SOCKET = 1
+SOL_SOCKET, SOL_IPV6 = 1, 41
+FLOW_LABELS = 32  # IPV6_FLOWLABEL_MGR: the machine has 4,096 for all
 BUFFER_SIZES = 7, 8  # SO_SNDBUF, SO_RCVBUF
 SOCKET_FILTERS = 26, 50, 51, 52  # SO_ATTACH_*: the machine has one supply of memory for compiled filters
 UNIX, STREAM, KIND = 1, 1, 0xF  # AF_UNIX; datagram pairs could send to any socket
@@ -106,26 +129,34 @@ class _BpfProgram(ctypes.Structure):
 
 
 def filter_calls() -> None:
-    """Install the filter of this process and its children. It refuses FORBIDDEN, ABSENT and ATTRIBUTES;
-    limits and priorities of other processes, as the warden is one; new namespaces by clone; shared anonymous
-    memory and huge pages; sockets but AF_UNIX and the internet's; socket pairs other than streams; files that
-    send any signal, as SIGCONT would continue a stopped process; locks of open files; filters of sockets; and
-    system calls by numbers of another architecture. To change the size of a socket's buffers has no effect.
-    OSError; KeyError for an unknown architecture."""
+    """Install the filter of this process and its children. It refuses what REFUSED names; limits and
+    priorities of other processes, as the warden is one; a limit of core files; processes that share open
+    files; new namespaces by clone; shared anonymous memory and huge pages; sockets but AF_UNIX and the
+    internet's; socket pairs other than streams; files that send any signal, as SIGCONT would continue a
+    stopped process; locks of open files; filters of sockets and labels of flows; and system calls by numbers
+    of another architecture. To change the size of a socket's buffers has no effect. OSError; KeyError for an
+    unknown architecture."""
     column, _ = MACHINES[MACHINE]
     rules: list[BpfLine] = []
-    for calls, code in ((FORBIDDEN, errno.EACCES), (ABSENT, errno.ENOSYS), (ATTRIBUTES, errno.EOPNOTSUPP)):
+    for calls, code in REFUSED:
         for numbers in calls.values():
             rules += _when_called(numbers[column], _refuse(code))
 
     for numbers in OF_OTHERS:
         rules += _when_called(numbers[column], *_refuse_unless(FIRST, 0), ALLOW)
+    change = [*_refuse_unless(THIRD, 0), *_refuse_unless(THIRD + 4, 0)]  # a pointer to new limits
+    other_limit = [(LOAD, 0, 0, SECOND), (EQUAL, 0, len(change), CORE)]
+    rules += _when_called(PRLIMIT[column], *_refuse_unless(FIRST, 0), *other_limit, *change, ALLOW)
+    rules += _when_called(SETRLIMIT[column], *_refuse_if(FIRST, EQUAL, CORE), ALLOW)
     of_itself = [*_refuse_unless(FIRST, 0), *_refuse_unless(SECOND, 0)]
     rules += _when_called(SET_PRIORITY[column], *of_itself, ALLOW)
 
     locks = [line for command in OPEN_FILE_LOCKS for line in _refuse_if(SECOND, EQUAL, command, errno.EINVAL)]
     rules += _when_called(FCNTL[column], *_refuse_if(SECOND, EQUAL, SET_SIGNAL), *locks, ALLOW)
-    rules += _when_called(CLONE[column], *_refuse_if(FIRST, ANY_OF, NEW_SPACES), ALLOW)
+    # a process that shares open files leaves its locks when it ends, and they are nobody's then
+    sharing = [(LOAD, 0, 0, FIRST), (AND, 0, 0, THREAD | OPEN_FILES), (EQUAL, 0, 1, OPEN_FILES)]
+    spaces = _refuse_if(FIRST, ANY_OF, NEW_SPACES)
+    rules += _when_called(CLONE[column], *spaces, *sharing, _refuse(errno.EINVAL), ALLOW)
     rules += _when_called(PRCTL[column], *_refuse_if(FIRST, EQUAL, FUTEX_HASH, errno.EINVAL), ALLOW)
 
     shared = [(LOAD, 0, 0, FOURTH), (AND, 0, 0, SHARED_NAMELESS), (EQUAL, 0, 1, SHARED_NAMELESS)]
@@ -144,8 +175,10 @@ def filter_calls() -> None:
         options += _refuse_if(THIRD, EQUAL, option, 0)  # no error, as the kernel cuts sizes silently, too
     for option in SOCKET_FILTERS:
         options += _refuse_if(THIRD, EQUAL, option)
-    other_level = [(LOAD, 0, 0, SECOND), (EQUAL, 0, len(options), SOL_SOCKET)]
-    rules += _when_called(SETSOCKOPT[column], *other_level, *options, ALLOW)
+    options.append(ALLOW)
+    labels = [(EQUAL, 0, 3, SOL_IPV6), *_refuse_if(THIRD, EQUAL, FLOW_LABELS)]
+    level = [(LOAD, 0, 0, SECOND), (EQUAL, 0, len(options), SOL_SOCKET)]
+    rules += _when_called(SETSOCKOPT[column], *level, *options, *labels, ALLOW)
     _install(rules)
 
 

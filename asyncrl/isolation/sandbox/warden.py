@@ -313,7 +313,7 @@ def set_limits(limits: SandboxLimits, count: int) -> None:
         (resource.RLIMIT_FSIZE, limits.file << 20),
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_NPROC, count),
-        (resource.RLIMIT_CORE, 1),  # with 0 the machine's handler of crashes, which is root, would run
+        (resource.RLIMIT_SIGPENDING, 1024),
     ):
         resource.setrlimit(kind, (value, value))
 

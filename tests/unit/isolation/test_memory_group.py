@@ -58,6 +58,7 @@ def test_version_2_takes_a_child_or_a_sibling(
     machine.write("/sys/user/app/cgroup.subtree_control", "cpu memory pids\n")
     machine.write("/sys/user/app/run/cgroup.subtree_control", own_children)
     machine.write("/sys/user/app/run/memory.max", own_limit)
+    machine.write("/sys/user/app/run/cpu.max", "max 100000\n")
     assert list(cgroup._possible_parents()) == expected
 
 
