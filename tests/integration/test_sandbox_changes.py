@@ -14,7 +14,7 @@ import pytest
 from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox import changes
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxError, SandboxLimits
-from asyncrl.isolation.sandbox.changes import Entry, read_entries
+from asyncrl.isolation.sandbox.changes import Entry, packed, read_entries
 from asyncrl.isolation.sandbox.jail import Jail
 from tests.fakes.images import small_image
 
@@ -233,6 +233,10 @@ async def test_a_deep_tree_is_moved_in_steps_that_do_not_grow_with_its_depth() -
         assert len(deepest.encode()) == 1363 * 3 + 1
         await second.apply(archive)
         assert await second.changes() == archive
+        await second.run("program", DEEP.format(levels=3000, name="a"), 20)
+        await second.apply(Entry(changes.DELETED, "a").frame() + END)  # deeper than any path
+        assert await second.changes() == packed([])
+        await second.apply(archive)
         linked = "d=$(pwd); for n in 1 2 3 4; do cd é; done; mv é moved; ln -s moved é"
         assert (await second.run("shell", linked, 5)).status == 0
         below = Entry(changes.FILE, "é/" * 9 + "x").frame() + END

@@ -19,6 +19,7 @@ BEYOND = 256 << 20  # bytes above `resident`, as caches of files count here, too
 V1, V2 = "cgroup", "cgroup2"  # types of the file systems
 LIMIT = {V1: "memory.limit_in_bytes", V2: "memory.max"}
 EVENTS = {V1: "memory.oom_control", V2: "memory.events"}  # both have a line "oom_kill COUNT"
+HITS = {V1: "memory.failcnt", V2: "memory.events"}  # a number; a line "max COUNT"
 UNLIMITED = ("memory.max", "memory.high", "cpu.max")
 
 
@@ -34,11 +35,11 @@ class MemoryGroup:
                 file.write(str(limit + BEYOND))
             self._processes = os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             self._events = os.open(f"{path}/{EVENTS[version]}", os.O_RDONLY | os.O_CLOEXEC)
-            self._count_kills()
+            self._hits = os.open(f"{path}/{HITS[version]}", os.O_RDONLY | os.O_CLOEXEC)
+            self._seen = self._counts()
         except (OSError, ValueError):
             os.rmdir(path)
             raise
-        self._seen = 0
 
     def join(self) -> None:
         """Put this process, and those that it will start, into the group."""
@@ -46,26 +47,28 @@ class MemoryGroup:
             os.write(self._processes, b"0")
 
     def killed(self) -> bool:
-        """True when the kernel has killed a process of the group since the last call."""
-        kills = self._seen
+        """True when the kernel has killed a process of the group for its limit since the last call, and not
+        as the machine had no memory left."""
+        kills, hits = self._seen
         with suppress(OSError):  # somebody has removed it
-            kills = self._count_kills()
-        is_new = kills > self._seen
-        self._seen = kills
-        return is_new
+            self._seen = self._counts()
+        return self._seen[0] > kills and self._seen[1] > hits
 
     def remove(self) -> None:
         """Remove the group, in which no process is left."""
         with suppress(OSError):
             os.rmdir(self.path)
 
-    def _count_kills(self) -> int:
-        """ValueError where the kernel does not say."""
-        lines = os.pread(self._events, 4096, 0).splitlines()
-        counts = [int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")]
-        if not counts:
-            raise ValueError("no count of kills")
-        return counts[0]
+    def _counts(self) -> tuple[int, int]:
+        """Read how often a process was killed, and how often the limit was reached. ValueError where the
+        kernel does not say."""
+        return _number(self._events, b"oom_kill"), _number(self._hits, b"max")
+
+
+def _number(file: int, name: bytes) -> int:
+    """Read the number behind a name, or the only one, of an open file."""
+    words = os.pread(file, 4096, 0).split()
+    return int(words[0] if len(words) == 1 else words[words.index(name) + 1])
 
 
 def make_group(limit: int) -> MemoryGroup | None:
