@@ -24,8 +24,8 @@ UNLIMITED = ("memory.max", "memory.high", "cpu.max")
 
 
 class MemoryGroup:
-    """`path`: its directory, outside of the sandbox. Its files stay open, as the sandbox has a root of its
-    own."""
+    """`path`: the group's directory, outside of the sandbox. Its control files are opened before the root
+    changes."""
 
     def __init__(self, path: str, version: str, limit: int) -> None:
         self.path = path
@@ -115,7 +115,7 @@ def _directories(version: str, group: str) -> Iterator[str]:
 
 
 def _is_unlimited(group: str) -> bool:
-    """True for a group without limits, which its siblings would not be under."""
+    """Return whether the group has no limit: a sibling would not be under it."""
     for name in UNLIMITED:
         with suppress(FileNotFoundError), open(f"{group}/{name}") as file:
             if not file.read().startswith("max"):

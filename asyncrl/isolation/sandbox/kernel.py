@@ -97,7 +97,7 @@ def kill(pid: int, number: int) -> None:
 
 def go_first_without_memory() -> None:
     """Let the kernel end this process and its children before all others when the machine has no memory
-    left. Root's rights make this a bound, under which no process without them can go."""
+    left. Where root sets this, a process without root's rights cannot lower it again."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 

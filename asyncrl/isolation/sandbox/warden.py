@@ -35,7 +35,7 @@ PASSAGE = 1  # the one that brings the streams of an exec, and takes the listene
 INODE = 1024  # bytes that the kernel holds for a file or directory in memory
 LOOK_SECONDS = 0.25  # between two measurements of the memory
 SURE_SECONDS = 0.02  # until the second one: a process that is starting another counts twice for a moment
-CHANCE = 32  # of 256, to end at a look at which the machine is short of memory
+CHANCE = 32  # of 256: the chance to end at a measurement at which the machine is short of memory
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
 MAX_FILES = 256  # descriptors that this process may have open
 
