@@ -46,7 +46,8 @@ from tests.integration.test_sandbox_exec import SHORT_OF_MEMORY
 
 LIMITS = SandboxLimits(memory=0, open_files=256)
 APP = {
-    "calc/__init__.py": "from calc.sums import add, double\n",
+    "calc/__init__.py": "import mimetypes, pickle  # which ask for winreg, _winapi and org\n\n"
+    "try:\n    import cytoolz\nexcept ImportError:\n    pass\n\nfrom calc.sums import add, double\n",
     "calc/sums.py": "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n",
     "calc/unused.py": "",
     "tests/conftest.py": "import pytest\n\n\n@pytest.fixture\ndef two():\n    return 2\n",
@@ -66,7 +67,12 @@ def block(language: str, words: str) -> str:
 
 QUICK_START = block("bash", "asyncrl image import tree").partition("asyncrl tasks check")[0]
 (PYTEST_INI,) = re.findall(r"^printf '(.*)' > tests/pytest.ini$", QUICK_START, re.M)
-CAREFUL = {"pytest.ini": PYTEST_INI.replace("\\n", "\n"), "test.sh": block("sh", "tests/test_calc.py")}
+(RUN_PYTEST,) = re.findall(r"^cat > tests/run_pytest.py <<'END'\n(.*?)^END$", QUICK_START, re.M | re.S)
+CAREFUL = {
+    "pytest.ini": PYTEST_INI.replace("\\n", "\n"),
+    "run_pytest.py": RUN_PYTEST.replace('{"calc"}', '{"calc", "tests"}'),
+    "test.sh": block("sh", "--rootdir /app"),
+}
 """Tests in the workspace that are run as docs/tasks.md advises."""
 NAIVE = {"test.sh": "cd /app\npython3 -m pytest tests/test_calc.py && echo 1 > /logs/verifier/reward.txt"}
 TURN, STAY = ("tests/test_calc.py::test_add",), ("tests/test_calc.py::test_double",)
@@ -118,7 +124,7 @@ names=$(python3 -I -c 'import sys
 print(*{*sys.stdlib_module_names} - {*sys.modules} - {"pdb"})
 import os, _pytest
 print(*(name[:-3] for name in os.listdir(_pytest.__path__[0]) if name.endswith(".py") and name[0] != "_"))')
-for name in $names org exceptiongroup colorama xdist pytest_asyncio; do cp pdb.py $name.py; done
+for name in $names org exceptiongroup colorama xdist pytest_asyncio cytoolz; do cp pdb.py $name.py; done
 mkdir -p src; cp *.py src; cp *.py tests
 """
 GIT = """\
@@ -423,7 +429,8 @@ async def test_a_protected_helper_is_the_one_that_is_imported(
     beside = image_of(
         images, "beside", "app", {"helpers.py": APP["tests/helpers.py"], "tests/test_calc.py": test}
     )
-    bench = bench_of(beside, tmp_path, CAREFUL)
+    files = CAREFUL | {"run_pytest.py": CAREFUL["run_pytest.py"].replace('"tests"', '"helpers"')}
+    bench = bench_of(beside, tmp_path, files)
     bench.tests = msgspec.structs.replace(bench.tests, protected=("helpers.py",))
     forged = "helped = lambda result: 5 if result == -1 else result"
     cheats = {
@@ -433,7 +440,7 @@ async def test_a_protected_helper_is_the_one_that_is_imported(
     }
     verdicts = await bench.all({"a fix": FIX, **cheats, "both": f"{cheats['a package']}\n{FIX}"})
     assert scores(verdicts) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0) | {"both": 1.0}, verdicts
-    open_bench = bench_of(beside, tmp_path, CAREFUL)
+    open_bench = bench_of(beside, tmp_path, files)
     assert (await open_bench.played(cheats["a package"]))["score"] == 1.0, "the cheat does work"
 
 
@@ -586,7 +593,8 @@ def test_what_episodes_changed_is_judged_again_by_regrade(image: Image, tmp_path
     for number in range(4):
         config = {"FAIL_TO_PASS": TURN, "PASS_TO_PASS": STAY}
         folder = task_folder(tmp_path / f"tasks/{number}", toml, test=CAREFUL["test.sh"], config=config)
-        (folder / "tests/pytest.ini").write_text(CAREFUL["pytest.ini"])
+        for name in ("pytest.ini", "run_pytest.py"):
+            (folder / "tests" / name).write_text(CAREFUL[name])
     (tmp_path / "agent.py").write_text(AGENT)
     agent = f"rollout.agent={{command: {{line: python {tmp_path}/agent.py, sandbox: jail}}}}"
     options = ["rollout.tools=[]", "rollout.reward=tests", agent, "rollout.max_new_tokens=8"]

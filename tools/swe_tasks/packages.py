@@ -32,19 +32,32 @@ LIMITS = SandboxLimits(memory=2048, processes=64, open_files=256, file=64, disk=
 LEFT_OUT = ("*.egg-info", "__pycache__", "*.pyc", ".git", "PKG-INFO")
 PYTEST_INI = "[pytest]\nxfail_strict = true\naddopts = -p no:cacheprovider --import-mode=importlib\n"
 RUN_PYTEST = """\
-# Runs pytest on the tests beside this file. The workspace comes last on the path, so that no file of it takes
-# the place of a module of the library, of pytest, or of the tests.
+# Runs pytest on the tests beside this file. Of the workspace only the names of the package can be imported:
+# the library, pytest and tests ask for others that this image lacks, such as `winreg` or an optional package.
 import importlib
 import sys
 from contextlib import suppress
+from importlib.machinery import PathFinder
 
 import pytest
 
+NAMES = {names}
+
+
+class Workspace:
+    def find_spec(name, path=None, target=None):
+        spec = PathFinder.find_spec(name, {workspace}) if path is None and name in NAMES else None
+        if spec is not None and spec.loader is None:  # a namespace: without directories of sys.path
+            spec.submodule_search_locations = [*spec.submodule_search_locations]
+        return spec
+
 
 def main(arguments, plugins=()):
+    sys.meta_path.insert(0, Workspace)
     sys.path += {path}
-    for package in {packages}:  # else their directories here, with tests inside, would be the packages
-        with suppress(Exception):  # tests that need it fail by themselves
+    # import these first, or test directories of the same name would be taken for the packages
+    for package in {packages}:
+        with suppress(Exception, SystemExit):  # tests that need it fail by themselves
             importlib.import_module(package)
     return pytest.main(arguments, list(plugins))
 
@@ -172,7 +185,9 @@ def lay_out(package: Package, files: set[str], target: Path) -> None:
     directories = sorted({str(Path("/tests", file).parent) for file in files} | {"/tests"}, reverse=True)
     tops = {Path(file).parts[0] for file in files}
     run_pytest = RUN_PYTEST.format(
-        path=[*directories, TESTBED, f"{TESTBED}/src"],
+        names=sorted({name.partition(".")[0] for name in package.modules}),
+        workspace=[TESTBED, f"{TESTBED}/src"],
+        path=directories,
         packages=sorted(name for name in package.modules if name.partition(".")[0] in tops),
     )
     (target / "run_pytest.py").write_text(run_pytest)
