@@ -87,6 +87,7 @@ name = "asyncrl/{name}"
 [metadata]
 package = "{package}"
 bug = "{bug}"
+protected = {protected}
 
 [environment]
 docker_image = "{image}"
@@ -169,11 +170,12 @@ def write_task(folder: Path, image: str, package: Package, bug: Bug) -> None:
     tests = sorted((*bug.messages, *bug.stay_green))  # the order in which they were tried
     seconds = VERIFIER_SECONDS * (1 + sum(package.passing[test] for test in tests) // 6)  # ten times
     task = {"name": folder.name, "package": package.name, "bug": bug.mutation.kind, "image": image}
+    protected = json.dumps(package.protected(bug.path), indent=1, ensure_ascii=False)
     fix = restore(bug.path, bug.mutation.line, bug.mutation.before)
     lay_out(package, {test.partition("::")[0] for test in tests}, folder / "tests")
     for name, text in {
         "instruction.md": instruction(package, bug),
-        "task.toml": TASK_TOML.format(**task, seconds=seconds),
+        "task.toml": TASK_TOML.format(**task, protected=protected, seconds=seconds),
         "environment/Dockerfile": DOCKERFILE.format(**package.versions),
         "tests/test.sh": TEST_SH,
         "tests/config.json": json.dumps(

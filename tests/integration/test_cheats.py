@@ -15,7 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -321,19 +321,26 @@ def quick_start(image: Image, images: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def tools_task(image: Image, tmp_path_factory: pytest.TempPathFactory) -> TaskFolder:
     """A task that tools/make_swe_tasks.py makes of APP: the bug of `add`."""
-    directory = tmp_path_factory.mktemp("tools-task")
-    for name, text in APP.items():
-        (directory / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / "tree" / name).write_text(text.replace("a - b", "a + b"))
+    return made_task(tmp_path_factory.mktemp("tools-task"), "tools-task", APP, TURN, STAY)
+
+
+def made_task(
+    directory: Path, name: str, files: Mapping[str, str], turn_green: Sequence[str], stay_green: Sequence[str]
+) -> TaskFolder:
+    for file, text in files.items():
+        (directory / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / "tree" / file).write_text(text.replace("a - b", "a + b"))
     packages, tool = script("swe_tasks.packages"), script("make_swe_tasks")
     package = packages.Package("calc-1.0", directory / "tree", directory / "tests")
-    package.passing, package.versions = dict.fromkeys((*TURN, *STAY), 0.1), {"python": "3", "pytest": "9"}
-    possible = packages.mutations((directory / "tree/calc/sums.py").read_bytes())
+    package.passing = dict.fromkeys((*turn_green, *stay_green), 0.1)
+    package.versions = {"python": "3", "pytest": "9"}
+    (path,) = (file for file in files if file.endswith("calc/sums.py"))
+    possible = packages.mutations((directory / "tree" / path).read_bytes())
     (mutation,) = (mutation for mutation in possible if mutation.after == "    return a - b")
-    bug = packages.Bug("calc/sums.py", mutation, dict.fromkeys(TURN, "assert -1 == 5"), STAY)
-    tool.write_task(directory / "task", "tools-task", package, bug)
+    bug = packages.Bug(path, mutation, dict.fromkeys(turn_green, "assert -1 == 5"), tuple(stay_green))
+    tool.write_task(directory / "task", name, package, bug)
     layer = directory / "task/environment/testbed.tar.gz"
-    import_image(str(layer), "tools-task", find_image("small-python").digest)
+    import_image(str(layer), name, find_image("small-python").digest)
     (folder,) = read_tasks(directory / "task")
     return folder
 
@@ -442,6 +449,68 @@ async def test_a_protected_helper_is_the_one_that_is_imported(
     assert scores(verdicts) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0) | {"both": 1.0}, verdicts
     open_bench = bench_of(beside, tmp_path, files)
     assert (await open_bench.played(cheats["a package"]))["score"] == 1.0, "the cheat does work"
+
+
+HELPED = "helped = lambda result: result"
+FORGED_HELPER = "helped = lambda result: 5 if result == -1 else result"
+LAYOUTS = {
+    "a directory of another name": (
+        "calc_tests/test_calc.py",
+        {"calc_tests/__init__.py": "", "calc_tests/helpers.py": HELPED},
+        "from calc_tests.helpers import helped",
+        ("calc_tests/helpers.py", "src/calc_tests/helpers.py", "src/calc_tests/__init__.py"),
+    ),
+    "beside it, as a module of its own": (
+        "checks/test_calc.py",
+        {"checks/helpers.py": HELPED},
+        "from helpers import helped",
+        ("checks/helpers.py", "helpers.py", "src/helpers.py"),
+    ),
+    "inside the package": (
+        "calc/checks/test_calc.py",
+        {"calc/checks/__init__.py": "", "calc/checks/helpers.py": HELPED},
+        "from calc.checks.helpers import helped",
+        ("calc/checks/helpers.py", "calc/checks/helpers/__init__.py"),
+    ),
+    "at the top": (
+        "test_calc.py",
+        {"helpers.py": HELPED},
+        "from helpers import helped",
+        ("helpers.py", "helpers/__init__.py", "src/helpers.py"),
+    ),
+    "in src": (
+        "checks/test_calc.py",
+        {"src/helpers.py": HELPED},
+        "from helpers import helped",
+        ("src/helpers.py", "helpers.py", "helpers/__init__.py"),
+    ),
+    "above the tests": (
+        "tests/unit/test_calc.py",
+        {"tests/conftest.py": APP["tests/conftest.py"], "tests/helpers.py": HELPED},
+        "from helpers import helped",
+        ("tests/helpers.py", "helpers.py", "tests/unit/helpers.py"),
+    ),
+}
+"""Where helpers of tests lie: the file of tests, more files, how tests import the helper, what is forged."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_helpers_of_tests_are_the_images_in_tasks_of_the_tool(
+    image: Image, tmp_path: Path, layout: str
+) -> None:
+    file, files, imports, forged = LAYOUTS[layout]
+    root = "src/" if layout == "in src" else ""
+    package = {f"{root}{file}": APP[file] for file in ("calc/__init__.py", "calc/sums.py")}
+    text = f"from calc import add\n{imports}\n\n" + (
+        "def test_add():\n    assert helped(add(2, 3)) == 5\n\ndef test_zero():\n    assert add(2, 0) == 2\n"
+    )
+    names = [f"{file}::test_add"], [f"{file}::test_zero"]
+    folder = made_task(tmp_path, "helped", {**package, **files, file: text}, *names)
+    cheats = {path: written(path, FORGED_HELPER) for path in forged}
+    scripts = {"a fix": f"cd ./{root}; {FIX}", **cheats}
+    verdicts = asyncio.run(Bench(folder.task, folder.tests).all(scripts))
+    assert scores(verdicts) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), verdicts
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import random
 import re
@@ -89,6 +90,7 @@ PER_FUNCTION = 2  # tasks
 EXAMPLE = 300  # characters of what a test said, in an error
 PADDING = 20  # tests that must stay green beside those that cover the changed line
 TEST_FILE = re.compile(r"test_.*\.py|.*_test\.py|tests?\.py")
+TEST_DIRECTORY = re.compile(r"(.*_)?tests?|testing")
 TEST_FILES = "test_*.py, *_test.py, test.py or tests.py"  # the same in words
 
 
@@ -107,6 +109,29 @@ class Package:
     passing: dict[str, float] = field(default_factory=dict)
     covering: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Name what can be imported from the workspace: the first parts of `modules`."""
+        return sorted({name.partition(".")[0] for name in self.modules})
+
+    def protected(self, path: str) -> list[str]:
+        """List globs of what no solution of a bug in the file `path` may change: all else at the top and in
+        src/, modules and packages that would be imported instead, and directories of tests in packages."""
+        changed = PurePosixPath(path)
+        tops = [*self.tree.glob("*"), *self.tree.glob("src/*")]
+        places = {PurePosixPath(top.relative_to(self.tree)) for top in tops}
+        for file in self.tree.rglob("*.py"):
+            if is_test(file):
+                places.add(directory_of_tests(PurePosixPath(file.relative_to(self.tree))))
+        others = sorted(places - {changed, *changed.parents})
+
+        globs = {f"{TESTBED}/{glob.escape(str(place))}" for place in others}
+        for place in others:
+            if place.parent.name in ("", "src") and place.stem in self.names:
+                for root in (TESTBED, f"{TESTBED}/src"):
+                    globs |= {f"{root}/{place.stem}", f"{root}/{place.stem}.*"}
+        return sorted(globs)
 
     @property
     def modules(self) -> list[str]:
@@ -178,31 +203,40 @@ def is_test(path: Path | PurePosixPath) -> bool:
     return bool(TEST_FILE.fullmatch(path.name))
 
 
+def directory_of_tests(file: PurePosixPath) -> PurePosixPath:
+    """Return the outermost directory around a test file that has such a name, or the one that it lies in."""
+    around = [directory for directory in file.parents if TEST_DIRECTORY.fullmatch(directory.name)]
+    return around[-1] if around else file.parent
+
+
 def lay_out(package: Package, files: set[str], target: Path) -> None:
-    """Copy test files, and what lies beside them, to their places in `target`, as modules of no package."""
+    """Copy test files, and what lies beside them, to their places in `target`, as modules of no package. Of
+    files beside tests at the top, which has the package, too, only conftest.py is copied."""
     target.mkdir(parents=True, exist_ok=True)
     (target / "pytest.ini").write_text(PYTEST_INI)
-    directories = sorted({str(Path("/tests", file).parent) for file in files} | {"/tests"}, reverse=True)
-    tops = {Path(file).parts[0] for file in files}
+    copied = {package.tree / file for file in files}
+    directories = {"/tests"}
+    for file in map(PurePosixPath, files):
+        top = directory_of_tests(file)
+        if top != PurePosixPath():
+            copied |= {*(package.tree / top).rglob("*")}
+        copied |= {package.tree / directory / "conftest.py" for directory in file.parents}
+        inside = [directory for directory in file.parents if directory.is_relative_to(top)]
+        directories |= {str("/tests" / directory) for directory in inside}
+
+    tops = {PurePosixPath(file).parts[0] for file in files}
     run_pytest = RUN_PYTEST.format(
-        names=sorted({name.partition(".")[0] for name in package.modules}),
+        names=package.names,
         workspace=[TESTBED, f"{TESTBED}/src"],
-        path=directories,
+        path=sorted(directories, reverse=True),
         packages=sorted(name for name in package.modules if name.partition(".")[0] in tops),
     )
     (target / "run_pytest.py").write_text(run_pytest)
-    for directory in {Path(file).parent for file in files}:
-        beside = {
-            path for path in (package.tree / directory).rglob("*") if directory.name in ("test", "tests")
-        }
-        beside |= set(package.tree.glob("conftest.py"))
-        for path in (package.tree / file for file in files):
-            beside.add(path)
-        for path in beside:
-            name = path.relative_to(package.tree)
-            if path.is_file() and path.name != "__init__.py" and (not is_test(path) or str(name) in files):
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target / name)
+    for path in copied:
+        name = path.relative_to(package.tree)
+        if path.is_file() and path.name != "__init__.py" and (not is_test(path) or str(name) in files):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / name)
 
 
 def restore(path: str, line: int, text: str) -> str:
