@@ -85,8 +85,6 @@ SECONDS = 5.0  # of CPU that each test may take, and three times what it took
 BUSY = 20  # seconds of a run for one of CPU
 NO_MODULES = ("src", "tests", "test", "docs", "setup", "conftest", "noxfile")
 PER_FUNCTION = 2  # tasks
-
-
 EXAMPLE = 300  # characters of what a test said, in an error
 PADDING = 20  # tests that must stay green beside those that cover the changed line
 TEST_FILE = re.compile(r"test_.*\.py|.*_test\.py|tests?\.py")
@@ -187,7 +185,9 @@ def unpack(requirement: str, directory: Path) -> Package:
         raise PackageError(f"{sdist.name} cannot be unpacked: {one_line(error)}") from error
     tops = [*(directory / "all").iterdir()]
     if len(tops) != 1 or not tops[0].is_dir():
-        raise PackageError(f"{sdist.name} is no source distribution: it has not one directory at its top")
+        raise PackageError(
+            f"{sdist.name} is no source distribution: it must have exactly one top-level directory"
+        )
 
     tree, tests = directory / "tree", directory / "tests"
     shutil.copytree(tops[0], tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
@@ -246,12 +246,12 @@ def restore(path: str, line: int, text: str) -> str:
 
 
 async def installed_copies(image: Image, modules: list[str]) -> dict[str, str]:
-    """Return which of these modules and packages the image's own Python imports, and from where: it would
-    test that copy, not the package. A directory of the name without `__init__.py` is none: packages win."""
+    """Return which of these modules and packages the image's own Python imports, and from where. Such a
+    module would be tested instead of the package. A directory without `__init__.py` does not count."""
     async with Jail(LIMITS, image=image) as box:
         ended = await box.run("shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60)
     if ended.ending is not RunEnding.DONE:
-        raise PackageError(f"the base image has no python3 that runs: {in_short(ended.output, EXAMPLE)}")
+        raise PackageError(f"python3 does not run in the base image: {in_short(ended.output, EXAMPLE)}")
     copies: dict[str, str] = json.loads(ended.output.splitlines()[-1])
     return copies
 
@@ -309,7 +309,7 @@ async def learn(image: Image, package: Package) -> None:
         failures = Counter(
             [*runs[0]["errors"].values(), *(message for _, message in outcomes.values() if message)]
         )
-        example = "".join(f"; mostly: {message}" for message, _ in failures.most_common(1))
+        example = "".join(f"; the most frequent error: {message}" for message, _ in failures.most_common(1))
         raise PackageError(
             f"{package.name} has no test that passes and runs its lines: {len(package.passing)} of "
             f"{len(outcomes)} pass{in_short(example, EXAMPLE)}"
@@ -357,9 +357,7 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
 
     named = [test for test in tests if runs[0][test][0] == runs[1][test][0] in ("failed", "passed")]
     solved = (await run_tests(image, package, named, seconds, seed=2)).get("outcomes", {})
-    named = [
-        test for test in named if solved.get(test, ("", ""))[0] == "passed"
-    ]  # apart from all others, too
+    named = [test for test in named if solved.get(test, ("", ""))[0] == "passed"]  # without other tests, too
     red = [test for test in named if runs[0][test][0] == "failed"]
     green = [test for test in named if runs[0][test][0] == "passed"]
     if not {*red} & {*covering} or not green:
