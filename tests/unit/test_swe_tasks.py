@@ -191,6 +191,18 @@ def test_what_a_package_installs(tmp_path: Path, files: tuple[str, ...], modules
     assert sorted(package.modules) == sorted(modules)
 
 
+def test_what_solutions_may_change(tmp_path: Path) -> None:
+    places = ("toy/__init__.py", "toy/checks/test_it.py", "toy.cfg", "helpers.py", "notes.md", "src/other.py")
+    package = Package("toy-1.0", tree_of(tmp_path, dict.fromkeys(places, "")), tmp_path / "tests")
+    imported = {f"/testbed/{root}{name}" for root in ("", "src/") for name in ("helpers", "helpers.*")}
+    others = {f"/testbed/{name}" for name in ("toy/checks", "toy.cfg", "helpers.py", "notes.md")}
+    in_src = {
+        f"/testbed/{name}" for name in ("src", "src/other.py", "other", "other.*", "src/other", "src/other.*")
+    }
+    assert {*package.protected("toy/__init__.py")} == imported | others | in_src
+    assert "/testbed/src" not in package.protected("src/other.py")
+
+
 @pytest.mark.parametrize("kind", ["gztar", "xztar", "zip"])
 def test_a_package_without_tests_is_told_what_was_looked_for(tmp_path: Path, kind: str) -> None:
     sdist = sdist_of(tmp_path / "toy-1.0", {"toy/__init__.py": "", "toy/testing.py": ""}, kind)

@@ -125,10 +125,11 @@ class Package:
         others = sorted(places - {changed, *changed.parents})
 
         globs = {f"{TESTBED}/{glob.escape(str(place))}" for place in others}
-        for place in others:
-            if place.parent.name in ("", "src") and place.stem in self.names:
-                for root in (TESTBED, f"{TESTBED}/src"):
-                    globs |= {f"{root}/{place.stem}", f"{root}/{place.stem}.*"}
+        top = changed.relative_to("src") if changed.is_relative_to("src") else changed
+        importable = {place.name.removesuffix(".py") for place in others if place.parent.name in ("", "src")}
+        for name in importable & {*self.names} - {top.parts[0].removesuffix(".py")}:
+            for root in (TESTBED, f"{TESTBED}/src"):
+                globs |= {f"{root}/{name}", f"{root}/{name}.*"}
         return sorted(globs)
 
     @property
