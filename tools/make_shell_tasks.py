@@ -36,6 +36,7 @@ TEST = """\
 #!/bin/sh
 # Each function in a shell of its own, which cannot read what is expected; a report of them all, and Harbor's
 # reward.
+set -f
 set -- $(cat /tests/expected)
 rm /tests/expected
 cd /repo/{package}

@@ -29,9 +29,9 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from swe_tasks.leaks import BaseImage, contents, leak
 from swe_tasks.packages import (
@@ -73,10 +73,12 @@ TEST_SH = f"""#!/bin/sh
 # Runs the tests that decide, as they were, on what is in {TESTBED}.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 mkdir -p /logs/verifier
+rm -f /logs/verifier/report.xml
 cd {TESTBED}
 reward=0
 python3 -I /tests/run_pytest.py -c /tests/pytest.ini --rootdir /tests -q \\
-    --junitxml /logs/verifier/report.xml @/tests/selected.txt && reward=1
+    --junitxml /logs/verifier/report.xml @/tests/selected.txt \\
+    && [ -s /logs/verifier/report.xml ] && reward=1  # code under test may have ended with 0
 echo $reward > /logs/verifier/reward.txt
 """
 TASK_TOML = """schema_version = "1.4"
@@ -87,6 +89,7 @@ name = "asyncrl/{name}"
 [metadata]
 package = "{package}"
 bug = "{bug}"
+protected = {protected}
 
 [environment]
 docker_image = "{image}"
@@ -169,11 +172,12 @@ def write_task(folder: Path, image: str, package: Package, bug: Bug) -> None:
     tests = sorted((*bug.messages, *bug.stay_green))  # the order in which they were tried
     seconds = VERIFIER_SECONDS * (1 + sum(package.passing[test] for test in tests) // 6)  # ten times
     task = {"name": folder.name, "package": package.name, "bug": bug.mutation.kind, "image": image}
+    protected = json.dumps(package.protected(bug.path), indent=1, ensure_ascii=False)
     fix = restore(bug.path, bug.mutation.line, bug.mutation.before)
     lay_out(package, {test.partition("::")[0] for test in tests}, folder / "tests")
     for name, text in {
         "instruction.md": instruction(package, bug),
-        "task.toml": TASK_TOML.format(**task, seconds=seconds),
+        "task.toml": TASK_TOML.format(**task, protected=protected, seconds=seconds),
         "environment/Dockerfile": DOCKERFILE.format(**package.versions),
         "tests/test.sh": TEST_SH,
         "tests/config.json": json.dumps(
@@ -196,9 +200,9 @@ class Maker:
         self.kinds: Counter[str] = Counter()
         self.gate = asyncio.Semaphore(jobs)
 
-    async def in_turn(self, work: Awaitable[T]) -> T:
+    async def in_turn(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         async with self.gate:
-            return await work
+            return await work(*arguments)
 
     async def make(self, package: Package, most: int, seed: int, split: str) -> int:
         """Make up to `most` tasks. Some bugs are tried at once, and taken in the order of candidates."""
@@ -206,13 +210,13 @@ class Maker:
         functions: Counter[tuple[str, str]] = Counter()
         made = tried = 0
         while ahead and made < most:
-            chunk: list[Awaitable[Bug | None]] = []
+            chunk: list[Coroutine[Any, Any, Bug | None]] = []
             while ahead and len(chunk) < AHEAD * self.jobs:
                 path, mutation = ahead.pop(0)
                 if functions[path, mutation.function] < PER_FUNCTION and not self.below.has(mutation):
-                    chunk.append(self.in_turn(try_bug(self.base, package, path, mutation)))
+                    chunk.append(self.in_turn(try_bug, self.base, package, path, mutation))
             tried += len(chunk)
-            for bug in await asyncio.gather(*chunk):
+            for bug in await all_or_none(chunk):
                 function = (bug.path, bug.mutation.function) if bug else ("", "")
                 if bug and made < most and functions[function] < PER_FUNCTION:
                     folder = self.out / split / f"{plain_name(package)}-{made + 1:03}"
@@ -238,17 +242,27 @@ class Maker:
         return True
 
 
+async def all_or_none(work: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines together. After the first error the others are cancelled and have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 def plain_name(package: Package) -> str:
     return re.sub(r"-[0-9].*", "", package.name).replace("_", "-").lower()
 
 
 async def prepare(maker: Maker, requirement: str, directory: Path) -> Package:
     """Fetch, unpack and learn a package. PackageError where no tasks can be made of it."""
-    package = await maker.in_turn(asyncio.to_thread(unpack, requirement, directory))
-    if copies := await maker.in_turn(installed_copies(maker.base, package.modules)):
+    package = await maker.in_turn(asyncio.to_thread, unpack, requirement, directory)
+    if copies := await maker.in_turn(installed_copies, maker.base, package.modules):
         module, path = next(iter(copies.items()))
-        raise PackageError(f"the base image has a copy of {module}: {path}; make it without")
-    await maker.in_turn(learn(maker.base, package))
+        raise PackageError(f"the base image already has {module} ({path}); use a base image without it")
+    await maker.in_turn(learn, maker.base, package)
     return package
 
 
@@ -269,7 +283,7 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
             packages.append((requirement, package))
     print(f"{len(packages)} packages learned in {time.monotonic() - started:.0f} s", flush=True)
 
-    packages.sort(key=lambda named: len(named[1].covering))
+    packages.sort(key=lambda entry: len(entry[1].covering))
     for number, (requirement, package) in enumerate(packages):
         split = "test" if plain_name(package) in arguments.hold_out else "train"
         print(
@@ -277,8 +291,11 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
         )
         wanted = math.ceil((arguments.count - total) / (len(packages) - number))
         before = sum(maker.kinds.values())
+        if wanted == 0:
+            print("  0 tasks: --count is reached", flush=True)
+            continue
         try:
-            if wanted and not await maker.make(package, wanted, arguments.seed, split):
+            if not await maker.make(package, wanted, arguments.seed, split):
                 problems[requirement] = "no tasks: no bug makes some of its tests fail and others pass"
         except PROBLEMS as error:
             problems[requirement] = f"only {sum(maker.kinds.values()) - before} tasks: {reason(error)}"

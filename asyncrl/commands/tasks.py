@@ -38,7 +38,7 @@ LINE = "{:<32} {:>9} {:>6} {:>10} {:>7}  {:<14}  {}"
 class Trial(msgspec.Struct):
     """Describes how a task went. `untouched`, `solved`: the scores without changes and with those of the
     solution. `network`: which of tests and solution tried to reach one. `faults`: why not to train on it;
-    `warnings`: what to look at before."""
+    `warnings`: what to look at before training."""
 
     task: str
     untouched: list[float] = []
@@ -111,7 +111,7 @@ async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Tr
     """Judge a task without changes, and with those of its solution, `repeats` times each."""
     trial = Trial(printable(in_short(folder.task.name)))
     if not folder.tests.named:
-        trial.warnings.append(f"it names no tests: {UNNAMED}")
+        trial.warnings.append(f"no tests are named: {UNNAMED}")
     sample = question(Place(str(folder.path), 0), folder.row, RowLayout())
     for what, scores in (("untouched", trial.untouched), ("solved", trial.solved)):
         try:

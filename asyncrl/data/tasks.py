@@ -49,8 +49,9 @@ class TaskTests(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 UNNAMED = (
-    "the verdict of test.sh is its own, mostly an exit code, and code under test can end its process with 0; "
-    "name the tests in tests/config.json and write a report (docs/tasks.md, What is judged)"
+    "their score is whatever test.sh says, usually an exit code, and code under test can fake that by ending "
+    "the process with 0; name the tests in tests/config.json and write a JUnit report (docs/tasks.md, What "
+    "is judged)"
 )
 """Why a task without named tests is worth a warning, and what to do."""
 
@@ -70,7 +71,7 @@ def task_of(sample: Sample) -> Task | None:
 
 
 def check_task(sample: Sample, judged: bool) -> TaskTests | None:
-    """ConfigError where its image is not there, or the tests where it is `judged`. Returns those tests."""
+    """Return the sample's tests. ConfigError where its image is missing, or, if `judged`, its tests."""
     where = f"sample {sample.row}"
     with ConfigError.instead_of(ValueError, text=f"{where}: its task, or what judges it, cannot be read"):
         task = task_of(sample)

@@ -15,7 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -46,7 +46,8 @@ from tests.integration.test_sandbox_exec import SHORT_OF_MEMORY
 
 LIMITS = SandboxLimits(memory=0, open_files=256)
 APP = {
-    "calc/__init__.py": "from calc.sums import add, double\n",
+    "calc/__init__.py": "import mimetypes, pickle  # which ask for winreg, _winapi and org\n\n"
+    "try:\n    import cytoolz\nexcept ImportError:\n    pass\n\nfrom calc.sums import add, double\n",
     "calc/sums.py": "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n",
     "calc/unused.py": "",
     "tests/conftest.py": "import pytest\n\n\n@pytest.fixture\ndef two():\n    return 2\n",
@@ -66,7 +67,12 @@ def block(language: str, words: str) -> str:
 
 QUICK_START = block("bash", "asyncrl image import tree").partition("asyncrl tasks check")[0]
 (PYTEST_INI,) = re.findall(r"^printf '(.*)' > tests/pytest.ini$", QUICK_START, re.M)
-CAREFUL = {"pytest.ini": PYTEST_INI.replace("\\n", "\n"), "test.sh": block("sh", "tests/test_calc.py")}
+(RUN_PYTEST,) = re.findall(r"^cat > tests/run_pytest.py <<'END'\n(.*?)^END$", QUICK_START, re.M | re.S)
+CAREFUL = {
+    "pytest.ini": PYTEST_INI.replace("\\n", "\n"),
+    "run_pytest.py": RUN_PYTEST.replace('{"calc"}', '{"calc", "tests"}'),
+    "test.sh": block("sh", "--rootdir /app"),
+}
 """Tests in the workspace that are run as docs/tasks.md advises."""
 NAIVE = {"test.sh": "cd /app\npython3 -m pytest tests/test_calc.py && echo 1 > /logs/verifier/reward.txt"}
 TURN, STAY = ("tests/test_calc.py::test_add",), ("tests/test_calc.py::test_double",)
@@ -118,7 +124,7 @@ names=$(python3 -I -c 'import sys
 print(*{*sys.stdlib_module_names} - {*sys.modules} - {"pdb"})
 import os, _pytest
 print(*(name[:-3] for name in os.listdir(_pytest.__path__[0]) if name.endswith(".py") and name[0] != "_"))')
-for name in $names org exceptiongroup colorama xdist pytest_asyncio; do cp pdb.py $name.py; done
+for name in $names org exceptiongroup colorama xdist pytest_asyncio cytoolz; do cp pdb.py $name.py; done
 mkdir -p src; cp *.py src; cp *.py tests
 """
 GIT = """\
@@ -315,19 +321,26 @@ def quick_start(image: Image, images: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def tools_task(image: Image, tmp_path_factory: pytest.TempPathFactory) -> TaskFolder:
     """A task that tools/make_swe_tasks.py makes of APP: the bug of `add`."""
-    directory = tmp_path_factory.mktemp("tools-task")
-    for name, text in APP.items():
-        (directory / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / "tree" / name).write_text(text.replace("a - b", "a + b"))
+    return made_task(tmp_path_factory.mktemp("tools-task"), "tools-task", APP, TURN, STAY)
+
+
+def made_task(
+    directory: Path, name: str, files: Mapping[str, str], turn_green: Sequence[str], stay_green: Sequence[str]
+) -> TaskFolder:
+    for file, text in files.items():
+        (directory / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / "tree" / file).write_text(text.replace("a - b", "a + b"))
     packages, tool = script("swe_tasks.packages"), script("make_swe_tasks")
     package = packages.Package("calc-1.0", directory / "tree", directory / "tests")
-    package.passing, package.versions = dict.fromkeys((*TURN, *STAY), 0.1), {"python": "3", "pytest": "9"}
-    possible = packages.mutations((directory / "tree/calc/sums.py").read_bytes())
+    package.passing = dict.fromkeys((*turn_green, *stay_green), 0.1)
+    package.versions = {"python": "3", "pytest": "9"}
+    (path,) = (file for file in files if file.endswith("calc/sums.py"))
+    possible = packages.mutations((directory / "tree" / path).read_bytes())
     (mutation,) = (mutation for mutation in possible if mutation.after == "    return a - b")
-    bug = packages.Bug("calc/sums.py", mutation, dict.fromkeys(TURN, "assert -1 == 5"), STAY)
-    tool.write_task(directory / "task", "tools-task", package, bug)
+    bug = packages.Bug(path, mutation, dict.fromkeys(turn_green, "assert -1 == 5"), tuple(stay_green))
+    tool.write_task(directory / "task", name, package, bug)
     layer = directory / "task/environment/testbed.tar.gz"
-    import_image(str(layer), "tools-task", find_image("small-python").digest)
+    import_image(str(layer), name, find_image("small-python").digest)
     (folder,) = read_tasks(directory / "task")
     return folder
 
@@ -423,7 +436,8 @@ async def test_a_protected_helper_is_the_one_that_is_imported(
     beside = image_of(
         images, "beside", "app", {"helpers.py": APP["tests/helpers.py"], "tests/test_calc.py": test}
     )
-    bench = bench_of(beside, tmp_path, CAREFUL)
+    files = CAREFUL | {"run_pytest.py": CAREFUL["run_pytest.py"].replace('"tests"', '"helpers"')}
+    bench = bench_of(beside, tmp_path, files)
     bench.tests = msgspec.structs.replace(bench.tests, protected=("helpers.py",))
     forged = "helped = lambda result: 5 if result == -1 else result"
     cheats = {
@@ -433,8 +447,70 @@ async def test_a_protected_helper_is_the_one_that_is_imported(
     }
     verdicts = await bench.all({"a fix": FIX, **cheats, "both": f"{cheats['a package']}\n{FIX}"})
     assert scores(verdicts) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0) | {"both": 1.0}, verdicts
-    open_bench = bench_of(beside, tmp_path, CAREFUL)
+    open_bench = bench_of(beside, tmp_path, files)
     assert (await open_bench.played(cheats["a package"]))["score"] == 1.0, "the cheat does work"
+
+
+HELPED = "helped = lambda result: result"
+FORGED_HELPER = "helped = lambda result: 5 if result == -1 else result"
+LAYOUTS = {
+    "a directory of another name": (
+        "calc_tests/test_calc.py",
+        {"calc_tests/__init__.py": "", "calc_tests/helpers.py": HELPED},
+        "from calc_tests.helpers import helped",
+        ("calc_tests/helpers.py", "src/calc_tests/helpers.py", "src/calc_tests/__init__.py"),
+    ),
+    "beside it, as a module of its own": (
+        "checks/test_calc.py",
+        {"checks/helpers.py": HELPED},
+        "from helpers import helped",
+        ("checks/helpers.py", "helpers.py", "src/helpers.py"),
+    ),
+    "inside the package": (
+        "calc/checks/test_calc.py",
+        {"calc/checks/__init__.py": "", "calc/checks/helpers.py": HELPED},
+        "from calc.checks.helpers import helped",
+        ("calc/checks/helpers.py", "calc/checks/helpers/__init__.py"),
+    ),
+    "at the top": (
+        "test_calc.py",
+        {"helpers.py": HELPED},
+        "from helpers import helped",
+        ("helpers.py", "helpers/__init__.py", "src/helpers.py"),
+    ),
+    "in src": (
+        "checks/test_calc.py",
+        {"src/helpers.py": HELPED},
+        "from helpers import helped",
+        ("src/helpers.py", "helpers.py", "helpers/__init__.py"),
+    ),
+    "above the tests": (
+        "tests/unit/test_calc.py",
+        {"tests/conftest.py": APP["tests/conftest.py"], "tests/helpers.py": HELPED},
+        "from helpers import helped",
+        ("tests/helpers.py", "helpers.py", "tests/unit/helpers.py"),
+    ),
+}
+"""Where helpers of tests lie: the file of tests, more files, how tests import the helper, what is forged."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_helpers_of_tests_are_the_images_in_tasks_of_the_tool(
+    image: Image, tmp_path: Path, layout: str
+) -> None:
+    file, files, imports, forged = LAYOUTS[layout]
+    root = "src/" if layout == "in src" else ""
+    package = {f"{root}{file}": APP[file] for file in ("calc/__init__.py", "calc/sums.py")}
+    text = f"from calc import add\n{imports}\n\n" + (
+        "def test_add():\n    assert helped(add(2, 3)) == 5\n\ndef test_zero():\n    assert add(2, 0) == 2\n"
+    )
+    names = [f"{file}::test_add"], [f"{file}::test_zero"]
+    folder = made_task(tmp_path, "helped", {**package, **files, file: text}, *names)
+    cheats = {path: written(path, FORGED_HELPER) for path in forged}
+    scripts = {"a fix": f"cd ./{root}; {FIX}", **cheats}
+    verdicts = asyncio.run(Bench(folder.task, folder.tests).all(scripts))
+    assert scores(verdicts) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), verdicts
 
 
 @pytest.mark.full
@@ -586,7 +662,8 @@ def test_what_episodes_changed_is_judged_again_by_regrade(image: Image, tmp_path
     for number in range(4):
         config = {"FAIL_TO_PASS": TURN, "PASS_TO_PASS": STAY}
         folder = task_folder(tmp_path / f"tasks/{number}", toml, test=CAREFUL["test.sh"], config=config)
-        (folder / "tests/pytest.ini").write_text(CAREFUL["pytest.ini"])
+        for name in ("pytest.ini", "run_pytest.py"):
+            (folder / "tests" / name).write_text(CAREFUL[name])
     (tmp_path / "agent.py").write_text(AGENT)
     agent = f"rollout.agent={{command: {{line: python {tmp_path}/agent.py, sandbox: jail}}}}"
     options = ["rollout.tools=[]", "rollout.reward=tests", agent, "rollout.max_new_tokens=8"]

@@ -106,14 +106,14 @@ def test_tasks_without_named_tests_are_warned_of(tasks: Path, capsys: pytest.Cap
     assert (good.split()[6:], named.split()[6:]) == (["ok,", "with", "a", "warning"], ["ok"])
     assert end == "2 of 2 tasks are as they should be"
     assert warning.startswith(
-        "warning: 1 of 2 tasks name no tests (a-good): the verdict of test.sh is its own"
+        "warning: 1 of 2 tasks name no tests (a-good): their score is whatever test.sh says"
     )
     assert "name the tests in tests/config.json" in warning
 
     assert main(["tasks", "check", str(tasks), "--json"]) == 0
     good, named = map(json.loads, capsys.readouterr().out.splitlines())
     assert good["faults"] == named["faults"] == named["warnings"] == []
-    assert len(good["warnings"]) == 1 and "it names no tests: " in good["warnings"][0]
+    assert len(good["warnings"]) == 1 and "no tests are named: " in good["warnings"][0]
 
 
 def test_tests_that_run_twice_are_found_flaky(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import bz2
 import gzip
 import io
@@ -24,6 +25,7 @@ from asyncrl.isolation.images import find_image
 from asyncrl.isolation.sandbox.base import SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
 from tests.fakes.images import small_image
+from tests.fakes.scripts import script
 from tests.fakes.tasks import bare_image
 from tools.swe_tasks.leaks import BaseImage, contents, leak
 from tools.swe_tasks.mutations import mutations
@@ -189,6 +191,18 @@ def test_what_a_package_installs(tmp_path: Path, files: tuple[str, ...], modules
     assert sorted(package.modules) == sorted(modules)
 
 
+def test_what_solutions_may_change(tmp_path: Path) -> None:
+    places = ("toy/__init__.py", "toy/checks/test_it.py", "toy.cfg", "helpers.py", "notes.md", "src/other.py")
+    package = Package("toy-1.0", tree_of(tmp_path, dict.fromkeys(places, "")), tmp_path / "tests")
+    imported = {f"/testbed/{root}{name}" for root in ("", "src/") for name in ("helpers", "helpers.*")}
+    others = {f"/testbed/{name}" for name in ("toy/checks", "toy.cfg", "helpers.py", "notes.md")}
+    in_src = {
+        f"/testbed/{name}" for name in ("src", "src/other.py", "other", "other.*", "src/other", "src/other.*")
+    }
+    assert {*package.protected("toy/__init__.py")} == imported | others | in_src
+    assert "/testbed/src" not in package.protected("src/other.py")
+
+
 @pytest.mark.parametrize("kind", ["gztar", "xztar", "zip"])
 def test_a_package_without_tests_is_told_what_was_looked_for(tmp_path: Path, kind: str) -> None:
     sdist = sdist_of(tmp_path / "toy-1.0", {"toy/__init__.py": "", "toy/testing.py": ""}, kind)
@@ -288,6 +302,24 @@ def test_that_depends_on_the_run():
 }
 
 
+async def test_after_an_error_no_other_bug_is_tried() -> None:
+    tool = script("make_swe_tasks")
+    ended: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("waits")
+
+    async def fails() -> None:
+        raise PackageError("no sandbox")
+
+    with pytest.raises(PackageError, match="no sandbox"):
+        await asyncio.wait_for(tool.all_or_none([waits(), fails()]), 10)
+    assert ended == ["waits"]
+
+
 def make_tasks(sdist: Path, out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the tool. `words`: more packages, then options."""
     command = [sys.executable, str(TOOL), str(sdist), *words, "--base", "python-pytest", "--out", str(out)]
@@ -314,7 +346,11 @@ async def test_tasks_are_made_of_a_package(tmp_path: Path, images: Path) -> None
         assert named["FAIL_TO_PASS"][0] in (folder / "instruction.md").read_text()
         image = find_image(tomllib.loads((folder / "task.toml").read_text())["environment"]["docker_image"])
         assert not any(path.endswith(".pyc") for path, _ in contents(image.root))
-        for command, reward in (("true", "0"), (f"sh {folder}/solution/solve.sh", "1")):
+        ends = [
+            f"echo 'import {end}(0)' >> /testbed/toy/__init__.py" for end in ("os; os._exit", "sys; sys.exit")
+        ]
+        commands = {"true": "0", f"sh {folder}/solution/solve.sh": "1", **dict.fromkeys(ends, "0")}
+        for command, reward in commands.items():
             async with Jail(SandboxLimits(memory=1024), show=[str(folder)], image=image) as box:
                 tests = f"cp -r {folder}/tests /tests && {command} && sh /tests/test.sh"
                 ended = await box.run("shell", tests, 60)
@@ -335,7 +371,7 @@ INSIDE = {  # tests in the package, beside one another's names and the library's
 BAD = {
     "pluggy": (
         {"pluggy/__init__.py": "", "test_it.py": ""},
-        r"the base image has a copy of pluggy: /.*; make it",
+        r"the base image already has pluggy \(/.*\); use a base image without it",
     ),
     "silent": (
         {"silent/__init__.py": "", "silent/test_it.py": ""},
@@ -343,7 +379,8 @@ BAD = {
     ),
     "broken": (
         {"broken/__init__.py": "", "test_it.py": "import gone\n\ndef test_it(): pass\n"},
-        "broken-1.0 has no test that passes and runs its lines: 0 of 0 pass; mostly.*No module named 'gone'",
+        "broken-1.0 has no test that passes and runs its lines: 0 of 0 pass; the most frequent error: .*No "
+        "module named 'gone'",
     ),
     "none": ({"none/__init__.py": ""}, "none-1.0 has no tests: none of its files is named"),
 }

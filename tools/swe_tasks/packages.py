@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import random
 import re
@@ -32,19 +33,32 @@ LIMITS = SandboxLimits(memory=2048, processes=64, open_files=256, file=64, disk=
 LEFT_OUT = ("*.egg-info", "__pycache__", "*.pyc", ".git", "PKG-INFO")
 PYTEST_INI = "[pytest]\nxfail_strict = true\naddopts = -p no:cacheprovider --import-mode=importlib\n"
 RUN_PYTEST = """\
-# Runs pytest on the tests beside this file. The workspace comes last on the path, so that no file of it takes
-# the place of a module of the library, of pytest, or of the tests.
+# Runs pytest on the tests beside this file. Of the workspace only the names of the package can be imported:
+# the library, pytest and tests ask for others that this image lacks, such as `winreg` or an optional package.
 import importlib
 import sys
 from contextlib import suppress
+from importlib.machinery import PathFinder
 
 import pytest
 
+NAMES = {names}
+
+
+class Workspace:
+    def find_spec(name, path=None, target=None):
+        spec = PathFinder.find_spec(name, {workspace}) if path is None and name in NAMES else None
+        if spec is not None and spec.loader is None:  # a namespace: without directories of sys.path
+            spec.submodule_search_locations = [*spec.submodule_search_locations]
+        return spec
+
 
 def main(arguments, plugins=()):
+    sys.meta_path.insert(0, Workspace)
     sys.path += {path}
-    for package in {packages}:  # else their directories here, with tests inside, would be the packages
-        with suppress(Exception):  # tests that need it fail by themselves
+    # import these first, or test directories of the same name would be taken for the packages
+    for package in {packages}:
+        with suppress(Exception, SystemExit):  # tests that need it fail by themselves
             importlib.import_module(package)
     return pytest.main(arguments, list(plugins))
 
@@ -71,11 +85,10 @@ SECONDS = 5.0  # of CPU that each test may take, and three times what it took
 BUSY = 20  # seconds of a run for one of CPU
 NO_MODULES = ("src", "tests", "test", "docs", "setup", "conftest", "noxfile")
 PER_FUNCTION = 2  # tasks
-
-
 EXAMPLE = 300  # characters of what a test said, in an error
 PADDING = 20  # tests that must stay green beside those that cover the changed line
 TEST_FILE = re.compile(r"test_.*\.py|.*_test\.py|tests?\.py")
+TEST_DIRECTORY = re.compile(r"(.*_)?tests?|testing")
 TEST_FILES = "test_*.py, *_test.py, test.py or tests.py"  # the same in words
 
 
@@ -94,6 +107,30 @@ class Package:
     passing: dict[str, float] = field(default_factory=dict)
     covering: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Name what can be imported from the workspace: the first parts of `modules`."""
+        return sorted({name.partition(".")[0] for name in self.modules})
+
+    def protected(self, path: str) -> list[str]:
+        """List globs of what no solution of a bug in the file `path` may change: all else at the top and in
+        src/, modules and packages that would be imported instead, and directories of tests in packages."""
+        changed = PurePosixPath(path)
+        tops = [*self.tree.glob("*"), *self.tree.glob("src/*")]
+        places = {PurePosixPath(top.relative_to(self.tree)) for top in tops}
+        for file in self.tree.rglob("*.py"):
+            if is_test(file):
+                places.add(directory_of_tests(PurePosixPath(file.relative_to(self.tree))))
+        others = sorted(places - {changed, *changed.parents})
+
+        globs = {f"{TESTBED}/{glob.escape(str(place))}" for place in others}
+        top = changed.relative_to("src") if changed.is_relative_to("src") else changed
+        importable = {place.name.removesuffix(".py") for place in others if place.parent.name in ("", "src")}
+        for name in importable & {*self.names} - {top.parts[0].removesuffix(".py")}:
+            for root in (TESTBED, f"{TESTBED}/src"):
+                globs |= {f"{root}/{name}", f"{root}/{name}.*"}
+        return sorted(globs)
 
     @property
     def modules(self) -> list[str]:
@@ -149,7 +186,9 @@ def unpack(requirement: str, directory: Path) -> Package:
         raise PackageError(f"{sdist.name} cannot be unpacked: {one_line(error)}") from error
     tops = [*(directory / "all").iterdir()]
     if len(tops) != 1 or not tops[0].is_dir():
-        raise PackageError(f"{sdist.name} is no source distribution: it has not one directory at its top")
+        raise PackageError(
+            f"{sdist.name} is no source distribution: it must have exactly one top-level directory"
+        )
 
     tree, tests = directory / "tree", directory / "tests"
     shutil.copytree(tops[0], tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
@@ -165,29 +204,40 @@ def is_test(path: Path | PurePosixPath) -> bool:
     return bool(TEST_FILE.fullmatch(path.name))
 
 
+def directory_of_tests(file: PurePosixPath) -> PurePosixPath:
+    """Return the outermost directory around a test file that has such a name, or the one that it lies in."""
+    around = [directory for directory in file.parents if TEST_DIRECTORY.fullmatch(directory.name)]
+    return around[-1] if around else file.parent
+
+
 def lay_out(package: Package, files: set[str], target: Path) -> None:
-    """Copy test files, and what lies beside them, to their places in `target`, as modules of no package."""
+    """Copy test files, and what lies beside them, to their places in `target`, as modules of no package. Of
+    files beside tests at the top, which has the package, too, only conftest.py is copied."""
     target.mkdir(parents=True, exist_ok=True)
     (target / "pytest.ini").write_text(PYTEST_INI)
-    directories = sorted({str(Path("/tests", file).parent) for file in files} | {"/tests"}, reverse=True)
-    tops = {Path(file).parts[0] for file in files}
+    copied = {package.tree / file for file in files}
+    directories = {"/tests"}
+    for file in map(PurePosixPath, files):
+        top = directory_of_tests(file)
+        if top != PurePosixPath():
+            copied |= {*(package.tree / top).rglob("*")}
+        copied |= {package.tree / directory / "conftest.py" for directory in file.parents}
+        inside = [directory for directory in file.parents if directory.is_relative_to(top)]
+        directories |= {str("/tests" / directory) for directory in inside}
+
+    tops = {PurePosixPath(file).parts[0] for file in files}
     run_pytest = RUN_PYTEST.format(
-        path=[*directories, TESTBED, f"{TESTBED}/src"],
+        names=package.names,
+        workspace=[TESTBED, f"{TESTBED}/src"],
+        path=sorted(directories, reverse=True),
         packages=sorted(name for name in package.modules if name.partition(".")[0] in tops),
     )
     (target / "run_pytest.py").write_text(run_pytest)
-    for directory in {Path(file).parent for file in files}:
-        beside = {
-            path for path in (package.tree / directory).rglob("*") if directory.name in ("test", "tests")
-        }
-        beside |= set(package.tree.glob("conftest.py"))
-        for path in (package.tree / file for file in files):
-            beside.add(path)
-        for path in beside:
-            name = path.relative_to(package.tree)
-            if path.is_file() and path.name != "__init__.py" and (not is_test(path) or str(name) in files):
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target / name)
+    for path in copied:
+        name = path.relative_to(package.tree)
+        if path.is_file() and path.name != "__init__.py" and (not is_test(path) or str(name) in files):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / name)
 
 
 def restore(path: str, line: int, text: str) -> str:
@@ -197,12 +247,12 @@ def restore(path: str, line: int, text: str) -> str:
 
 
 async def installed_copies(image: Image, modules: list[str]) -> dict[str, str]:
-    """Return which of these modules and packages the image's own Python imports, and from where: it would
-    test that copy, not the package. A directory of the name without `__init__.py` is none: packages win."""
+    """Return which of these modules and packages the image's own Python imports, and from where. Such a
+    module would be tested instead of the package. A directory without `__init__.py` does not count."""
     async with Jail(LIMITS, image=image) as box:
         ended = await box.run("shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60)
     if ended.ending is not RunEnding.DONE:
-        raise PackageError(f"the base image has no python3 that runs: {in_short(ended.output, EXAMPLE)}")
+        raise PackageError(f"python3 does not run in the base image: {in_short(ended.output, EXAMPLE)}")
     copies: dict[str, str] = json.loads(ended.output.splitlines()[-1])
     return copies
 
@@ -260,7 +310,7 @@ async def learn(image: Image, package: Package) -> None:
         failures = Counter(
             [*runs[0]["errors"].values(), *(message for _, message in outcomes.values() if message)]
         )
-        example = "".join(f"; mostly: {message}" for message, _ in failures.most_common(1))
+        example = "".join(f"; the most frequent error: {message}" for message, _ in failures.most_common(1))
         raise PackageError(
             f"{package.name} has no test that passes and runs its lines: {len(package.passing)} of "
             f"{len(outcomes)} pass{in_short(example, EXAMPLE)}"
@@ -308,9 +358,7 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
 
     named = [test for test in tests if runs[0][test][0] == runs[1][test][0] in ("failed", "passed")]
     solved = (await run_tests(image, package, named, seconds, seed=2)).get("outcomes", {})
-    named = [
-        test for test in named if solved.get(test, ("", ""))[0] == "passed"
-    ]  # apart from all others, too
+    named = [test for test in named if solved.get(test, ("", ""))[0] == "passed"]  # without other tests, too
     red = [test for test in named if runs[0][test][0] == "failed"]
     green = [test for test in named if runs[0][test][0] == "passed"]
     if not {*red} & {*covering} or not green:

@@ -199,7 +199,7 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     *others, unnamed = given.notes("data")
     assert {note.level for note in others} == {"ok"} and unnamed.level == "warning"
     assert unnamed.text.startswith(
-        "data.train: 4 of 4 tasks name no tests: the verdict of test.sh is its own"
+        "data.train: 4 of 4 tasks name no tests: their score is whatever test.sh says"
     )
     bare_image(images, "bare", "app", digest="sha256-anew")
     assert "other samples" in (said := given.notes("data")[-1].text) and "their images, too" in said
