@@ -47,6 +47,7 @@ cases=$(while [ $# -gt 0 ]; do
     echo "<testcase classname='{package}' name='$1'>$result</testcase>"
     shift 2
 done)
+kill -s KILL -- -1 2>/dev/null  # all but this shell: none may write the report after it
 case $cases in *"<failure>"*) reward=0 ;; esac
 mkdir -p /logs/verifier
 echo "<testsuite>$cases</testsuite>" >/logs/verifier/report.xml
