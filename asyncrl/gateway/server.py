@@ -248,7 +248,7 @@ class Gateway:
         self.admitted: dict[str, _Admitted] = {}  # by key
         self._logged: set[str] = set()  # unheeded parameters that were logged
         self._url = ""
-        app = web.Application(middlewares=[_boundary], client_max_size=MAX_BODY)
+        app = web.Application(middlewares=[self._boundary], client_max_size=MAX_BODY)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_post(COUNT, self._count)
@@ -298,6 +298,7 @@ class Gateway:
         """The agent is served while the body runs. Requests under way at its end are cancelled."""
         key, admitted = secrets.token_urlsafe(32), _Admitted(host, clock)
         self.admitted[key], _gateways[key] = admitted, self
+        self._connections.begin(admitted)
         try:
             yield Endpoint(self._url, key)
         finally:
@@ -324,6 +325,11 @@ class Gateway:
 
     # -- requests ------------------------------------------------------------------------------------
 
+    @web.middleware
+    async def _boundary(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request when its episode may take the loop's time, which counts for the episode."""
+        return await self._connections.answer(request, _answer(request, handler))
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
         return _json({"object": "list", "data": [exchanges.model()]})
@@ -334,11 +340,7 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)
-        body = await self._body(request, admitted)
-        await self._connections.until_released(admitted)
-        with self._connections.charged(admitted):
-            _check_parts(body)
-            exchange = messages.read(body)
+        exchange = messages.read(await self._body(request, admitted))
         return _json({"input_tokens": await admitted.host.count(exchange.ask)})
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
@@ -346,11 +348,8 @@ class Gateway:
         if not admitted.first_request.done():
             admitted.first_request.set_result(None)
         body = await self._body(request, admitted)
-        await self._connections.until_released(admitted)
-        with self._connections.charged(admitted):
-            _check_parts(body)
-            exchange = dialect.read(body)
-            self._log_unheeded(body, exchange)
+        exchange = dialect.read(body)
+        self._log_unheeded(body, exchange)
 
         open_request = OpenRequest(exchange.ask, _attempt(request), request)
         equal_requests = [earlier for earlier in admitted.open if earlier.ask == exchange.ask]
@@ -377,8 +376,9 @@ class Gateway:
             finish(task) if task is None else task.add_done_callback(finish)
 
     async def _body(self, request: web.Request, admitted: _Admitted) -> bytes:
-        """Read a request's body. ApiError when it does not arrive, is compressed (a few bytes could become
-        gigabytes) or too large. An episode's slow bodies keep only its own waiting."""
+        """Read a request's body, and wait until it may be decoded. ApiError when it does not arrive, is
+        compressed (a few bytes could become gigabytes) or too large, or the episode ends meanwhile. An
+        episode's slow bodies keep only its own waiting."""
         codings = ", ".join(request.headers.getall("Content-Encoding", ())).strip()
         if codings.lower() not in ("", "identity"):
             raise ApiError(415, f"Content-Encoding {in_short(codings)}: requests must not be compressed")
@@ -386,14 +386,18 @@ class Gateway:
             raise ApiError(413, TOO_LARGE)
 
         try:
-            async with asyncio.timeout(READ_SECONDS), admitted.bodies:
-                return await self._connections.charging(admitted, request.read())
+            async with self._connections.timeout(admitted, READ_SECONDS), admitted.bodies:
+                body = await request.read()
         except TimeoutError as error:
             late = f"the request's body did not arrive within {READ_SECONDS:g} s; send it again"
             raise ApiError(408, late) from error
         except web.RequestPayloadError as error:
-            broken = "the request's body is broken: no chunks, or not as long as it says"
+            broken = "the request's body is broken: invalid chunks, or not of the announced length"
             raise ApiError(400, broken) from error
+        await self._connections.until_released(admitted)
+        self._by_key(request)  # the episode may be over
+        _check_parts(body)
+        return body
 
     def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
         if len(self._logged) >= exchanges.LOGGED:  # else an agent's inventions would keep the loop each time
@@ -574,8 +578,7 @@ def _is_gone(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
-@web.middleware
-async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error becomes an answer."""
     try:
         return await handler(request)
