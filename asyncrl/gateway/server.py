@@ -15,6 +15,7 @@ import math
 import secrets
 import socket
 import time
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec.structs import replace
 
 from asyncrl.conversation.requests import AgentRequest, Refusal
@@ -56,6 +58,10 @@ COUNT = "/v1/messages/count_tokens"
 MOST_UNANSWERED = 8  # requests of an episode whose unanswered tries are remembered
 OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
 TOO_LARGE = f"Request Entity Too Large: it has more than {MAX_BODY >> 20} MiB"
+UNREAD_ERRORS = (
+    HttpProcessingError,
+    ConnectionError,
+)  # aiohttp's: for broken requests, for clients that left
 RETRIES = ("x-stainless-retry-count", "x-retry-count", "x-retry-attempt")  # headers with a number
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -211,24 +217,31 @@ class _Events:
 
 class _UnreadRequests(logging.Filter):
     """Counts requests that aiohttp cannot read, by error, instead of logging them: a program in a sandbox can
-    send any number of them, with its key. The first of each error is told, and all when the server closes."""
+    send any number of them, with its key. The first of each error is logged without its text, which may have
+    bytes of the request; the counts when the server closes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.logger = logging.Logger(
-            "aiohttp.server"
-        )  # apart from other loggers: nothing handles its records
+        # Apart from other loggers: nothing handles its records.
+        self.logger = logging.Logger("aiohttp.server", logging.WARNING)
         self.logger.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[0] if record.exc_info else None
-        name = error.__name__ if error else record.levelname
+        error = record.exc_info[1] if record.exc_info else None
+        name = type(error).__name__ if error else f"{record.levelname} in {record.funcName}"
         self.counts[name] += 1
-        if self.counts[name] == 1:
+        if self.counts[name] > 1:
+            return False
+
+        if isinstance(error, UNREAD_ERRORS):
             log.warning(
-                "a request of an agent could not be read, and was refused: %s; more are counted", name
+                "refused a request of an agent that could not be read: %s (further ones are only counted)",
+                name,
             )
+        else:
+            frames = "".join(traceback.format_tb(error.__traceback__)) if error else ""
+            log.error("a request of an agent failed: %s (further ones are only counted)\n%s", name, frames)
         return False
 
     def tell(self) -> None:

@@ -53,9 +53,26 @@ def test_no_request_reaches_a_log(
     key = asyncio.run(main())
     captured = capfd.readouterr()
     logged = caplog.text + captured.out + captured.err
-    assert key not in logged and "Traceback" not in logged
+    assert key not in logged and "Traceback" not in logged, logged
     assert "requests of agents could not be read: " in caplog.records[-1].message
     assert len(caplog.records) < 12, logged
+
+
+def test_an_error_of_our_own_is_logged_with_its_place_and_without_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once for each type; debug records do not count."""
+    unread, text = server._UnreadRequests(), "k" + "ey"
+    for _ in range(3):
+        unread.logger.debug("Error handling request", exc_info=ValueError(text))
+        try:
+            raise RuntimeError(text)
+        except RuntimeError as error:
+            unread.logger.exception("Unhandled exception", exc_info=error)
+    (record,) = caplog.records
+    assert "a request of an agent failed: RuntimeError (" in record.message and "key" not in record.message
+    assert f'{__file__}", line ' in record.message
+    assert unread.counts == {"RuntimeError": 3}
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "x"])
