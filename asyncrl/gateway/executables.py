@@ -75,8 +75,8 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
 
 
 def _started_by_env(argument: str = "") -> str:
-    """Return what `env` is to run: it gets all behind its name as one word, unless that begins with -S. Return
-    '' for what only `env` itself can tell: with other options, PATH=, $, escapes and comments."""
+    """Return what `env` is to run: it gets all behind its name as one word, unless that begins with -S.
+    Return '' for what only `env` itself can tell: with other options, PATH=, $, escapes and comments."""
     words = [argument]
     if argument.startswith(("-S", "--split-string")):
         text = argument.removeprefix("--split-string").removeprefix("-S").lstrip("=")
