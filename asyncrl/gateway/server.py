@@ -57,7 +57,8 @@ DIALECTS = {
 COUNT = "/v1/messages/count_tokens"
 MOST_UNANSWERED = 8  # requests of an episode whose unanswered tries are remembered
 OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
-TOO_LARGE = f"Request Entity Too Large: it has more than {MAX_BODY >> 20} MiB"
+# By its first words opencode and qwen-code know that they have to make their history shorter.
+TOO_LARGE = f"Request Entity Too Large: the request has more than {MAX_BODY >> 20} MiB; send less"
 UNREAD_ERRORS = (
     HttpProcessingError,
     ConnectionError,
@@ -419,8 +420,11 @@ class Gateway:
         unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
         for name in sorted(unheeded.keys() - self._logged)[: exchanges.LOGGED - len(self._logged)]:
             self._logged.add(name)
-            shown = "its key" if any(key in name for key in self.admitted) else ascii(name[:100])[1:-1][:100]
-            log.warning("agents set %s, which %s", shown, unheeded[name])
+            has_key = any(key in name for key in self.admitted)
+            described = (
+                "a parameter with an episode's key in its name" if has_key else ascii(name[:100])[1:-1][:100]
+            )
+            log.warning("agents set %s, which %s", described, unheeded[name])
 
     async def _answered(
         self,
@@ -555,7 +559,8 @@ async def _end_earlier_tries(
 def _check_parts(body: bytes) -> None:
     """ApiError for a body that would take too long to decode, and the objects of it too much memory."""
     if len(body) > MAX_PARTS and len(body.translate(None, OTHER_BYTES)) > MAX_PARTS:
-        raise ApiError(413, f"the request has more than {MAX_PARTS:,} brackets and commas")
+        count = f"{MAX_PARTS:,} brackets and commas"
+        raise ApiError(413, f"the request has more than {count}; send fewer or shorter messages")
 
 
 def _url(listener: socket.socket) -> str:

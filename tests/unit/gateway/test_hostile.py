@@ -149,7 +149,7 @@ async def test_the_parts_of_a_request_are_bounded(
         status, body = await fetch(endpoint, dialect.path, data=values(2000)[kind])
         assert (status, body["error"]["message"]) == (
             413,
-            "the request has more than 1,000 brackets and commas",
+            "the request has more than 1,000 brackets and commas; send fewer or shorter messages",
         )
         text = dialect.body([Message("user", "a, b" * 300 + "[]" * 50)])  # as long, with fewer
         assert (await fetch(endpoint, dialect.path, json=text))[0] == 200
