@@ -109,26 +109,24 @@ FLOODS: dict[str, tuple[int, Payload]] = {  # connections, and what each sends a
 }
 
 
-async def flood(host: str, port: int, key: str, kind: str, seconds: float) -> None:
-    """Send on all connections; those that are closed are opened again."""
-    connections, write = FLOODS[kind]
-    payload, end = write(key), time.monotonic() + seconds
+async def flood(host: str, port: int, kind: str, payload: bytes) -> None:
+    """Send on all connections, without end; those that are closed are opened again."""
 
     async def send() -> None:
-        while time.monotonic() < end:
-            with suppress(OSError, TimeoutError):
+        while True:
+            with suppress(OSError):
                 reader, writer = await asyncio.open_connection(host, port)
                 answers = asyncio.ensure_future(_drop(reader))
                 try:
-                    while time.monotonic() < end and not answers.done():
+                    while not answers.done():
                         writer.write(payload)
-                        await asyncio.wait_for(writer.drain(), max(end - time.monotonic(), 0.01))
+                        await writer.drain()
                         await asyncio.sleep(0)
                 finally:
                     answers.cancel()
                     writer.transport.abort()
 
-    await asyncio.gather(*(send() for _ in range(connections)))
+    await asyncio.gather(*(send() for _ in range(FLOODS[kind][0])))
 
 
 async def _drop(reader: asyncio.StreamReader) -> None:
@@ -161,12 +159,13 @@ async def measured(kind: str, seconds: float, log: int) -> list[str]:
     size_before = os.fstat(log).st_size
     async with gateway.admit(Host()) as hostile, gateway.admit(Host()) as other:
         inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
-        flooding = await _child("flood", inner, hostile.api_key, kind, seconds + FIRST_SECONDS)
+        flooding = await _child("flood", inner, hostile.api_key, kind, seconds)
         assert flooding.stdout is not None
         await flooding.stdout.readline()  # it has made what it sends
         await asyncio.sleep(FIRST_SECONDS)
         asking = await _child("ask", other, other.api_key, kind, seconds)
         answers, _ = await asking.communicate()
+        flooding.terminate()
         await flooding.wait()
     await gateway.close()
     waits = json.loads(answers)
@@ -197,9 +196,9 @@ def main() -> None:
     if unknown := set(options.kinds) - FLOODS.keys():
         sys.exit(f"there is no flood {sorted(unknown)[0]!r}; known: {', '.join(FLOODS)}")
     if options.role == "flood":
-        FLOODS[options.kinds[0]][1](options.key)
+        payload = FLOODS[options.kinds[0]][1](options.key)
         print("ready", flush=True)
-        asyncio.run(flood(options.host, options.port, options.key, options.kinds[0], options.seconds))
+        asyncio.run(flood(options.host, options.port, options.kinds[0], payload))
     elif options.role == "ask":
         print(json.dumps(ask_repeatedly(options.host, options.port, options.key, options.seconds)))
     else:
