@@ -1,4 +1,5 @@
-"""Fetch coding agents for tests and record their first requests: `make harnesses`; or move to newer ones.
+"""Fetch coding agents for tests and record their first requests (`make harnesses`), or pin newer versions of
+them (`--update`).
 
     python tools/fetch_harnesses.py [--all] [--to .harnesses]
     python tools/fetch_harnesses.py --update codex claude_code=VERSION
@@ -8,7 +9,7 @@ the repository. Each becomes a directory with the files that it ships; mini-swe-
 tests' environment. The requests that each sends first, to a server that refuses them, are in requests/.
 
 `--update` fetches another version (the newest, if none is given), writes its number and the SHA-512 of its
-archive where the old ones are, and runs all tests of this agent with it. If one fails, all is as it was.
+archive into PINNED_IN, and runs all tests of this agent with it. If one fails, all is as it was.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -77,13 +80,15 @@ PROGRAMS = {  # of each package
     "qwen_code": "qwen_code/cli-entry.js",
     "mini_swe_agent": f"{sys.prefix}/bin/mini",
 }
-# Where the version that was tested is written, and the tests that a version has to pass.
-PINNED_IN = (
-    "tools/fetch_harnesses.py",
-    "asyncrl/gateway/harnesses.py",
-    "docs/coding_agents.md",
-    "docs/gateway.md",
-)
+# Where, and between what, the version of an agent that was tested is written, once.
+PINNED_IN = {
+    "tools/fetch_harnesses.py": '"{version}"',
+    "asyncrl/gateway/harnesses.py": 'tested="{version}"',
+    "docs/coding_agents.md": "` {version} |",
+    "docs/gateway.md": " {version}: `{name}` |",
+}
+VERSION = re.compile(r"\d+(\.\d+)+")
+# The tests that a version has to pass.
 TESTS = (
     "tests/integration/test_harnesses.py",
     "tests/integration/test_abandoned.py",
@@ -110,6 +115,8 @@ def main() -> None:
     if npm is None:
         sys.exit("make harnesses: they are npm packages, and there is no npm; install it")
     target.mkdir(parents=True, exist_ok=True)
+    if arguments.update:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; all pins are those that passed"))
     for update in arguments.update:
         name, _, version = update.partition("=")
         if name not in PACKAGES | OTHERS:
@@ -151,20 +158,27 @@ def move_pin(npm: str, name: str, version: str) -> None:
     """Pin another version of a coding agent, the newest if none is given, if it passes the tests."""
     package = (PACKAGES | OTHERS)[name]
     version = version or newest_version(npm, package.spec.rpartition("@")[0])
+    if not VERSION.fullmatch(version):
+        sys.exit(
+            f"--update {name}={version}: give a version such as {package.version}, or none for the newest"
+        )
     texts = {path: (ROOT / path).read_text() for path in PINNED_IN}
+    moved_texts = {
+        path: moved(text, PINNED_IN[path], name, package.version, version) for path, text in texts.items()
+    }
     requests = TARGET / "requests" / f"{name}.jsonl"
+    parts = {part: part.exists() for part in (TARGET / name, requests)}
     passed = False
     with tempfile.TemporaryDirectory(dir=TARGET) as scratch:
         before = Path(scratch)
-        for part in (TARGET / name, requests):
-            if part.exists():
-                part.rename(before / part.name)
         try:
+            for part, existed in parts.items():
+                if existed:
+                    part.rename(before / part.name)
             digest = install(npm, name, package.spec.format(version=version), TARGET)
             record(name, TARGET / PROGRAMS[name], requests.parent)
-            for path, text in texts.items():
-                pinned = text.replace(package.version, version).replace(package.digest, digest)
-                (ROOT / path).write_text(pinned)
+            for path, text in moved_texts.items():
+                (ROOT / path).write_text(text.replace(package.digest, digest))
             environment = {
                 **os.environ,
                 "ASYNCRL_REQUIRE_HARNESSES": "1",
@@ -177,32 +191,45 @@ def move_pin(npm: str, name: str, version: str) -> None:
             if not passed:
                 for path, text in texts.items():
                     (ROOT / path).write_text(text)
-                shutil.rmtree(TARGET / name, ignore_errors=True)
-                requests.unlink(missing_ok=True)
-                for part in (TARGET / name, requests):
-                    if (before / part.name).exists():
+                for part, existed in parts.items():
+                    if existed and not (before / part.name).exists():
+                        continue  # it was not moved away yet
+                    shutil.rmtree(part, ignore_errors=True)
+                    part.unlink(missing_ok=True)
+                    if existed:
                         (before / part.name).rename(part)
     if not passed:
         sys.exit(f"{name} {version} does not pass the tests above; {package.version} stays pinned")
     print(f"{name}: {package.version} -> {version}; look at the differences of {', '.join(PINNED_IN)}")
 
 
+def moved(text: str, form: str, name: str, old: str, new: str) -> str:
+    """Write a new version in place of the old one; other mentions of the old one stay: they were measured."""
+    old_text, new_text = (form.format(name=name, version=version) for version in (old, new))
+    if (count := text.count(old_text)) != 1:
+        sys.exit(
+            f"--update {name}: {old_text} is written {count} times where it has to be once; look at PINNED_IN"
+        )
+    return text.replace(old_text, new_text)
+
+
 def newest_version(npm: str, package: str) -> str:
     """Ask npm for the newest version of a package."""
     words = [npm, "view", package, "version"]
-    shown = subprocess.run(words, timeout=600, stdout=subprocess.PIPE, text=True)
-    if shown.returncode or not shown.stdout.strip():
-        sys.exit(f"npm knows no version of {package}; give one: --update NAME=VERSION")
-    return shown.stdout.strip()
+    viewed = subprocess.run(words, timeout=600, stdout=subprocess.PIPE, text=True)
+    if viewed.returncode or not viewed.stdout.strip():
+        sys.exit(f"npm view {package} failed; check the network, or give a version: --update NAME=VERSION")
+    return viewed.stdout.strip()
 
 
 def packed(npm: str, package: str, folder: Path) -> Path:
-    made = subprocess.run(
+    packing = subprocess.run(
         [npm, "pack", "--silent", package], cwd=folder, timeout=600, stdout=subprocess.PIPE, text=True
     )
-    if made.returncode:
-        sys.exit(f"npm pack {package} ended with {made.returncode}; is there such a version?")
-    return folder / made.stdout.split()[-1]
+    if packing.returncode:
+        code = packing.returncode
+        sys.exit(f"npm pack {package} ended with {code}; check the version and the network")
+    return folder / packing.stdout.split()[-1]
 
 
 def record(name: str, program: Path, folder: Path) -> None:

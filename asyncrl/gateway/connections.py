@@ -15,12 +15,11 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from types import coroutine
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
@@ -34,24 +33,25 @@ READ_BYTES = 1 << 15  # of a connection that are read and parsed at once
 LOOP_SHARE = 0.25  # of the loop's time, for all episodes together that take more than they may
 LOOP_BURST = 0.5  # seconds of the loop's time that an episode may take at once
 HELD_SECONDS = 0.05  # for which nothing is read of an episode that took too much, at least
-# Of the loop's time, for what is not measured: an accepted connection, a request with a key, a byte that is
-# received.
+MOST_HELD_SECONDS = 10.0  # after which it is decided anew whether the episode is held
+# Of the loop's time, for what is not measured: an accepted connection, a request (its start, and its answer's
+# way out), a byte that is received.
 CONNECTION_SECONDS = 2e-4
 REQUEST_SECONDS = 1e-4
 BYTE_SECONDS = 1e-9
 
 
-@dataclass(eq=False)
 class _LoopTime:
-    """Time of the loop that an episode has left: seconds of CPU, which grow with LOOP_SHARE. While it is not
-    `released`, it is held: nothing is read of its connections, and none of its requests is decoded."""
+    """Time of the loop that a running episode has left: seconds of CPU, which grow with LOOP_SHARE. While it
+    is not `released`, it is held: nothing is read of its connections, and none of its requests is decoded."""
 
-    left: float = field(default_factory=lambda: LOOP_BURST)
-    updated: float = field(default_factory=time.monotonic)
-    released: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.left = LOOP_BURST
+        self._updated = time.monotonic()
+        self.released = asyncio.Event()
         self.released.set()
+        self.timer: asyncio.TimerHandle | None = None  # while it is held: until that is decided anew
+        self._timeouts: dict[asyncio.Timeout, float] = {}  # with their seconds
 
     @property
     def held(self) -> bool:
@@ -59,8 +59,35 @@ class _LoopTime:
 
     def take(self, seconds: float) -> None:
         now = time.monotonic()
-        self.left = min(LOOP_BURST, self.left + (now - self.updated) * LOOP_SHARE) - seconds
-        self.updated = now
+        self.left = min(LOOP_BURST, self.left + (now - self._updated) * LOOP_SHARE) - seconds
+        self._updated = now
+
+    def hold(self) -> None:
+        self.released.clear()
+        self._restart_timeouts()
+
+    def release(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.released.set()
+        self._restart_timeouts()
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+        """TimeoutError after so many seconds, which begin anew with each release."""
+        async with asyncio.timeout(None) as timeout:
+            self._timeouts[timeout] = seconds
+            self._restart_timeouts()
+            try:
+                yield
+            finally:
+                del self._timeouts[timeout]
+
+    def _restart_timeouts(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for timeout, seconds in self._timeouts.items():
+            if not timeout.expired():
+                timeout.reschedule(None if self.held else now + seconds)
 
 
 class Connections:
@@ -70,12 +97,16 @@ class Connections:
         self._make = make
         self._strangers: dict[asyncio.BaseProtocol, _Bounded] = {}  # the oldest first
         self._known: dict[asyncio.BaseProtocol, _Bounded] = {}
-        self._loop_times: WeakKeyDictionary[object, _LoopTime] = WeakKeyDictionary()  # by episode
+        self._loop_times: dict[object, _LoopTime] = {}  # of the episodes that run
         self.received = memoryview(bytearray(READ_BYTES))  # what any connection has just received
 
     def of(self, episode: object = None) -> Callable[[], asyncio.BufferedProtocol]:
         """Return the factory of a listener's protocols. `episode`: the only one that it serves; None: all."""
         return lambda: _Bounded(self, self._make(), episode)
+
+    def begin(self, episode: object) -> None:
+        """Count what this episode takes from now on."""
+        self._loop_times[episode] = _LoopTime()
 
     def trust(self, request: web.Request, episode: object) -> bool:
         """Note that the connection has shown the key of this episode. False if its listener is another's."""
@@ -85,10 +116,9 @@ class Connections:
 
         connection.forget_answer()  # the client has read the answer before
         connection.owner = episode
-        self.take(episode, REQUEST_SECONDS)
         connection.hold(self._is_held(episode))
         if self._strangers.pop(request.protocol, None):
-            connection.timer.cancel()
+            connection.become_known()
             self._known[request.protocol] = connection
             if len(self._known) > KNOWN:
                 _close_one(self._known)
@@ -102,7 +132,8 @@ class Connections:
 
     def end(self, episode: object) -> None:
         """Close the connections of the episode's own listeners, and let go of the episode: clients keep their
-        connections to the worker's listener for long."""
+        connections to the worker's listener for long. Its requests that wait to be decoded go on."""
+        self._loop_times.pop(episode).release()
         for connection in (*self._strangers.values(), *self._known.values()):
             if connection.episode is episode:
                 connection.transport.abort()
@@ -120,47 +151,79 @@ class Connections:
         finally:
             self.take(episode, time.thread_time() - started)
 
-    @coroutine
-    def charging(self, episode: object, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """Await `work`, and count the loop's time of each of its steps for this episode."""
-        steps = work.__await__()
+    async def answer(self, request: web.Request, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, which answers a request, once the episode of its connection is not held, and count
+        the loop's time for that episode, or for the one whose key `work` finds."""
+        connection = self._known.get(request.protocol) or self._strangers.get(request.protocol)
+        if connection is None:  # it was closed
+            return await work
+
         try:
-            while True:
-                with self.charged(episode):
-                    try:
-                        awaited = next(steps)
-                    except StopIteration as end:
-                        return cast(T, end.value)
-                yield awaited
+            await self.until_released(connection.owner)
+            self.take(connection.owner, REQUEST_SECONDS)
+            return await self._charging(connection, work)
         finally:
-            steps.close()
+            work.close()
+
+    @coroutine
+    def _charging(self, connection: _Bounded, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+        """Await `work`, and count the loop's time of each of its steps for the owner of the connection."""
+        steps = work.__await__()
+        step: Callable[[], Any] = partial(next, steps)
+        while True:
+            started = time.thread_time()
+            try:
+                awaited = step()
+            except StopIteration as end:
+                return cast(T, end.value)
+            finally:
+                self.take(connection.owner, time.thread_time() - started)
+            try:
+                yield awaited
+                step = partial(next, steps)
+            except BaseException as error:
+                step = partial(steps.throw, error)
 
     def take(self, episode: object, seconds: float) -> None:
-        """Count so much of the loop's time for an episode (None: for none). One that took too much is held:
-        nothing is read of its connections until its share has grown again."""
-        if episode is None:
+        """Count so much of the loop's time for an episode (of none, or of one that has ended, nothing is
+        counted). One that took too much is held: nothing is read of its connections until its share has grown
+        again."""
+        loop_time = self._loop_times.get(episode)
+        if loop_time is None:
             return
 
-        loop_time = self._loop_times.setdefault(episode, _LoopTime())
         loop_time.take(seconds)
         if loop_time.left < 0 and not loop_time.held:
-            loop_time.released.clear()
-            all_held = sum(other.held for other in self._loop_times.values())
-            wait = max(HELD_SECONDS, -loop_time.left / LOOP_SHARE * all_held)
-            asyncio.get_running_loop().call_later(wait, self._release, episode)
+            loop_time.hold()
             self._hold(episode, True)
+            self._wait_for_share(episode, loop_time)
 
-    def _release(self, episode: object) -> None:
-        self._loop_times[episode].released.set()
+    def _wait_for_share(self, episode: object, loop_time: _LoopTime) -> None:
+        all_held = sum(other.held for other in self._loop_times.values())
+        wait = min(MOST_HELD_SECONDS, max(HELD_SECONDS, -loop_time.left / LOOP_SHARE * all_held))
+        loop_time.timer = asyncio.get_running_loop().call_later(wait, self._release, episode, loop_time)
+
+    def _release(self, episode: object, loop_time: _LoopTime) -> None:
+        loop_time.take(0.0)
+        if loop_time.left < 0:  # it was charged meanwhile, or owes more than MOST_HELD_SECONDS bring
+            self._wait_for_share(episode, loop_time)
+            return
+
+        loop_time.release()
         self._hold(episode, False)
-        self.take(episode, 0.0)  # it may have been charged meanwhile
 
     async def until_released(self, episode: object) -> None:
-        """Wait until the episode may take more of the loop's time. Its requests go on one after the other:
-        each may make the next one wait again."""
+        """Wait until the episode may take more of the loop's time, or has ended. Its requests go on one after
+        the other: each may make the next one wait again."""
         loop_time = self._loop_times.get(episode)
         while loop_time is not None and loop_time.held:
             await loop_time.released.wait()
+
+    @asynccontextmanager
+    async def timeout(self, episode: object, seconds: float) -> AsyncIterator[None]:
+        """TimeoutError after so many seconds, which begin anew each time that the episode is released."""
+        async with self._loop_times[episode].timeout(seconds):
+            yield
 
     def _hold(self, episode: object, held: bool) -> None:
         for connection in (*self._strangers.values(), *self._known.values()):
@@ -168,26 +231,26 @@ class Connections:
                 connection.hold(held)
 
     def _is_held(self, episode: object) -> bool:
-        loop_time = self._loop_times.get(episode) if episode is not None else None
+        loop_time = self._loop_times.get(episode)
         return loop_time is not None and loop_time.held
 
-    def opened(self, one: _Bounded) -> None:
+    def opened(self, connection: _Bounded) -> None:
         if len(self._strangers) >= STRANGERS:
             _close_one(self._strangers)
-        self._strangers[one.inner] = one
-        self.take(one.owner, CONNECTION_SECONDS)
-        one.hold(self._is_held(one.owner))
+        self._strangers[connection.inner] = connection
+        self.take(connection.owner, CONNECTION_SECONDS)
+        connection.hold(self._is_held(connection.owner))
 
-    def closed(self, one: _Bounded) -> None:
-        self._strangers.pop(one.inner, None)
-        self._known.pop(one.inner, None)
+    def closed(self, connection: _Bounded) -> None:
+        self._strangers.pop(connection.inner, None)
+        self._known.pop(connection.inner, None)
 
 
-def _close_one(held: dict[asyncio.BaseProtocol, _Bounded]) -> None:
+def _close_one(connections: dict[asyncio.BaseProtocol, _Bounded]) -> None:
     """Close the oldest connection of the episode with the most."""
-    most, _ = Counter(one.owner for one in held.values()).most_common(1)[0]
-    oldest = next(inner for inner, one in held.items() if one.owner is most)
-    held.pop(oldest).transport.abort()
+    most, _ = Counter(connection.owner for connection in connections.values()).most_common(1)[0]
+    oldest = next(inner for inner, connection in connections.items() if connection.owner is most)
+    connections.pop(oldest).transport.abort()
 
 
 class _Bounded(asyncio.BufferedProtocol):
@@ -195,20 +258,20 @@ class _Bounded(asyncio.BufferedProtocol):
     one that it counts for; None: for none, or that one has ended."""
 
     transport: asyncio.Transport
-    timer: asyncio.TimerHandle
+    stranger_timer: asyncio.TimerHandle | None = None  # until a stranger is closed; not while it is held
     lose: Callable[[], None] | None = None  # takes note that the last answer was not read
     answer_timer: asyncio.TimerHandle | None = None  # until the last answer counts as read
 
     def __init__(self, all_of_them: Connections, inner: web.RequestHandler, episode: object) -> None:
         self._all, self.inner, self.episode, self.owner = all_of_them, inner, episode, episode
-        self._held, self._paused = False, False
+        self._held, self._paused, self._stranger = False, False, True
         self.eof_received = inner.eof_received  # type: ignore[method-assign]
         self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        self.timer = asyncio.get_running_loop().call_later(HEADER_SECONDS, transport.abort)
+        self._limit_stranger()
         self._all.opened(self)
         self.inner.connection_made(cast(asyncio.Transport, _Transport(self)))
 
@@ -225,9 +288,23 @@ class _Bounded(asyncio.BufferedProtocol):
         if held is not self._held:
             self._held = held
             self._read_or_wait()
+            self._limit_stranger()
+
+    def become_known(self) -> None:
+        self._stranger = False
+        self._limit_stranger()
+
+    def _limit_stranger(self) -> None:
+        """Close a stranger after HEADER_SECONDS in which its request could be read."""
+        if self.stranger_timer is not None:
+            self.stranger_timer.cancel()
+            self.stranger_timer = None
+        if self._stranger and not self._held:
+            loop = asyncio.get_running_loop()
+            self.stranger_timer = loop.call_later(HEADER_SECONDS, self.transport.abort)
 
     def pause(self, paused: bool) -> None:
-        """Do the same for `inner`, which has too much of what it was given."""
+        """Stop or resume reading for `inner`, which has unread data."""
         self._paused = paused
         self._read_or_wait()
 
@@ -257,7 +334,7 @@ class _Bounded(asyncio.BufferedProtocol):
             self.remember_answer(lose)  # the client still reads
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.timer.cancel()
+        self.become_known()  # nothing is to be closed any more
         self._all.closed(self)
         if self.lose is not None and (exc is not None or _was_reset(self.transport)):
             self.lose()
@@ -272,8 +349,8 @@ def _was_reset(transport: asyncio.Transport) -> bool:
 
 
 class _Transport:
-    """The transport of a connection as `inner` has it: what it does not read for now is not read, and what it
-    would read again only if its episode is not held."""
+    """Hand to `inner` as its transport: reading stops when `inner` pauses it, and resumes only if the episode
+    is not held, too."""
 
     def __init__(self, bounded: _Bounded) -> None:
         self._bounded = bounded

@@ -7,8 +7,10 @@ what the kernel would look for is looked for there.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import struct
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Protocol
 
@@ -18,6 +20,7 @@ MACHINES = {
     "x86_64": (62, 3),
     "aarch64": (183, 40),
 }  # by `uname -m`: ELF machines that run there, the own first
+BINARY_FORMATS = "/proc/sys/fs/binfmt_misc"  # what else the kernel runs, by emulators and the like
 PROGRAM_INTERPRETER = 3  # the type of a program header that names a loader
 
 
@@ -36,10 +39,9 @@ class ProgramFiles(Protocol):
 
 async def why_not_executable(program: str, files: ProgramFiles, search_path: str) -> str:
     """Say why this program, a path or a name, cannot be executed; '' if nothing speaks against it."""
-    named_by = ""
+    path = program if "/" in program else await files.look_up(program, search_path)
+    subject = f"{program!r}"
     for _ in range(MAX_STEPS):
-        path = program if "/" in program else await files.look_up(program, search_path)
-        subject = f"{program!r}{named_by}"
         if not path:
             return f"{subject} is not on the PATH ({search_path})"
         if trouble := await files.problem(path):
@@ -49,66 +51,85 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         if head.startswith(b"\x7fELF"):
             return await _elf_problem(subject, path, head, files)
         if not head.startswith(b"#!"):
-            return ""
+            if not head or _runs_other_formats():  # it can be executed without being readable
+                return ""
+            return f"{subject} is neither a binary nor a script; begin it with a line such as #!/bin/sh"
 
         first_line, newline, _ = head[2:].partition(b"\n")
-        line = os.fsdecode(first_line)
+        line = os.fsdecode(first_line.partition(b"\0")[0])
         if newline and line.endswith("\r"):
             return f"the first line of {path}, {'#!' + line!r}, ends with a carriage return; write it without"
-        interpreter, _, argument = line.strip().partition(" ")
+        interpreter, *arguments = re.split(r"[ \t]+", line.strip(" \t"), maxsplit=1)
         if not interpreter:
             return f"the first line of {path} names no interpreter"
+
         named_by = f", which the first line of {path} names,"
-        if trouble := await files.problem(interpreter):
-            return f"the interpreter {interpreter!r}{named_by} {trouble}"
-        program = interpreter
-        if PurePath(interpreter).name == "env":
-            program = _started_by_env(argument.strip()) or interpreter
-    return f"{program!r} is the interpreter of an interpreter, more than {MAX_STEPS} times"
+        subject, path = f"the interpreter {interpreter!r}{named_by}", interpreter
+        started = _started_by_env(*arguments) if PurePath(interpreter).name == "env" else ""
+        if started:
+            if trouble := await files.problem(interpreter):
+                return f"{subject} {trouble}"
+            subject = f"{started!r}{named_by}"
+            path = started if "/" in started else await files.look_up(started, search_path)
+    return f"more than {MAX_STEPS} scripts name each other as interpreters, the last one {path!r}"
 
 
-def _started_by_env(argument: str) -> str:
-    """Return what `env` is to run: it gets all behind its name as one word, unless that begins with -S."""
-    split = argument.startswith(("-S", "--split-string"))
-    try:
-        words = (
-            shlex.split(argument.removeprefix("--split-string").removeprefix("-S").lstrip("="))
-            if split
-            else [argument]
-        )
-    except ValueError:
-        return ""
-    programs = [word for word in words if not word.startswith("-") and "=" not in word]
-    return programs[0] if programs else ""
+def _started_by_env(argument: str = "") -> str:
+    """Return what `env` is to run: it gets all behind its name as one word, unless that begins with -S.
+    Return '' for what only `env` itself can tell: with other options, PATH=, $, escapes and comments."""
+    words = [argument]
+    if argument.startswith(("-S", "--split-string")):
+        text = argument.removeprefix("--split-string").removeprefix("-S").lstrip("=")
+        try:
+            words = [] if re.search(r"[$\\#]", text) else shlex.split(text)
+        except ValueError:
+            return ""
+    for word in words:
+        if word.startswith(("-", "PATH=")):
+            return ""
+        if "=" not in word:
+            return word
+    return ""
+
+
+def _runs_other_formats() -> bool:
+    """Return whether the kernel may run files that are neither its own binaries nor scripts."""
+    with suppress(OSError):
+        return bool(set(os.listdir(BINARY_FORMATS)) - {"register", "status"})
+    return False
 
 
 async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles) -> str:
     """Say why an executable file cannot be started: it is of another machine, or its loader is missing."""
-    here = os.uname().machine
+    this_machine = os.uname().machine
     is_64_bit, order = head[4:5] == b"\x02", ">" if head[5:6] == b"\x02" else "<"
     try:
         (machine,) = struct.unpack_from(f"{order}H", head, 18)
-        if machine not in MACHINES.get(here, (machine,)):
-            return f"{subject} is built for another machine: ELF machine {machine}, and this is {here}"
-        start, size, count = _program_headers(head, is_64_bit, order)
-        for number in range(count):
-            at = start + number * size
-            (kind,) = struct.unpack_from(f"{order}I", head, at)
-            if kind == PROGRAM_INTERPRETER:
-                form, offset_at, length_at = ("Q", 8, 32) if is_64_bit else ("I", 4, 16)
-                (offset,) = struct.unpack_from(f"{order}{form}", head, at + offset_at)
-                (length,) = struct.unpack_from(f"{order}{form}", head, at + length_at)
-                loader = os.fsdecode(head[offset : offset + length].rstrip(b"\0"))
-                if loader and (trouble := await files.problem(loader)):
-                    return f"the loader {loader!r}, which {path} needs, {trouble}"
+        if machine not in MACHINES.get(this_machine, (machine,)):
+            if _runs_other_formats():
+                return ""
+            other = f"another architecture (ELF machine {machine})"
+            return f"{subject} is built for {other}; this machine is {this_machine}"
+        loader = _loader(head, is_64_bit, order)
     except struct.error:  # headers that lie further behind
         return ""
+    if loader and (trouble := await files.problem(loader)):
+        return f"the loader {loader!r}, which {path} needs, {trouble}"
     return ""
 
 
-def _program_headers(head: bytes, is_64_bit: bool, order: str) -> tuple[int, int, int]:
-    """Return where the program headers begin, the size of each, and their number."""
-    form, start_at, size_at = ("Q", 32, 54) if is_64_bit else ("I", 28, 42)
-    (start,) = struct.unpack_from(f"{order}{form}", head, start_at)
-    size, count = struct.unpack_from(f"{order}HH", head, size_at)
-    return start, size, count
+def _loader(head: bytes, is_64_bit: bool, order: str) -> str:
+    """Return the path of the loader; '' if there is none, or its path lies further behind."""
+    size_format = "Q" if is_64_bit else "I"
+    headers_at, sizes_at, offset_at, length_at = (32, 54, 8, 32) if is_64_bit else (28, 42, 4, 16)
+    (headers_start,) = struct.unpack_from(f"{order}{size_format}", head, headers_at)
+    header_size, header_count = struct.unpack_from(f"{order}HH", head, sizes_at)
+    for number in range(header_count):
+        start = headers_start + number * header_size
+        (kind,) = struct.unpack_from(f"{order}I", head, start)
+        if kind == PROGRAM_INTERPRETER:
+            (offset,) = struct.unpack_from(f"{order}{size_format}", head, start + offset_at)
+            (length,) = struct.unpack_from(f"{order}{size_format}", head, start + length_at)
+            is_read = offset + length <= len(head)
+            return os.fsdecode(head[offset : offset + length].partition(b"\0")[0]) if is_read else ""
+    return ""

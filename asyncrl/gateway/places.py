@@ -51,6 +51,7 @@ PROBLEM = """if [ -d "$1" ]; then echo is a directory
 elif [ -h "$1" ] && [ ! -e "$1" ]; then echo is a link to a file that is not there
 elif [ ! -e "$1" ]; then echo is not there
 elif [ ! -x "$1" ]; then echo is not executable; fi"""
+ANSWER = "asyncrl answer:"  # printed before what a script prints
 PARTS = ("home", "tmp")
 CREDENTIALS = (
     *(".netrc", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".git-credentials", ".pypirc", ".npmrc", ".env"),
@@ -152,14 +153,18 @@ class SandboxPlace:
     async def head(self, path: str) -> bytes:
         with suppress(SandboxError):
             return (await self._jail.read_file(path))[:HEAD_BYTES]
-        return bytes.fromhex(await self._shell(f'od -An -v -tx1 -N{HEAD_BYTES} "$1"', path))  # it is large
+        printed = await self._shell(f'od -An -v -tx1 -N{HEAD_BYTES} "$1"', path)  # the file is large
+        try:
+            return bytes.fromhex(printed)
+        except ValueError:  # there is no `od`
+            return b""
 
     async def _shell(self, script: str, *arguments: str) -> str:
-        """Return what a script of the sandbox's shell prints; '' if it fails."""
-        ran = await self._jail.run(
-            "shell", shlex.join(("set", "--", *arguments)) + "\n" + script, CHECK_SECONDS
-        )
-        return ran.output.strip("\n") if ran.ending is RunEnding.DONE else ""
+        """Return what a script of the sandbox's shell prints; '' if it fails. What the shell itself has to
+        say is in the output, too, before ANSWER."""
+        lines = (shlex.join(("set", "--", *arguments)), f"echo {ANSWER}", f"{{ {script}\n}} 2>/dev/null")
+        ran = await self._jail.run("shell", "\n".join(lines), CHECK_SECONDS)
+        return ran.output.rpartition(ANSWER)[2].strip("\n") if ran.ending is RunEnding.DONE else ""
 
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
         result = await self._jail.execute(Program(words, environment, self.work), streams)
@@ -171,7 +176,9 @@ class SandboxPlace:
         if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # which no code inside can do
             why = "its sandbox ended"
             if result.ending is RunEnding.STARVED:
-                why += ", as this machine had hardly any memory left; lower rollout.slots"
+                why = (
+                    "its sandbox was ended because this machine was nearly out of memory; lower rollout.slots"
+                )
             raise SetupError(f"task {self.task.task.name}: {why}") if self.task else CommandError(why)
         return result.status
 

@@ -152,7 +152,7 @@ class Command:
         if files:
             check_tree(files, _names(allow))
         self._files = files and os.path.abspath(files)
-        self._home_files = {**harness.files, **_checked_home_files(home_files)}
+        self._home_files = _checked_home_files({**harness.files, **home_files})
         given = [name.partition("=") for name in _names(env)]
         self._env = {name: value for name, equals, value in given if equals}
         self._inherited = {name for name, equals, _ in given if not equals}
@@ -247,9 +247,8 @@ class Command:
         if trouble := await why_not_executable(program, place, search_path):
             if place.task:
                 image = place.task.task.image
-                raise SetupError(
-                    f"task {place.task.task.name}: in image {image}: {trouble}; install it there"
-                )
+                why = f"image {image} cannot run the program: {trouble}; correct the image"
+                raise SetupError(f"task {place.task.task.name}: {why}")
             raise CommandError(trouble)
         return program
 
@@ -345,11 +344,12 @@ def _checked_home_files(files: Mapping[str, str]) -> Mapping[str, str]:
         if any(part in ("", ".", "..") for part in parts) or NO_TEXT.search(path):
             raise ConfigError(f"home_files {path!r} is no path of a file in HOME, such as .config/agent.toml")
         if inner := [other for other in files if other.startswith(f"{path}/")]:
-            raise ConfigError(f"home_files {path!r} cannot be a file: {inner[0]!r} is in it")
+            raise ConfigError(f"home_files {path!r} cannot be a file: {inner[0]!r} lies below it")
         if NO_TEXT.search(text):
-            raise ConfigError(f"home_files {path!r} has a NUL, or a part of a character")
+            raise ConfigError(f"home_files {path!r} contains a NUL or a lone surrogate")
     if (size := sum(len(text.encode()) for text in files.values())) > MAX_HOME_FILES:
-        raise ConfigError(f"home_files has {size} bytes, {MAX_HOME_FILES} are allowed; use files, or show")
+        why = f"home_files has {size} bytes, more than the {MAX_HOME_FILES} allowed"
+        raise ConfigError(f"{why}; put large files into the image, or show them")
     return files
 
 

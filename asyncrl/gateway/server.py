@@ -15,6 +15,7 @@ import math
 import secrets
 import socket
 import time
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec.structs import replace
 
 from asyncrl.conversation.requests import AgentRequest, Refusal
@@ -55,7 +57,12 @@ DIALECTS = {
 COUNT = "/v1/messages/count_tokens"
 MOST_UNANSWERED = 8  # requests of an episode whose unanswered tries are remembered
 OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
-TOO_LARGE = f"Request Entity Too Large: it has more than {MAX_BODY >> 20} MiB"
+# By its first words opencode and qwen-code know that they have to make their history shorter.
+TOO_LARGE = f"Request Entity Too Large: the request has more than {MAX_BODY >> 20} MiB; send less"
+UNREAD_ERRORS = (
+    HttpProcessingError,
+    ConnectionError,
+)  # aiohttp's: for broken requests, for clients that left
 RETRIES = ("x-stainless-retry-count", "x-retry-count", "x-retry-attempt")  # headers with a number
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -211,24 +218,31 @@ class _Events:
 
 class _UnreadRequests(logging.Filter):
     """Counts requests that aiohttp cannot read, by error, instead of logging them: a program in a sandbox can
-    send any number of them, with its key. The first of each error is told, and all when the server closes."""
+    send any number of them, with its key. The first of each error is logged without its text, which may have
+    bytes of the request; the counts when the server closes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.logger = logging.Logger(
-            "aiohttp.server"
-        )  # apart from other loggers: nothing handles its records
+        # Apart from other loggers: nothing handles its records.
+        self.logger = logging.Logger("aiohttp.server", logging.WARNING)
         self.logger.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[0] if record.exc_info else None
-        name = error.__name__ if error else record.levelname
+        error = record.exc_info[1] if record.exc_info else None
+        name = type(error).__name__ if error else f"{record.levelname} in {record.funcName}"
         self.counts[name] += 1
-        if self.counts[name] == 1:
+        if self.counts[name] > 1:
+            return False
+
+        if isinstance(error, UNREAD_ERRORS):
             log.warning(
-                "a request of an agent could not be read, and was refused: %s; more are counted", name
+                "refused a request of an agent that could not be read: %s (further ones are only counted)",
+                name,
             )
+        else:
+            frames = "".join(traceback.format_tb(error.__traceback__)) if error else ""
+            log.error("a request of an agent failed: %s (further ones are only counted)\n%s", name, frames)
         return False
 
     def tell(self) -> None:
@@ -248,7 +262,7 @@ class Gateway:
         self.admitted: dict[str, _Admitted] = {}  # by key
         self._logged: set[str] = set()  # unheeded parameters that were logged
         self._url = ""
-        app = web.Application(middlewares=[_boundary], client_max_size=MAX_BODY)
+        app = web.Application(middlewares=[self._boundary], client_max_size=MAX_BODY)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_post(COUNT, self._count)
@@ -298,6 +312,7 @@ class Gateway:
         """The agent is served while the body runs. Requests under way at its end are cancelled."""
         key, admitted = secrets.token_urlsafe(32), _Admitted(host, clock)
         self.admitted[key], _gateways[key] = admitted, self
+        self._connections.begin(admitted)
         try:
             yield Endpoint(self._url, key)
         finally:
@@ -324,6 +339,11 @@ class Gateway:
 
     # -- requests ------------------------------------------------------------------------------------
 
+    @web.middleware
+    async def _boundary(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request when its episode may take the loop's time, which counts for the episode."""
+        return await self._connections.answer(request, _answer(request, handler))
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
         return _json({"object": "list", "data": [exchanges.model()]})
@@ -334,11 +354,7 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)
-        body = await self._body(request, admitted)
-        await self._connections.until_released(admitted)
-        with self._connections.charged(admitted):
-            _check_parts(body)
-            exchange = messages.read(body)
+        exchange = messages.read(await self._body(request, admitted))
         return _json({"input_tokens": await admitted.host.count(exchange.ask)})
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
@@ -346,11 +362,8 @@ class Gateway:
         if not admitted.first_request.done():
             admitted.first_request.set_result(None)
         body = await self._body(request, admitted)
-        await self._connections.until_released(admitted)
-        with self._connections.charged(admitted):
-            _check_parts(body)
-            exchange = dialect.read(body)
-            self._log_unheeded(body, exchange)
+        exchange = dialect.read(body)
+        self._log_unheeded(body, exchange)
 
         open_request = OpenRequest(exchange.ask, _attempt(request), request)
         equal_requests = [earlier for earlier in admitted.open if earlier.ask == exchange.ask]
@@ -377,8 +390,9 @@ class Gateway:
             finish(task) if task is None else task.add_done_callback(finish)
 
     async def _body(self, request: web.Request, admitted: _Admitted) -> bytes:
-        """Read a request's body. ApiError when it does not arrive, is compressed (a few bytes could become
-        gigabytes) or too large. An episode's slow bodies keep only its own waiting."""
+        """Read a request's body, and wait until it may be decoded. ApiError when it does not arrive, is
+        compressed (a few bytes could become gigabytes) or too large, or the episode ends meanwhile. An
+        episode's slow bodies keep only its own waiting."""
         codings = ", ".join(request.headers.getall("Content-Encoding", ())).strip()
         if codings.lower() not in ("", "identity"):
             raise ApiError(415, f"Content-Encoding {in_short(codings)}: requests must not be compressed")
@@ -386,14 +400,18 @@ class Gateway:
             raise ApiError(413, TOO_LARGE)
 
         try:
-            async with asyncio.timeout(READ_SECONDS), admitted.bodies:
-                return await self._connections.charging(admitted, request.read())
+            async with self._connections.timeout(admitted, READ_SECONDS), admitted.bodies:
+                body = await request.read()
         except TimeoutError as error:
             late = f"the request's body did not arrive within {READ_SECONDS:g} s; send it again"
             raise ApiError(408, late) from error
         except web.RequestPayloadError as error:
-            broken = "the request's body is broken: no chunks, or not as long as it says"
+            broken = "the request's body is broken: invalid chunks, or not of the announced length"
             raise ApiError(400, broken) from error
+        await self._connections.until_released(admitted)
+        self._by_key(request)  # the episode may be over
+        _check_parts(body)
+        return body
 
     def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
         if len(self._logged) >= exchanges.LOGGED:  # else an agent's inventions would keep the loop each time
@@ -402,8 +420,11 @@ class Gateway:
         unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
         for name in sorted(unheeded.keys() - self._logged)[: exchanges.LOGGED - len(self._logged)]:
             self._logged.add(name)
-            shown = "its key" if any(key in name for key in self.admitted) else ascii(name[:100])[1:-1][:100]
-            log.warning("agents set %s, which %s", shown, unheeded[name])
+            has_key = any(key in name for key in self.admitted)
+            described = (
+                "a parameter with an episode's key in its name" if has_key else ascii(name[:100])[1:-1][:100]
+            )
+            log.warning("agents set %s, which %s", described, unheeded[name])
 
     async def _answered(
         self,
@@ -538,7 +559,8 @@ async def _end_earlier_tries(
 def _check_parts(body: bytes) -> None:
     """ApiError for a body that would take too long to decode, and the objects of it too much memory."""
     if len(body) > MAX_PARTS and len(body.translate(None, OTHER_BYTES)) > MAX_PARTS:
-        raise ApiError(413, f"the request has more than {MAX_PARTS:,} brackets and commas")
+        count = f"{MAX_PARTS:,} brackets and commas"
+        raise ApiError(413, f"the request has more than {count}; send fewer or shorter messages")
 
 
 def _url(listener: socket.socket) -> str:
@@ -574,8 +596,7 @@ def _is_gone(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
-@web.middleware
-async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error becomes an answer."""
     try:
         return await handler(request)

@@ -441,12 +441,12 @@ def _describe_side_requests(inputs: Inputs) -> Iterator[str]:
     """Say that all requests of an agent are trained where none is told to be a side request. How many it will
     make nobody knows before it has run."""
     rollout, agent = inputs.config.rollout, inputs.parts.agent
-    tried = isinstance(agent, Command) and agent.harness.tested
-    if rollout.agent and not rollout.untrained_agents and not tried:
+    is_tested = isinstance(agent, Command) and agent.harness.tested
+    if rollout.agent and not rollout.untrained_agents and not is_tested:
         yield (
-            "agent: all of its requests are trained with the episode's reward, also those for titles or "
-            "commit messages, unless rollout.untrained_agents names them; rollout/rows/mean counts the rows "
-            "of an episode, which are 1 if it has one conversation"
+            "agent: all of its requests are trained with the episode's reward, side requests (titles, commit "
+            "messages) included, unless rollout.untrained_agents names them; rollout/rows/mean above 1 means "
+            "that there is more than one conversation per episode"
         )
 
 

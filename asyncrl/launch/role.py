@@ -35,8 +35,8 @@ from asyncrl.wire.sockets import Endpoints, flush_sockets
 
 log = logging.getLogger("asyncrl.launch")
 
-LIBRARY_RECORDS = 200  # that each logger of a library writes in full
-LIBRARY_CHARACTERS = 8000  # of such a record with its traceback
+LIBRARY_RECORDS = 200  # of each level that each logger of a library writes
+RECORD_START, RECORD_END = 2000, 6000  # characters of such a record that are kept; the cause comes last
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,29 +97,36 @@ def read_endpoints() -> Endpoints:
 
 
 class _LibraryRecords(logging.Filter):
-    """Bounds what each logger of a library writes in a process: the first LIBRARY_RECORDS, then those whose
-    number is a power of two. A program in a sandbox can make a server complain as often as it likes."""
+    """Bounds what each logger of a library writes in a process: of each level the first LIBRARY_RECORDS, then
+    those whose number is a power of two, with that number. A program in a sandbox can make a server complain
+    as often as it likes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, int]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name.partition(".")[0] == "asyncrl":
             return True
 
-        self._counts[record.name] += 1
-        count = self._counts[record.name]
-        return count <= LIBRARY_RECORDS or count.bit_count() == 1
+        self._counts[record.name, record.levelno] += 1
+        count = self._counts[record.name, record.levelno]
+        if count <= LIBRARY_RECORDS:
+            return True
+        record.number = count  # for the formatter
+        return count.bit_count() == 1
 
 
 class _LogFormatter(logging.Formatter):
-    """Writes records without control characters; those of libraries with LIBRARY_CHARACTERS at most."""
+    """Writes records without control characters; of long ones of libraries, their start and their end."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if record.name.partition(".")[0] != "asyncrl" and len(text) > LIBRARY_CHARACTERS:
-            text = f"{text[:LIBRARY_CHARACTERS]} … and {len(text) - LIBRARY_CHARACTERS} characters"
+        left_out = len(text) - RECORD_START - RECORD_END
+        if record.name.partition(".")[0] != "asyncrl" and left_out > 0:
+            text = f"{text[:RECORD_START]} … ({left_out} characters) … {text[-RECORD_END:]}"
+        if (number := getattr(record, "number", None)) is not None:
+            text += f" (record {number} of this logger's level {record.levelname}; others are left out)"
         return printable(text)
 
 

@@ -382,14 +382,16 @@ def _beyond(seen: Seen) -> Found | None:
 
 
 def _side_requests(seen: Seen) -> Found | None:
-    """Find that episodes of an agent have more than one row, and that no request is told to be a side one."""
+    """Find that episodes of an unknown agent, a `command` or a function, have more than one row, and that no
+    request is named as a side one. For coding agents with a name that is set where it is needed."""
     rows = seen.mean("rollout/rows/mean")
-    led = any(
-        key.startswith("rollout.agent.") or (key == "rollout.agent" and seen.keys[key]) for key in seen.keys
+    names = [key.removeprefix("rollout.agent.") for key in seen.keys if key.startswith("rollout.agent.")]
+    is_unknown = seen.keys.get("rollout.agent") or any(
+        ":" in name or name.startswith("command.") for name in names
     )
-    if not led or seen.keys.get("rollout.untrained_agents") or rows < 1 + SOME:
+    if not is_unknown or seen.keys.get("rollout.untrained_agents") or rows < 1 + SOME:
         return None
-    return Found(f"{rows - 1:.1f} an episode beside the first, trained with the episode's reward as that is")
+    return Found(f"{rows:.1f} rows per episode, all trained with the episode's reward")
 
 
 def _limited(seen: Seen) -> Found | None:
@@ -435,7 +437,7 @@ RULES: dict[str, Callable[[Seen], Found | None]] = {
     "skipped optimizer steps": _skipped,
     "many tokens masked": _masked,
     "success is set low": _beyond,
-    "rows beside the main one": _side_requests,
     "limited": _limited,
+    "rows beside the main one": _side_requests,
     "little to learn": _by_rewards(_little_taught),
 }

@@ -158,7 +158,8 @@ class JudgedByTests:
         if ran.ending is RunEnding.DIED and ran.seconds < tests.seconds:  # which no code inside can do
             raise SandboxError("the sandbox of the tests ended")
         if ran.ending is RunEnding.STARVED:
-            raise SandboxError("this machine had hardly any memory left for the tests; lower at_once")
+            why = "the tests were ended because this machine was nearly out of memory"
+            raise SandboxError(f"{why}; lower at_once of the reward tests")
         endings = {
             RunEnding.LATE: late,
             RunEnding.DIED: late,

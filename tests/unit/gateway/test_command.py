@@ -128,14 +128,23 @@ def test_files_in_home_are_written_before_the_program_starts(tmp_path: Path) -> 
         ({"a/": ""}, "is no path of a file in HOME"),
         ({"": ""}, "is no path of a file in HOME"),
         ({"a\0": ""}, "is no path of a file in HOME"),
-        ({"a": "\0"}, "home_files 'a' has a NUL"),
-        ({"a": "", "a/b": ""}, "home_files 'a' cannot be a file: 'a/b' is in it"),
-        ({"a": "x" * (1 << 20), "b": "x"}, "home_files has 1048577 bytes, 1048576 are allowed"),
+        ({"a": "\0"}, "home_files 'a' contains a NUL"),
+        ({"a": "", "a/b": ""}, "home_files 'a' cannot be a file: 'a/b' lies below it"),
+        ({"a": "x" * (1 << 20), "b": "x"}, "home_files has 1048577 bytes, more than the 1048576 allowed"),
     ],
 )
 def test_files_in_home_stay_there(files: dict[str, str], why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^rollout\.agent\.command: .*{re.escape(why)}"):
         load_agent({"command": {"line": "true", "home_files": files}})
+
+
+@pytest.mark.parametrize("path", [".codex", ".codex/config.toml/x"])
+def test_files_in_home_do_not_replace_directories_of_a_coding_agent(path: str) -> None:
+    options = {"program": "/bin/sh", "sandbox": "none", "home_files": {path: ""}}
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.agent\.codex: home_files .* cannot be a file: .* lies below"
+    ):
+        load_agent({"codex": options})
 
 
 def test_an_error_in_python_has_its_place_in_the_users_file(tmp_path: Path) -> None:

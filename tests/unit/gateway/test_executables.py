@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.gateway import CommandError
+from asyncrl.gateway import CommandError, executables
 from asyncrl.gateway.programs import Command
 from asyncrl.isolation.sandbox.detection import detect_isolation
 
@@ -65,7 +65,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         chain,
         "the interpreter '/no/such/interpreter', which the first line of .*inner names",
     ),
-    "itself": (endless, "the interpreter of an interpreter"),
+    "itself": (endless, "more than 5 scripts name each other as interpreters"),
     "a directory": (
         script("#!/usr"),
         "the interpreter '/usr', which the first line of .*agent names, is a directory",
@@ -74,8 +74,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no name": (script("#!"), "names no interpreter"),
     "another machine": (
         lambda path: path.write_bytes(elf(machine=243)),
-        "is built for another machine: ELF machine 243",
+        r"is built for another architecture \(ELF machine 243\); this machine is x86_64",
     ),
+    "no first line": (script("touch x"), "is neither a binary nor a script; begin it with a line such as"),
+    "an empty first line": (script(""), "is neither a binary nor a script"),
     "no loader": (
         lambda path: path.write_bytes(elf(loader="/no/ld.so")),
         "the loader '/no/ld.so', which .*agent needs, is not there",
@@ -101,13 +103,50 @@ def test_what_a_program_needs_is_looked_for_before_the_start(
 
 @pytest.mark.parametrize(
     "first_line",
-    ["#!/bin/sh", "#! /bin/sh -e", "#!/usr/bin/env sh", "#!/usr/bin/env -S A=1 sh -e", "touch x", ""],
+    [
+        "#!/bin/sh",
+        "#! /bin/sh -e",
+        "#!/bin/sh\t-e",
+        "#!/bin/sh\0",
+        "#!/usr/bin/env sh",
+        "#!/usr/bin/env\tsh",
+        "#!/usr/bin/env -S A=1 sh -e",
+        "#!/usr/bin/env -S -u FOO sh",
+        "#!/usr/bin/env -S -C / sh",
+        "#!/usr/bin/env -S PATH=/opt/bin tool",
+        "#!/usr/bin/env -S ${X}sh",
+        r"#!/usr/bin/env -S sh\_-e",
+        "#!/usr/bin/env -S # sh",
+    ],
 )
 @every_sandbox
 def test_programs_that_can_be_executed_are_not_refused(tmp_path: Path, sandbox: str, first_line: str) -> None:
     script(first_line)(tmp_path / "agent")
     asyncio.run(agent_of(tmp_path / "agent", sandbox).version())
     assert not (tmp_path / "agent.ran").exists()
+
+
+@pytest.mark.parametrize("write", [script("touch x"), lambda path: path.write_bytes(elf(machine=243))])
+def test_what_an_emulator_may_run_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Any]
+) -> None:
+    write(tmp_path / "agent")
+    formats = tmp_path / "formats"
+    monkeypatch.setattr(executables, "BINARY_FORMATS", str(formats))
+    formats.mkdir()
+    for name in ("register", "status"):
+        (formats / name).touch()
+    with pytest.raises(CommandError):
+        asyncio.run(agent_of(tmp_path / "agent", "none").version())
+    (formats / "qemu-riscv64").touch()
+    asyncio.run(agent_of(tmp_path / "agent", "none").version())
+
+
+def test_a_loader_whose_path_was_not_read_is_not_looked_for(tmp_path: Path) -> None:
+    """It is further behind in the file than what is read."""
+    path = tmp_path / "agent"
+    path.write_bytes(elf(loader="/lib64/" + "./" * executables.HEAD_BYTES + "ld-linux-x86-64.so.2"))
+    asyncio.run(agent_of(path, "none").version())
 
 
 @every_sandbox

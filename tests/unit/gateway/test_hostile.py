@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import logging
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,9 +53,26 @@ def test_no_request_reaches_a_log(
     key = asyncio.run(main())
     captured = capfd.readouterr()
     logged = caplog.text + captured.out + captured.err
-    assert key not in logged and "Traceback" not in logged
+    assert key not in logged and "Traceback" not in logged, logged
     assert "requests of agents could not be read: " in caplog.records[-1].message
     assert len(caplog.records) < 12, logged
+
+
+def test_an_error_of_our_own_is_logged_with_its_place_and_without_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once for each type; debug records do not count."""
+    unread, text = server._UnreadRequests(), "k" + "ey"
+    for _ in range(3):
+        unread.logger.debug("Error handling request", exc_info=ValueError(text))
+        try:
+            raise RuntimeError(text)
+        except RuntimeError as error:
+            unread.logger.exception("Unhandled exception", exc_info=error)
+    (record,) = caplog.records
+    assert "a request of an agent failed: RuntimeError (" in record.message and "key" not in record.message
+    assert f'{__file__}", line ' in record.message
+    assert unread.counts == {"RuntimeError": 3}
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "x"])
@@ -130,7 +149,7 @@ async def test_the_parts_of_a_request_are_bounded(
         status, body = await fetch(endpoint, dialect.path, data=values(2000)[kind])
         assert (status, body["error"]["message"]) == (
             413,
-            "the request has more than 1,000 brackets and commas",
+            "the request has more than 1,000 brackets and commas; send fewer or shorter messages",
         )
         text = dialect.body([Message("user", "a, b" * 300 + "[]" * 50)])  # as long, with fewer
         assert (await fetch(endpoint, dialect.path, json=text))[0] == 200
@@ -174,7 +193,7 @@ async def test_an_episode_that_takes_the_loop_is_held(
     to nothing; nor does it read of a new connection. Another episode is served meanwhile."""
     monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
     monkeypatch.setattr(connections, "LOOP_SHARE", 1e-9)
-    async with gateway.admit(FakeHost()) as hostile, gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit(FakeHost()) as hostile:
         inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
         streams = [await asyncio.open_connection(*base_address(inner)) for _ in range(20)]
         for _, writer in streams:
@@ -186,8 +205,9 @@ async def test_an_episode_that_takes_the_loop_is_held(
         bytes_before = received[owner]
         monkeypatch.setattr(connections, "LOOP_BURST", 10.0)
         late = asyncio.create_task(ask(Endpoint(inner.base_url, hostile.api_key), "q"))
-        for _ in range(20):
-            assert (await ask(endpoint, "q"))[0] == 200
+        async with gateway.admit(FakeHost()) as endpoint:
+            for _ in range(20):
+                assert (await ask(endpoint, "q"))[0] == 200
         assert received[owner] == bytes_before < 20 * connections.READ_BYTES
         assert not late.done()
         late.cancel()
@@ -206,6 +226,109 @@ async def test_a_held_episode_goes_on(gateway: Gateway, monkeypatch: pytest.Monk
             assert (await ask(endpoint, "q" * 1000))[0] == 200
             held += gateway._connections._is_held(gateway.admitted[endpoint.api_key])
         assert held > 0
+
+
+def hold(gateway: Gateway, endpoint: Endpoint) -> None:
+    gateway._connections.take(gateway.admitted[endpoint.api_key], 1e6)
+
+
+def release(gateway: Gateway, endpoint: Endpoint) -> None:
+    gateway._connections.take(gateway.admitted[endpoint.api_key], -1e7)
+
+
+@served
+async def test_time_in_which_an_episode_is_held_counts_for_no_limit(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for a new connection nor for a body that is not read meanwhile. Both have their limits again
+    afterwards."""
+    monkeypatch.setattr(connections, "MOST_HELD_SECONDS", 0.01)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(server, "READ_SECONDS", 0.2)
+    async with gateway.admit(FakeHost()) as endpoint:
+        inner = await endpoint.through(socket.create_server(("127.0.0.1", 0)))
+        begun = [await asyncio.open_connection(*base_address(inner)) for _ in range(2)]
+        for _, writer in begun:
+            writer.write(request(endpoint.api_key, Content_Length="100"))
+        while gateway.admitted[endpoint.api_key].bodies._value > server.BODIES - 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+        hold(gateway, endpoint)
+        late = asyncio.create_task(ask(Endpoint(inner.base_url, endpoint.api_key), "q"))
+        idle = await asyncio.open_connection(*base_address(inner))
+        await asyncio.wait([late], timeout=0.5)
+        assert not late.done()
+        begun[0][1].write(b"{".ljust(100))
+
+        release(gateway, endpoint)
+        assert (await late)[0] == 200
+        assert (await begun[0][0].readline()).split()[1] == b"400"  # no JSON
+        assert (await begun[1][0].readline()).split()[1] == b"408"
+        assert await idle[0].read() == b""
+        for _, writer in (*begun, idle):
+            writer.transport.abort()
+
+
+@served
+async def test_an_episode_is_held_for_a_bounded_time_before_it_is_decided_anew(gateway: Gateway) -> None:
+    """However much it owes, and however many others are held."""
+    async with gateway.admit(FakeHost()) as endpoint, gateway.admit(FakeHost()) as other:
+        now = asyncio.get_running_loop().time()
+        for each in (endpoint, other):
+            hold(gateway, each)
+            timer = gateway._connections._loop_times[gateway.admitted[each.api_key]].timer
+            assert timer is not None and now < timer.when() < now + connections.MOST_HELD_SECONDS + 1
+
+
+@served
+async def test_an_ended_episode_is_let_go(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not kept in memory, and does not hold others for longer; none of its waiting requests is
+    decoded."""
+    host, decoded = FakeHost(), list[bytes]()
+    alive = weakref.ref(host)
+
+    def check(body: bytes) -> None:
+        decoded.append(body)
+        hold(gateway, endpoint)
+
+    monkeypatch.setattr(server, "_check_parts", check)
+    async with gateway.admit(host) as endpoint:
+        streams = [await asyncio.open_connection(*base_address(endpoint)) for _ in range(3)]
+        for _, writer in streams:
+            writer.write(request(endpoint.api_key, body="{}"))
+        while not decoded:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert not gateway._connections._loop_times
+    assert [(await reader.readline()).split()[1] for reader, _ in streams] == [b"400", b"401", b"401"]
+    assert len(decoded) == 1
+    for _, writer in streams:
+        writer.transport.abort()
+    del host
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize(
+    "line", ["GET /x", "PUT /v1/messages", "HEAD /", "GET /v1/models", "GET /v1/models/a"]
+)
+@served
+async def test_requests_without_a_body_are_charged_too(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    """Those that were read at once are answered one after the other, as the episode's share allows; so are
+    those for paths and methods that are not there."""
+    async with gateway.admit(FakeHost()) as hostile, gateway.admit(FakeHost()) as endpoint:
+        inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
+        reader, writer = await asyncio.open_connection(*base_address(inner))
+        monkeypatch.setattr(connections, "REQUEST_SECONDS", 1e6)
+        writer.write(request(hostile.api_key, f"{line} HTTP/1.1") * 20)
+        answers = await reader.readuntil(b"\r\n\r\n")
+        monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.0)
+        for _ in range(5):
+            assert (await ask(endpoint, "q"))[0] == 200
+        writer.transport.abort()
+        answers += await reader.read()
+        assert answers.count(b"HTTP/1.1 ") == 1
 
 
 @served

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,7 +18,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.gateway import Command, Endpoint, Gateway, TimeUp, load_agent, places
 from asyncrl.gateway.lines import CommandError
 from asyncrl.isolation.sandbox import detection, emptying
+from asyncrl.isolation.sandbox.base import RunEnding, RunResult, SandboxError
 from asyncrl.isolation.sandbox.detection import Isolation
+from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.types import Message, Sample
 from tests.fakes.hosts import FakeHost
 from tests.fakes.processes import gone
@@ -92,6 +94,32 @@ def test_a_tree_with_logins_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "tokenizer.json").write_text("")  # no login
     for allow in (f"x, {top}", "*"):
         Command(line="true", files=str(tmp_path), allow=allow)
+
+
+class NoisyJail:
+    """A jail whose shell warns when it starts, and whose image has no `od`."""
+
+    home = "/sandbox"
+
+    async def read_file(self, path: str) -> bytes:
+        raise SandboxError("larger than what can be read at once")
+
+    async def run(self, kind: str, source: str, seconds: float) -> RunResult:
+        words = ["sh", "-c", f"echo sh: a warning >&2; PATH=/nowhere\n{source}"]
+        shell = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # noqa: ASYNC221
+        return RunResult(RunEnding.DONE, shell.stdout)
+
+
+def test_warnings_of_a_shell_are_no_answers() -> None:
+    async def main() -> None:
+        place = places.SandboxPlace(cast(Jail, NoisyJail()), ENDPOINT, None)
+        assert await place.problem("/bin/sh") == ""
+        assert await place.problem("/gone") == "is not there"
+        assert await place.look_up("gone", "/bin") == ""
+        assert await place.look_up("sh", "/gone:/bin") == "/bin/sh"
+        assert await place.head("/bin/sh") == b""
+
+    asyncio.run(main())
 
 
 async def test_a_place_is_removed_when_the_episode_is_cancelled(tmp_path: Path) -> None:

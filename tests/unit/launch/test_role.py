@@ -61,9 +61,13 @@ def test_loggers_of_libraries_do_not_fill_the_log(
             warnings.warn(f"warning {number}", stacklevel=1)
     lines = capsys.readouterr().err.splitlines()
     for name in ("asyncio", "aiohttp.server"):
-        numbers = [int(line.rpartition(" ")[2]) for line in lines if f" {name} says " in line]
-        assert numbers == [1, 2, 3, 4, 8, 16, 32, 64]
+        records = [line.partition(" says ")[2] for line in lines if f" {name} says " in line]
+        assert [int(record.split()[0]) for record in records] == [1, 2, 3, 4, 8, 16, 32, 64]
+        assert records[2] == "3"
+        assert records[-1] == "64 (record 64 of this logger's level WARNING; others are left out)"
     assert sum("asyncrl.worker says" in line for line in lines) == 100
+    logging.getLogger("asyncio").error("an error after many warnings")
+    assert "an error after many warnings" in capsys.readouterr().err
     assert sum("Warning: warning" in line for line in lines) == 8
 
 
@@ -73,10 +77,14 @@ def test_records_of_libraries_are_bounded_and_none_drives_a_terminal(
 ) -> None:
     role.set_up_logging()
     try:
-        raise ValueError("\x1b[31m" + "x" * 10**6)
-    except ValueError:
+        try:
+            raise ValueError("\x1b[31m" + "x" * 10**6)
+        except ValueError as error:
+            raise RuntimeError("the last of the chain") from error
+    except RuntimeError:
         logging.getLogger("asyncio").exception("a task failed")
     logging.getLogger("asyncrl.worker").warning("it says \x1b]0;title\x07")
     text = capsys.readouterr().err
-    assert len(text) < role.LIBRARY_CHARACTERS + 1000 and "characters\n" in text
+    assert len(text) < role.RECORD_START + role.RECORD_END + 1000 and " characters) … " in text
+    assert "a task failed" in text and "RuntimeError: the last of the chain\n" in text
     assert "^[[31mxxx" in text and "^[]0;title^G" in text and "\x1b" not in text

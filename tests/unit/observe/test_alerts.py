@@ -129,7 +129,10 @@ def test_a_reward_that_is_always_the_same_is_said_once_two_batches_have_landed()
     [
         ({"rollout.agent": "mine.py:solve"}, 2.1, True),
         ({"rollout.agent.command.line": "gptme"}, 2.1, True),
+        ({"rollout.agent.mine.py:solve.option": 1}, 2.1, True),
         ({"rollout.agent.command.line": "gptme"}, 1.1, False),
+        ({"rollout.agent.codex.sandbox": "jail"}, 2.1, False),
+        ({"rollout.agent.mini_swe_agent": {}}, 2.1, False),
         ({"rollout.agent.command.line": "gptme", "rollout.untrained_agents": ["small"]}, 2.1, False),
         ({"rollout.agent": None}, 2.1, False),  # rows of a folded history
     ],
@@ -139,7 +142,9 @@ def test_rows_of_an_agent_beside_the_main_one_are_told(keys: dict[str, Any], row
     found = [alert.line for alert in alerts(run({"rollout/rows/mean": rows}), status(), keys)]
     assert len(found) == told
     for line in found:
-        assert line.startswith("rows beside the main one: 1.1 an episode beside the first, trained with")
+        assert line.startswith(
+            "rows beside the main one: 2.1 rows per episode, all trained with the episode's"
+        )
         assert line.endswith("(rollout.untrained_agents=[])")
 
 
