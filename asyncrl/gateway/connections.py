@@ -30,7 +30,7 @@ UNREAD_SECONDS = 5.0  # after an answer; a connection that is reset later was id
 STRANGERS = 256
 KNOWN = 4096
 READ_BYTES = 1 << 15  # of a connection that are read and parsed at once
-LOOP_SHARE = 0.25  # of the loop's time, for all episodes together that take more than they may
+LOOP_SHARE = 0.25  # of the loop's time, for all episodes together that are held
 LOOP_BURST = 0.5  # seconds of the loop's time that an episode may take at once
 HELD_SECONDS = 0.05  # for which nothing is read of an episode that took too much, at least
 MOST_HELD_SECONDS = 10.0  # after which it is decided anew whether the episode is held
@@ -57,9 +57,11 @@ class _LoopTime:
     def held(self) -> bool:
         return not self.released.is_set()
 
-    def take(self, seconds: float) -> None:
+    def take(self, seconds: float, share: float) -> None:
+        """Take so many seconds. `share`: what it has got of each second since the last call."""
         now = time.monotonic()
-        self.left = min(LOOP_BURST, self.left + (now - self._updated) * LOOP_SHARE) - seconds
+        left = min(LOOP_BURST, self.left + (now - self._updated) * share) - seconds
+        self.left = max(left, -MOST_HELD_SECONDS * share)
         self._updated = now
 
     def hold(self) -> None:
@@ -192,19 +194,24 @@ class Connections:
         if loop_time is None:
             return
 
-        loop_time.take(seconds)
+        loop_time.take(seconds, self._share(loop_time))
         if loop_time.left < 0 and not loop_time.held:
             loop_time.hold()
-            self._hold(episode, True)
             self._wait_for_share(episode, loop_time)
+            self._hold(episode, True)
+
+    def _share(self, loop_time: _LoopTime) -> float:
+        """Return the share of the loop's time that an episode gets: those that are held have one together."""
+        if not loop_time.held:
+            return LOOP_SHARE
+        return LOOP_SHARE / sum(other.held for other in self._loop_times.values())
 
     def _wait_for_share(self, episode: object, loop_time: _LoopTime) -> None:
-        all_held = sum(other.held for other in self._loop_times.values())
-        wait = min(MOST_HELD_SECONDS, max(HELD_SECONDS, -loop_time.left / LOOP_SHARE * all_held))
+        wait = min(MOST_HELD_SECONDS, max(HELD_SECONDS, -loop_time.left / self._share(loop_time)))
         loop_time.timer = asyncio.get_running_loop().call_later(wait, self._release, episode, loop_time)
 
     def _release(self, episode: object, loop_time: _LoopTime) -> None:
-        loop_time.take(0.0)
+        loop_time.take(0.0, self._share(loop_time))
         if loop_time.left < 0:  # it was charged meanwhile, or owes more than MOST_HELD_SECONDS bring
             self._wait_for_share(episode, loop_time)
             return
@@ -330,8 +337,8 @@ class _Bounded(asyncio.BufferedProtocol):
 
         lose = self.lose
         self.forget_answer()
-        if lose is not None and self.transport.get_write_buffer_size() > 0:
-            self.remember_answer(lose)  # the client still reads
+        if lose is not None and (self._held or self.transport.get_write_buffer_size() > 0):
+            self.remember_answer(lose)  # the client still reads, or its reset is not read
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.become_known()  # nothing is to be closed any more

@@ -748,6 +748,8 @@ for name, action in tries.items():
     except OSError as error: print(f"{name}: {errno.errorcode[error.errno]}")
     else: print(f"{name}: done")
 print(resource.getrlimit(resource.RLIMIT_CORE))
+prctl(4, 0, 0, 0, 0)
+print("may be looked at:", libc.prctl(3, 0, 0, 0, 0))
 fcntl.lockf(file, fcntl.LOCK_EX)  # locks of processes are counted
 mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 prctl(15, b"name", 0, 0, 0)
@@ -770,11 +772,12 @@ mbind: ENOSYS
 set_mempolicy: ENOSYS
 splice: EINVAL
 a process that shares open files: EINVAL
-a limit of core files: EACCES
+a limit of core files: done
 a label of flows: EACCES
 a filter of a socket: EACCES
 a lock of an open file: EINVAL
 (1, 1)
+may be looked at: 1
 the rest is as ever
 """
 

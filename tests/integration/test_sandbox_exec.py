@@ -309,7 +309,7 @@ input()
 """
 HOLDS: dict[str, object] = {
     "mappings": MAPPINGS,
-    "mappings that cannot be looked at": UNREADABLE,
+    "mappings of one that would not be looked at": UNREADABLE,
     "epolls": EPOLLS,
     "inotifies": INOTIFIES,
     "open files": OPEN_FILES,

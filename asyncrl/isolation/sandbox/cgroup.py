@@ -19,7 +19,7 @@ BEYOND = 256 << 20  # bytes above `resident`, as caches of files count here, too
 V1, V2 = "cgroup", "cgroup2"  # types of the file systems
 LIMIT = {V1: "memory.limit_in_bytes", V2: "memory.max"}
 EVENTS = {V1: "memory.oom_control", V2: "memory.events"}  # both have a line "oom_kill COUNT"
-HITS = {V1: "memory.failcnt", V2: "memory.events"}  # a number; a line "max COUNT"
+HITS = {V1: "memory.failcnt", V2: "memory.events"}  # a number; a line "oom COUNT"
 UNLIMITED = ("memory.max", "memory.high", "cpu.max")
 
 
@@ -36,7 +36,7 @@ class MemoryGroup:
             self._processes = os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             self._events = os.open(f"{path}/{EVENTS[version]}", os.O_RDONLY | os.O_CLOEXEC)
             self._hits = os.open(f"{path}/{HITS[version]}", os.O_RDONLY | os.O_CLOEXEC)
-            self._seen = self._counts()
+            self._before = self._counts()
         except (OSError, ValueError):
             os.rmdir(path)
             raise
@@ -46,13 +46,18 @@ class MemoryGroup:
         with suppress(OSError):  # somebody has removed it: the other bounds hold
             os.write(self._processes, b"0")
 
-    def killed(self) -> bool:
-        """True when the kernel has killed a process of the group for its limit since the last call, and not
-        as the machine had no memory left."""
-        kills, hits = self._seen
+    def start(self) -> None:
+        """Forget the processes that were killed before."""
         with suppress(OSError):  # somebody has removed it
-            self._seen = self._counts()
-        return self._seen[0] > kills and self._seen[1] > hits
+            self._before = self._counts()
+
+    def has_killed(self) -> bool:
+        """True when the kernel has killed a process of the group for its limit since `start`, and not as the
+        machine had no memory left."""
+        with suppress(OSError):
+            kills, hits = self._counts()
+            return kills > self._before[0] and hits > self._before[1]
+        return False
 
     def remove(self) -> None:
         """Remove the group, in which no process is left."""
@@ -62,7 +67,7 @@ class MemoryGroup:
     def _counts(self) -> tuple[int, int]:
         """Read how often a process was killed, and how often the limit was reached. ValueError where the
         kernel does not say."""
-        return _number(self._events, b"oom_kill"), _number(self._hits, b"max")
+        return _number(self._events, b"oom_kill"), _number(self._hits, b"oom")
 
 
 def _number(file: int, name: bytes) -> int:

@@ -401,10 +401,10 @@ def _step_down(top: int, path: str, make: bool) -> int:
     """Open a directory by one step for each name of its path. `make` those that are missing."""
     here = os.dup(top)
     for name in path.split("/"):
-        if make:
-            with suppress(FileExistsError):
-                os.mkdir(name, 0o755, dir_fd=here)
         try:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o755, dir_fd=here)
             inner = os.open(name, OPEN_DIRECTORY, dir_fd=here)
         finally:
             os.close(here)

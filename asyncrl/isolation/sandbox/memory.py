@@ -16,7 +16,7 @@ from contextlib import suppress
 SOCKET = 1 << 19  # bytes that a socket may hold: two buffers as below, and its options (optmem_max: 128 KiB)
 BUFFER = 212_992  # bytes of a socket's buffer, unless the machine's administrator has set another default
 OPEN_FILE = 5 << 10  # bytes of half a pipe of two pages, which is the largest open file of those not listed
-INOTIFY = 8 << 20  # bytes of 16,384 events that nobody has read
+INOTIFY, MOST_INOTIFIES = 8 << 20, 16  # bytes of 16,384 events that nobody has read
 EPOLL_WATCH = 256  # bytes
 MAPPING = 256  # bytes of a part of an address space
 MOST_MAPPINGS = 65_530  # of a process (vm.max_map_count)
@@ -38,8 +38,9 @@ def held_by_processes(most: int) -> float:
     takes too long to measure."""
     lines = _LineCounter()
     try:
-        if lines.count("/proc/locks", MOST_LOCKS) >= MOST_LOCKS:  # those of this process namespace
-            return math.inf
+        with suppress(OSError):  # a kernel without locks
+            if lines.count("/proc/locks", MOST_LOCKS) >= MOST_LOCKS:  # those of this process namespace
+                return math.inf
         with open("/proc/net/sockstat", "rb") as file:
             held = int(file.readline().split()[2]) * SOCKET
         for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -85,11 +86,17 @@ def _mappings(pid: str, lines: _LineCounter) -> int:
 
 
 def _open_files(pid: str, lines: _LineCounter) -> int:
-    """Measure the open files of a process, and what epolls and inotifies among them hold."""
-    held = 0
-    with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-        held = os.stat(f"/proc/{pid}/fd").st_size * OPEN_FILE  # 0 before Linux 6.2
-        for number in _listed(f"/proc/{pid}/fd"):
+    """Measure the open files of a process, and what epolls and inotifies among them hold. Where they cannot
+    be listed (its program may be executed, and not be read), any of them may be one."""
+    count = held = 0
+    with suppress(OSError):  # it ended meanwhile
+        count = os.stat(f"/proc/{pid}/fd").st_size  # 0 before Linux 6.2
+        try:
+            numbers = os.listdir(f"/proc/{pid}/fd")
+        except PermissionError:
+            return count * OPEN_FILE + count**2 * EPOLL_WATCH // 4 + min(count, MOST_INOTIFIES) * INOTIFY
+
+        for number in numbers:
             lines.check()
             with suppress(OSError):  # it was closed meanwhile
                 kind = os.readlink(f"/proc/{pid}/fd/{number}")
@@ -97,14 +104,7 @@ def _open_files(pid: str, lines: _LineCounter) -> int:
                     held += lines.count(f"/proc/{pid}/fdinfo/{number}", start=b"tfd:") * EPOLL_WATCH
                 elif kind == "anon_inode:inotify":
                     held += INOTIFY
-    return held
-
-
-def _listed(directory: str) -> list[str]:
-    """List a directory; empty for one of a process that allows no look into itself."""
-    with suppress(PermissionError):
-        return os.listdir(directory)
-    return []
+    return count * OPEN_FILE + held
 
 
 def _pages(pid: str) -> int:

@@ -11,7 +11,7 @@ import ctypes
 import errno
 import struct
 
-from asyncrl.isolation.sandbox.kernel import MACHINE, PR_SET_SECCOMP, prctl
+from asyncrl.isolation.sandbox.kernel import MACHINE, PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables below, AUDIT_ARCH
 Numbers = tuple[int, int]  # of a system call, by column
@@ -130,11 +130,11 @@ class _BpfProgram(ctypes.Structure):
 
 def filter_calls() -> None:
     """Install the filter of this process and its children. It refuses what REFUSED names; limits and
-    priorities of other processes, as the warden is one; a limit of core files; processes that share open
-    files; new namespaces by clone; shared anonymous memory and huge pages; sockets but AF_UNIX and the
-    internet's; socket pairs other than streams; files that send any signal, as SIGCONT would continue a
-    stopped process; locks of open files; filters of sockets and labels of flows; and system calls by numbers
-    of another architecture. To change the size of a socket's buffers has no effect. OSError; KeyError for an
+    priorities of other processes, as the warden is one; processes that share open files; new namespaces by
+    clone; shared anonymous memory and huge pages; sockets but AF_UNIX and the internet's; socket pairs other
+    than streams; files that send any signal, as SIGCONT would continue a stopped process; locks of open
+    files; filters of sockets and labels of flows; and system calls by numbers of another architecture. To
+    change the size of a socket's buffers or the limit of core files has no effect. OSError; KeyError for an
     unknown architecture."""
     column, _ = MACHINES[MACHINE]
     rules: list[BpfLine] = []
@@ -144,10 +144,11 @@ def filter_calls() -> None:
 
     for numbers in OF_OTHERS:
         rules += _when_called(numbers[column], *_refuse_unless(FIRST, 0), ALLOW)
-    change = [*_refuse_unless(THIRD, 0), *_refuse_unless(THIRD + 4, 0)]  # a pointer to new limits
+    # gpg and ssh-agent end where they may not forbid core files: it has no effect
+    change = [*_refuse_unless(THIRD, 0, 0), *_refuse_unless(THIRD + 4, 0, 0)]  # a pointer to new limits
     other_limit = [(LOAD, 0, 0, SECOND), (EQUAL, 0, len(change), CORE)]
     rules += _when_called(PRLIMIT[column], *_refuse_unless(FIRST, 0), *other_limit, *change, ALLOW)
-    rules += _when_called(SETRLIMIT[column], *_refuse_if(FIRST, EQUAL, CORE), ALLOW)
+    rules += _when_called(SETRLIMIT[column], *_refuse_if(FIRST, EQUAL, CORE, 0), ALLOW)
     of_itself = [*_refuse_unless(FIRST, 0), *_refuse_unless(SECOND, 0)]
     rules += _when_called(SET_PRIORITY[column], *of_itself, ALLOW)
 
@@ -184,12 +185,15 @@ def filter_calls() -> None:
 
 def filter_code() -> None:
     """Install what the code's processes have on top of it: they start no filters and sandboxes of their
-    own, and make no files without a name."""
+    own, make no files without a name, and cannot forbid to be looked at (to try that has no effect)."""
     column, _ = MACHINES[MACHINE]
     rules: list[BpfLine] = []
     for numbers in OF_WARDEN.values():
         rules += _when_called(numbers[column], _refuse())
-    rules += _when_called(PRCTL[column], *_refuse_if(FIRST, EQUAL, PR_SET_SECCOMP, errno.EINVAL), ALLOW)
+    no_filter = _refuse_if(FIRST, EQUAL, PR_SET_SECCOMP, errno.EINVAL)
+    look = _refuse_if(SECOND, EQUAL, 0, 0)
+    other_option = [(LOAD, 0, 0, FIRST), (EQUAL, 0, len(look), PR_SET_DUMPABLE)]
+    rules += _when_called(PRCTL[column], *no_filter, *other_option, *look, ALLOW)
     _install(rules)
 
 
@@ -200,6 +204,7 @@ def refuse_sockets() -> None:
 
 
 def _refuse(code: int = errno.EACCES) -> BpfLine:
+    """Refuse a call. With 0 it returns 0, and has no effect."""
     return (RETURN, 0, 0, 0x00050000 | code)
 
 
@@ -208,8 +213,8 @@ def _refuse_if(argument: int, comparison: int, value: int, code: int = errno.EAC
     return [(LOAD, 0, 0, argument), (comparison, 0, 1, value), _refuse(code)]
 
 
-def _refuse_unless(argument: int, value: int) -> list[BpfLine]:
-    return [(LOAD, 0, 0, argument), (EQUAL, 1, 0, value), _refuse()]
+def _refuse_unless(argument: int, value: int, code: int = errno.EACCES) -> list[BpfLine]:
+    return [(LOAD, 0, 0, argument), (EQUAL, 1, 0, value), _refuse(code)]
 
 
 def _when_called(number: int, *lines: BpfLine) -> list[BpfLine]:

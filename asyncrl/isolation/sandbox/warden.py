@@ -37,6 +37,7 @@ LOOK_SECONDS = 0.25  # between two measurements of the memory
 SURE_SECONDS = 0.02  # until the second one: a process that is starting another counts twice for a moment
 CHANCE = 32  # of 256: the chance to end at a measurement at which the machine is short of memory
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
+SIGNALS = 1024  # that may wait
 MAX_FILES = 256  # descriptors that this process may have open
 
 
@@ -145,7 +146,7 @@ class Warden:
         """Run a program with the owner's streams to its end. It finds and leaves no process."""
         lost = self._kill_all_and_forget()
         if self._group:
-            self._group.killed()  # those of earlier requests are not this program's
+            self._group.start()
         pid = self._start(lambda: _run_exec(request.source), self._passed("3i"))
         stop = os.dup(PASSAGE)  # readable, when the owner stops the program
         process, nothing, overrun = WatchedProcess(pid, -1, stop), BoundedOutput(0), None
@@ -158,7 +159,7 @@ class Warden:
         process.close()
 
         status = self._status.pop(pid, 0)
-        if self._group and self._group.killed():  # the kernel may have ended it between two looks
+        if self._group and self._group.has_killed():  # the kernel may have ended it between two looks
             overrun = RunEnding.OVER
         finished = RunEnding.FAILED if status else RunEnding.DONE
         return RunReply(overrun or (finished if ended else RunEnding.LATE), status, lost, 0, b"")
@@ -189,7 +190,7 @@ class Warden:
         memory left and this sandbox is to end for it."""
         if not self._limits.resident:
             return None
-        if (self._group and self._group.killed()) or self._holds_more():
+        if (self._group and self._group.has_killed()) or self._holds_more():
             return RunEnding.OVER
         # every sandbox sees the same, and the end of a few may be enough
         short = memory.machine_is_short()
@@ -313,9 +314,15 @@ def set_limits(limits: SandboxLimits, count: int) -> None:
         (resource.RLIMIT_FSIZE, limits.file << 20),
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_NPROC, count),
-        (resource.RLIMIT_SIGPENDING, 1024),
+        (resource.RLIMIT_SIGPENDING, _most_signals()),
     ):
         resource.setrlimit(kind, (value, value))
+
+
+def _most_signals() -> int:
+    """Return how many signals may wait: the user has a number of them for all of his programs."""
+    hard = resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]
+    return SIGNALS if hard == resource.RLIM_INFINITY else min(SIGNALS, hard)
 
 
 def _enter(directory: str) -> None:
