@@ -255,8 +255,9 @@ class Connections:
 
 def _close_one(connections: dict[asyncio.BaseProtocol, _Bounded]) -> None:
     """Close the oldest connection of the episode with the most."""
-    most, _ = Counter(connection.owner for connection in connections.values()).most_common(1)[0]
-    oldest = next(inner for inner, connection in connections.items() if connection.owner is most)
+    by_owner = Counter(connection.owner for connection in connections.values())
+    owner = by_owner.most_common(1)[0][0]
+    oldest = next(inner for inner, connection in connections.items() if connection.owner is owner)
     connections.pop(oldest).transport.abort()
 
 
@@ -271,7 +272,9 @@ class _Bounded(asyncio.BufferedProtocol):
 
     def __init__(self, all_of_them: Connections, inner: web.RequestHandler, episode: object) -> None:
         self._all, self.inner, self.episode, self.owner = all_of_them, inner, episode, episode
-        self._held, self._paused, self._stranger = False, False, True
+        self._held = False
+        self._paused = False
+        self._stranger = True
         self.eof_received = inner.eof_received  # type: ignore[method-assign]
         self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing  # type: ignore[method-assign]
 

@@ -64,7 +64,8 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
             return f"the first line of {path} names no interpreter"
 
         named_by = f", which the first line of {path} names,"
-        subject, path = f"the interpreter {interpreter!r}{named_by}", interpreter
+        subject = f"the interpreter {interpreter!r}{named_by}"
+        path = interpreter
         started = _started_by_env(*arguments) if PurePath(interpreter).name == "env" else ""
         if started:
             if trouble := await files.problem(interpreter):
@@ -102,7 +103,8 @@ def _runs_other_formats() -> bool:
 async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles) -> str:
     """Say why an executable file cannot be started: it is of another machine, or its loader is missing."""
     this_machine = os.uname().machine
-    is_64_bit, order = head[4:5] == b"\x02", ">" if head[5:6] == b"\x02" else "<"
+    is_64_bit = head[4:5] == b"\x02"
+    order = ">" if head[5:6] == b"\x02" else "<"
     try:
         (machine,) = struct.unpack_from(f"{order}H", head, 18)
         if machine not in MACHINES.get(this_machine, (machine,)):

@@ -248,7 +248,7 @@ class _UnreadRequests(logging.Filter):
     def tell(self) -> None:
         if self.counts:
             log.warning(
-                "%d requests of agents could not be read: %s",
+                "%d requests of agents could not be read, or failed: %s",
                 self.counts.total(),
                 ", ".join(f"{name} {count}" for name, count in self.counts.most_common()),
             )

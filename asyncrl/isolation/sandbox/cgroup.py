@@ -99,10 +99,11 @@ def _possible_parents() -> Iterator[tuple[str, str]]:
             yield from ((directory, V1) for directory in _directories(V1, group))
 
     for _, controllers, group in own_groups:
-        for own in [] if controllers else _directories(V2, group):
-            if _passes_memory(own):
-                yield own, V2
-            elif _is_unlimited(own) and _passes_memory(parent := os.path.dirname(own)):
+        for own_group in [] if controllers else _directories(V2, group):
+            parent = os.path.dirname(own_group)
+            if _passes_memory(own_group):
+                yield own_group, V2
+            elif _is_unlimited(own_group) and _passes_memory(parent):
                 yield parent, V2
 
 
@@ -136,8 +137,8 @@ def _passes_memory(directory: str) -> bool:
 def _remove_old(directory: str) -> None:
     """Remove groups of guards that were killed, of this process namespace."""
     for name in os.listdir(directory):
-        pid, _, rest = name.removeprefix(PREFIX).partition("-")
-        is_ours = name.startswith(PREFIX) and rest.startswith(f"{_process_namespace()}-")
+        pid, _, namespace_and_nonce = name.removeprefix(PREFIX).partition("-")
+        is_ours = name.startswith(PREFIX) and namespace_and_nonce.startswith(f"{_process_namespace()}-")
         if is_ours and not os.path.exists(f"/proc/{pid}"):
             with suppress(OSError):  # another one has removed it
                 os.rmdir(f"{directory}/{name}")

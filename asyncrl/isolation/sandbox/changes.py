@@ -386,27 +386,27 @@ def _opened(top: int, path: str, make: bool = False) -> Iterator[int]:
     """Open a directory below `top`, never through a link. `make` those that are missing."""
     is_long = len(os.fsencode(path)) >= kernel.PATH_MAX
     try:
-        here = _step_down(top, path, make) if is_long else kernel.open_beneath(top, path or ".")
+        directory = _step_down(top, path, make) if is_long else kernel.open_beneath(top, path or ".")
     except FileNotFoundError:
         if not make or is_long:
             raise
-        here = _step_down(top, path, make)
+        directory = _step_down(top, path, make)
     try:
-        yield here
+        yield directory
     finally:
-        os.close(here)
+        os.close(directory)
 
 
 def _step_down(top: int, path: str, make: bool) -> int:
     """Open a directory by one step for each name of its path. `make` those that are missing."""
-    here = os.dup(top)
+    directory = os.dup(top)
     for name in path.split("/"):
         try:
             if make:
                 with suppress(FileExistsError):
-                    os.mkdir(name, 0o755, dir_fd=here)
-            inner = os.open(name, OPEN_DIRECTORY, dir_fd=here)
+                    os.mkdir(name, 0o755, dir_fd=directory)
+            inner_directory = os.open(name, OPEN_DIRECTORY, dir_fd=directory)
         finally:
-            os.close(here)
-        here = inner
-    return here
+            os.close(directory)
+        directory = inner_directory
+    return directory

@@ -126,7 +126,9 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     if listener and not attempt(partial(listen, listener), notes):
         listener = None
     uid = _user(plan, spaces)
-    home, uppers, writable_proc = HOME, list[int](), -1
+    home = HOME
+    uppers = list[int]()
+    writable_proc = -1
     if attempt(lambda: uppers.append(new_root(plan, uid)), notes):
         holds |= {"files", "root"}
         if "network" in holds and os.getpid() == 1 and os.path.exists("/proc/1/task/1"):

@@ -1,7 +1,7 @@
 """Measures what the processes of a sandbox hold in memory, also in the kernel on their behalf.
 
 Most objects that the kernel makes for a process are in no figure of /proc. Those that can be many are counted
-here, each at its size: sockets, open files, epolls, inotifies, locks of files, mappings. system_calls.py
+by their size: sockets, open files, epolls, inotifies, locks of files, mappings. system_calls.py
 refuses others. Where a memory cgroup can be made (cgroup.py), the kernel counts every object itself.
 """
 
@@ -16,7 +16,8 @@ from contextlib import suppress
 SOCKET = 1 << 19  # bytes that a socket may hold: two buffers as below, and its options (optmem_max: 128 KiB)
 BUFFER = 212_992  # bytes of a socket's buffer, unless the machine's administrator has set another default
 OPEN_FILE = 5 << 10  # bytes of half a pipe of two pages, which is the largest open file of those not listed
-INOTIFY, MOST_INOTIFIES = 8 << 20, 16  # bytes of 16,384 events that nobody has read
+INOTIFY = 8 << 20  # bytes of 16,384 events that nobody has read
+MOST_INOTIFIES = 16  # of a process that cannot be looked at
 EPOLL_WATCH = 256  # bytes
 MAPPING = 256  # bytes of a part of an address space
 MOST_MAPPINGS = 65_530  # of a process (vm.max_map_count)
@@ -31,23 +32,23 @@ class TooMuch(Exception):
     """There is so much that it cannot be measured."""
 
 
-def held_by_processes(most: int) -> float:
+def held_by_processes(most_bytes: int) -> float:
     """Measure the bytes of memory of every process in /proc: what is in no file, swapped or not, page tables,
     and what the kernel holds for them. Pages that two processes share after a fork count twice, and so do
-    their open files. Returns the sum of the first ones where that is above `most`, and infinity for what
-    takes too long to measure."""
+    their open files. Returns early, with the sum so far, once it exceeds `most_bytes`; infinity for
+    what takes too long to measure."""
     lines = _LineCounter()
     try:
         with suppress(OSError):  # a kernel without locks
             if lines.count("/proc/locks", MOST_LOCKS) >= MOST_LOCKS:  # those of this process namespace
                 return math.inf
         with open("/proc/net/sockstat", "rb") as file:
-            held = int(file.readline().split()[2]) * SOCKET
+            held_bytes = int(file.readline().split()[2]) * SOCKET
         for pid in filter(str.isdigit, os.listdir("/proc")):
-            if held > most:
+            if held_bytes > most_bytes:
                 break
-            held += _pages(pid) + _open_files(pid, lines) + _mappings(pid, lines)
-        return held
+            held_bytes += _pages(pid) + _open_files(pid, lines) + _mappings(pid, lines)
+        return held_bytes
     except TooMuch:
         return math.inf
 
@@ -61,7 +62,8 @@ class _LineCounter:
 
     def count(self, path: str, most: float = math.inf, start: bytes = b"") -> int:
         """Count lines that begin with `start`, up to `most` and some. OSError; TooMuch."""
-        count, mark = 0, b"\n" + start
+        count = 0
+        mark = b"\n" + start
         with open(path, "rb", buffering=0) as file:
             while count < most and (part := file.read(_READ)):
                 count += part.count(mark)
@@ -88,7 +90,8 @@ def _mappings(pid: str, lines: _LineCounter) -> int:
 def _open_files(pid: str, lines: _LineCounter) -> int:
     """Measure the open files of a process, and what epolls and inotifies among them hold. Where they cannot
     be listed (its program may be executed, and not be read), any of them may be one."""
-    count = held = 0
+    count = 0
+    watch_bytes = 0
     with suppress(OSError):  # it ended meanwhile
         count = os.stat(f"/proc/{pid}/fd").st_size  # 0 before Linux 6.2
         try:
@@ -101,10 +104,10 @@ def _open_files(pid: str, lines: _LineCounter) -> int:
             with suppress(OSError):  # it was closed meanwhile
                 kind = os.readlink(f"/proc/{pid}/fd/{number}")
                 if kind == "anon_inode:[eventpoll]":
-                    held += lines.count(f"/proc/{pid}/fdinfo/{number}", start=b"tfd:") * EPOLL_WATCH
+                    watch_bytes += lines.count(f"/proc/{pid}/fdinfo/{number}", start=b"tfd:") * EPOLL_WATCH
                 elif kind == "anon_inode:inotify":
-                    held += INOTIFY
-    return count * OPEN_FILE + held
+                    watch_bytes += INOTIFY
+    return count * OPEN_FILE + watch_bytes
 
 
 def _pages(pid: str) -> int:
@@ -130,6 +133,6 @@ def machine_is_short() -> bool:
     with open("/proc/meminfo", "rb") as file:
         words = [line.split() for line in file]
     sizes = {name: int(size) << 10 for name, size, *_ in words}
-    divisor, least, most = LOW_MEMORY
-    floor = min(max(sizes[b"MemTotal:"] // divisor, least), most)
-    return sizes[b"MemAvailable:"] < floor
+    divisor, smallest, largest = LOW_MEMORY
+    threshold = min(max(sizes[b"MemTotal:"] // divisor, smallest), largest)
+    return sizes[b"MemAvailable:"] < threshold

@@ -107,7 +107,8 @@ HUGE_PAGES = 0x40000  # MAP_HUGETLB: the machine has one pool of them
 SET_SIGNAL = 10  # F_SETSIG: by it the kernel sends any signal
 OPEN_FILE_LOCKS = 36, 37, 38  # F_OFD_GETLK, _SETLK, _SETLKW: /proc/locks does not tell whose they are
 FUTEX_HASH = 78  # PR_FUTEX_HASH: a table of any size
-SOL_SOCKET, SOL_IPV6 = 1, 41
+SOL_SOCKET = 1
+SOL_IPV6 = 41
 FLOW_LABELS = 32  # IPV6_FLOWLABEL_MGR: the machine has 4,096 for all
 BUFFER_SIZES = 7, 8  # SO_SNDBUF, SO_RCVBUF
 SOCKET_FILTERS = 26, 50, 51, 52  # SO_ATTACH_*: the machine has one supply of memory for compiled filters
@@ -184,8 +185,8 @@ def filter_calls() -> None:
 
 
 def filter_code() -> None:
-    """Install what the code's processes have on top of it: they start no filters and sandboxes of their
-    own, make no files without a name, and cannot forbid to be looked at (to try that has no effect)."""
+    """Install the second filter, of the code's processes alone: they start no filters or sandboxes, make no
+    files without a name, and cannot forbid to be looked at (to try that has no effect)."""
     column, _ = MACHINES[MACHINE]
     rules: list[BpfLine] = []
     for numbers in OF_WARDEN.values():

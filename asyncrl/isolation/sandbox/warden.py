@@ -149,9 +149,11 @@ class Warden:
             self._group.start()
         pid = self._start(lambda: _run_exec(request.source), self._passed("3i"))
         stop = os.dup(PASSAGE)  # readable, when the owner stops the program
-        process, nothing, overrun = WatchedProcess(pid, -1, stop), BoundedOutput(0), None
+        process = WatchedProcess(pid, -1, stop)
+        no_output = BoundedOutput(0)
+        overrun: RunEnding | None = None
         until = time.monotonic() + request.seconds
-        while not (ended := process.watch(nothing, min(LOOK_SECONDS, until - time.monotonic()))):
+        while not (ended := process.watch(no_output, min(LOOK_SECONDS, until - time.monotonic()))):
             self._interpreter_ended()  # orphans that have ended would count as processes
             if (overrun := self._overrun()) or time.monotonic() >= until:
                 break
@@ -199,12 +201,12 @@ class Warden:
 
     def _holds_more(self) -> bool:
         """True when more than `resident` is held, by two measurements."""
-        most = self._limits.resident << 20
+        most_bytes = self._limits.resident << 20
         for pause in (SURE_SECONDS, 0):
             files = os.fstatvfs(self._confinement.upper)
             in_files = (files.f_blocks - files.f_bfree) * files.f_frsize
             in_files += (files.f_files - files.f_ffree) * INODE
-            if in_files + memory.held_by_processes(most) <= most:
+            if in_files + memory.held_by_processes(most_bytes) <= most_bytes:
                 return False
             time.sleep(pause)
         return True
