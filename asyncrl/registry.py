@@ -71,7 +71,8 @@ class Registry(Generic[T]):
     ) -> None:
         self.kind = kind
         self._entry = entry
-        self._former, self._modules = former or {}, modules or {}
+        self._former = former or {}
+        self._modules = modules or {}
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:

@@ -31,8 +31,12 @@ from asyncrl.user_cache import keep_result, read_result
 logger = logging.getLogger(__name__)
 AGREE = 1e-3  # log-probs of one model in float32, computed in two ways, differ by less
 HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}  # an attention may ignore them
-VOCABULARY, RESERVED = 128, 8  # ids; those of special tokens are below RESERVED, and are not sampled
-REACH, HEAD = 8, 8  # tokens of windows and chunks; size of a head, at least
+# ids; those of special tokens are below RESERVED, and are not sampled
+VOCABULARY = 128
+RESERVED = 8
+# tokens of windows and chunks; size of a head, at least
+REACH = 8
+HEAD = 8
 COUNT = re.compile(r"heads(?!_per_)|groups$|n_head$")
 DIM = re.compile(r"head_?(dim|size)|d_head|dim_head|kv_channels|rotary_dim|qk_\w+_dim|attn_scalar|mrope")
 FAR = re.compile(r"window|chunk|top_?k|block|scale|attention$|distance|extent")
@@ -66,7 +70,8 @@ def remembered(
         logger.info("a small copy of %s is checked, once on this machine", type(config).__name__)
         findings = check(shrunk(narrow))
     except Exception as error:
-        kind, why = type(config).__name__, one_line(error)
+        kind = type(config).__name__
+        why = one_line(error)
         logger.warning("%s is not checked on a small copy, since none can be made: %s", kind, why)
         return None
 

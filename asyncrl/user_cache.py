@@ -25,7 +25,8 @@ def read_result(key: str, kind: type[T]) -> T | None:
 
 def keep_result(key: str, result: object) -> None:
     """Keep a result. Processes may race; a cache that cannot be written is left as it is."""
-    file, content = _file(key), msgspec.json.encode(result)
+    file = _file(key)
+    content = msgspec.json.encode(result)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:

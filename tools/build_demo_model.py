@@ -216,7 +216,9 @@ def attempt(plan: Plan, encoder: Encoder, seed: int) -> LlamaForCausalLM | None:
     if not first_stage(plan, encoder, model, seed):
         log(f"seed {seed} did not form within {plan.patience} steps")
         return None
-    rng, task, levels = random.Random(0), encoder.task, plan.of(encoder.task)
+    rng = random.Random(0)
+    task = encoder.task
+    levels = plan.of(encoder.task)
     count = plan.episodes // len(levels)
     questions = {level: [task.make(rng, level) for _ in range(count)] for level in levels}
     if plan.noisy_steps:

@@ -87,7 +87,8 @@ def do(target: Target, together: Together) -> Happened:
     """One fault, or some at once, until the run has committed another step."""
     name = " + ".join(f"{kind} {victim}".strip() for kind, victim in together)
     print(f"step {target.step}: {name}", flush=True)
-    before, first = running(target.run), target.step
+    before = running(target.run)
+    first = target.step
     with ExitStack() as stack:
         for kind, victim in together:
             stack.enter_context(FAULTS[kind].happen(target, victim))
@@ -97,7 +98,8 @@ def do(target: Target, together: Together) -> Happened:
         time.sleep(max(0.0, max(FAULTS[kind].leases for kind, _ in together) * target.lease - UNDER_WAY))
     happened.healed = time.monotonic()
     target.until(lambda: target.step > step, f"step after {name}")
-    happened.recovered, happened.steps = time.monotonic(), (first, target.step)
+    happened.recovered = time.monotonic()
+    happened.steps = (first, target.step)
     after = running(target.run)
     happened.cut_turns = sum(max(0, turns - after[uid]) for uid, turns in before.items() if uid in after)
     return happened
@@ -192,7 +194,8 @@ def main() -> int:
             subprocess.run(mount, check=True)
     kinds = [kind for kind in options.kinds if options.disk or kind not in DISK]
     kinds = [kind for kind in kinds if options.experiment == "calculator" or kind not in ONLY_DEMO]
-    dice, run = random.Random(options.seed), options.run_dir / f"chaos-{int(time.time())}"
+    dice = random.Random(options.seed)
+    run = options.run_dir / f"chaos-{int(time.time())}"
     servers = any(override.startswith("engine=sglang") for override in options.overrides)
     plan = schedule(kinds, options.faults, servers, dice)
     if options.each_once:
@@ -228,7 +231,8 @@ def main() -> int:
     commits = {int(row["training/step"]): row["time_s"] for row in committed}
     touched = {step for one in done for step in range(one.steps[0] + 1, one.steps[1] + 1)}
     step_s = statistics.median(steps) if steps else 0.0
-    before, after = reward(run, first=True), reward(run, first=False)
+    before = reward(run, first=True)
+    after = reward(run, first=False)
     if len(steps) >= 40 and after <= before:
         found.append(f"nothing was learned: reward {before:.3f} at first, {after:.3f} at last")
     print(report(done, step_s))

@@ -95,7 +95,8 @@ def qwen(prompt: str) -> str:
     return ANSWER if "<tool_response>" in prompt else ADD.replace(">{", ">\n{").replace("}</", "}\n</")
 
 
-TEXT, JSON = says(ANSWER), says(json.dumps({"text": ANSWER}))
+TEXT = says(ANSWER)
+JSON = says(json.dumps({"text": ANSWER}))
 CALLED = says(call("Sum", json.dumps({"text": ANSWER})))
 
 
@@ -222,7 +223,8 @@ class Outcome:
 
 def run(name: str, library: Library, place: Path, case: str) -> Outcome:
     """One episode, led by the library's program."""
-    paths, answers = set[str](), list[Any]()
+    paths = set[str]()
+    answers = list[Any]()
 
     async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, str]:
         gateway: Any = bench.shared.gateway

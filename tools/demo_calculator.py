@@ -47,7 +47,8 @@ class CalculatorTask:
 
     class Episode:
         def __init__(self, task: CalculatorTask, asked: Chain) -> None:
-            self._task, self._asked = task, asked
+            self._task = task
+            self._asked = asked
 
         def reply(self, call: ToolCall) -> str:
             return asyncio.run(call_tool(self._task.tool, call)).content

@@ -14,8 +14,11 @@ from asyncrl.types import ToolCall
 TEMPTED = {"guess": 0.3, "give up": 0.15, "wrong file": 0.6, "every line": 0.5}
 """Probability of each wrong decision: to edit what needs no reading (twice), to give up, to edit the test and
 not the package, to edit every line. Above one half greedy decoding decides wrongly, too."""
-LOOK, CHECK = 0.3, 0.3  # also by right demonstrations: first `ls`, last the test again
-DONE, GIVE_UP = "Done.", "I give up."
+# also by right demonstrations: first `ls`, last the test again
+LOOK = 0.3
+CHECK = 0.3
+DONE = "Done."
+GIVE_UP = "I give up."
 
 
 class ShellTask:
@@ -57,8 +60,10 @@ class ShellTask:
         def falls(temptation: str, decision: int) -> bool:
             return tempted and decision >= given and rng.random() < TEMPTED[temptation]
 
-        source, commands = f"{asked.package}.sh", ["ls"] if rng.random() < LOOK else []
-        edited, last = len(commands) + 2, DONE
+        source = f"{asked.package}.sh"
+        commands = ["ls"] if rng.random() < LOOK else []
+        edited = len(commands) + 2
+        last = DONE
         for read in rng.sample(["sh test.sh", f"grep {asked.wrong} {source}"], 2):
             if falls("guess", len(commands)):
                 commands.append(f"sed -i /{asked.wrong}/s/echo/printf/ {source}")
@@ -73,7 +78,8 @@ class ShellTask:
                 commands.append(f"sed -i {line}s/{asked.found}/{asked.wanted}/ {file}")
         if last == DONE and rng.random() < CHECK:
             commands.append("sh test.sh")
-        shell, parts = Shell(asked), []
+        shell = Shell(asked)
+        parts = []
         for command in commands:
             call = {"name": self.tool.name, "arguments": {"command": command}}
             parts += [f"<tool_call>\n{json.dumps(call)}\n</tool_call>", shell.run(command)]

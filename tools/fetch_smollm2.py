@@ -51,7 +51,8 @@ def convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, file = str(gguf.parent), gguf.name
+    folder = str(gguf.parent)
+    file = gguf.name
     AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(out)
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     config = read.config

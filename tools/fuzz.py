@@ -183,7 +183,8 @@ def targets() -> list[Target]:
             "ToVersionReader",
         )
     }
-    json, found = msgspec.json.encode, []
+    json = msgspec.json.encode
+    found = []
     for name, union in wire.items():
         codec = Codec(union)
         found.append(Target(name, lambda data, codec=codec: codec.decode([data]), ProtocolError, union))
@@ -226,7 +227,8 @@ class Stopped(Exception):
 
 def feed(target: Target, count: int, rng: random.Random) -> int:
     """How many of so many inputs it took. Stopped at an error that it does not document."""
-    taken, made = 0, inputs(target.kind, target.encode, rng)
+    taken = 0
+    made = inputs(target.kind, target.encode, rng)
     for _ in range(count):
         data = next(made)
         try:
@@ -242,7 +244,9 @@ def feed(target: Target, count: int, rng: random.Random) -> int:
 class Endured:
     """A coordinator in the midst of a run, which hears what decodes as a worker's or a keeper's."""
 
-    WORKER, KEEPER, RANK = b"rollout/0/load.1", b"engine/0/load.2", b"trainer/0/load.3"
+    WORKER = b"rollout/0/load.1"
+    KEEPER = b"engine/0/load.2"
+    RANK = b"trainer/0/load.3"
 
     def __init__(self, run_dir: Path, remote: bool, rng: random.Random) -> None:
         config = parse({
@@ -256,11 +260,14 @@ class Endured:
         with path.open("w+b") as file:
             Samples.write(file, [[Sample(row, "s", (Message("user", "?"),), "1") for row in range(100)]])
         self.coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "load")
-        self.now, self.rng, self.taken = self.coordinator._turned_at, rng, 0
+        self.now = self.coordinator._turned_at
+        self.rng = rng
+        self.taken = 0
 
     def hear(self, count: int) -> None:
         """So many inputs, a turn for each few. Stopped at an error, or when the run ends."""
-        control, bulk = channels.ToCoordinatorControl, channels.ToCoordinatorBulk
+        control = channels.ToCoordinatorControl
+        bulk = channels.ToCoordinatorBulk
         sources = [
             (self.WORKER, control["rollout"]),
             (self.WORKER, bulk["rollout"]),
@@ -306,7 +313,8 @@ class Endured:
             raise Stopped(f"coordinator: {type(error).__name__}: {error}; at: {message} {frames}") from error
 
     def _turn(self) -> None:
-        one, self.now = self.coordinator, self.now + 0.05
+        one = self.coordinator
+        self.now = self.now + 0.05
         hellos = {
             self.RANK: TrainerHello(0, 1, incarnation_of("load", 3), 0, vocabulary=100),
             self.WORKER: WorkerHello(0, incarnation_of("load", 1), 8, 1),
@@ -323,7 +331,8 @@ class Endured:
 
 def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
     """So many inputs in all; how many of them each target took. Stopped at the first failure."""
-    every, took = targets(), Counter[str]()
+    every = targets()
+    took = Counter[str]()
     told = int(count * coordinator_share)
     for target in every:
         rng = random.Random(f"{seed}/{target.name}")

@@ -24,8 +24,11 @@ from asyncrl.config.composition import verl_rows
 from asyncrl.observe.metrics import sections
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-TARGET, VERL, METRICS = DOCS / "configuration.md", DOCS / "from_verl.md", DOCS / "metrics.md"
-BEGIN, END = "<!-- from {}, by `make docs` -->\n\n", "\n<!-- until here -->"
+TARGET = DOCS / "configuration.md"
+VERL = DOCS / "from_verl.md"
+METRICS = DOCS / "metrics.md"
+BEGIN = "<!-- from {}, by `make docs` -->\n\n"
+END = "\n<!-- until here -->"
 HEAD = """\
 # Configuration
 
@@ -70,7 +73,8 @@ def render_metrics(text: str) -> str:
     for title, metrics in sections().items():
         lines += [f"## {title}", "", "| name | verl | meaning |", "|---|---|---|"]
         for metric in metrics:
-            names, meaning = metric.names.replace(", ", "`, `"), metric.meaning.replace("|", "\\|")
+            names = metric.names.replace(", ", "`, `")
+            meaning = metric.meaning.replace("|", "\\|")
             lines.append(f"| `{names}` | {metric.verl or '–'} | {meaning} |")
         lines.append("")
     return _placed(text, "asyncrl/observe/metrics.yaml", lines[:-1])
@@ -98,7 +102,8 @@ def render() -> str:
 
 
 def _section(title: str, kind: type[msgspec.Struct], prefix: str) -> str:
-    docs, hints = field_docs(kind), typing.get_type_hints(kind, include_extras=True)
+    docs = field_docs(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in _plain_fields(kind):
         cells = (f"`{prefix}{field.name}`", type_text(hints[field.name]), _default(field), docs[field.name])
@@ -120,7 +125,8 @@ def field_docs(kind: type) -> dict[str, str]:
 
 def type_text(hint: Any) -> str:
     """A type with its bounds, as a person writes it: `int ≥ 1`, `"mask" | "hold"`, `list of str`."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is typing.Annotated:
         if arguments[1] == PATH:
             return type_text(arguments[0])

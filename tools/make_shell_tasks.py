@@ -109,7 +109,8 @@ def main() -> None:
         import_image(base, "shell-tasks")
         for split, words in split_words().items():
             rng = random.Random(f"{split} {args.seed}")
-            image, tree = f"shell-tasks-{split}", Path(work, split)
+            image = f"shell-tasks-{split}"
+            tree = Path(work, split)
             for package in words.packages[: getattr(args, split)]:
                 puzzle = make_puzzle(rng, words, package)
                 _write(tree / "repo" / package, puzzle.files)

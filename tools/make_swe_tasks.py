@@ -116,7 +116,8 @@ def testbed(package: Package, bug: Bug) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch, TESTBED[1:])
         shutil.copytree(package.tree, root)
-        path, number = root / bug.path, bug.mutation.line - 1
+        path = root / bug.path
+        number = bug.mutation.line - 1
         lines = path.read_bytes().split(b"\n")
         lines[number] = bug.mutation.after.encode()
         path.write_bytes(b"\n".join(lines))
@@ -195,7 +196,10 @@ class Maker:
     """Makes tasks of one package after another. `out`: the directory of train/ and test/."""
 
     def __init__(self, base: Image, out: Path, prefix: str, jobs: int) -> None:
-        self.base, self.out, self.prefix, self.jobs = base, out, prefix, jobs
+        self.base = base
+        self.out = out
+        self.prefix = prefix
+        self.jobs = jobs
         self.below = BaseImage(base.layers)
         self.kinds: Counter[str] = Counter()
         self.gate = asyncio.Semaphore(jobs)
@@ -268,7 +272,8 @@ async def prepare(maker: Maker, requirement: str, directory: Path) -> Package:
 
 async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -> dict[str, str]:
     """Make the tasks of all packages. Returns what went wrong, by the requirement or path of the package."""
-    started, total = time.monotonic(), 0
+    started = time.monotonic()
+    total = 0
     requirements: list[str] = arguments.packages
     preparing = (prepare(maker, name, scratch / str(number)) for number, name in enumerate(requirements))
     prepared = await asyncio.gather(*preparing, return_exceptions=True)

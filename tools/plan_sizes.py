@@ -24,14 +24,22 @@ from asyncrl.planning.forecast import Rates, limits, predict
 from asyncrl.planning.simulator import Recorded, RecordedTurn
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/recipes.md"
-FLOPS, BANDWIDTH = 989e12, 3.35e12  # an H100's: bfloat16 without sparsity; bytes/s of its memory
-TRAIN_USE, DECODE_USE = 0.35, 0.6  # of the FLOPs in training; of the bandwidth and the FLOPs in decoding
+# an H100's: bfloat16 without sparsity; bytes/s of its memory
+FLOPS = 989e12
+BANDWIDTH = 3.35e12
+# of the FLOPs in training; of the bandwidth and the FLOPs in decoding
+TRAIN_USE = 0.35
+DECODE_USE = 0.6
 SHARED = 0.5  # of everything, where trainer and server share a GPU
 PUSH = 2e9  # bytes/s from the trainer to the servers
 COMMIT = 0.5  # seconds of a step beside the micro-batches
-PROMPT, MEDIAN, SIGMA = 150, 600, 0.8  # tokens of a prompt; log-normal ones of an answer, cut at the limit
+# tokens of a prompt; log-normal ones of an answer, cut at the limit
+PROMPT = 150
+MEDIAN = 600
+SIGMA = 0.8
 REWARD = 0.05  # seconds
-GROUPS, SEEDS = 200, (0, 1, 2)
+GROUPS = 200
+SEEDS = (0, 1, 2)
 
 
 def parameters(name: str) -> int:
@@ -43,7 +51,8 @@ def parameters(name: str) -> int:
 
 def answers(config: RunConfig) -> Recorded:
     """Groups of episodes of one turn."""
-    members, most = config.buffer.episodes_per_group, config.rollout.max_new_tokens
+    members = config.buffer.episodes_per_group
+    most = config.rollout.max_new_tokens
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, (GROUPS, members))
     return tuple(tuple((RecordedTurn(min(most, int(n)), REWARD),) for n in group) for group in drawn)
 
@@ -51,13 +60,16 @@ def answers(config: RunConfig) -> Recorded:
 def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
     """A token of a batch reads the weights once for all and its own KV cache; training computes 6 FLOPs a
     parameter and token, 8 where activations are recomputed."""
-    count, layers, tp = parameters(name), SIZES[name][2], config.engine.tp
+    count = parameters(name)
+    layers = SIZES[name][2]
+    tp = config.engine.tp
     recorded = answers(config)
     lengths = [turn.tokens for group in recorded for (turn,) in group]
     tokens = float(np.mean(lengths)) + PROMPT
     kv = 2 * 2 * layers * COMMON["num_key_value_heads"] * COMMON["head_dim"] * (PROMPT + np.mean(lengths) / 2)
     share = SHARED if gpus < config.engine.servers * tp + config.trainer.ranks else 1.0
-    memory, decode = share * DECODE_USE * tp * BANDWIDTH, share * DECODE_USE * tp * FLOPS
+    memory = share * DECODE_USE * tp * BANDWIDTH
+    decode = share * DECODE_USE * tp * FLOPS
     passes = 8 if config.trainer.activation_checkpointing == "full" else 6
     return Rates(
         recorded=recorded,
@@ -80,7 +92,8 @@ def main() -> None:
     ):
         config = with_group_policy(compose(shlex.split(command.replace("\\\n", " "))))
         rates = assumed(config, f"Qwen3-{size}", int(gpus))
-        told, saved = predict(config, rates, seeds=SEEDS), limits(config, rates, SEEDS)
+        told = predict(config, rates, seeds=SEEDS)
+        saved = limits(config, rates, SEEDS)
         name, most = max(saved.items(), key=lambda one: one[1])
         print(
             f"| {size} on {gpus} | {told.step_s:.1f} | {told.lag:.2f} | {told.trainer_idle:.0%} | "

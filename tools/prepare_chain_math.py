@@ -36,7 +36,8 @@ class Chain:
 def make_chain(rng: random.Random, length: int) -> Chain:
     """A random chain; operations that would leave 0..LARGEST are drawn again."""
     start = value = rng.randint(1, 99)
-    operations, values = [], []
+    operations = []
+    values = []
     while len(values) < length:
         op = rng.choice(("plus", "minus", "times"))
         b = rng.randint(2, 9) if op == "times" else rng.randint(1, 99)

@@ -24,7 +24,8 @@ SYSTEM = "You cannot calculate. Call the tool calculator once for each operation
 def worked(question: str) -> list[dict[str, str]]:
     """The messages after a question: a call and its reply for each operation, then the answer."""
     first, *rest = question.split()
-    value, messages = int(first), []
+    value = int(first)
+    messages = []
     for sign, operand in zip(rest[::2], rest[1::2], strict=True):
         call = json.dumps({"name": "calculator", "arguments": {"expression": f"{value} {sign} {operand}"}})
         value = {"*": value * int(operand), "+": value + int(operand), "-": value - int(operand)}[sign]

@@ -59,7 +59,8 @@ def main() -> None:
     args = parser.parse_args()
 
     options: Options = {key: getattr(args, key) for key in ("taskset", "env", "config", "role")}
-    tasks, splits = iter(load(args.taskset, args.env, args.config).taskset), {}
+    tasks = iter(load(args.taskset, args.env, args.config).taskset)
+    splits = {}
     for split, count in (("test", args.test), ("train", args.train)):
         splits[split] = asyncio.run(rows(options, tasks, count))
     print(json.dumps(write_splits(args.out, splits)))

@@ -52,7 +52,9 @@ from tests.fakes.training import save_tiny_qwen
 from tests.fakes.weights import publish
 
 SPARE = 300.0  # seconds of an episode beside the rest
-PROMPT, TOKENS = (1, 2, 3), 1000  # of the turn in which the engine falls asleep
+# of the turn in which the engine falls asleep
+PROMPT = (1, 2, 3)
+TOKENS = 1000
 COLUMNS = ("client", "asks", "case", "took", "pings", "asked again after", "the turn", "episode")
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 BEAT = re.compile(rb":\n\n|event: ping\n|event: response\.in_progress\n|\s+$")
@@ -141,7 +143,8 @@ class RestBench(AgentBench):
         super().__init__(case.agent, case.script, limits=limits, untrained=load_untrained(names))
         self.engine = self.resting = Resting(self.script, case.middle, model)
         self.gateway = self.noting = NotingGateway(int(case.broken))
-        self.rest, self._ref = rest, ref
+        self.rest = rest
+        self._ref = ref
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
         async def report(loaded: Loaded) -> None: ...
@@ -239,7 +242,8 @@ def cases(only: Sequence[str], place: Path, rest: float) -> Iterator[Case]:
         if name == "claude_code":
             yield case("whole", middle=True, broken=True)
     for name in filter(LIBRARIES.__contains__, only):
-        own, library = place.resolve() / name, clients.LIBRARIES[name]
+        own = place.resolve() / name
+        library = clients.LIBRARIES[name]
         if name.endswith("_python"):
             own = Path(sys.prefix)
         elif not clients.installed(library, own):
@@ -288,7 +292,9 @@ def play(case: Case, bench: RestBench) -> tuple[str, bool]:
         end: Any = bench.play()
     except TimeoutError:
         end = None
-    took, asked, engine = time.monotonic() - began, bench.noting.asked, bench.resting
+    took = time.monotonic() - began
+    asked = bench.noting.asked
+    engine = bench.resting
     later = [one.at - asked[0].at for one in asked[1:]]
     both = any(len(set(versions)) > 1 for versions in engine.spans)
     ok = isinstance(end, Finished) and (both or engine.went_on > 0) and not engine.anew

@@ -101,7 +101,8 @@ def main() -> int:
     rows = []
     for case in args.cases:
         python, *requirements = case.split()
-        env, begin = args.envs.resolve() / re.sub(r"[^\w.]+", "-", case), time.monotonic()
+        env = args.envs.resolve() / re.sub(r"[^\w.]+", "-", case)
+        begin = time.monotonic()
         with open(f"{env}.log", "w") as log:
             install(python, requirements, env, log)
             installed = round(time.monotonic() - begin)

@@ -289,7 +289,8 @@ def optimal_token_baseline(given: CreditInput) -> Credit:
     for trace in given.traces:
         n = min(len(own), len(trace.rewards))
         step = 1 - 2 * np.exp(trace.prox) + trace.collision  # rounding must not turn it negative
-        lead, norm = own[:n] - to_go(trace.rewards)[:n], step.clip(min=0.0).cumsum()[:n]
+        lead = own[:n] - to_go(trace.rewards)[:n]
+        norm = step.clip(min=0.0).cumsum()[:n]
         weighted[:n] += lead * norm
         weight[:n] += norm
         plain[:n] += lead
@@ -305,7 +306,8 @@ def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:
 
     After k rounds x_t covers 2^k terms and factor_t is the discount past them: log2(T) vector operations.
     """
-    total, factor = rewards.astype(np.float64), discount.astype(np.float64)
+    total = rewards.astype(np.float64)
+    factor = discount.astype(np.float64)
     reach = 1
     while reach < len(total):
         total[:-reach] += factor[:-reach] * total[reach:]

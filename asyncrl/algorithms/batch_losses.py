@@ -60,7 +60,8 @@ def kl_cov(given: LossInput, *, share: Share = 2e-4, coef: Positive = 0.1) -> To
 
     Use: as clip_cov, with several optimizer steps per batch; staleness 0 to 8.
     """
-    log_ratio, chosen = given.logp - given.prox, _prepared(given)
+    log_ratio = given.logp - given.prox
+    chosen = _prepared(given)
     # In the first step pi is prox but for rounding, whose sign would be the gradient of |x| there.
     distance = log_ratio.abs().masked_fill(log_ratio.detach().abs() < ROUNDING, 0.0)
     value = -ratio_of(log_ratio) * given.advantage + coef * chosen * distance

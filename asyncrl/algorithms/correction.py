@@ -110,7 +110,8 @@ def _bound(
 def correct(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
     """Apply all rules. Without a weight rule every kept token weighs 1; the ratio is reported in any case."""
     ratio = ratio_of(given.log_ratio)
-    weight, masked = torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
+    weight = torch.ones_like(ratio)
+    masked = torch.zeros_like(ratio, dtype=torch.bool)
     cut = masked
     for rule in rules:
         if rule.kind == "scale":
@@ -137,7 +138,8 @@ def correct_states(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
     if level in ("turn", "sequence") and len(led):
         place, order = places(given, level).sort(stable=True)  # those of several agents take turns
         values = torch.where(given.fresh, given.log_ratio, 0.0).double()[order]
-        before, start = values.cumsum(0) - values, torch.searchsorted(place, place)
+        before = values.cumsum(0) - values
+        start = torch.searchsorted(place, place)
         led[order] = (before - before[start]).to(led.dtype)
     masked = correct([rule for rule, at in named if rule.kind == "mask" and at != "token"], given).masked
     weights = [replace(r, of=partial(r.of, level="token")) for r, at in named if r.kind == "weight" and at]

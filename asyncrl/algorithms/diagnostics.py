@@ -25,7 +25,9 @@ SEQUENCE_LOG_LIMIT = 8.0  # so that one episode cannot dominate the effective sa
 NOTHING = float("-inf")  # the maximum over no token
 LAG_EDGES = (0, 1, 2, 4, 8, 16)  # highest lag of each bucket; one more holds what is older
 LAGS = 1024  # kept tokens are counted by exact lag; older ones share the last place
-FINEST, STEPS = 1e-3, 44  # histogram of log rho: bins of even ratio between ±1e-3 and ±20
+# histogram of log rho: bins of even ratio between ±1e-3 and ±20
+FINEST = 1e-3
+STEPS = 44
 QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 
 
@@ -124,7 +126,8 @@ def _spread(sums: Mapping[str, float]) -> dict[str, float]:
     fresh = sums.get("fresh", 0.0)
     if not fresh:
         return {}
-    log_rho, rho2 = sums.get("log_rho", 0.0) / fresh, sums["rho2"] / fresh
+    log_rho = sums.get("log_rho", 0.0) / fresh
+    rho2 = sums["rho2"] / fresh
     bins = {int(name[4:]): count for name, count in sums.items() if name.startswith("bin/")}
     return {
         "tokens": fresh,
@@ -142,7 +145,8 @@ def _spread(sums: Mapping[str, float]) -> dict[str, float]:
 
 def _rho_at(bins: Mapping[int, float], q: float) -> float:
     """Return the q-quantile of rho, interpolated within its bin of log rho."""
-    place, seen = q * sum(bins.values()), 0.0
+    place = q * sum(bins.values())
+    seen = 0.0
     for index, count in sorted(bins.items()):
         if seen + count >= place:
             low, high = BIN_EDGES[index : index + 2]
@@ -187,8 +191,11 @@ def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
 
 def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     """Return the columns that are summed over tokens, [N] each and 0 where the token is out of scope."""
-    fresh, kept, exact = state.fresh, _kept(state), state.exact & state.fresh
-    rho, advantage = log_ratio.exp(), torch.where(fresh, state.advantage.double(), 0.0)
+    fresh = state.fresh
+    kept = _kept(state)
+    exact = state.exact & state.fresh
+    rho = log_ratio.exp()
+    advantage = torch.where(fresh, state.advantage.double(), 0.0)
     weight = torch.where(kept, state.correction.weight.double(), 0.0)
     push = torch.where(kept, state.weight.double(), 0.0) * weight * advantage
     k3 = rho - 1 - log_ratio
@@ -240,7 +247,8 @@ def _episodes(state: TokenState, log_ratio: Tensor, bucket: Tensor) -> Tensor:
 
 def _extremes(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     """Return maxima by metric; with a leading minus the maximum of the negative."""
-    rho, weight = log_ratio.exp(), state.correction.weight.double()
+    rho = log_ratio.exp()
+    weight = state.correction.weight.double()
     named = {"rho": rho, "rollout_is": torch.where(_kept(state), weight, 0.0)}
     extremes = {}
     for name, values in named.items():
@@ -265,7 +273,8 @@ LAG_SUMS = ("fresh", "masked", "truncated", "log_rho", "rho", "rho2", "k3", "bin
 
 def _named(names: list[str], flat: list[float]) -> dict[str, float]:
     """All sums over all tokens but empty bins, and those of lag buckets that are there."""
-    width, sums = len(LAG_NAMES) + 1, dict[str, float]()
+    width = len(LAG_NAMES) + 1
+    sums = dict[str, float]()
     for i, name in enumerate(names):
         *by_lag, total = flat[i * width : (i + 1) * width]
         if total or not name.startswith("bin/"):

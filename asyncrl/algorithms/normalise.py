@@ -20,7 +20,9 @@ import numpy as np
 from asyncrl.algorithms.credit import EPSILON, Scale
 
 DECAY = 0.9  # what running statistics keep per batch: they are those of about the last ten
-MEAN, STD = "advantage_mean", "advantage_std"  # names of running statistics in a checkpoint
+# names of running statistics in a checkpoint
+MEAN = "advantage_mean"
+STD = "advantage_std"
 
 
 def end_factor(scale: Scale, episodes: Moments, varied: float) -> float:
@@ -108,7 +110,8 @@ class Moments(msgspec.Struct, frozen=True):
         count = self.count + other.count
         if not count:
             return self
-        step, share = other.mean - self.mean, other.count / count
+        step = other.mean - self.mean
+        share = other.count / count
         spread = self.spread + other.spread + step**2 * self.count * share
         return Moments(count, self.mean + step * share, spread)
 

@@ -78,7 +78,9 @@ class Recipe:
 def compose(config: RunConfig) -> Recipe:
     """Resolve and check. Raises ConfigError naming the key, what clashes and what to do."""
     loss = loss_of(config)
-    algorithm, kl, credit = config.algorithm, config.kl, credit_of(config)
+    algorithm = config.algorithm
+    kl = config.kl
+    credit = credit_of(config)
     if algorithm.prox == "mu":
         loss = replace(loss, ratio="mu")  # u = pi/mu
     aggregate = aggregations.load(algorithm.aggregation, "algorithm.aggregation")
@@ -171,7 +173,9 @@ def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Ratios counted twice or not at all, and trust regions without effect."""
-    algorithm, kl, loss = config.algorithm, config.kl, recipe.loss
+    algorithm = config.algorithm
+    kl = config.kl
+    loss = recipe.loss
     beside = kl.in_loss or algorithm.entropy_coef > 0 or recipe.shared_critic
     several = recipe.optimizer_steps > 1
     name = f"algorithm.loss {recipe.loss_name!r}"
@@ -220,8 +224,10 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Members that a baseline, a loss or a normaliser would miss."""
-    algorithm, buffer = config.algorithm, config.buffer
-    loss, credit = recipe.loss, recipe.advantage
+    algorithm = config.algorithm
+    buffer = config.buffer
+    loss = recipe.loss
+    credit = recipe.advantage
     partial = buffer.group_policy == "partial"
     name = f"algorithm.advantage {recipe.advantage_name!r}"
     return {
@@ -263,8 +269,10 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Groups that the zero-variance filter removes although a component learns from them."""
-    credit, kl = recipe.advantage, config.kl
-    key, on = "buffer.filter_zero_variance", config.buffer.filter_zero_variance
+    credit = recipe.advantage
+    kl = config.kl
+    key = "buffer.filter_zero_variance"
+    on = config.buffer.filter_zero_variance
     return {
         f"{key} discards groups that the advantage {recipe.advantage_name!r} learns from; set it false": (
             on and not (credit.siblings or credit.greedy)
@@ -285,8 +293,10 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Name the keys that make no sense for conversations that nobody has sampled and that earn nothing."""
-    demonstrations, name = recipe.loss.demonstrations, f"algorithm.loss {recipe.loss_name!r}"
-    size, temperature = config.buffer.episodes_per_group, config.rollout.temperature
+    demonstrations = recipe.loss.demonstrations
+    name = f"algorithm.loss {recipe.loss_name!r}"
+    size = config.buffer.episodes_per_group
+    temperature = config.rollout.temperature
     return {
         f"buffer.episodes_per_group ({size}): {name} would train the same conversation so often; set 1": (
             demonstrations and size != 1

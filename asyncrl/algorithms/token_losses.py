@@ -166,7 +166,8 @@ def policy_gradient(given: LossInput, ratio: Tensor, clipped: Tensor) -> TokenLo
 
 def clip_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """max(−uA, −A·clip(u, 1−low, 1+high)) [N], and where the clip took the gradient."""
-    free, held = -ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage
+    free = -ratio * advantage
+    held = -ratio.clamp(1 - low, 1 + high) * advantage
     return torch.where(held > free, held, free), held > free
 
 

@@ -101,7 +101,10 @@ class Batches:
     def __init__(
         self, buffer: ReplayBuffer, micro_tokens: int, flush: bool, packing: Packing = "padded"
     ) -> None:
-        self.buffer, self.micro_tokens, self.flush, self.packing = buffer, micro_tokens, flush, packing
+        self.buffer = buffer
+        self.micro_tokens = micro_tokens
+        self.flush = flush
+        self.packing = packing
         self.batches: dict[int, Batch] = {}  # by step, in order
         self.taken: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
         self.baselines: dict[int, Baseline] = {}  # of their groups
@@ -213,7 +216,8 @@ class Batches:
         """Nothing more will be added. An empty batch is not closed: it would be a step without data."""
         if not batch.planned:
             return None
-        batch.closed, self.buffer.closed = True, batch.step
+        batch.closed = True
+        self.buffer.closed = batch.step
         self._dirty.add(batch.step)
         return []
 

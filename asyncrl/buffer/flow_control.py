@@ -20,7 +20,9 @@ QUICK = 4  # while groups live for less than a quarter of the bound
 WAITING = 0.25  # of their time: episodes that wait less for tools end as soon as engines have time
 MOST = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
-HIGH, LOW = 0.8, 0.6  # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
+# share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
+HIGH = 0.8
+LOW = 0.6
 FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from one side to the other
 
 
@@ -37,7 +39,8 @@ class Crossings:
         """Return what went over the bound since the last commit, as a share of this batch. The batch has so
         many model tokens, of which the share `masked` was masked. What was sampled before the first of the
         newest bound + 1 commits, with this one, is over the bound from now on."""
-        last, before = self._commits[-1], self._commits[0]
+        last = self._commits[-1]
+        before = self._commits[0]
         self._commits.append(now)
         waiting = self._buffer.waiting_tokens
         self._counted += waiting.ended(last, before)
@@ -56,7 +59,8 @@ class FlowControl:
     """
 
     def __init__(self, config: BufferConfig) -> None:
-        self.groups, self.most = config.groups_per_batch, config.max_live_groups
+        self.groups = config.groups_per_batch
+        self.most = config.max_live_groups
         self.level = self.first = (1 + config.target) * self.groups
         self.quick = config.max_staleness * self.groups / QUICK  # L groups live for L / G steps on average
         self._measured = False
@@ -96,7 +100,8 @@ class KvCap:
     """
 
     def __init__(self, groups: int, ahead: int) -> None:
-        self.groups, self.most = groups, (1 + ahead) * groups
+        self.groups = groups
+        self.most = (1 + ahead) * groups
         self.level = float(self.most)
         self.retracted = 0  # requests of which a server took the KV memory away
         self._uses: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # sum, count
@@ -119,7 +124,8 @@ class KvCap:
     def update(self, live: int, counts: bool = True) -> None:
         """Move the limit after a commit, before which `live` groups were live. `counts`: what was read since
         the last commit is of a plain step, not of a validation."""
-        use, retracted = self.use, self.retracted
+        use = self.use
+        retracted = self.retracted
         self._uses.clear()
         self.retracted = 0
         self._wait -= 1
@@ -137,7 +143,8 @@ class KvCap:
 # -- flow control in the run -------------------------------------------------------------------------------
 
 
-TRAINER_IDLE, ROLLOUT_IDLE = "async/trainer_idle_frac", "async/rollout_idle_frac"
+TRAINER_IDLE = "async/trainer_idle_frac"
+ROLLOUT_IDLE = "async/rollout_idle_frac"
 
 
 class LiveLimit:
@@ -146,7 +153,8 @@ class LiveLimit:
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
         section = config.buffer
-        self.buffer, self.adapts = buffer, section.target_staleness == "auto"
+        self.buffer = buffer
+        self.adapts = section.target_staleness == "auto"
         self.budget = section.stale_budget
         self.control = FlowControl(section)
         self.kv = KvCap(section.groups_per_batch, section.usual_staleness)
@@ -164,12 +172,14 @@ class LiveLimit:
         """Move the limit after a commit, whose step has taken so many new groups; `row` has its metrics. The
         limit does not change after a step that ends in a validation, or that has other engines than the one
         before: its times are not those of plain steps."""
-        same, self._engines = self._engines == frozenset(engines), frozenset(engines)
+        same = self._engines == frozenset(engines)
+        self._engines = frozenset(engines)
         plain = same and not validating
         live = self.buffer.tally.open(self.buffer.committed) + taken  # before the commit
         self.kv.update(live, plain)
         self._idle = row.get(self._waits, self._idle)  # it comes with heartbeats
-        masked, tokens = row.get("staleness/masked_token_frac", 0.0), row.get("trainer/model_tokens", 0.0)
+        masked = row.get("staleness/masked_token_frac", 0.0)
+        tokens = row.get("trainer/model_tokens", 0.0)
         self._crossed += self.crossings.committed(masked, tokens, now)
         if self.adapts:
             if plain:

@@ -70,7 +70,8 @@ class Lifetimes:
         runs = chain.from_iterable(self._running.values())
         rows = np.array([*self._ended, *((b, w, math.inf) for b, w in runs)], float).reshape(-1, 3)
         began, weight, ended = rows[rows[:, 1] > 0].T
-        until, entered = np.minimum(ended, now) - began, self._since - began
+        until = np.minimum(ended, now) - began
+        entered = self._since - began
         ages, place = np.unique(until, return_inverse=True)
         ends = np.bincount(place, weight * ((ended <= now) & (entered < until)), ages.size)
         leave = np.bincount(place, weight, ages.size)
@@ -92,7 +93,8 @@ class Deadlines:
         self._fixed = patience
         self._lifetimes = Lifetimes(NEWEST)  # from the start of a group to the end of its last member
         self._heap: list[tuple[float, int]] = []  # (deadline, group)
-        self._estimate, self._estimated_at = math.inf, -math.inf
+        self._estimate = math.inf
+        self._estimated_at = -math.inf
 
     def patience(self, now: float) -> float:
         """Seconds from start to deadline for a group that is issued now. "auto": the time in which half of
@@ -101,7 +103,8 @@ class Deadlines:
         if self._fixed != "auto":
             return self._fixed
         if not 0 <= now - self._estimated_at < ESTIMATE_EVERY:
-            self._estimate, self._estimated_at = self._lifetimes.quantile(0.5, now), now
+            self._estimate = self._lifetimes.quantile(0.5, now)
+            self._estimated_at = now
         return self._estimate
 
     def start(self, group: GroupRecord, now: float) -> None:

@@ -84,7 +84,8 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
             f"{len(told.data)} bytes, which is no multiple of 2 for each token"
         )
     if (scores := turn.scores) is not None:
-        sizes, each = (len(scores.logprobs), len(scores.ids), len(scores.top)), 4 * len(turn.ids)
+        sizes = (len(scores.logprobs), len(scores.ids), len(scores.top))
+        each = 4 * len(turn.ids)
         whole = sizes[0] == each and sizes[1] == sizes[2] and not (each and sizes[1] % each)
         if not whole or sizes[1] > MOST_TOP * each:
             raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {sizes} bytes, {each} expected")
@@ -133,7 +134,8 @@ def extend(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
     """A turn became durable, `seconds` after the episode began."""
     versions = [span.version for span in turn.spans]
     tokens = len(turn.context) + len(turn.ids), len(turn.ids)
-    oldest, newest = min(versions, default=0), max(versions, default=0)
+    oldest = min(versions, default=0)
+    newest = max(versions, default=0)
     who = turn.row, turn.untrained, turn.agent
     episode.extend(*tokens, oldest, newest, seconds=seconds, row=who[0], untrained=who[1], agent=who[2])
 
@@ -149,7 +151,8 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
     for turn in turns:
         extend(episode, turn)
     buffer.abandoned_tokens += sampled - episode.sampled
-    episode.result, episode.stats = EpisodeResult(0.0), EpisodeStats(0)
+    episode.result = EpisodeResult(0.0)
+    episode.stats = EpisodeStats(0)
     group = buffer.live[episode.group]  # it may have landed after the deadline, and the group not be settled
     group.baseline = tuple(member for member in group.baseline if member != episode.member)
     episode.attempt += 1

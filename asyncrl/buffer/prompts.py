@@ -19,7 +19,8 @@ class Prompts:
     the next draw; samples in `retired` are passed over."""
 
     def __init__(self, samples: int, order: Callable[[int], Sequence[int]], epochs: int = 0) -> None:
-        self.samples, self._order_of = samples, order
+        self.samples = samples
+        self._order_of = order
         self.limit = samples * epochs if epochs else None
         self.cursor = 0
         self.retired: set[int] = set()
@@ -49,7 +50,8 @@ class Prompts:
         epoch, place = divmod(position, self.samples)
         if epoch != self._epoch and not self.failed:
             try:
-                self._order, self._epoch = self._order_of(epoch), epoch
+                self._order = self._order_of(epoch)
+                self._epoch = epoch
             except ConfigError as error:
                 self.failed = str(error)
         return -1 if self.failed else self._order[place]

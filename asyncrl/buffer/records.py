@@ -119,7 +119,8 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         if reason not in RESUMABLE:
             self.restart()
         self.attempt += 1
-        self.worker, self.reason = "", reason
+        self.worker = ""
+        self.reason = reason
         return True
 
     def extend(

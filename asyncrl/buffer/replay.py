@@ -53,8 +53,12 @@ class ReplayBuffer:
         reads: ComparedParts = ComparedParts(),
         every: int = 1,
     ) -> None:
-        self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
-        self.greedy, self.reads = greedy, reads
+        self.config = config
+        self.prompts = prompts
+        self.total_groups = total_groups
+        self.retries = retries
+        self.greedy = greedy
+        self.reads = reads
         holds = config.on_stale == "hold"  # and counts on every version within the bound
         # The most that weights may lag behind when a turn starts.
         self.fresh = config.max_staleness if holds else max(config.usual_staleness, every - 1)
@@ -93,9 +97,12 @@ class ReplayBuffer:
     def changes(self) -> tuple[list[GroupRecord], list[EpisodeRecord], list[EpisodeRecord]]:
         """Returns the records that changed since the last call, to be written in one transaction: groups,
         episodes, and episodes of which only state, reason and step have changed."""
-        groups, episodes = list(self._dirty_groups.values()), list(self._dirty_episodes.values())
+        groups = list(self._dirty_groups.values())
+        episodes = list(self._dirty_episodes.values())
         moved = [episode for uid, episode in self._moved.items() if uid not in self._dirty_episodes]
-        self._dirty_groups, self._dirty_episodes, self._moved = {}, {}, {}
+        self._dirty_groups = {}
+        self._dirty_episodes = {}
+        self._moved = {}
         return groups, episodes, moved
 
     def unwritten(self, uid: str) -> EpisodeRecord | None:
@@ -155,9 +162,11 @@ class ReplayBuffer:
 
     def admit(self, step: int, now: float) -> GroupRecord:
         """Issue the next group: all its episodes become pending."""
-        number, position = self.next_group, self.prompts.position
+        number = self.next_group
+        position = self.prompts.position
         members = [f"{number}.{member}" for member in range(self.group_size)]
-        sample, patience = self.prompts.draw(position), self.deadlines.patience(now)
+        sample = self.prompts.draw(position)
+        patience = self.deadlines.patience(now)
         group = GroupRecord(number, sample, step, members, patience, position=position)
         self.live[number] = self._dirty_groups[number] = group
         for member, uid in enumerate(members):
@@ -165,7 +174,8 @@ class ReplayBuffer:
             self.episodes[uid] = EpisodeRecord(uid, number, member, greedy=greedy)
             self.touch(self.episodes[uid])
         self.tally.join(group, [self.episodes[uid] for uid in members])
-        self.next_group, self.prompts.cursor = number + 1, position + 1
+        self.next_group = number + 1
+        self.prompts.cursor = position + 1
         self.cohorts.issued(step)
         return group
 
@@ -177,7 +187,9 @@ class ReplayBuffer:
         return self.tally.states[State.PENDING]
 
     def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int, now: float) -> None:
-        episode.worker, episode.assign_seq, episode.bound = worker, seq, acked
+        episode.worker = worker
+        episode.assign_seq = seq
+        episode.bound = acked
         self.touch(episode)
         self.move(episode, State.RUNNING)
         group = self.live[episode.group]
@@ -189,7 +201,8 @@ class ReplayBuffer:
         """The episode landed; its group may settle."""
         group = self.live[episode.group]
         self._settle(group, now)  # if the deadline has passed since the last tick: before this one landed
-        episode.result, episode.stats = result, stats
+        episode.result = result
+        episode.stats = stats
         self.touch(episode)
         self.move(episode, State.LANDED)
         if not episode.greedy:
@@ -206,7 +219,8 @@ class ReplayBuffer:
     def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
         """An attempt ended without a trajectory: issue it again, or give the episode up. Returns what was
         running and is dropped with it."""
-        sampled, goes_on = episode.sampled, episode.retry(reason, self.retries)
+        sampled = episode.sampled
+        goes_on = episode.retry(reason, self.retries)
         self.abandoned_tokens += sampled - episode.sampled
         self.touch(episode)
         if not goes_on:
@@ -238,14 +252,16 @@ class ReplayBuffer:
         """Fix whom the members are compared with, if it is time: all have ended; or the deadline has passed,
         and enough have landed. If the greedy episode fails, the group is dropped."""
         greedy = self.episodes[group.members[-1]] if self.greedy else None
-        ended, overdue = self._ended(group), now >= group.deadline
+        ended = self._ended(group)
+        overdue = now >= group.deadline
         landed = [episode for episode in self.members(group) if episode.state is State.LANDED]
         no_greedy = greedy is not None and greedy.state is State.FAILED
         enough = len(landed) >= self.config.min_group
         if group.settled or not (ended or no_greedy or (overdue and enough)):
             return
         in_time = tuple(episode.member for episode in landed if episode.member not in group.baseline)
-        group.settled, group.first_only = True, overdue and len(in_time) < self.config.min_group
+        group.settled = True
+        group.first_only = overdue and len(in_time) < self.config.min_group
         group.baseline = in_time + group.baseline
         self._dirty_groups[group.id] = group
         if no_greedy or not enough:
@@ -323,7 +339,8 @@ class ReplayBuffer:
         """An episode that has left memory is over in another state than was known."""
         self.left.subtract([episode.state])
         self.left.update([state])
-        episode.state, episode.reason = state, reason
+        episode.state = state
+        episode.reason = reason
         if reason:
             self.reasons[f"{state}/{reason}"] += 1
         self._moved[episode.uid] = episode
@@ -362,7 +379,8 @@ class ReplayBuffer:
 
     def commit(self, step: int) -> None:
         """The first `step` batches are committed."""
-        self.committed, self.refills = step, 0
+        self.committed = step
+        self.refills = 0
 
     def _set_state(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
         episode.reason = reason

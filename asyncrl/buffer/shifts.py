@@ -70,7 +70,8 @@ class Shifts:
     """
 
     def __init__(self, fill: float | Literal["auto"], now: float, shift: Shift = Shift.TRAIN) -> None:
-        self.shift, self.since = shift, now
+        self.shift = shift
+        self.since = now
         self.clock = EngineClock(now, stopped=shift is not Shift.ROLLOUT)
         self.seconds = {Shift.SLEEPING: 0.0, Shift.WAKING: 0.0}  # of the newest change
         self.count = 0  # of the trainer's shifts
@@ -85,7 +86,8 @@ class Shifts:
             self.seconds[self.shift] = now - self.since
         self.count += after is Shift.TRAIN
         (self.clock.go if after is Shift.ROLLOUT else self.clock.stop)(now)
-        self.shift, self.since = after, now
+        self.shift = after
+        self.since = now
         return True
 
     def gauges(self) -> dict[str, float]:

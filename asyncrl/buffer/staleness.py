@@ -90,7 +90,8 @@ class Places:
     """
 
     def __init__(self, step: int, free: int, per_batch: int, bound: int, floors: Iterable[int]) -> None:
-        self.free, self._oldest = free, step - bound
+        self.free = free
+        self._oldest = step - bound
         self.left = [free + ahead * per_batch for ahead in range(bound + 1)]
         for floor, groups in Counter(floors).items():
             self._owe(floor, groups)
@@ -136,7 +137,8 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
     step `committed + rank // groups_per_batch` or later, if groups are taken in order; with on_stale=hold the
     places of the coming batches say it exactly.
     """
-    places, waiting = places_of(buffer), sorted(buffer.tally.groups[State.PENDING])
+    places = places_of(buffer)
+    waiting = sorted(buffer.tally.groups[State.PENDING])
     for number, rank in zip(waiting, buffer.tally.ranks(waiting, buffer.committed), strict=True):
         group = buffer.live[number]
         floor = floor_of(buffer, group)

@@ -46,9 +46,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", default="{}", help="reasoning_gym: options of each task, a JSON object")
     args = parser.parse_args(argv)
     if args.name.startswith(GYM):
-        splits, reward = _reasoning_gym(args), "reasoning_gym"
+        splits = _reasoning_gym(args)
+        reward = "reasoning_gym"
     elif args.name in BENCHMARKS:
-        splits, reward = _benchmark(args, BENCHMARKS[args.name]), BENCHMARKS[args.name].reward
+        splits = _benchmark(args, BENCHMARKS[args.name])
+        reward = BENCHMARKS[args.name].reward
     else:
         raise ConfigError(f"{args.name} is no data set; there are {', '.join(BENCHMARKS)}, {GYM}TASK")
     print(json.dumps(write_splits(args.out, splits)))
@@ -59,7 +61,8 @@ def main(argv: list[str]) -> int:
 def _benchmark(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, Sequence[Row]]:
     """The rows of both splits. Where the publisher has one, or a file is given, the test rows are drawn from
     it, and only with --test."""
-    source, rng = args.source or benchmark.repository, random.Random(args.seed)
+    source = args.source or benchmark.repository
+    rng = random.Random(args.seed)
     one = not benchmark.held_out or Path(source).is_file()
     splits = {"train": "train"} if one else {"train": "train", "test": benchmark.held_out}
     found = dict[str, list[Row]]()

@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
     except MissingKeyError as error:
         if error.key != "model.path":
             raise
-        checks, config = MACHINE, compose([*NO_MODEL, *options.overrides], options.config_dir)
+        checks = MACHINE
+        config = compose([*NO_MODEL, *options.overrides], options.config_dir)
     search_working_directory()
 
     def shown(findings: Iterable[Note]) -> Iterable[str]:

@@ -51,7 +51,8 @@ def main(argv: list[str]) -> int:
         return code
     from asyncrl.data import Samples, samples_path
 
-    count, there = write_rows(out, _rows(run_dir)), len(Samples.open(samples_path(run_dir, "test")))
+    count = write_rows(out, _rows(run_dir))
+    there = len(Samples.open(samples_path(run_dir, "test")))
     print(f"{out}: {count} prompts, {'all' if count == there else f'the first of {there}'} of the data")
     return 0
 

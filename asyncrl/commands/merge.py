@@ -67,7 +67,8 @@ def find_checkpoint(given: str, runs: Path) -> tuple[Checkpoints, int, Path | No
     number = last.removeprefix("step-")
     if last.startswith("step-") and number.isdigit():
         beside = Path(parent).resolve().parent
-        checkpoints, steps = Checkpoints(parent or "."), [int(number)]
+        checkpoints = Checkpoints(parent or ".")
+        steps = [int(number)]
         run_dir = beside if (beside / "config.yaml").is_file() else None
     else:
         run_dir = find_run(runs, given)

@@ -42,7 +42,9 @@ Say what limits a run, and predict other settings of it, from what it measured a
 docs/planning.md says what is assumed, and how far predictions were off."""
 
 Keys = dict[str, int]
-SLOTS, GROUPS, BOUND = "rollout.slots", "buffer.groups_per_batch", "buffer.max_staleness"
+SLOTS = "rollout.slots"
+GROUPS = "buffer.groups_per_batch"
+BOUND = "buffer.max_staleness"
 FIGURES = (
     ("seconds a step", "step_s", ".3g"),
     ("tokens/s within bound", "tokens_per_s", ".0f"),
@@ -55,7 +57,9 @@ MOST_GROUPS = 500  # the newest ones, that episodes are drawn from
 NEWEST = (
     0.1  # share of the groups that is left out: of those, the fast ones have landed, and the slow ones not
 )
-PROBE_STEPS, FEWER = 10, 4  # steps of a probe; the second one has 1/FEWER of the slots
+# steps of a probe; the second one has 1/FEWER of the slots
+PROBE_STEPS = 10
+FEWER = 4
 ROLES = ("rollout", "coordinator")  # whose timelines are read
 MOST_SPLITS = 8
 SHOWN = 10  # candidates
@@ -90,7 +94,8 @@ class Measurements(msgspec.Struct, frozen=True):
             fmean([span.end - span.start for span in spans if span.name == name] or [0.0])
             for name in ("write_weights", "push")
         )
-        load, state = EngineLoad(sampling, seconds / tokens), _state_bytes(config, run_dir)
+        load = EngineLoad(sampling, seconds / tokens)
+        state = _state_bytes(config, run_dir)
         return cls(config, rows, recorded, load, publish, state)
 
 
@@ -137,7 +142,8 @@ def probe(config: RunConfig) -> list[Measurements]:
     search_working_directory()
     runs = Path(config.run_dir)  # whose disk has room for checkpoints
     runs.mkdir(parents=True, exist_ok=True)
-    folder, found = tempfile.mkdtemp(prefix="plan-", dir=runs), []
+    folder = tempfile.mkdtemp(prefix="plan-", dir=runs)
+    found = []
     with ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         for name, slots in ("all-slots", config.rollout.slots), ("few-slots", config.rollout.slots // FEWER):
@@ -172,7 +178,9 @@ def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
     from asyncrl.planning.forecast import recorded_turns
     from asyncrl.store.reader import RunReader
 
-    found, seconds, tokens = [], 0.0, 0
+    found = []
+    seconds = 0.0
+    tokens = 0
     with closing(RunReader.open(run_dir)) as reader:
         groups = reader.groups()
         groups = groups[: len(groups) - round(NEWEST * len(groups))][-MOST_GROUPS:]
@@ -253,8 +261,10 @@ def candidates(
     together; batch and bound with the best of them."""
     from asyncrl.planning.forecast import predict
 
-    buffer, slots = config.buffer, config.rollout.slots
-    groups, bound = buffer.groups_per_batch, buffer.max_staleness
+    buffer = config.buffer
+    slots = config.rollout.slots
+    groups = buffer.groups_per_batch
+    bound = buffer.max_staleness
     tried: dict[tuple[int, ...], tuple[Keys, Forecast]] = {}
 
     def attempt(keys: Keys) -> None:
@@ -375,7 +385,8 @@ def progress(what: str) -> None:
 def _figures(placed: Placed | None) -> str:
     if placed is None:
         return f"{'-':>8}{'':31}"
-    one, split = placed.forecast, f"{placed.engines}+{placed.ranks}"
+    one = placed.forecast
+    split = f"{placed.engines}+{placed.ranks}"
     return f"{split:>8}{one.step_s:>8.3g}{placed.formula:>9.3g}{one.lag:>6.2f}{one.masked:>8.1%}"
 
 

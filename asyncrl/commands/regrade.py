@@ -102,13 +102,17 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     recipe = compose(config)
     # No environment or agent: they need not be there any more.
     parts = EpisodeParts(config).load("rules", "toolbox", "reward")
-    samples, reader = Samples.open(samples_path(run_dir, "train")), RunReader.open(run_dir)
-    room, rows, problems = asyncio.Semaphore(AT_ONCE), list[Row](), list[str]()
+    samples = Samples.open(samples_path(run_dir, "train"))
+    reader = RunReader.open(run_dir)
+    room = asyncio.Semaphore(AT_ONCE)
+    rows = list[Row]()
+    problems = list[str]()
 
     async def score(group: GroupRecord, episode: EpisodeRecord, turns: list[Turn]) -> EpisodeRecord | None:
         async with room:
             try:
-                end, sample = episode.result.end, samples[group.sample]
+                end = episode.result.end
+                sample = samples[group.sample]
                 result = kept_result(reader, episode.uid, episode.turns)
                 with users_code():
                     earned = await regrade(parts, sample, turns, end, episode.stats.tool_calls, result)

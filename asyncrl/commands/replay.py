@@ -18,7 +18,8 @@ from asyncrl.config.composition import recompose
 from asyncrl.observe.files import read_rows
 from asyncrl.store.launches import at, described, launches_of, tree
 
-LOSS, NORM = "actor/pg_loss", "actor/grad_norm"
+LOSS = "actor/pg_loss"
+NORM = "actor/grad_norm"
 TITLES = ("loss: recorded", "replayed", "gradient norm: recorded", "replayed")
 SHOWN = ("actor/", "critic/", "rollout_corr/", "staleness/", "trainer/")  # metrics that recorded data decide
 
@@ -45,7 +46,9 @@ def main(argv: list[str]) -> int:
         Path(place, "config.yaml").write_bytes(msgspec.yaml.encode(at(launches, options.step).config))
         config = recompose(Path(place), options.overrides)
     rows = {int(row["training/step"]): row for row in read_rows(run_dir) if "timing_s/step" in row}
-    before, now, steps = dict[str, float](), dict[str, float](), list[int]()
+    before = dict[str, float]()
+    now = dict[str, float]()
+    steps = list[int]()
     had = at(launches, options.step).config["trainer"]["micro_batch_tokens"]
     budget = config.trainer.micro_batch_tokens
     for step, now in _replayed(config, run_dir, options.step, 0 if budget == had else budget):

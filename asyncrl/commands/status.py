@@ -41,7 +41,8 @@ def ending(run_dir: Path) -> str:
     """Return how a run ended, and why; '' while its launcher lives, or lives perhaps on another machine."""
     if not run_dir.exists():
         return "deleted"
-    summary, status = read_summary(run_dir), read_status(run_dir)
+    summary = read_summary(run_dir)
+    status = read_status(run_dir)
     if error := summary.get("error") or status.get("error"):
         return f"{summary.get('outcome', 'failed')}: {error}"
     if "outcome" in summary or "code" in status:
@@ -77,7 +78,8 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
     heard = f", silent for {duration(age)}" if age > SILENT and not ended else ""
     progress = f"step {status['step']} of {status['total_steps']}" if status["total_steps"] else NO_STEPS
     steps = f"{progress} after {clock(status['seconds'])}"
-    gauges, when = status["gauges"], "last step" if status["metrics"] else "so far"
+    gauges = status["gauges"]
+    when = "last step" if status["metrics"] else "so far"
     numbers = (shown := ", ".join(figures(OF_STEP, gauges | status["metrics"]))) and f"{when}: {shown}"
     alerts = [] if ended else msgspec.convert(status.get("alerts", []), list[Alert])
     failed = unless_quoted(status["failed"], alerts)

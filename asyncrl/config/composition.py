@@ -38,7 +38,8 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     """Return the configuration of configs/, `config_dir` and `overrides`."""
     base = config_root() / "configs"
     config = _composed([*_search_path(base, config_dir), *_opened(overrides)], base, config_dir)
-    kl, keys = config.kl, _keys_of(overrides)
+    kl = config.kl
+    keys = _keys_of(overrides)
     coef_set = "kl.coef" in keys or kl.coef != KLConfig().coef
     if kl.where == "none" and kl.coef and coef_set and "kl.where" not in keys:
         raise ConfigError(
@@ -92,7 +93,8 @@ def _composed(
     from yaml import MarkedYAMLError
 
     _accept_byte_order_marks()
-    root, given = str(config_root()), _keys_of(overrides)
+    root = str(config_root())
+    given = _keys_of(overrides)
     OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
     ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
     ConfigStore.instance().store(name="recorded", node=recorded or {})
@@ -111,7 +113,8 @@ def _composed(
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, given) from None
     except MarkedYAMLError as error:
-        mark, what = error.problem_mark, error.problem or error.context
+        mark = error.problem_mark
+        what = error.problem or error.context
         place = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
         raise ConfigError(f"{place}: is not YAML ({what}); correct the file") from None
     except UnicodeDecodeError:
@@ -228,7 +231,8 @@ def _with_text(argument: str) -> str:
 def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Keys whose values may be mappings, with their types."""
     for field in msgspec.structs.fields(section):
-        kind, name = field.type, f"{prefix}{field.name}"
+        kind = field.type
+        name = f"{prefix}{field.name}"
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             yield from _open_keys(kind, f"{name}.")
         elif any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind))):

@@ -76,8 +76,11 @@ def _plain(complaint: str) -> str:
 
 def _check_combinations(config: RunConfig) -> None:
     """Refuse values that are valid alone but cannot work together."""
-    buffer, algorithm, trainer = config.buffer, config.algorithm, config.trainer
-    needed, where = config.group_bytes * buffer.groups_per_batch, config.checkpoint.directory
+    buffer = config.buffer
+    algorithm = config.algorithm
+    trainer = config.trainer
+    needed = config.group_bytes * buffer.groups_per_batch
+    where = config.checkpoint.directory
     uneven = (
         f"does not divide trainer.ranks ({trainer.ranks}); set it to one of {divisors(trainer.ranks)}, or "
         "change trainer.ranks"
@@ -146,7 +149,8 @@ def _check_combinations(config: RunConfig) -> None:
 
 def _shift_refusals(config: RunConfig) -> dict[str, bool]:
     """Say what engines on the trainer's devices do not work with."""
-    engine, weights = config.engine, config.weights
+    engine = config.engine
+    weights = config.weights
     key, count = ("servers", engine.servers) if engine.remote else ("rollout.workers", config.rollout.workers)
     devices = count * engine.tp if engine.remote else count
     return {

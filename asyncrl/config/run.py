@@ -253,9 +253,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
         the policy's and the engines'. `model.path` is empty where it is not known. '': that of engines."""
         if not name:
             return self
-        one, replaced = self.scorers[name], msgspec.structs.replace
+        one = self.scorers[name]
+        replaced = msgspec.structs.replace
         engine = replaced(self.engine, name="sglang", servers=one.servers, urls=one.urls, tp=one.tp)
-        trainer, weights = replaced(self.trainer, router_replay=False), WeightsConfig()
+        trainer = replaced(self.trainer, router_replay=False)
+        weights = WeightsConfig()
         model = replaced(self.model, path=one.path, lora_rank=0)
         return replaced(self, model=model, agents={}, engine=engine, trainer=trainer, weights=weights)
 

@@ -61,7 +61,9 @@ class Branches:
         self.turns: list[Turn] = []
         self.refused: Refusal | None = None  # since the last turn
         self.folded = 0  # system messages that the template got as others
-        self._rules, self._recorded, self._untrained = rules, recorded, untrained
+        self._rules = rules
+        self._recorded = recorded
+        self._untrained = untrained
         self._texts = TextRows(rules.chat)
         self._parsed: tuple[Turn, tuple[str, ...], Message] | None = None  # the newest, with its stop texts
         self._begun = 0  # rows, cancelled ones included
@@ -210,7 +212,8 @@ class Branches:
 
     def turn(self, place: Placement, generation: Generation) -> Turn:
         """The next turn of the episode, to be added before anything else happens."""
-        number, who = self._number(place), place.request.agent
+        number = self._number(place)
+        who = place.request.agent
         return make_turn(len(self.turns), number, place.context, generation, who, place.untrained)
 
     def add(self, place: Placement, turn: Turn) -> Message:
@@ -220,7 +223,8 @@ class Branches:
         if (turn.index, turn.row, before + turn.context) != (len(self.turns), row, place.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
         message = self._said(place.request, turn, whole=True)
-        messages, ids = (*place.messages, message), place.ids + turn.ids
+        messages = (*place.messages, message)
+        ids = place.ids + turn.ids
         known = 0 if place.row is None else len(self.rows[row].messages)
         self.folded += self._folded(place.messages[known:], place.row is None)
         self.rows[row : row + 1] = [
@@ -290,7 +294,8 @@ class Branches:
     # -- finding the row -----------------------------------------------------------------------------
 
     def _find(self, request: AgentRequest, side: bool) -> Placement | Refusal:
-        limits, chat = self._rules.config, self._rules.chat
+        limits = self._rules.config
+        chat = self._rules.chat
         pending = [one for one in list(self._pending.values()) if one.untrained == side]
         if sum(turn.untrained == side for turn in self.turns) + len(pending) >= limits.max_turns:
             return limit_reached(EpisodeEnd.MAX_TURNS, "turns", limits.max_turns)
@@ -322,7 +327,8 @@ class Branches:
         side = self._untrained(request)
         row = None if request.prompt is not None else self._extended(request, side)
         known = 0 if row is None else len(self.rows[row].messages)
-        new, chat = request.messages[known:], self._rules.chat
+        new = request.messages[known:]
+        chat = self._rules.chat
         quick = short(new, sum(map(len, request.tools)) if row is None else 0)
         if quick and row is not None and not short(request.messages):
             # All of it is tokenised where the template rewrites the row.
@@ -367,7 +373,8 @@ class Branches:
     ) -> Placement | Refusal:
         """Return the placement with its token limit, or a refusal because its row is full. A request whose
         client left, and that comes again, goes on with what was sampled of its turn."""
-        limits, asked = self._rules.config, request.max_new_tokens
+        limits = self._rules.config
+        asked = request.max_new_tokens
         old = None if row is None else self.rows[row]
         begun = next((one.session for one in self._left if one.request == request), self._begun)
         session, known = (begun, ()) if old is None else (old.session, old.ids)

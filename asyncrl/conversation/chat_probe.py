@@ -21,7 +21,9 @@ from asyncrl.types import Message, ToolCall
 
 ENDS = ("<|call|>", "<|eom_id|>")  # end a turn with tool calls where others end one without: gpt-oss, Llama
 
-TURN, CALL, THOUGHT = "asyncrl-turn", "asyncrl-call", "asyncrl-thought"
+TURN = "asyncrl-turn"
+CALL = "asyncrl-call"
+THOUGHT = "asyncrl-thought"
 _USER = Message("user", "asyncrl-question")
 _TOOL = json.dumps(
     {
@@ -114,7 +116,8 @@ class TemplateProbe:
     def rewrites(self, roles: tuple[str, ...]) -> str:
         """The way in which the template changes earlier turns when messages of these roles follow; '':
         nothing, it only appends. ConfigError when it refuses or hides them."""
-        answer, rests = _answers(roles), set()
+        answer = _answers(roles)
+        rests = set()
         for beginning in self._beginnings(roles):
             rest = self._rest_of_two(beginning, answer)
             if rest.rewrites:
@@ -124,8 +127,10 @@ class TemplateProbe:
 
     def accepted(self) -> Accepted:
         """The messages of system and user that the template writes, all of them and in their order."""
-        rules, laws = _SYSTEM, Message("system", "asyncrl-laws")
-        turn, more = Message("assistant", TURN), Message("user", "asyncrl-more")
+        rules = _SYSTEM
+        laws = Message("system", "asyncrl-laws")
+        turn = Message("assistant", TURN)
+        more = Message("user", "asyncrl-more")
         return Accepted(
             system=self._shows(rules, _USER),
             several=self._shows(rules, laws, _USER),
@@ -150,7 +155,8 @@ class TemplateProbe:
     def around(self) -> tuple[list[str], list[str]]:
         """The texts that the template itself may write before the content of a turn, after the opening of the
         turn, and between the content and the end of the turn; the longest first."""
-        tail, controls = self._plain_end.tail, re.compile("|".join(map(re.escape, self._controls)) or "(?!)")
+        tail = self._plain_end.tail
+        controls = re.compile("|".join(map(re.escape, self._controls)) or "(?!)")
         text = self._render([_USER, _turn(())], opening=False).partition(TURN)[0]
         opened = len(alike(self._render([_USER]), text))
         leads = [text[token.start() :] for token in controls.finditer(text) if token.end() > opened]
@@ -181,7 +187,8 @@ class TemplateProbe:
         if not (one.startswith(at.prompt) and two.startswith(one)):
             return _Rests("changes what stands before the new messages")
         end = self.end(answer)
-        first, second = end.rest(one[len(at.prompt) :]), end.rest(two[len(one) :])
+        first = end.rest(one[len(at.prompt) :])
+        second = end.rest(two[len(one) :])
         if first is None or second is None:
             return _Rests(f"no longer writes {end.token or 'the end of the turn'!r} where the turn ended")
         return _Rests("", first, second)
@@ -264,7 +271,9 @@ class _Rests:
 
 def _before(roles: tuple[str, ...]) -> list[tuple[tuple[Message, ...], tuple[str, ...]]]:
     """Messages, and tools, before a turn that messages of these roles answer."""
-    plain, ruled, tools = (_USER,), (_SYSTEM, _USER), (_TOOL,)
+    plain = (_USER,)
+    ruled = (_SYSTEM, _USER)
+    tools = (_TOOL,)
     if "tool" in roles:
         return [(plain, tools), (ruled, tools)]
     replies = _answers(("tool",))

@@ -98,7 +98,8 @@ def fold(messages: Sequence[Message], accepted: Accepted, beginning: bool = True
     """The conversation (its `beginning`, or what answers a turn of the model) in messages that the template
     accepts: system messages at the beginning become one; those that it refuses or would drop, the user's."""
     lead = tuple(itertools.takewhile(lambda message: beginning and message.role == "system", messages))
-    rest, found = messages[len(lead) :], list(lead if accepted.system else ())
+    rest = messages[len(lead) :]
+    found = list(lead if accepted.system else ())
     if len(found) > 1 and not accepted.several:
         found = [_joined(found)]
     for message in rest if accepted.system else (*lead, *rest):

@@ -30,7 +30,9 @@ def demonstrated(
     """
     turns: list[Turn] = []
     said: tuple[Message, ...] = ()
-    answered, row = 0, -1  # messages up to the newest turn, itself included; its row
+    # messages up to the newest turn, itself included; its row
+    answered = 0
+    row = -1
     try:
         for place, message in enumerate(sample.prompt):
             if message.role == "assistant" and place >= (sample.given or 0):

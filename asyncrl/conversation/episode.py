@@ -179,7 +179,8 @@ def shorten_observation(rules: Rules, observation: Observation) -> Observation:
 def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
     opened = replace(opened, messages=_shorten_messages(rules, opened.messages))
     episode = replace(episode, opened=opened)
-    prompt, most = _prompt(rules, episode), rules.config.max_tokens
+    prompt = _prompt(rules, episode)
+    most = rules.config.max_tokens
     if len(prompt) >= most:
         detail = f"the prompt has {len(prompt)} tokens, rollout.max_tokens is {most}"
         return _fail(episode, FailReason.PROMPT_TOO_LONG, detail)
@@ -223,7 +224,9 @@ def _for_environment(rules: Rules, episode: Episode, parsed: Parsed) -> bool:
 def _end(rules: Rules, episode: Episode, parsed: Parsed, to_environment: bool) -> EpisodeEnd | None:
     """Return why the episode is over after this turn, if it is. Tools of a last turn are not run: no turn
     would read their replies."""
-    limits, calls, errors = rules.config, len(parsed.calls), len(parsed.errors)
+    limits = rules.config
+    calls = len(parsed.calls)
+    errors = len(parsed.errors)
     if episode.turns[-1].stop is StopReason.LENGTH:
         return EpisodeEnd.LENGTH
     if episode.tool_calls + calls > limits.max_calls:
@@ -273,7 +276,8 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
 def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) -> Episode:
     """Ask for the turn after these messages: in the newest row where the template only appends them, else in
     a new row. With history=fold, a row that is full goes on as a new one."""
-    limits, row = rules.config, len(episode.rows) - 1
+    limits = rules.config
+    row = len(episode.rows) - 1
     delta = rules.chat.delta_ids(messages, episode.rows[-1][-1])
     if delta is not None:
         ids = episode.rows[-1] + delta
@@ -281,7 +285,8 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
         detail = "the chat template rewrites earlier turns after what was replied; set rollout.history=fork"
         return _fail(episode, FailReason.MISALIGNED, detail)
     else:
-        ids, row = _prompt(rules, episode), row + 1
+        ids = _prompt(rules, episode)
+        row = row + 1
     full = len(ids) + limits.max_new_tokens > limits.max_tokens
     if limits.history == "fold" and full and len(episode.rows) < limits.max_rows:
         folded = _folded(rules, episode)

@@ -100,7 +100,8 @@ def same_message(ours: Message, theirs: Message) -> bool:
 
 def _filled_in(ours: str, theirs: str) -> bool:
     """Tell if the arguments are the same, or the same and further ones: the client's defaults."""
-    made, shown = json.loads(ours), json.loads(theirs)
+    made = json.loads(ours)
+    shown = json.loads(theirs)
     both = isinstance(made, dict) and isinstance(shown, dict)
     return bool(made == shown or (both and made.items() <= shown.items()))
 
@@ -146,7 +147,8 @@ class TextRows:
         """Find the row that the prompt continues, and what it adds; None, and all of it, if there is none. It
         is the longest of those that the prompt begins with. A text never begins with a row that ends with the
         end of a turn: no text has that token."""
-        found, size = None, 0
+        found = None
+        size = 0
         for number, row in rows:
             ended = isinstance(prompt, str) and row.ids[-1] in self._chat.stop_ids
             if row.request.prompt is None or ended:
@@ -155,14 +157,17 @@ class TextRows:
             if isinstance(prompt, str) and not prompt.startswith(shown):  # its beginning is the tokenizer's
                 shown = shown.removeprefix(self._chat.decode(self._chat.text_ids("", True)))
             if len(shown) > size and prompt[: len(shown)] == shown:
-                found, size = number, len(shown)
+                found = number
+                size = len(shown)
         return found, prompt[size:]
 
     def _text(self, session: int, ids: tuple[int, ...]) -> str:
         count, text = self._known.get(session, (0, ""))
         if count < len(ids):
-            decode, start = self._chat.decode, max(0, count - NEAR)
-            near, both = decode(ids[start:count]), decode(ids[start:])
+            decode = self._chat.decode
+            start = max(0, count - NEAR)
+            near = decode(ids[start:count])
+            both = decode(ids[start:])
             whole = both.startswith(near) and not near.endswith("\ufffd")  # no character is split there
             text = text + both[len(near) :] if whole else decode(ids)
             self._known[session] = len(ids), text

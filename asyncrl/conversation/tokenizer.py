@@ -124,7 +124,9 @@ def shorten(tokenizer: Tokenizer, text: str, limit: int, where: Cut, missing: in
     note = NOTE
     room = limit - _count(tokenizer, NOTE.format(len(text)))
     if room <= 0:  # one end only: both together could make a control token
-        note, room, where = "", limit, "tail" if where == "middle" else where
+        note = ""
+        room = limit
+        where = "tail" if where == "middle" else where
     while room > 0:
         first = {"head": 0, "middle": room - room // 2, "tail": room}[where]
         head, tail = _ends(tokenizer, text, first, room - first)

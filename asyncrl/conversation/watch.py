@@ -42,11 +42,13 @@ class GrowingText:
 
     def grow(self, ids: Sequence[int]) -> None:
         """Take in the ids after those read before."""
-        known, text = self._decode(ids[self._from : self._read]), self._decode(ids[self._from :])
+        known = self._decode(ids[self._from : self._read])
+        text = self._decode(ids[self._from :])
         whole = not text.endswith(_UNFINISHED) or len(ids) - self._read >= _BYTES
         if whole and len(text) > len(known):
             self.text += text[len(known) :]
-            self._from, self._read = self._read, len(ids)
+            self._from = self._read
+            self._read = len(ids)
 
 
 class TurnWatch:
@@ -61,16 +63,17 @@ class TurnWatch:
         prompt: str,
         on_text: OnText | None,
     ) -> None:
-        self._rules, self._tools, self._stops, self._prompt, self._on_text = (
-            rules,
-            tools,
-            stops,
-            prompt,
-            on_text,
-        )
+        self._rules = rules
+        self._tools = tools
+        self._stops = stops
+        self._prompt = prompt
+        self._on_text = on_text
         self._longest = max(map(len, stops), default=0)
-        self._count, self._text = 0, GrowingText(rules.chat.decode)
-        self._parsed, self._reasoning, self._content = 0, "", ""
+        self._count = 0
+        self._text = GrowingText(rules.chat.decode)
+        self._parsed = 0
+        self._reasoning = ""
+        self._content = ""
         parser = rules.parse
         self._own = isinstance(parser, CallFormat) and not tools  # then its text has no marks but of thoughts
         self._held_back = (*stops, *think_tags(parser))
@@ -78,7 +81,8 @@ class TurnWatch:
     def __call__(self, ids: Sequence[int]) -> bool:
         if len(ids) <= self._count:  # the ids since then were lost
             self._text = GrowingText(self._rules.chat.decode)
-        self._count, known = len(ids), len(self._text.text)
+        self._count = len(ids)
+        known = len(self._text.text)
         self._text.grow(ids)
         text = self._text.text
         since = max(0, known - self._longest + 1)
@@ -109,7 +113,8 @@ class TurnWatch:
         new = parsed.reasoning.removeprefix(self._reasoning), parsed.content.removeprefix(self._content)
         grown = parsed.reasoning.startswith(self._reasoning) and parsed.content.startswith(self._content)
         if grown and any(new):
-            self._reasoning, self._content = parsed.reasoning, parsed.content
+            self._reasoning = parsed.reasoning
+            self._content = parsed.content
             on_text(*new)
 
 

@@ -38,14 +38,17 @@ class EngineHandler:
     a keeper."""
 
     def __init__(self, state: RunState, now: float) -> None:
-        self.state, self._began = state, now
+        self.state = state
+        self._began = now
         self.remote = state.config.engine.remote
         self.keepers = Peers[KeeperRecord](
             state, "engine", state.config.engine.keepers, lambda keeper, *_: self.leave(keeper.peer)
         )
         self.scorers = ScorerHandler(state)  # in the same table
         self.peers = self.keepers, self.scorers.keepers
-        self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
+        # engines against the trainer, over all publishes
+        self.probe_gap = 0.0
+        self.probe_tokens = 0
         self.wakes = False  # the trainer rests: engines that sleep get the newest version
         self.refused: Counter[tuple[bytes, PolicyVersion]] = Counter()  # since an engine loaded any version
         self.refusal = ""  # why the last was
@@ -86,7 +89,8 @@ class EngineHandler:
 
     def loaded(self, peer: bytes, message: Loaded, now: float) -> None:
         """An engine confirmed a version, or could not load it."""
-        versions, version = self.state.versions, message.ref.version
+        versions = self.state.versions
+        version = message.ref.version
         if (engine := versions.engines.get(peer)) is None:
             return  # its peer will say hello
         engine.push_s = message.seconds
@@ -106,7 +110,9 @@ class EngineHandler:
             self.quarantine(peer, now + LOAD_RETRY)
             return
         self.record_probe(message)
-        engine.asleep, engine.woken, engine.unproven = False, True, message.unproven
+        engine.asleep = False
+        engine.woken = True
+        engine.unproven = message.unproven
         if message.unproven:  # it is sent the newest version again, with the probe
             engine.resend(now)
             return
@@ -121,7 +127,9 @@ class EngineHandler:
         """Returns why no engine can load the newest version, once its files were refused REFUSALS times; ''
         if an engine holds it, or is loading it and has not refused it. A process that fails to load, whatever
         the files are, ends by itself (runtime/weight_loader.py), and another one tries."""
-        held, newest, refused = self.state.versions.engines, self.state.versions.newest, self.refused
+        held = self.state.versions.engines
+        newest = self.state.versions.newest
+        refused = self.refused
         often = any(count >= REFUSALS for (_, version), count in refused.items() if version == newest)
         tries = (one for one, engine in held.items() if engine.pushed >= newest and not refused[one, newest])
         holds = any(engine.acked >= newest and engine.woken for engine in held.values())
@@ -157,7 +165,9 @@ class EngineHandler:
             for peer in self._due(now) if self.awake or self.wakes else []:
                 self.state.outbox.to_control(peer, versions.order(versions.ref, "train"))
                 engine = versions.engines[peer]
-                engine.pushed, engine.pushed_at, engine.asleep = versions.newest, now, False
+                engine.pushed = versions.newest
+                engine.pushed_at = now
+                engine.asleep = False
         for engine in versions.engines.values():
             late = engine.pushed != NO_VERSION and (engine.acked < engine.pushed or not engine.woken)
             if late and now - engine.pushed_at > self.state.config.weights.deadline:
@@ -203,7 +213,8 @@ class EngineHandler:
         if message.url and not engine.up:
             log.info("%s: %s at %s", keeper.name, message.engine, message.url)
             self.state.liveness.alive(now)
-        keeper.hello, engine.up = message, bool(message.url)
+        keeper.hello = message
+        engine.up = bool(message.url)
         self.state.welcome(peer)
 
     def _join_keeper(self, peer: bytes, message: KeeperHello, now: float) -> KeeperRecord:
@@ -242,7 +253,8 @@ class EngineHandler:
         """Send each worker what it does not have yet of the table: all of it, or what changed. Changes are
         collected, so that TABLES_PER_SECOND is kept. A restarted coordinator first gives the keepers a
         lease's time to report: workers take back turns from servers that a table leaves out."""
-        config, planned = self.state.config, self.state.config.engine.keepers
+        config = self.state.config
+        planned = self.state.config.engine.keepers
         complete = sum(keeper.hello.index < planned for keeper in self.keepers) >= planned
         complete = complete and len(self.scorers.keepers) == len(config.scorer_places)
         if not (self.remote or config.scorers) or not (complete or now > self._began + config.launch.lease):
@@ -250,7 +262,8 @@ class EngineHandler:
         self._informed -= self.state.outbox.unreachable  # a change did not reach them
         self._informed &= set(workers)
         if now >= self._table_at:
-            before, self._table = self._table, {entry.name: entry for entry in self.table()}
+            before = self._table
+            self._table = {entry.name: entry for entry in self.table()}
             changed = tuple(entry for name, entry in self._table.items() if before.get(name) != entry)
             gone = tuple(before.keys() - self._table.keys())
             if changed or gone:
@@ -264,7 +277,8 @@ class EngineHandler:
             self.state.outbox.to_control(peer, message)
 
     def table(self) -> tuple[EngineEntry, ...]:
-        serving, held = {keeper.peer for keeper in self._serving(None)}, self.state.versions.engines
+        serving = {keeper.peer for keeper in self._serving(None)}
+        held = self.state.versions.engines
         engines = [
             keeper.entry(
                 engine.acked,
@@ -293,14 +307,16 @@ class EngineHandler:
         found: dict[str, float] = {}
         prompt = cached = 0
         for keeper in self.keepers:
-            use, engine = self._uses[keeper.name], self.state.versions.engines[keeper.peer]
+            use = self._uses[keeper.name]
+            engine = self.state.versions.engines[keeper.peer]
             totals = {name: float(use[name]) for name in COUNTS}
             totals["version"] = float(engine.acked.step)
             totals["push_s"] = engine.push_s
             totals["cache_hit"] = use["cached_tokens"] / max(1.0, use["prompt_tokens"])
             if engine.kv_use is not None:
                 totals["kv_use"] = engine.kv_use
-            prompt, cached = prompt + use["prompt_tokens"], cached + use["cached_tokens"]
+            prompt = prompt + use["prompt_tokens"]
+            cached = cached + use["cached_tokens"]
             found |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
         if self.remote:
             found["async/engines"] = float(len(self._serving(None)))

@@ -22,7 +22,8 @@ from asyncrl.types import FailReason
 from asyncrl.wire.messages.trainer import GaveUp
 
 LONGEST = 300  # characters of a cause that are kept
-MIN_ATTEMPTS, MIN_SAMPLES = 128, 64
+MIN_ATTEMPTS = 128
+MIN_SAMPLES = 64
 
 
 class FailedAttempts(msgspec.Struct):
@@ -72,7 +73,8 @@ class FirstAttempts:
         if self.landed or reason in LOSSES:
             return
         if reason is not self._reason:
-            self._reason, self._failed = reason, []
+            self._reason = reason
+            self._failed = []
         self._failed.append((place, sample))
 
     def verdict(self, running: Iterable[int]) -> str:

@@ -43,16 +43,20 @@ class HeldOutEpisodes:
     those of episodes that are over as far as `store.keep_bytes` allows."""
 
     def __init__(self, store: RunStore, retries: int, keeps: bool) -> None:
-        self._store, self._retries, self._keeps = store, retries, keeps
+        self._store = store
+        self._retries = retries
+        self._keeps = keeps
         self.restore()
 
     def restore(self) -> None:
         """Take over what the store holds."""
-        read, decode = self._store.read, msgspec.msgpack.Decoder(EpisodeRecord).decode
+        read = self._store.read
+        decode = msgspec.msgpack.Decoder(EpisodeRecord).decode
         records = (decode(record) for _, record in read.held_out(RECORD))
         self.episodes = {episode.uid: episode for episode in records}
         self._prefix = uid_prefix(HeldOut.of(next(iter(self.episodes))).step) if self.episodes else ""
-        stored, result = read.held_out(self._prefix) if self._prefix else (), Finished | Failed
+        stored = read.held_out(self._prefix) if self._prefix else ()
+        result = Finished | Failed
         self.over: dict[str, Finished | Failed] = {  # results without texts, which are in the store,
             uid: _without_text(msgspec.msgpack.decode(record, type=result)) for uid, record in stored
         }
@@ -75,7 +79,8 @@ class HeldOutEpisodes:
             for uid in known.keys() & set(uids):
                 self._store.forget_frames(uid)
             self.over = {}  # else it has what ended in this turn, which the store does not show yet
-        self._issued, self._prefix = len(uids), prefix
+        self._issued = len(uids)
+        self._prefix = prefix
         self.episodes = {uid: _issue(uid, known.get(uid), again) for uid in uids}
         self._dirty = dict(self.episodes)
         self._count()
@@ -93,12 +98,16 @@ class HeldOutEpisodes:
         running = [episode for episode in left if episode.state is State.RUNNING]
         for episode in left:
             self.give_up(episode, FailReason.DEADLINE, cause)
-        flow, unfinished = self.flow(), len(left) if anew else 0
-        failed, begun_anew = flow.failed - unfinished, flow.begun_anew + unfinished
-        self._before, self._issued = replace(flow, failed=failed, begun_anew=begun_anew), 0
+        flow = self.flow()
+        unfinished = len(left) if anew else 0
+        failed = flow.failed - unfinished
+        begun_anew = flow.begun_anew + unfinished
+        self._before = replace(flow, failed=failed, begun_anew=begun_anew)
+        self._issued = 0
         self._store.put_meta(META, msgspec.json.encode(self._before).decode())
         self._store.forget_held_out(RECORD)
-        self.episodes, self._dirty = {}, {}
+        self.episodes = {}
+        self._dirty = {}
         self._count()
         return running
 
@@ -110,7 +119,9 @@ class HeldOutEpisodes:
     # -- running: see ReplayBuffer -------------------------------------------------------------------
 
     def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int, now: float) -> None:
-        episode.worker, episode.assign_seq, episode.bound = worker, seq, acked
+        episode.worker = worker
+        episode.assign_seq = seq
+        episode.bound = acked
         self._move(episode, State.RUNNING)
 
     def touch(self, episode: EpisodeRecord) -> None:
@@ -160,12 +171,14 @@ class HeldOutEpisodes:
         """Let the store write what has changed."""
         for uid, episode in self._dirty.items():
             self._store.put_held_out(RECORD + uid, msgspec.msgpack.encode(episode))
-        self._dirty, self.texts = {}, {}
+        self._dirty = {}
+        self.texts = {}
 
     # -- numbers -------------------------------------------------------------------------------------
 
     def flow(self) -> HeldOutFlow:
-        counts, before = self._counts, self._before
+        counts = self._counts
+        before = self._before
         return HeldOutFlow(
             issued=before.issued + self._issued,
             scored=before.scored + counts[State.LANDED],

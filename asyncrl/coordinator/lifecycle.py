@@ -46,9 +46,15 @@ class Lifecycle:
         reporter: Reporter,
         now: float,
     ) -> None:
-        self.state, self.workers, self.engines = state, workers, engines
-        self.trainer, self.validation, self.reporter = trainer, validation, reporter
-        self.phase, self.error, self.outcome = Phase.STARTING, "", ""
+        self.state = state
+        self.workers = workers
+        self.engines = engines
+        self.trainer = trainer
+        self.validation = validation
+        self.reporter = reporter
+        self.phase = Phase.STARTING
+        self.error = ""
+        self.outcome = ""
         self._deadline = now + state.liveness.start
         self._can_save = True  # there are trainer ranks to write a checkpoint
 
@@ -139,11 +145,13 @@ class Lifecycle:
 
     def _enter(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
         log.info("phase %s", phase)
-        self.phase, self._deadline = phase, now + seconds
+        self.phase = phase
+        self._deadline = now + seconds
         self.state.liveness.progress(now)
 
     def _end(self, outcome: str) -> None:
-        self.outcome, self.phase = outcome, Phase.CLOSED
+        self.outcome = outcome
+        self.phase = Phase.CLOSED
 
     def _training_over(self) -> bool:
         """No batch is left to train."""
@@ -157,7 +165,8 @@ class Lifecycle:
     def _drained(self, now: float) -> bool:
         """The last checkpoint is in place, what it covers is forgotten, and the last version acked by all, or
         its time is up."""
-        committed, versions = self.state.batches.committed, self.state.versions
+        committed = self.state.batches.committed
+        versions = self.state.versions
         acked = all(held.acked >= versions.newest for held in versions.engines.values())
         pushed = versions.newest.step >= committed and acked
         saved = self.trainer.checkpoint_step >= committed and not self.trainer.forgetting

@@ -43,7 +43,9 @@ from asyncrl.wire.messages.channels import AnyBulk, AnyControl, ToCoordinatorBul
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 TICK = 0.05
-DRAIN, DRAIN_SECONDS = 128, 0.01  # messages, and seconds, per socket and turn of the loop
+# messages, and seconds, per socket and turn of the loop
+DRAIN = 128
+DRAIN_SECONDS = 0.01
 STATUS_EVERY = 0.5
 LAST_SECONDS = 5.0  # for processes on other machines to end, and to send what they wrote
 
@@ -70,7 +72,8 @@ class Coordinator:
         self.config = config
         self.run_dir = Path(config.run_dir) / config.name
         store = RunStore(self.run_dir, config.store.keep_bytes)  # it knows who may connect
-        host, self._gate = config.launch.host, Gate(endpoints, enrolled_keys(store.read, incarnation))
+        host = config.launch.host
+        self._gate = Gate(endpoints, enrolled_keys(store.read, incarnation))
         self.control = Hub(bound(endpoints.control, host), ToCoordinatorControl, self._gate)
         self.bulk = Hub(bound(endpoints.bulk, host), ToCoordinatorBulk, self._gate)
         self.state = load_state(config, self.run_dir, store, TransactionalOutbox(self.control, self.bulk))
@@ -90,7 +93,8 @@ class Coordinator:
         self.files = WrittenFiles(self.state)
         self.over = False  # closed, and everybody was sent the end
         self.observers: set[bytes] = set()
-        self._status_at, self._turned_at = 0.0, now
+        self._status_at = 0.0
+        self._turned_at = now
         self._more = False  # the last turn left what the next one can do at once
         self.journal = Journal(self.state, self._keep_contact)
         self._silent: list[str] = []  # waits for processes that are not heard of
@@ -116,7 +120,8 @@ class Coordinator:
 
     def loop(self) -> None:
         """Run until the end. An error ends the run with its reason, after what is known is written."""
-        both, control = Poller(self.control, self.bulk), Poller(self.control)
+        both = Poller(self.control, self.bulk)
+        control = Poller(self.control)
         while not self.over:
             (control if self.journal.paused else both).wait(0.0 if self._more else TICK)
             begin = time.monotonic()
@@ -126,7 +131,8 @@ class Coordinator:
 
     def _take_last_words(self) -> None:
         """Take what processes on other machines still write as they end, for LAST_SECONDS at most."""
-        until, bulk = time.monotonic() + LAST_SECONDS, Poller(self.bulk)
+        until = time.monotonic() + LAST_SECONDS
+        bulk = Poller(self.bulk)
         while (now := time.monotonic()) < until and self.files.expected(now):
             bulk.wait(TICK)
             if (received := self.bulk.receive()) and isinstance(received[1], shared.WrittenBytes):
@@ -156,7 +162,8 @@ class Coordinator:
                 return False
         self.state.waits = []
         self._extend_leases(now, gap=now - self._turned_at - TICK)
-        self._turned_at, self._more = now, False
+        self._turned_at = now
+        self._more = False
         for received in self._unread.values():
             self._on_control(*received, now)
         self._unread.clear()
@@ -331,7 +338,8 @@ class Coordinator:
     def _committed(self, message: trainer.Commit) -> None:
         self.workers.clock()
         row = self.reporter.step_row(message.step, message.metrics)
-        engines, validating = map(bytes.decode, self.state.versions.engines), self.validation.busy
+        engines = map(bytes.decode, self.state.versions.engines)
+        validating = self.validation.busy
         taken = len(self.state.batches.batches[message.step - 1].groups)
         now = self.state.engine_time(time.monotonic())
         self.state.live_limit.committed(row, taken, [*engines], validating, now)
@@ -373,13 +381,16 @@ class Coordinator:
         checkpoint. Either way a line says who waits for what. Ranks are replaced, too, if they wait for
         engines that cannot load the newest version, or for engines that have slept and have no other one;
         but not before they have published a version."""
-        ranks, published = self.trainer.ranks, self.state.versions.newest.epoch == self.state.trainer_epoch
+        ranks = self.trainer.ranks
+        published = self.state.versions.newest.epoch == self.state.trainer_epoch
         waiting = ranks.request or (self.state.shifts and ranks.told == "end")
         wanted = waiting and published and not self.lifecycle.ending
         if wanted and (damage := self.engines.pop_unloadable_version()):
             damage += "; the next trainer publishes it anew"
             self._replace(shared.Replace("trainer", damage, ranks.incarnation))
-            ranks.request, ranks.told = None, ""  # not again until the next one asks
+            # not again until the next one asks
+            ranks.request = None
+            ranks.told = ""
         stalled = self.state.liveness.stalled(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return

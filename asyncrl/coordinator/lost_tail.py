@@ -21,7 +21,8 @@ ADVICE = "restore both from the same copy"
 def recover(state: RunState, step: int, now: float) -> None:
     """The trainer has resumed from the checkpoint of `step`, beyond what the store has committed.
     ProtocolError when the manifests since then are not there, or do not fit what the store holds."""
-    known, checkpoints = state.batches.committed, checkpoints_of(state.config, state.run_dir)
+    known = state.batches.committed
+    checkpoints = checkpoints_of(state.config, state.run_dir)
     refusal = (
         f"the trainer's checkpoint is of step {step}, the run store knows {known} steps: checkpoint and "
         "store are not of one run"
@@ -55,7 +56,8 @@ def recover(state: RunState, step: int, now: float) -> None:
 def _set_trained(state: RunState, uids: Iterable[str], step: int, now: float) -> None:
     """These are trained, whatever the store knew of them; what else it held of their groups is dropped. Some
     may be over in another way: workers may have sampled them again before the trainer reported in."""
-    buffer, groups = state.buffer, set[int]()
+    buffer = state.buffer
+    groups = set[int]()
     for uid in uids:
         number = int(uid.partition(".")[0])
         while number >= buffer.next_group:  # issued after what is left of the store

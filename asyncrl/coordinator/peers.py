@@ -54,7 +54,10 @@ class Peers(Generic[P]):
     """
 
     def __init__(self, state: RunState, role: str, planned: int = 0, lost: Lost[P] | None = None) -> None:
-        self._state, self._role, self._planned, self._lost = state, role, planned, lost
+        self._state = state
+        self._role = role
+        self._planned = planned
+        self._lost = lost
         self._here: dict[bytes, P] = {}
         self._gone: dict[int, tuple[str, float]] = {}  # by index: the process that was lost, and when
 
@@ -133,7 +136,8 @@ class Peers(Generic[P]):
     def missing(self, now: float) -> tuple[list[str], list[shared.Replace]]:
         """A wait for each planned process that is silent, or still starts. One that was lost `liveness.start`
         seconds ago hangs: it is to be replaced, and the next one has as long."""
-        limit, places = self._state.liveness.start, self.vacant
+        limit = self._state.liveness.start
+        places = self.vacant
         hanging = list[shared.Replace]()
         for index in places:
             name, since = self._gone.get(index, ("", now))
@@ -159,7 +163,8 @@ class EnrolmentHandler:
     tokens that nobody has used are not."""
 
     def __init__(self, state: RunState, gate: Gate) -> None:
-        self.state, self._gate = state, gate
+        self.state = state
+        self._gate = gate
         self._tokens: dict[str, tuple[str, float]] = {}  # role, and when it is over
         self._enrolled = enrolled_keys(state.store.read, state.launch)
         planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.keepers}
@@ -186,7 +191,8 @@ class EnrolmentHandler:
         self.state.store.put_meta("enrolled", kept)
         log.info("a process was enrolled as %s-%d", role, index)
         name = incarnation_of(self.state.launch, start)
-        config, started = msgspec.json.encode(self.state.config), read_start(self.state.run_dir)
+        config = msgspec.json.encode(self.state.config)
+        started = read_start(self.state.run_dir)
         self.state.outbox.to_control(
             peer, shared.Enrolled(role, index, name, asyncrl.__version__, config, started)
         )
@@ -218,7 +224,8 @@ class WrittenFiles:
         name, start, have, _ = self._senders.get(peer, ("", 0, 0, now))
         if name != message.name or message.offset < start:  # a log that was cut is shorter
             have = message.offset
-        path, data = self._state.run_dir / message.name, b"".join(frames)[: shared.PIECE]
+        path = self._state.run_dir / message.name
+        data = b"".join(frames)[: shared.PIECE]
         try:
             if new := data[have - message.offset :]:
                 path.parent.mkdir(exist_ok=True)

@@ -34,7 +34,9 @@ class RecordHandler:
     """Takes in what workers report of episodes, in the order of their sequence numbers."""
 
     def __init__(self, state: RunState, workers: WorkerHandler, reporter: Reporter) -> None:
-        self.state, self.workers, self.reporter = state, workers, reporter
+        self.state = state
+        self.workers = workers
+        self.reporter = reporter
         self._acks: set[bytes] = set()
         # Some began under another configuration.
         began = (one.tokens + one.untrained_tokens for one in state.buffer.episodes.values())
@@ -55,7 +57,8 @@ class RecordHandler:
         worker.seq = message.seq
         (self.state.liveness.progress if isinstance(message, Finished) else self.state.liveness.alive)(now)
         message = _checked(message, self._most_tokens)
-        uid, attempt = message.attempt.uid, message.attempt.attempt
+        uid = message.attempt.uid
+        attempt = message.attempt.attempt
         episode = current(self.state.flow_of(uid).episodes, uid, attempt)
         if episode is None or episode.worker != worker.hello.incarnation:
             self.state.outbox.to_bulk(peer, Fenced(message.attempt))
@@ -179,7 +182,8 @@ class RecordHandler:
         self, worker: WorkerRecord, episode: EpisodeRecord, message: Sampled, frames: list[bytes], now: float
     ) -> None:
         """Store a part of a turn. One that does not fit is left out: the turn comes all the same."""
-        part, state = decode_part(frame := _single_frame(frames)), self.state
+        part = decode_part(frame := _single_frame(frames))
+        state = self.state
         check_part(episode.uid, part, state.vocabulary)
         if self._never_pushed(worker, episode, part.sampled, now):
             return
@@ -213,7 +217,8 @@ def _checked(message: Record, most_tokens: int) -> Record:
     """The record, or a failure in its place where numbers of it cannot be trained, summed up or stored."""
     if not isinstance(message, Finished):
         return message
-    result, stats = message.result, message.stats
+    result = message.result
+    stats = message.stats
     if trouble := result.problem:
         return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, trouble)
     if trouble := stats.misfit(most_tokens) or result.misfit(stats.turns, most_tokens):

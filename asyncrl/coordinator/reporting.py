@@ -58,7 +58,10 @@ class Reporter:
     def __init__(
         self, state: RunState, workers: WorkerHandler, engines: EngineHandler, trainer: TrainerHandler
     ) -> None:
-        self.state, self.workers, self.engines, self.trainer = state, workers, engines, trainer
+        self.state = state
+        self.workers = workers
+        self.engines = engines
+        self.trainer = trainer
         self.landed = Landed()
         self.started = self.began = self.row_at = time.monotonic()
         self.finished = self.multi_version = self.turns = 0  # totals of this process
@@ -90,7 +93,9 @@ class Reporter:
         self.turns += 1
 
     def on_landed(self, episode: EpisodeRecord) -> None:
-        columns, result, stats = self.landed.columns, episode.result, episode.stats
+        columns = self.landed.columns
+        result = episode.result
+        stats = episode.stats
         if episode.greedy:
             columns["rollout/greedy_score"].append(result.score)
             return
@@ -123,7 +128,8 @@ class Reporter:
         row = {"training/step": float(step), "time_s": self.seconds, STEP_SECONDS: now - self.row_at}
         row |= trained | self.gauges() | self._episodes() | self._groups(step)
         row |= self._shares(now - self.row_at)
-        self.row_at, self.longest_turn = now, 0.0
+        self.row_at = now
+        self.longest_turn = 0.0
         self._last = {name: row[name] for name in OF_STEP if name in row}
         self.values = {name: self.landed.columns[name][:MOST_VALUES] for name in SINGLE}
         self.landed = Landed()
@@ -147,11 +153,13 @@ class Reporter:
 
     def write_status(self, phase: str) -> Status:
         """The state now, for observers; written, too, for whoever looks from outside: `asyncrl status`."""
-        state, gauges = self.state, self.gauges() | {BATCH: self.batch_share()}
+        state = self.state
+        gauges = self.gauges() | {BATCH: self.batch_share()}
         if not self._last and not state.samples[0].demonstration and self.landed.ends:  # no step is over yet
             settled = state.buffer.settled
             gauges |= self._episodes() | {FILTERED: settled[State.FILTERED] / max(1, settled.total())}
-        failed, step = failures_line(state.failed.counts, state.failed.newest), state.batches.committed
+        failed = failures_line(state.failed.counts, state.failed.newest)
+        step = state.batches.committed
         status = Status(phase, step, state.steps, gauges, self.waits(), failed)
         now = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
         now |= {"running": time.monotonic() - self.began, "lost": state.failed.lost}
@@ -162,7 +170,8 @@ class Reporter:
 
     def gauges(self) -> dict[str, float]:
         """The state now, under the names of metrics.jsonl."""
-        state, counts = self.state, self.state.buffer.counts()
+        state = self.state
+        counts = self.state.buffer.counts()
         trainer = self.trainer
         flow = msgspec.structs.asdict(state.buffer.flow())
         files = state.config.weights.transport == "disk"  # broadcasts are measured per engine
@@ -200,7 +209,8 @@ class Reporter:
     def batch_share(self) -> float:
         """Measures how far the step under way is: an episode counts half when it has landed, and whole when
         the trainer has taken it."""
-        counts, buffer = self.state.buffer.counts(), self.state.config.buffer
+        counts = self.state.buffer.counts()
+        buffer = self.state.config.buffer
         taken = counts[State.TAKEN]
         landed = taken + counts[State.READY] + counts[State.LANDED]
         return min(1.0, (landed + taken) / (2 * buffer.groups_per_batch * buffer.episodes_per_group))
@@ -211,7 +221,8 @@ class Reporter:
         keepers = *self.engines.keepers, *self.engines.scorers.keepers
         peers = (*self.workers.peers, *keepers, *self.trainer.ranks.peers)
         named = [(one.name, one.beat.waiting) for one in peers if one.beat]
-        own, now = dict.fromkeys(self.state.waits), time.monotonic()
+        own = dict.fromkeys(self.state.waits)
+        now = time.monotonic()
         named += self.trainer.starting_waits(now)
         who: dict[str, list[str]] = {}
         for name, waiting in named:
@@ -228,7 +239,8 @@ class Reporter:
         return tuple(f"{wait} ({duration(seconds[wait])})" if seconds[wait] >= 1 else wait for wait in found)
 
     def _episodes(self) -> dict[str, float]:
-        columns, landed = self.landed.columns, self.landed.ends.total()
+        columns = self.landed.columns
+        landed = self.landed.ends.total()
         if not landed:
             return {}
         row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
@@ -247,10 +259,13 @@ class Reporter:
         """Count what became of the groups settled since the last row, and of cohorts that are over."""
         state = self.state
         now = Counter(state.buffer.settled)
-        before, self._settled = self._settled, now
-        settled, row = (now - before).total(), state.buffer.cohorts.take(before=step)
+        before = self._settled
+        self._settled = now
+        settled = (now - before).total()
+        row = state.buffer.cohorts.take(before=step)
         if settled:
-            filtered, usable = now[State.FILTERED] - before[State.FILTERED], now[USABLE] - before[USABLE]
+            filtered = now[State.FILTERED] - before[State.FILTERED]
+            usable = now[USABLE] - before[USABLE]
             row[FILTERED] = filtered / settled
             row["rollout/discarded_group_frac"] = (settled - usable) / settled
         trained = len(state.batches.batches[step - 1].groups)
@@ -268,7 +283,8 @@ class Reporter:
 
     def _shares(self, seconds: float) -> dict[str, float]:
         """Idle shares and throughput since the last row."""
-        before, self._busy = self._busy, self._totals()
+        before = self._busy
+        self._busy = self._totals()
         busy = {"trainer": 0.0, "rollout": 0.0}
         idle = dict(busy)
         for name, (b, i) in self._busy.items():
@@ -277,7 +293,8 @@ class Reporter:
             busy[role] += b - b0
             idle[role] += i - i0
         if (shifts := self.state.shifts) is not None:  # each side counts its own half
-            awake, self._awake = self._awake, shifts.clock(time.monotonic())
+            awake = self._awake
+            self._awake = shifts.clock(time.monotonic())
             halves = {"rollout": self._awake - awake, "trainer": seconds - (self._awake - awake)}
             processes = {"rollout": len(self.workers.peers), "trainer": len(self.trainer.ranks.peers)}
             for role in halves:
@@ -291,7 +308,8 @@ class Reporter:
             for role in ("trainer", "rollout")
             if busy[role] + idle[role] > 0
         }
-        tokens, self._tokens = self._tokens, 0
+        tokens = self._tokens
+        self._tokens = 0
         generating = busy["rollout"] / max(1, sum(not name.startswith("trainer") for name in self._busy))
         shares |= {
             "timing_s/gen": generating,
@@ -309,7 +327,8 @@ class Reporter:
         state = self.state
         if state.damage:
             raise StoreError(state.damage)
-        flow, counts = state.buffer.flow(), state.buffer.counts()
+        flow = state.buffer.flow()
+        counts = state.buffer.counts()
         store = state.store.read.counts()
         agree = all(counts[one] == store.get(one, 0) for one in State)
         planned = state.store.read.trained_in_plans() == flow.trained

@@ -44,7 +44,8 @@ class ScorerHandler:
     them, as their turns would."""
 
     def __init__(self, state: RunState) -> None:
-        self.state, self._places = state, state.config.scorer_places
+        self.state = state
+        self._places = state.config.scorer_places
         self.keepers = Peers[KeeperRecord](state, SCORER, len(self._places), lambda *_: None)
 
     def hello(self, peer: bytes, message: KeeperHello, now: float) -> None:

@@ -39,8 +39,12 @@ class ShiftHandler:
         validation: Validation,
         replace: Callable[[Replace], None],
     ) -> None:
-        self.state, self.workers, self.engines = state, workers, engines
-        self.trainer, self.validation, self._replace = trainer, validation, replace
+        self.state = state
+        self.workers = workers
+        self.engines = engines
+        self.trainer = trainer
+        self.validation = validation
+        self._replace = replace
         self.places: Peers[Any] = engines.keepers if engines.remote else workers.peers
         self.role = "engine" if engines.remote else "rollout"
         self._number = state.coordinator_epoch << 32  # of the newest order to sleep
@@ -52,7 +56,8 @@ class ShiftHandler:
         if self.state.config.shifts:
             stored = self.state.store.read.meta(META) or Shift.SLEEPING
             self.state.shifts = Shifts(self.state.config.buffer.shift_fill, now, Shift(stored))
-            self._began, self._hopeless_at = now, now + self.state.liveness.start
+            self._began = now
+            self._hopeless_at = now + self.state.liveness.start
 
     def slept(self, peer: bytes, message: Slept, now: float) -> None:
         """An engine answers the order to sleep."""
@@ -63,17 +68,21 @@ class ShiftHandler:
         if message.error:
             log.warning("%s does not sleep: %s", engine.name, message.error)
             return
-        engine.asleep, engine.woken = True, False
+        engine.asleep = True
+        engine.woken = False
         self.state.liveness.alive(now)
         self.state.timeline.past("sleep", message.seconds, engine=engine.name)
         if (worker := self.workers.peers.get(peer)) is not None:
-            worker.eval_version, worker.eval_asked = None, 0.0
+            worker.eval_version = None
+            worker.eval_asked = 0.0
 
     def tick(self, now: float) -> None:
-        shifts, trainer = self.state.shifts, self.trainer
+        shifts = self.state.shifts
+        trainer = self.trainer
         if shifts is None:
             return
-        request, engines = trainer.ranks.request, self.state.versions.engines.values()
+        request = trainer.ranks.request
+        engines = self.state.versions.engines.values()
         waiting = [f"{self.role}-{index}" for index in self.places.vacant]
         seen = Situation(
             outlook=self._outlook(),
@@ -96,7 +105,8 @@ class ShiftHandler:
 
     def _outlook(self) -> Outlook:
         """Say what rank 0's request would find if the trainer had the devices."""
-        state, request = self.state, self.trainer.ranks.request
+        state = self.state
+        request = self.trainer.ranks.request
         if request is None or request.step > state.batches.committed:
             return NOTHING_ASKED
         if request.step in (state.config.total_steps, *range(state.batches.committed)):
@@ -111,14 +121,16 @@ class ShiftHandler:
         self._began = self._sampled_at = now
         if shift is Shift.SLEEPING:
             self._number += 1
-            self._told, self._hopeless_at = 0.0, now + self.state.liveness.start
+            self._told = 0.0
+            self._hopeless_at = now + self.state.liveness.start
             self.engines.refused.clear()  # by an engine, while another one held the version
             for engine in self.state.versions.engines.values():
                 engine.resend(now)  # when it wakes it is sent a version, also the one that it had
                 engine.woken = False
 
     def _put_to_sleep(self, now: float) -> None:
-        versions, deadline = self.state.versions, self.state.config.weights.deadline
+        versions = self.state.versions
+        deadline = self.state.config.weights.deadline
         if now > self._told + SLEEP_AGAIN:
             self._told = now
             for peer in [peer for peer, engine in versions.engines.items() if not engine.asleep]:
@@ -142,7 +154,8 @@ class ShiftHandler:
     def _let_rest(self, now: float) -> None:
         """Replace ranks that do not rest within the time of a start, in which they read as much. It begins
         when they are told to."""
-        ranks, limit = self.trainer.ranks, self.state.liveness.start
+        ranks = self.trainer.ranks
+        limit = self.state.liveness.start
         if ranks.told not in ("rest", ""):  # "": told by an earlier coordinator
             self._began = now
         elif now > self._began + limit:
@@ -153,20 +166,24 @@ class ShiftHandler:
     def _written(self, now: float) -> bool:
         """The version of the committed steps is there to be loaded; or an earlier one is, and this one has
         not come for long."""
-        versions, config = self.state.versions, self.state.config
+        versions = self.state.versions
+        config = self.state.config
         late = now > self._began + config.weights.deadline and versions.newest != NO_VERSION
         return versions.newest.step >= self.state.batches.committed or late
 
     def _idle(self) -> float:
         """Seconds for which no engine has sampled, as far as all workers' beats tell."""
         beats = [(one.beat.busy_s, one.beat_at) for one in self.workers.peers if one.beat]
-        sampled, times = sum(busy for busy, _ in beats), [at for _, at in beats]
+        sampled = sum(busy for busy, _ in beats)
+        times = [at for _, at in beats]
         if beats and sampled != self._sampled:
-            self._sampled, self._sampled_at = sampled, max(times)
+            self._sampled = sampled
+            self._sampled_at = max(times)
         return min(times, default=0.0) - self._sampled_at
 
     def _waits(self, shifts: Shifts, missing: list[str]) -> Iterator[str]:
-        engines, versions = self.state.versions.engines.values(), self.state.versions
+        engines = self.state.versions.engines.values()
+        versions = self.state.versions
         awake = [engine.name for engine in engines if not engine.asleep]
         if shifts.shift is Shift.SLEEPING:
             yield f"the trainer waits for its shift: {', '.join([*missing, *awake])} to sleep"

@@ -74,7 +74,8 @@ class TransactionalOutbox:
 
     def flush(self) -> None:
         """Send everything. A peer that misses a message asks for it again, as its protocol says."""
-        queue, self._queue = self._queue, []
+        queue = self._queue
+        self._queue = []
         for hub, peer, message, frames in queue:
             if not hub.send(peer, message, frames):
                 self.unreachable.add(peer)
@@ -153,7 +154,8 @@ class RunState:
     @property
     def steps(self) -> int:
         """Batches of the run: `total_steps`, or fewer where the data end before."""
-        limit, size = self.buffer.prompts.limit, self.config.buffer.groups_per_batch
+        limit = self.buffer.prompts.limit
+        size = self.config.buffer.groups_per_batch
         return self.config.total_steps if limit is None else min(self.config.total_steps, -(-limit // size))
 
     def welcome(self, peer: bytes) -> None:
@@ -210,7 +212,8 @@ class RunState:
         frames: list[bytes] = []
         if not episode.turns:
             return frames
-        uid, stored = episode.uid, self.store.read.frames(episode.uid, episode.turns)
+        uid = episode.uid
+        stored = self.store.read.frames(episode.uid, episode.turns)
         try:
             for payload, replied in zip(stored, stored, strict=True):
                 turns.append(decode_turn(payload))
@@ -265,7 +268,8 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
     store.put_meta("data", samples.fingerprint)
     order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
     buffer = _new_buffer(config, Prompts(len(samples), order, config.data.epochs))
-    trainer, flush = config.trainer, config.data.at_end == "flush"
+    trainer = config.trainer
+    flush = config.data.at_end == "flush"
     batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing)
     restore(config, store, buffer, batches)
     if not store.read.meta(MODEL):
@@ -290,7 +294,8 @@ def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: B
     """Take over what the store holds."""
     held = store.read.load()
     buffer.restore(held.groups, held.episodes, held.left, time.monotonic())
-    buffer.next_group, buffer.prompts.cursor = held.next_group, held.cursor
+    buffer.next_group = held.next_group
+    buffer.prompts.cursor = held.cursor
     buffer.prompts.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
     buffer.committed = held.committed
     buffer.abandoned_tokens = int(store.read.meta(ABANDONED, "0"))
@@ -324,7 +329,8 @@ class Journal:
     called now and then during a pause, with its reason: the peers must not give the coordinator up."""
 
     def __init__(self, state: RunState, keep_contact: Callable[[str], None]) -> None:
-        self._state, self._keep_contact = state, keep_contact
+        self._state = state
+        self._keep_contact = keep_contact
         self._paused_at: float | None = None
         self._contact_at = 0.0
 

@@ -57,7 +57,8 @@ class TrainerHandler:
     """Answers requests for plans and records commits. `on_commit` is called with each new commit."""
 
     def __init__(self, state: RunState, on_commit: Callable[[trainer.Commit], None]) -> None:
-        self.state, self.on_commit = state, on_commit
+        self.state = state
+        self.on_commit = on_commit
         self.ranks = Ranks(Peers(state, "trainer"), state.store.read.meta("trainer_incarnation"))
         self.stopping = self.finished = False  # asked to write a checkpoint; it is written
         self._covered = int(state.store.read.meta("to_forget", "0"))  # steps before this one are not needed
@@ -69,7 +70,9 @@ class TrainerHandler:
         self._scores = msgspec.json.decode(stored, type=dict[int, float])  # of validated steps
         self.best = int(state.store.read.meta("best", "-1"))  # step of the checkpoint that was kept for it
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
-        self._spiked, self._spikes = -1, 0  # the last step that spiked, and batches in a row that did there
+        # the last step that spiked, and batches in a row that did there
+        self._spiked = -1
+        self._spikes = 0
         self.asking: dict[bytes, trainer.AskDevices] = {}  # ranks that have loaded nothing yet
         self.asker = ""  # the incarnation of the newest of them
         self.starting: dict[bytes, tuple[trainer.TrainerBeat, float]] = {}  # no hello yet; and when heard
@@ -79,7 +82,8 @@ class TrainerHandler:
 
     def hello(self, peer: bytes, message: trainer.TrainerHello, now: float) -> None:
         """A rank reports in. A new incarnation begins a new trainer epoch, which fences the earlier ones."""
-        name, newest = f"trainer {message.index}", self.ranks.incarnation
+        name = f"trainer {message.index}"
+        newest = self.ranks.incarnation
         rank = self.ranks.peers.hello(
             peer, message, now, lambda: RankRecord(peer, name, message, now), newest
         )
@@ -93,7 +97,8 @@ class TrainerHandler:
                 state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
                 state.store.put_meta("trainer_incarnation", message.incarnation)
                 state.store.sync()  # after a power cut the number must not be given again
-            started, peers = not self.ranks.size, self.ranks.peers
+            started = not self.ranks.size
+            peers = self.ranks.peers
             self.ranks = Ranks(peers, message.incarnation, message.ranks)
             for old in [one for one in peers if one.hello.incarnation != message.incarnation]:
                 peers.lose(old.peer, "replaced by a new start", now)
@@ -114,8 +119,10 @@ class TrainerHandler:
         if is_older(message.incarnation, self.asker):
             return
         if message.incarnation != self.asker:
-            self.asker, self.asking = message.incarnation, {}
-            self.ranks.request, self.ranks.told = None, ""
+            self.asker = message.incarnation
+            self.asking = {}
+            self.ranks.request = None
+            self.ranks.told = ""
         self.asking[peer] = message
 
     def _check_position(self, step: int) -> None:
@@ -139,7 +146,8 @@ class TrainerHandler:
                 self.starting = {other: self.starting[other] for other in same_start_peers}
                 self.starting[peer] = message, now
             return
-        before, rank.beat = rank.beat, message
+        before = rank.beat
+        rank.beat = message
         if message.rank == 0:  # its beats and its Checkpointed come in order; a new start has not tried yet
             self._checkpoint_problem = message.checkpoint_problem or self._checkpoint_problem
         if message.work > (before.work if before else 0):
@@ -221,7 +229,8 @@ class TrainerHandler:
         Returns the episodes that were running for a batch that is left out. Raises ConfigError or
         ProtocolError where the run ends.
         """
-        state, running = self.state, list[EpisodeRecord]()
+        state = self.state
+        running = list[EpisodeRecord]()
         first = message.trainer_epoch == state.trainer_epoch != self._given_up
         if first and message.reason == "memory":
             state.memory_limits.tighten(message, state.store)
@@ -240,7 +249,8 @@ class TrainerHandler:
         return running
 
     def _leave_out(self, message: trainer.GaveUp) -> list[EpisodeRecord]:
-        step, batch = message.step, self.state.batches.batches.get(message.step - 1)
+        step = message.step
+        batch = self.state.batches.batches.get(message.step - 1)
         if batch is None or not batch.closed:  # left out before this coordinator was restarted
             return []
         self._spikes = self._spikes + 1 if self._spiked == step else 1
@@ -260,7 +270,8 @@ class TrainerHandler:
         state = self.state
         ref = message.ref
         if ref.version.epoch == state.trainer_epoch and state.versions.publish(ref):
-            self.snapshot_s, self.write_s = message.snapshot_s, message.write_s
+            self.snapshot_s = message.snapshot_s
+            self.write_s = message.write_s
             state.store.put_meta("version", msgspec.json.encode(ref).decode())
             state.timeline.past("write_weights", message.write_s, version=ref.version)
             state.liveness.alive(now)
@@ -323,7 +334,8 @@ class TrainerHandler:
         """Let the ranks write a checkpoint at the next micro-batch, unless nothing was trained since the
         newest one."""
         committed = self.state.batches.committed
-        self.stopping, self.finished = True, self.checkpoint_step >= committed or not committed
+        self.stopping = True
+        self.finished = self.checkpoint_step >= committed or not committed
 
     @property
     def checkpoint_problem(self) -> str:
@@ -336,7 +348,8 @@ class TrainerHandler:
 
     def describe_unsaved_stop(self, why: str) -> str:
         """Say what a stop without a checkpoint means."""
-        step, saved = self.state.batches.committed, self.checkpoint_step
+        step = self.state.batches.committed
+        saved = self.checkpoint_step
         waits = (rank.beat.waiting for rank in self.ranks.peers if rank.beat)
         why = "; ".join(filter(None, (why, *waits)))
         since = f"the one of step {saved}" if saved >= 0 else "the start"
@@ -364,22 +377,26 @@ class TrainerHandler:
 
     def serve(self) -> None:
         """Answer rank 0's request if it can be answered; else its beat says what it waits for."""
-        request, shifts = self.ranks.request, self.state.shifts
+        request = self.ranks.request
+        shifts = self.state.shifts
         if self.asking and (self.stopping or shifts is None or shifts.shift is Shift.TRAIN):
             for peer in self.asking:
                 self.state.outbox.to_control(peer, trainer.GrantDevices())
-            self.asking, self.ranks.resting = {}, False
+            self.asking = {}
+            self.ranks.resting = False
         first = next((rank for rank in self.ranks.peers if rank.hello.index == 0), None)
         if request is None or first is None or (plan := self._in_shift(request)) is None:
             return
         self.ranks.request = None
-        self.ranks.resting, self.ranks.told = False, plan.kind
+        self.ranks.resting = False
+        self.ranks.told = plan.kind
         self.state.outbox.to_bulk(first.peer, plan)
 
     def _in_shift(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """Return the plan asked for if the trainer has the devices. It rests where engines are to have them,
         once they can compare the version that they will load. A stop is for ranks that rest, too."""
-        shifts, version = self.state.shifts, PolicyVersion(self.state.trainer_epoch, request.step)
+        shifts = self.state.shifts
+        version = PolicyVersion(self.state.trainer_epoch, request.step)
         if shifts is None or shifts.shift is Shift.TRAIN or self.stopping:
             return self._answer(request)
         if shifts.shift is Shift.ROLLOUT or self.ranks.resting:
@@ -390,7 +407,9 @@ class TrainerHandler:
 
     def _answer(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """Return the plan asked for. None: the request has to wait."""
-        state, batches, step = self.state, self.state.batches, request.step
+        state = self.state
+        batches = self.state.batches
+        step = request.step
         plan = partial(trainer.WorkPlan, step, request.micro)
         if step > batches.committed:
             raise ProtocolError(f"the trainer asks for step {step} before committing {step - 1}")
@@ -417,12 +436,14 @@ class TrainerHandler:
 
     def payloads_requested(self, peer: bytes, message: trainer.PayloadRequest) -> None:
         """Send a rank the payloads of its part of a plan; of a batch that is left out there are none."""
-        state, batch = self.state, self.state.batches.batches.get(message.step)
+        state = self.state
+        batch = self.state.batches.batches.get(message.step)
         if self._rank_of(peer, message) is None or batch is None:
             return
         if not set(batch.planned).issuperset(message.uids):
             return
-        lost, frames = list[str](), list[bytes]()
+        lost = list[str]()
+        frames = list[bytes]()
         for uid in message.uids:
             turns = [] if uid in batch.lost else state.payloads(state.batches.taken[uid])
             if not turns:

@@ -73,7 +73,10 @@ class Validation:
     def __init__(
         self, state: RunState, workers: WorkerHandler, engines: EngineHandler, samples: Sequence[Sample]
     ) -> None:
-        self.state, self.workers, self.engines, self.samples = state, workers, engines, samples
+        self.state = state
+        self.workers = workers
+        self.engines = engines
+        self.samples = samples
         self.episodes = state.held_out
         self.session: SessionStart | None = None
         self.deadline = math.inf
@@ -83,7 +86,8 @@ class Validation:
 
     def begin(self, step: int, final: bool, now: float) -> bool:
         """Start validating the latest published version; False when there is none, or nothing to do."""
-        ref, count = self.state.versions.ref, self._count
+        ref = self.state.versions.ref
+        count = self._count
         if self.session is not None and count:
             log.warning(
                 "validation of step %d left out: that of step %d is not over", step, self.session.step
@@ -96,7 +100,8 @@ class Validation:
         """Begin again what was under way when the coordinator ended, or the first validation of a new run.
         `over`: training has ended, and the last validation is still to come."""
         self._resumed = True
-        stored, start = self.state.store.read.meta("validation"), self._stored()
+        stored = self.state.store.read.meta("validation")
+        start = self._stored()
         committed = self.state.batches.committed
         if not stored and committed == 0:
             self.begin(0, True, now)
@@ -141,12 +146,14 @@ class Validation:
                 self.workers.cancel(self.episodes.end("the weights are gone"))
                 self._keep(None)
             return False
-        before, step = self._stored(), start.step
+        before = self._stored()
+        step = start.step
         uids = [uid for row in range(self._count) for uid in self._episodes(step, row)]
         again = before is not None and before.goes_on(start)
         self.episodes.begin(uid_prefix(step), uids, again)
         until = self.state.engine_time(now) + self.state.config.rollout.episode_timeout * (1 + start.final)
-        self.session, self.deadline = start, math.inf if self._alone else until
+        self.session = start
+        self.deadline = math.inf if self._alone else until
         self._held.enter_context(self.state.timeline.span("validation", step=step))
         self._keep(start)
         return True
@@ -202,7 +209,8 @@ class Validation:
         if worker.eval_version == session.ref.version:
             return True
         if now - worker.eval_asked > self.state.config.weights.deadline:
-            worker.eval_asked, self.state.versions.engines[worker.peer].asleep = now, False
+            worker.eval_asked = now
+            self.state.versions.engines[worker.peer].asleep = False
             self.state.outbox.to_control(worker.peer, self.state.versions.order(session.ref, "eval"))
         return False
 
@@ -223,7 +231,8 @@ class Validation:
         for episode in self.episodes.waiting:
             if episode.failures:  # no time to try it again
                 self.episodes.give_up(episode, FailReason(episode.reason))
-        found, unfinished = list(self.episodes.episodes.values()), self._in_flight
+        found = list(self.episodes.episodes.values())
+        unfinished = self._in_flight
         self.workers.cancel(self.episodes.end())
         for worker in self.workers.peers:
             worker.eval_asked = 0.0
@@ -248,7 +257,8 @@ class Validation:
             threshold = threshold_of(self.state.config, over)
             found = means(per_sample(over, threshold)) | sizes(over) | losses(over)
             found |= {HIGHEST: max(result.judged for result in played)} if played else {}
-        step, sampled = session.ref.version.step, [one for one in episodes if one.oldest >= 0]
+        step = session.ref.version.step
+        sampled = [one for one in episodes if one.oldest >= 0]
         return found | {
             ASKED: float(len({one.which.row for one in over})),
             "val-aux/episodes": float(len(scored)),
@@ -258,14 +268,16 @@ class Validation:
         }
 
     def _judged(self, uid: str) -> Judged:
-        which, done = HeldOut.of(uid), self.episodes.over[uid]
+        which = HeldOut.of(uid)
+        done = self.episodes.over[uid]
         source = self.samples[which.row].data_source
         if isinstance(done, Failed):
             return Judged(which, source, None)
         return Judged(which, source, done.result, done.stats, answer_of(done.result, done.notes))
 
     def _became(self, uid: str) -> dict[str, Any]:
-        done, mode = self.episodes.over[uid], HeldOut.of(uid).mode
+        done = self.episodes.over[uid]
+        mode = HeldOut.of(uid).mode
         if isinstance(done, Failed):
             return {"mode": mode, "failed": f"{done.reason}: {done.detail}"}
         judged: dict[str, Any] = {"components": done.result.components}

@@ -40,7 +40,8 @@ class EngineRecord(msgspec.Struct):
 
     def resend(self, at: float) -> None:
         """From `at` on, it is to be sent the newest version, whatever it was sent before."""
-        self.pushed, self.send_at = NO_VERSION, at
+        self.pushed = NO_VERSION
+        self.send_at = at
 
 
 class VersionLedger:
@@ -52,7 +53,8 @@ class VersionLedger:
     """
 
     def __init__(self, newest: PolicyVersion = NO_VERSION, ref: WeightsRef | None = None) -> None:
-        self.newest, self.ref = newest, ref
+        self.newest = newest
+        self.ref = ref
         self.engines: dict[bytes, EngineRecord] = {}  # by the identity of their peer
         self.probed: list[Probed] = []  # of the newest version, and of later ones that are not written yet
         self._checksum = (NO_VERSION, "")  # of the newest version that was loaded, as first loaded
@@ -61,7 +63,8 @@ class VersionLedger:
         """A version can be loaded. False when that was known, or a newer one can."""
         if ref.version < self.newest or (ref.version == self.newest and self.ref is not None):
             return False
-        self.newest, self.ref = ref.version, ref
+        self.newest = ref.version
+        self.ref = ref
         return True
 
     def behind(self, held: EngineRecord, now: float) -> bool:

@@ -56,7 +56,8 @@ class WorkerHandler:
     """Handles leases and assignments, of episodes to be trained and of a validation alike."""
 
     def __init__(self, state: RunState, engines: EngineHandler) -> None:
-        self.state, self.engines = state, engines
+        self.state = state
+        self.engines = engines
         self.peers = Peers(state, "rollout", state.config.rollout.workers, self._lost)
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.more = False  # the last tick left episodes that may be assigned now
@@ -98,9 +99,11 @@ class WorkerHandler:
             if arrived or overdue:
                 self._lose_episode(worker, uid, "", now)
         self.engines.add_use(worker.beat.engines if worker.beat else (), message.engines)
-        worker.beat, worker.beat_at = message, now
+        worker.beat = message
+        worker.beat_at = now
         worker.seq = max(worker.seq, message.acked)  # acks may have overtaken its hello on the other channel
-        flow_of, name = self.state.flow_of, worker.hello.incarnation
+        flow_of = self.state.flow_of
+        name = worker.hello.incarnation
         for attempt in message.held:  # in a large run 100,000 a second
             episode = flow_of(attempt.uid).episodes.get(attempt.uid)
             if episode is None or episode.attempt != attempt.attempt or episode.worker != name:
@@ -135,7 +138,8 @@ class WorkerHandler:
 
     def _lost(self, worker: WorkerRecord, why: str, now: float) -> None:
         """Its episodes go on elsewhere, from their last durable turns."""
-        index, step = worker.hello.index, self.state.batches.committed + 1
+        index = worker.hello.index
+        step = self.state.batches.committed + 1
         log_file = self.state.run_dir / "logs" / f"rollout-{index}.log"
         said = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
         cause = f"{worker.name} in step {step} ({why})" + f": {said}" * bool(said)
@@ -210,7 +214,8 @@ class WorkerHandler:
     def _assign(self, now: float) -> None:
         """Give pending episodes, oldest first, to the least loaded worker whose weights are fresh enough; at
         most MOST_ASSIGNED."""
-        state, self.more = self.state, False
+        state = self.state
+        self.more = False
         if not state.buffer.waiting:
             return
         if lacks := self.engines.lacks:
@@ -218,7 +223,9 @@ class WorkerHandler:
                 state.waits.append(f"new episodes wait for {lacks}")
             return
         usable = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
-        steps, unmet, left = self.engines.steps(), NEVER, MOST_ASSIGNED
+        steps = self.engines.steps()
+        unmet = NEVER
+        left = MOST_ASSIGNED
         slots = FreeSlots((worker, worker.free, steps(worker.peer)) for worker in usable)
         in_order = state.config.buffer.on_stale != "hold"  # later ones need no older weights
         for needed, episode in pending(state.buffer):
@@ -242,9 +249,11 @@ class WorkerHandler:
 
     def admit(self, now: float) -> None:
         """Admit groups, as far as their episodes can be assigned in this turn of the loop."""
-        buffer, batches = self.state.buffer, self.state.batches
+        buffer = self.state.buffer
+        batches = self.state.batches
         if buffer.has_room:
-            free, total = self.free_slots - buffer.waiting, self.total_slots
+            free = self.free_slots - buffer.waiting
+            total = self.total_slots
             while buffer.waiting < MOST_ASSIGNED and buffer.can_admit(free, total):
                 free -= len(buffer.admit(batches.committed, self.state.engine_time(now)).members)
         if buffer.prompts.over and self.state.config.data.at_end == "drop":
@@ -260,7 +269,8 @@ class WorkerHandler:
         now: float,
     ) -> None:
         """Assign an episode to a worker, with its durable turns. `kept`: its text is wanted."""
-        frames, flow = self.state.readable(episode), self.state.flow_of(episode.uid)
+        frames = self.state.readable(episode)
+        flow = self.state.flow_of(episode.uid)
         parts = self.state.parts(episode)
         self.assign_seq += 1
         started = self.state.engine_time(now)

@@ -48,7 +48,8 @@ def _dapo_math(row: Row, instruction: str) -> Row | None:
     messages = [{key: message[key] for key in ("role", "content")} for message in row["prompt"]]
     if instruction:
         messages[-1]["content"] += f"\n\n{instruction}"
-    truth, name = row["reward_model"].get("ground_truth"), str((row.get("extra_info") or {}).get("index", ""))
+    truth = row["reward_model"].get("ground_truth")
+    name = str((row.get("extra_info") or {}).get("index", ""))
     return verl_row("math_dapo", messages, truth, id=name) if truth else None
 
 
@@ -81,7 +82,8 @@ BENCHMARKS = {
 def rows_of(benchmark: Benchmark, source: str, split: str, instruction: str | None) -> tuple[list[Row], int]:
     """The different rows of a split, and how many could not be scored. ConfigError for other columns."""
     text = benchmark.instruction if instruction is None else instruction
-    found, left_out = dict[str, Row](), 0
+    found = dict[str, Row]()
+    left_out = 0
     for given in read_split(source or benchmark.repository, benchmark.config, split):
         if missing := [name for name in benchmark.columns if name not in given]:
             where = source or benchmark.repository

@@ -132,7 +132,8 @@ class IgnoredSettings:
         self._unread |= {name: None for name in unread if not (demonstration and name in DEMONSTRATED)}
         if demonstration:
             return row
-        reward, extra = _object(row.get("reward_model")), _object(row.get("extra_info"))
+        reward = _object(row.get("reward_model"))
+        extra = _object(row.get("extra_info"))
         asked = {
             "agent_name": row.get("agent_name"),
             "reward_manager": row.get("reward_manager") or reward.get("reward_manager"),

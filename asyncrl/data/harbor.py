@@ -117,7 +117,8 @@ class TaskFolder(msgspec.Struct, frozen=True):
     @property
     def row(self) -> Row:
         """Return its columns. Ignored fields are some: a run lists columns that nothing reads."""
-        extra, truth = {TASK: msgspec.to_builtins(self.task)}, msgspec.to_builtins(self.tests)
+        extra = {TASK: msgspec.to_builtins(self.task)}
+        truth = msgspec.to_builtins(self.tests)
         row = {"prompt": self.instruction, "ground_truth": truth, "extra_info": extra}
         return self.ignored | row | {"data_source": self.path.parent.name}
 
@@ -229,9 +230,11 @@ def _check_directory(image: Image, path: str, judged: bool) -> None:
     parts = Path(path).parts[1:]
     if judged and (parts or ("",))[0] in OUTSIDE:
         raise ConfigError(f"{key} cannot be judged; set metadata.workspace to directories of the task's own")
-    layers, inner = list(image.layers), ""
+    layers = list(image.layers)
+    inner = ""
     for part in parts:  # no link of an image is followed
-        inner, found = f"{inner}/{part}", list[str]()
+        inner = f"{inner}/{part}"
+        found = list[str]()
         for layer in filter(lambda layer: os.path.lexists(layer + inner), layers):
             mode = os.lstat(layer + inner).st_mode
             if not found and stat.S_ISLNK(mode):
@@ -270,7 +273,8 @@ def _tests(folder: Path, fields: HonouredFields) -> TaskTests:
     found = _parsed(config, msgspec.json.decode) if config.exists() else {}
     named = found if isinstance(found, dict) else {}
     turn, stay = (_names(key, named.get(key)) for key in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-    verifier, protected = fields.verifier, tuple(fields.metadata.protected)
+    verifier = fields.verifier
+    protected = tuple(fields.metadata.protected)
     return TaskTests(str(directory), verifier.timeout_sec, verifier.env, turn, stay, protected)
 
 

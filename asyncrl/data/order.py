@@ -31,7 +31,10 @@ class EpochOrder:
     def __init__(
         self, samples: Samples, config: DataConfig, seed: int, directory: Path | None = None
     ) -> None:
-        self.samples, self.seed, self.shuffle, self.directory = samples, seed, config.shuffle, directory
+        self.samples = samples
+        self.seed = seed
+        self.shuffle = config.shuffle
+        self.directory = directory
         weights = [one.weight for one in config.train if isinstance(one, WeightedSource)]
         self.shares = shares(weights, samples.sizes) if weights else None
         self._hook_name, options = single(config.order, "data.order")
@@ -98,7 +101,8 @@ class EpochOrder:
 def shares(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
     """Draws of each source in an epoch: weight / sum of weights of as many as there are samples, rounded by
     the largest remainder. ConfigError where one gets none."""
-    total, sum_of_weights = sum(sizes), sum(weights)
+    total = sum(sizes)
+    sum_of_weights = sum(weights)
     exact = [weight / sum_of_weights * total for weight in weights]
     counts = [int(value) for value in exact]
     order = sorted(range(len(exact)), key=lambda at: counts[at] - exact[at])

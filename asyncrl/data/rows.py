@@ -204,7 +204,8 @@ def verl_row(
 
 def write_rows(path: Path, rows: Iterable[Row]) -> int:
     """Write FILE.jsonl or FILE.parquet, whole or not at all; how many rows."""
-    listed, work = list(rows), path.with_name(f"{path.name}.writing")
+    listed = list(rows)
+    work = path.with_name(f"{path.name}.writing")
     if path.suffix == ".jsonl":
         work.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in listed))
     else:

@@ -54,7 +54,8 @@ def read_samples(
     """
     empty = True
     for place, row in reader(config, split)(path):
-        empty, whole = False, _is_demonstration(layout, row)
+        empty = False
+        whole = _is_demonstration(layout, row)
         row = see(renamed(str(place), row, layout.columns, _unread(layout, row, whole)), whole)
         yield _demonstration(place, row, layout) if whole else question(place, row, layout)
     if empty:

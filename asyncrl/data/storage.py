@@ -38,7 +38,8 @@ class Samples(Sequence[Sample]):
         at = len(self._map) - WORD.size
         start = at - WORD.unpack_from(self._map, at)[0]
         footer = msgspec.msgpack.decode(self._map[start:at], type=Footer)
-        self.fingerprint, self.sizes = footer.fingerprint, footer.sizes
+        self.fingerprint = footer.fingerprint
+        self.sizes = footer.sizes
         self._ends = memoryview(self._map)[start - WORD.size * sum(self.sizes) : start].cast("Q")
         self._decoder = msgspec.msgpack.Decoder(Sample)
 
@@ -56,7 +57,10 @@ class Samples(Sequence[Sample]):
     @classmethod
     def write(cls, file: BinaryIO, sources: Iterable[Iterable[Sample]]) -> Samples:
         """Samples of several sources, numbered one after another, into an empty file open for both ways."""
-        digest, ends, sizes, end = xxhash.xxh3_128(), array("Q"), [], 0
+        digest = xxhash.xxh3_128()
+        ends = array("Q")
+        sizes = []
+        end = 0
         for source in sources:
             before = len(ends)
             for sample in source:

@@ -120,7 +120,8 @@ engines: Registry = Registry("engine", modules={"torch": "asyncrl.engines.torch.
 
 def check_request(request: Request, vocabulary: int, max_len: int) -> None:
     """EngineRefused for a request that cannot be served. (SGLang servers die of unknown ids.)"""
-    size, sampling = len(request.ids), request.sampling
+    size = len(request.ids)
+    sampling = request.sampling
     problem = ""
     if size == 0:
         problem = "no ids"
@@ -165,7 +166,8 @@ def together(sampled: Generation, part: Generation) -> Generation:
     """Join `sampled` and the part after it, which stopped as that did."""
     spans = sampled.spans + tuple(shifted(span, len(sampled.ids)) for span in part.spans)
     both = sampled.ids + part.ids, sampled.logprobs + part.logprobs
-    seconds, routes = sampled.seconds + part.seconds, joined(sampled.routes, part.routes)
+    seconds = sampled.seconds + part.seconds
+    routes = joined(sampled.routes, part.routes)
     return Generation(*both, spans, part.stop, seconds, routes)
 
 
@@ -173,7 +175,8 @@ def beyond(sampled: Generation, whole: Generation) -> Generation:
     """Return the part of `whole` after `sampled`, without routes: the server that goes on tells them all."""
     count = len(sampled.ids)
     clipped = (replace(span, start=max(span.start, count)) for span in whole.spans if span.end > count)
-    spans, seconds = tuple(shifted(span, -count) for span in clipped), whole.seconds - sampled.seconds
+    spans = tuple(shifted(span, -count) for span in clipped)
+    seconds = whole.seconds - sampled.seconds
     return Generation(whole.ids[count:], whole.logprobs[count:], spans, whole.stop, seconds)
 
 

@@ -47,7 +47,9 @@ class Gymnasium(Environment):
         unreadable: float = 0.0,
         thread: bool = True,
     ) -> None:
-        self._id, self._arguments, self._unreadable = id, _object(arguments), unreadable
+        self._id = id
+        self._arguments = _object(arguments)
+        self._unreadable = unreadable
         modes = _modes(id)
         self._mode = "ansi" if "ansi" in modes and show != "observation" else None
         if show == "text" and self._mode is None:
@@ -110,7 +112,8 @@ def _reader(space: Any, names: Sequence[str]) -> Callable[[str], Any]:
         return lambda text: text
     if not isinstance(space, spaces.Discrete):
         raise ConfigError(f"actions of type {type(space).__name__} cannot be read from text")
-    first, count = int(space.start), int(space.n)
+    first = int(space.start)
+    count = int(space.n)
     if names and len(names) != count:
         raise ConfigError(f"there are {count} actions, and {len(names)} names ({', '.join(names)}) for them")
     words = {str(first + number): first + number for number in range(count)}

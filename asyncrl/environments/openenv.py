@@ -78,7 +78,10 @@ class OpenEnv(Environment):
     ) -> None:
         check_url(url)
         self._url = "ws" + url.removeprefix("http").rstrip("/") + "/ws"
-        self._action, self._show, self._unreadable, self._timeout = action, show, unreadable, timeout
+        self._action = action
+        self._show = show
+        self._unreadable = unreadable
+        self._timeout = timeout
         self.timeout = 2 * timeout + 1.0  # `reset` connects as well; the errors below say more
         self._session: aiohttp.ClientSession | None = None
         self._socket: Any = None

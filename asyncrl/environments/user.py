@@ -66,7 +66,8 @@ class SimulatedUser(Environment):
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
         self.timeout = timeout + 1.0  # the error of RemoteModel says more
-        self._stop, self._max_chars = stop, max_chars
+        self._stop = stop
+        self._max_chars = max_chars
         self._history: list[Message] = []
 
     async def reset(self, sample: Sample) -> Observation:

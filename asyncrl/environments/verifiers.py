@@ -59,7 +59,8 @@ class Verifiers(Environment):
             raise ConfigError(f"several agents ({', '.join(roles)}); name the trained one with role")
         if role and role not in roles:
             raise ConfigError(f"no agent {role!r}; there are: {', '.join(roles)}")
-        self._role, self._roles = role or roles[0], roles
+        self._role = role or roles[0]
+        self._roles = roles
         self._others = RemoteModel(others_url, others_model, others_key_env) if others_url else None
         self.replay = "reapply" if self._others is None else "no"  # a model's replies cannot be reproduced
         self._asked: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: the run has ended
@@ -135,7 +136,9 @@ class Verifiers(Environment):
     def _agents(self, traces: list[Any]) -> SimpleNamespace:
         from asyncrl.environments.verifiers_proxy import AgentProxy, TaskTools
 
-        tools, config, others = TaskTools(), self._env.config, self._others
+        tools = TaskTools()
+        config = self._env.config
+        others = self._others
         self.tools = tools.schemas
         ask = functools.partial(conversation_with, others) if others is not None else None
         agents = {name: AgentProxy(name, getattr(config, name), ask, None, traces) for name in self._roles}

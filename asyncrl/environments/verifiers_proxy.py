@@ -80,7 +80,10 @@ class AgentInteraction:
         self, task: vf.Task, trace: vf.Trace, tools: TaskTools, ask: Ask, max_turns: int | None
     ) -> None:
         self.trace = trace
-        self._task, self._tools, self._ask, self._max_turns = task, tools, ask, max_turns
+        self._task = task
+        self._tools = tools
+        self._ask = ask
+        self._max_turns = max_turns
         self._stops = task.hooks("stop")
         self._over = False
 
@@ -145,7 +148,11 @@ class AgentProxy:
         tools: TaskTools | None,
         traces: list[vf.Trace],
     ) -> None:
-        self._name, self._config, self._ask, self._tools, self._traces = name, config, ask, tools, traces
+        self._name = name
+        self._config = config
+        self._ask = ask
+        self._tools = tools
+        self._traces = traces
 
     async def run(self, task: vf.Task, **others: Any) -> vf.Trace:
         async with self.interaction(task, **others) as interaction:

@@ -68,7 +68,8 @@ class EpisodeParts:
     @cached_property
     def agent(self) -> Agent | None:
         """The agent program, where `rollout.agent` names one."""
-        named, reward = self.config.rollout.agent, self.config.rollout.reward
+        named = self.config.rollout.agent
+        reward = self.config.rollout.reward
         agent = load_agent(named) if named else None
         silent = isinstance(agent, Command) and agent.harness.stdin != "sample" and agent.harness.name
         if silent and "agent" in ([reward] if isinstance(reward, str) else reward):
@@ -80,7 +81,8 @@ class EpisodeParts:
     @cached_property
     def untrained(self) -> Untrained:
         """Tells the side requests of `rollout.untrained_agents`, and those that no adapter answers."""
-        untrained, config = load_untrained(self.config.rollout.untrained_agents), self.config
+        untrained = load_untrained(self.config.rollout.untrained_agents)
+        config = self.config
         if not config.agents or config.model.lora_rank:
             return untrained
         return lambda request: request.agent not in config.agents or untrained(request)
@@ -94,7 +96,8 @@ class EpisodeParts:
     def chat(self) -> Chat:
         """Return the tokenizer, with the chat template of the model or `model.template`."""
         config = self.config
-        tokenizer, options = load_tokenizer(config.model.path), config.model.template_args
+        tokenizer = load_tokenizer(config.model.path)
+        options = config.model.template_args
         if config.model.template:
             tokenizer.chat_template = config.model.template
         names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
@@ -144,7 +147,9 @@ def _ends(path: Path) -> list[int]:
 def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
     """Write the tools and the first prompt of the data as the model will read them; ConfigError where the
     template cannot, or cannot write the messages that answer a turn. Returns warnings about what it does."""
-    rollout, chat, tools = parts.config.rollout, parts.chat, parts.toolbox.tools
+    rollout = parts.config.rollout
+    chat = parts.chat
+    tools = parts.toolbox.tools
     if rollout.agent:  # its requests bring their own tools, and begin a new row wherever they must
         return []
     for name, tool in tools.items():

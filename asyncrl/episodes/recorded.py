@@ -68,11 +68,13 @@ def kept_result(reader: RunReader, uid: str, turns: int) -> Any:
 
 def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
     """The samples of an evaluation, and its episodes that are over. Raises StoreError and ConfigError."""
-    samples, found = Samples.open(samples_path(run_dir, "test")), list[Judged]()
+    samples = Samples.open(samples_path(run_dir, "test"))
+    found = list[Judged]()
     decode = msgspec.msgpack.Decoder(Finished | Failed).decode
     with closing(RunReader.open(run_dir)) as reader:
         for uid, record in reader.held_out(uid_prefix(0)):
-            one, which = decode(record), HeldOut.of(uid)
+            one = decode(record)
+            which = HeldOut.of(uid)
             source = samples[which.row].data_source
             over = isinstance(one, Finished)
             more = (one.result, one.stats, answer_of(one.result, one.notes)) if over else (None,)
@@ -92,7 +94,8 @@ def credited(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Rewards and advantages of its trained tokens, before the batch scales them; None where the advantage
     also reads what models compute."""
-    advantage, tokens = credit_of(config), [len(turn.ids) for turn in turns if not turn.untrained]
+    advantage = credit_of(config)
+    tokens = [len(turn.ids) for turn in turns if not turn.untrained]
     turn = np.repeat(np.arange(len(tokens)), tokens)
     rewards, (siblings, place) = token_rewards(episode.result, turn), baseline.siblings(episode)
     if advantage.critic or advantage.whole_group:
@@ -123,7 +126,8 @@ def reward_input(
 ) -> RewardInput:
     """Make what a reward sees of an episode with these turns, this end, number of calls and result. The
     conversation of an agent is that of its last turn. Its tools were not recorded: with calls it had some."""
-    rules, shown = parts.rules, tuple(turns)
+    rules = parts.rules
+    shown = tuple(turns)
     if rules.config.agent:
         schemas: tuple[str, ...] = (ANY_TOOL,) if calls else ()
         shown = tuple(turn for turn in turns if turn.row == turns[-1].row)

@@ -29,7 +29,9 @@ class EpisodeReward:
     """Calls rewards, each within `timeout` s; `shapings` are for episodes that train. For one event loop."""
 
     def __init__(self, rewards: Sequence[Reward], timeout: float, shapings: Sequence[Shaping] = ()) -> None:
-        self.rewards, self._timeout, self._shapings = list(rewards), timeout, shapings
+        self.rewards = list(rewards)
+        self._timeout = timeout
+        self._shapings = shapings
         self._pools = [_pool(reward) for reward in rewards]
 
     async def score(self, given: RewardInput) -> RewardResult:

@@ -121,7 +121,8 @@ class ChatExchange:
             most=min(limits, default=None),
             stops=stops_of(sent.stop),
         )
-        self.count, self._head = sent.n or 1, head("chat.completion.chunk")
+        self.count = sent.n or 1
+        self._head = head("chat.completion.chunk")
         self._logprobs = _logprobs if sent.logprobs else lambda reply: None
         self._streamed = [StreamedText(("reasoning_content", "content")) for _ in range(self.count)]
 
@@ -198,7 +199,8 @@ def finish_of(reply: AgentReply) -> str:
 
 def usage_of(replies: Sequence[AgentReply]) -> dict[str, int]:
     """The answers to one request have its prompt in common."""
-    read, written = replies[0].prompt_tokens, sum(len(reply.turn.ids) for reply in replies)
+    read = replies[0].prompt_tokens
+    written = sum(len(reply.turn.ids) for reply in replies)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 

@@ -271,12 +271,16 @@ class _Bounded(asyncio.BufferedProtocol):
     answer_timer: asyncio.TimerHandle | None = None  # until the last answer counts as read
 
     def __init__(self, all_of_them: Connections, inner: web.RequestHandler, episode: object) -> None:
-        self._all, self.inner, self.episode, self.owner = all_of_them, inner, episode, episode
+        self._all = all_of_them
+        self.inner = inner
+        self.episode = episode
+        self.owner = episode
         self._held = False
         self._paused = False
         self._stranger = True
         self.eof_received = inner.eof_received  # type: ignore[method-assign]
-        self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing  # type: ignore[method-assign]
+        self.pause_writing = inner.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = inner.resume_writing  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

@@ -44,7 +44,10 @@ class ApiError(AsyncrlError):
         refusal: Refusal | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.kind, self.refusal = status, code, kind, refusal
+        self.status = status
+        self.code = code
+        self.kind = kind
+        self.refusal = refusal
 
 
 class AgentReply(msgspec.Struct, frozen=True):

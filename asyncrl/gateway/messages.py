@@ -112,7 +112,8 @@ def read(body: bytes) -> MessagesExchange:
 def write_error(error: ApiError) -> dict[str, Any]:
     """Write an error in Anthropic's form. A full row is refused in Anthropic's words, on which Claude Code
     makes its history shorter and goes on."""
-    kind, message = ERRORS.get(error.status, "api_error"), str(error)
+    kind = ERRORS.get(error.status, "api_error")
+    message = str(error)
     if error.refusal is not None and error.refusal.end is EpisodeEnd.LENGTH:
         message = f"prompt is too long: {error.refusal.tokens} tokens > {error.refusal.most} maximum"
     details = {"details": {"error_code": error.code}} if error.code else {}
@@ -193,7 +194,8 @@ class MessagesExchange:
         sent = self.request
         given = _text(_blocks(sent.system)).split("\n")
         lines = [line for line in given if not line.startswith(BILLING)]
-        text, billed = "\n".join(lines), len(lines) < len(given)
+        text = "\n".join(lines)
+        billed = len(lines) < len(given)
         system = [Message("system", text)] if text else []
         own = [tool for tool in sent.tools or () if tool.input_schema is not None]
         others = [tool.type or tool.name for tool in sent.tools or () if tool.input_schema is None]
@@ -208,13 +210,15 @@ class MessagesExchange:
             most=sent.max_tokens,
             stops=sent.stop_sequences or (),
         )
-        self._id, self._streamed = new_id("msg"), StreamedText(("thinking", "text"))
+        self._id = new_id("msg")
+        self._streamed = StreamedText(("thinking", "text"))
         self._open = ""  # the kind of the newest block: thinking, text
         self._at = -1  # the number of the newest block
 
     def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         [reply] = replies
-        message, content = reply.message, list[dict[str, Any]]()
+        message = reply.message
+        content = list[dict[str, Any]]()
         if message.reasoning:
             content.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
         if message.content or not message.tool_calls:

@@ -77,7 +77,9 @@ class OpenPlace:
     task = None
 
     def __init__(self, root: str, endpoint: Endpoint) -> None:
-        self.root, self.work, self.endpoint = root, f"{root}/work", endpoint
+        self.root = root
+        self.work = f"{root}/work"
+        self.endpoint = endpoint
 
     async def write(self, path: str, text: str) -> None:
         """Write a file at a path below `root`."""
@@ -138,7 +140,10 @@ class SandboxPlace:
     `task`: the sandbox that it is, where the sample has a task."""
 
     def __init__(self, jail: Jail, endpoint: Endpoint, task: TaskSandbox | None) -> None:
-        self.root, self.endpoint, self._jail, self.task = jail.home, endpoint, jail, task
+        self.root = jail.home
+        self.endpoint = endpoint
+        self._jail = jail
+        self.task = task
         self.work = task.directory if task else f"{self.root}/work"
 
     async def write(self, path: str, text: str) -> None:
@@ -254,7 +259,8 @@ async def _feed(descriptor: int, given: bytes) -> None:
 
 async def _tail(descriptor: int, limit: int) -> list[str]:
     """Read a pipe to its end, and return the lines in its last `limit` bytes."""
-    stream, kept = asyncio.StreamReader(), bytearray()
+    stream = asyncio.StreamReader()
+    kept = bytearray()
     protocol = partial(asyncio.StreamReaderProtocol, stream)
     await asyncio.get_running_loop().connect_read_pipe(protocol, os.fdopen(descriptor, "rb", 0))
     reads = 0

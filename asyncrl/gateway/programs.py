@@ -137,7 +137,8 @@ class Command:
     ) -> None:
         if not (line or harness.line):
             raise ConfigError("option 'line' is missing; set rollout.agent.command.line")
-        self.harness, self._extra_info = harness, _names(extra_info)
+        self.harness = harness
+        self._extra_info = _names(extra_info)
         words = words_of(line or harness.line) + words_of(arguments, "arguments")
         self._named = words[0]
         self._searched = "" if "/" in (program or self._named) else program or self._named
@@ -166,14 +167,16 @@ class Command:
             self._shown = _shown(self._words, self._files, _names(show))
         elif chosen or show:
             raise ConfigError("memory_mb, processes, disk_mb and show need a sandbox; set sandbox: jail")
-        self._setup_seconds, self._seconds = setup_seconds, seconds
+        self._setup_seconds = setup_seconds
+        self._seconds = seconds
         self._starts = asyncio.Semaphore(starts or STARTS * len(os.sched_getaffinity(0)))
 
     async def __call__(self, sample: Sample, endpoint: Endpoint) -> Any:
         """Run the program for an episode, and return its result. CommandError on an exit code other than 0,
         with the last line of stderr (and the place of a Python error), or if no request comes in time.
         TimeUp after `seconds`. SetupError where the sandbox of the sample's task cannot be made."""
-        task, stop = task_of(sample), asyncio.get_running_loop().create_future()
+        task = task_of(sample)
+        stop = asyncio.get_running_loop().create_future()
         now = endpoint.clock
         until = now() + endpoint.seconds - min(SPARE_SECONDS, endpoint.seconds / 4) if task else math.inf
         runs = list[asyncio.Future[Any]]()
@@ -256,7 +259,8 @@ class Command:
         self, sample: Sample, endpoint: Endpoint, task: Task | None, stop: asyncio.Future[CommandError]
     ) -> Any:
         """Run the program until it ends, or until `stop` is done."""
-        harness, prompt = self.harness, "\n\n".join(message.content for message in sample.prompt)
+        harness = self.harness
+        prompt = "\n\n".join(message.content for message in sample.prompt)
         given = {"sample": _written(sample, self._extra_info), "prompt": prompt.encode(errors="replace")}
         async with self._place(endpoint, task) as place:
             values = self._values(place, prompt)
@@ -271,7 +275,8 @@ class Command:
                 await talk(["cp", "-a", "--", f"{self._files}/.", "."], place, environment)
             if sandbox := place.task:
                 stop.add_done_callback(lambda _: sandbox.jail.stop())
-            said, error = list[str](), None
+            said = list[str]()
+            error = None
             try:
                 said = await talk(words, place, environment, given.get(harness.stdin, b""))
             except CommandError as raised:
@@ -304,7 +309,8 @@ class Command:
 
     def _environment(self, place: EpisodePlace, values: Mapping[str, str]) -> dict[str, str]:
         """Return its environment variables, with which it reaches the endpoint without a proxy."""
-        named, image = self._inherited, place.task.environment if place.task else None
+        named = self._inherited
+        image = place.task.environment if place.task else None
         own = {"PYTHONUSERBASE": site.getuserbase()} if image is None else dict(image)  # not in its HOME
         own |= {
             name: value

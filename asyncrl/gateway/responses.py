@@ -207,7 +207,8 @@ class ResponsesExchange:
             choice=sent.tool_choice,
             most=sent.max_output_tokens,
         )
-        self._id, self._created = new_id("resp"), int(time.time())
+        self._id = new_id("resp")
+        self._created = int(time.time())
         self._streamed = StreamedText(("reasoning", "message"))
         self._open: list[str] = []  # the kinds of the items begun: reasoning, message
         self._events = 0
@@ -224,7 +225,8 @@ class ResponsesExchange:
         output = [self._item(kind, texts_of[kind]) for kind in kinds]
         output += [self._call(number, call) for number, call in enumerate(calls_of(reply))]
         cut = reply.turn.stop is StopReason.LENGTH
-        read, written = reply.prompt_tokens, len(reply.turn.ids)
+        read = reply.prompt_tokens
+        written = len(reply.turn.ids)
         usage = {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": 0},
@@ -272,7 +274,8 @@ class ResponsesExchange:
             return
         yield from self._closed()
         self._open.append(kind)
-        item, at = {**self._item(kind, ""), "content": [], "status": "in_progress"}, len(self._open) - 1
+        item = {**self._item(kind, ""), "content": [], "status": "in_progress"}
+        at = len(self._open) - 1
         yield self._event("response.output_item.added", output_index=at, item=item)
         if kind == "message":
             yield self._event("response.content_part.added", **self._part(kind), part=_output_text(""))
@@ -281,7 +284,8 @@ class ResponsesExchange:
         """The end of the newest item."""
         if not self._open:
             return
-        kind, at = self._open[-1], len(self._open) - 1
+        kind = self._open[-1]
+        at = len(self._open) - 1
         text = self._streamed.reasoning if kind == "reasoning" else self._streamed.content
         yield self._text(kind, "done", text=text)
         if kind == "message":
@@ -289,10 +293,13 @@ class ResponsesExchange:
         yield self._event("response.output_item.done", output_index=at, item=self._item(kind, text))
 
     def _called(self, at: int, item: dict[str, Any]) -> Iterator[Event]:
-        part, kind = ("arguments", "function_call_arguments")
+        part = "arguments"
+        kind = "function_call_arguments"
         if item["type"] == "custom_tool_call":
-            part, kind = ("input", "custom_tool_call_input")
-        where, text = {"item_id": item["id"], "output_index": at}, item[part]
+            part = "input"
+            kind = "custom_tool_call_input"
+        where = {"item_id": item["id"], "output_index": at}
+        text = item[part]
         begun = {**item, part: "", "status": "in_progress"}
         yield self._event("response.output_item.added", output_index=at, item=begun)
         yield self._event(f"response.{kind}.delta", **where, delta=text)

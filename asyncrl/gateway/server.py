@@ -310,7 +310,8 @@ class Gateway:
     @asynccontextmanager
     async def admit(self, host: Host, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Endpoint]:
         """The agent is served while the body runs. Requests under way at its end are cancelled."""
-        key, admitted = secrets.token_urlsafe(32), _Admitted(host, clock)
+        key = secrets.token_urlsafe(32)
+        admitted = _Admitted(host, clock)
         self.admitted[key], _gateways[key] = admitted, self
         self._connections.begin(admitted)
         try:
@@ -358,7 +359,9 @@ class Gateway:
         return _json({"input_tokens": await admitted.host.count(exchange.ask)})
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
-        admitted, dialect = self._by_key(request), DIALECTS[request.path]  # before the body is read
+        # before the body is read
+        admitted = self._by_key(request)
+        dialect = DIALECTS[request.path]
         if not admitted.first_request.done():
             admitted.first_request.set_result(None)
         body = await self._body(request, admitted)

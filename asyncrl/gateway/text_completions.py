@@ -82,12 +82,14 @@ class TextExchange:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sent, prompt = self.request, _prompt(self.request.prompt)
+        sent = self.request
+        prompt = _prompt(self.request.prompt)
         stops = stops_of(sent.stop)
         said = [Message("user", prompt if isinstance(prompt, str) else "")]
         ask = agent_request(said, (), model=sent.model, choice=None, most=sent.max_tokens, stops=stops)
         self.ask = replace(ask, prompt=prompt)
-        self.count, self._head = sent.n or 1, head("text_completion", "cmpl")
+        self.count = sent.n or 1
+        self._head = head("text_completion", "cmpl")
         self._logprobs = _logprobs if sent.logprobs else lambda reply: None
 
     def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:

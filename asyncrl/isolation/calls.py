@@ -158,7 +158,8 @@ async def _inline(function: Callable[[], Any]) -> Any:
 def exits_raise() -> Iterator[None]:
     """Make `os._exit` in the body, which would end this process with all its calls, raise SystemExit: an
     error of the call that made it. A process that was forked from this one it still ends."""
-    end, here = os._exit, os.getpid()
+    end = os._exit
+    here = os.getpid()
 
     def refuse(status: int) -> NoReturn:
         if os.getpid() != here:

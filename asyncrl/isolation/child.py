@@ -152,7 +152,9 @@ class Child(Generic[S, Q, A]):
         process: subprocess.Popen[bytes],
         streams: tuple[StreamReader, StreamWriter],
     ) -> None:
-        self._name, self._largest, self._process = name, largest, process
+        self._name = name
+        self._largest = largest
+        self._process = process
         self._reader, self._writer = streams
         self._reply = msgspec.msgpack.Decoder(ChildReply[service.answer]).decode  # type: ignore[name-defined]
         self._killed = False
@@ -262,7 +264,8 @@ def _spawn(
 
 def serve() -> None:
     """The main function of a child: read a frame, answer it, until the other end is closed."""
-    name, largest = sys.argv[1], int(sys.argv[2])
+    name = sys.argv[1]
+    largest = int(sys.argv[2])
     del sys.argv[1:]
     requests, answers = _private_pipes()
     service: Service[Any, Any, Any] = load_object(name, "service")
@@ -289,7 +292,8 @@ def serve() -> None:
 
 def _private_pipes() -> tuple[IO[bytes], IO[bytes]]:
     """The pipes under new numbers, away from users' code: its prints go to stderr, its stdin is empty."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

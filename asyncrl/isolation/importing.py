@@ -53,7 +53,9 @@ def _imported(source: str, name: str, image: Image, layers: list[str], bounds: B
     emptying.sweep(str(images), INCOMING)
     with emptying.own_directory(str(images), INCOMING) as made:
         place = Path(made)
-        path, spool, root = os.path.abspath(source), place / "archive", place / "root"
+        path = os.path.abspath(source)
+        spool = place / "archive"
+        root = place / "root"
         root.mkdir()
         if not os.path.isdir(path) and not os.path.isfile(path):
             path = _copy(source, str(spool), bounds)

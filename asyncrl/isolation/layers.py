@@ -83,7 +83,8 @@ def find_layers(
         saved = read("manifest.json", list[_Saved])
         if len(saved) != 1:
             refuse(f"holds {len(saved)} images; save one")
-        config, names = saved[0].config, saved[0].layers
+        config = saved[0].config
+        names = saved[0].layers
     else:
         manifest = read("index.json", _Manifest)
         for _ in range(3):  # it may list lists
@@ -96,14 +97,16 @@ def find_layers(
             manifest = read(found[0], _Manifest)
         if not manifest.config:
             refuse("has no manifest with a configuration")
-        config, names = manifest.config.name, [layer.name for layer in manifest.layers]
+        config = manifest.config.name
+        names = [layer.name for layer in manifest.layers]
     given = read(config, _Config)
     if given.architecture not in ("", machine):
         refuse(f"is an image for {given.architecture}; this machine is {machine}")
     settings = given.config or _Settings()
     variables = (line.partition("=")[::2] for line in settings.environment or ())
     environment = {"PATH": PATH} | {name: value for name, value in variables if name}  # else none can start
-    directory, user = posixpath.join("/", settings.directory or ""), settings.user or ""
+    directory = posixpath.join("/", settings.directory or "")
+    user = settings.user or ""
     if "\0" in "".join((*environment, *environment.values(), directory, user)):
         refuse("its settings hold a NUL")
     directory = posixpath.normpath(directory)

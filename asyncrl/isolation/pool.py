@@ -42,7 +42,10 @@ class ProcessPool(Generic[S, Q, A]):
         start_seconds: float,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._service, self._first, self._name, self._largest = service, first, name, largest
+        self._service = service
+        self._first = first
+        self._name = name
+        self._largest = largest
         self._env = env
         self._start_seconds = start_seconds
         self._places = asyncio.Semaphore(size)
@@ -145,7 +148,8 @@ class ProcessPool(Generic[S, Q, A]):
             text = f"{self._name} cannot start: {error}"
             if child.usable:  # it answered; one that was killed says nothing about the next one
                 self._refusals += 1
-                self._last_refusal, self._next_try = text, now() + RETRY_SECONDS
+                self._last_refusal = text
+                self._next_try = now() + RETRY_SECONDS
             child.kill()
             raise ChildError(text) from None
         self._warm = True

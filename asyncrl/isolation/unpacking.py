@@ -37,7 +37,9 @@ from asyncrl.isolation.sandbox.kernel import NEWUSER, unshare
 OF_A_ROOT = {"bin", "etc", "usr"}  # a name of these at the top: no archive of layers, but a root file system
 MEMORY = 1 << 30  # bytes of address space for the child: tarfile reads some headers whole
 CHUNK = 1 << 20
-DELETED, ALL_BELOW = ".wh.", ".wh..wh..opq"  # names of entries that delete
+# names of entries that delete
+DELETED = ".wh."
+ALL_BELOW = ".wh..wh..opq"
 OPAQUE = ("user.overlay.opaque", b"y")
 
 
@@ -105,7 +107,8 @@ UNPACK = Service(f"{__name__}:UNPACK", lambda _: unpack, bool, Order, Image)
 
 def _become_root() -> None:
     """Enter a user namespace, as root over the files of this user."""
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     try:
         unshare(NEWUSER)
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
@@ -116,7 +119,8 @@ def _become_root() -> None:
 
 def _spool(order: Order) -> IO[bytes]:
     """Write the archive of a directory, links as links. Sockets are left out."""
-    spool, size = open(order.spool, "w+b"), 0  # noqa: SIM115
+    spool = open(order.spool, "w+b")  # noqa: SIM115
+    size = 0
 
     def bounded(member: tarfile.TarInfo) -> tarfile.TarInfo:
         nonlocal size
@@ -135,12 +139,15 @@ class _Unpacking:
     """The new root is this process's. `at`: the entry that is worked on."""
 
     def __init__(self, order: Order) -> None:
-        self.image, self.bounds, self.over = order.image, order.bounds, bool(order.image.over)
+        self.image = order.image
+        self.bounds = order.bounds
+        self.over = bool(order.image.over)
         self.size = self.files = 0
         self.at = ""
 
     def unpack(self, archive: IO[bytes]) -> Image:
-        tar, image = _open(archive), self.image
+        tar = _open(archive)
+        image = self.image
         index = self._index(tar)
         self.at = ""
         layers = iter([archive])
@@ -162,7 +169,9 @@ class _Unpacking:
         do not count. Returns the image with its digest, and its files as they are left of all layers."""
         settings = [image.over, image.environment, image.directory, image.user]
         found = hashlib.sha256(msgspec.msgpack.encode(settings, order="sorted"))
-        size, files, ahead = 0, 0, ["/"]
+        size = 0
+        files = 0
+        ahead = ["/"]
         while ahead:
             with os.scandir(ahead.pop()) as entries:
                 paths = sorted(entry.path for entry in entries)
@@ -266,7 +275,8 @@ class _Unpacking:
         _make_directory(path, 0o755)
 
     def _count(self, size: int = 0) -> None:
-        self.files, self.size = self.files + 1, self.size + size
+        self.files = self.files + 1
+        self.size = self.size + size
         if self.files > self.bounds.files:
             refuse(f"has more than {self.bounds.files} entries (--files)")
         if self.size > self.bounds.mib << 20:

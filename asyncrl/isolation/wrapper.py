@@ -32,7 +32,9 @@ HANDLED = (*PASSED_ON, KILL, signal.SIGCHLD)
 DEFAULT_IN_PROGRAM = (*HANDLED, signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores the last two
 KILL_SECONDS = 5.0  # for everything to be gone; a process that hangs in the kernel is left to it
 CANNOT_RUN = 127  # exit code when there is no such program
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
 
 _libc = ctypes.CDLL(None)
 

@@ -67,7 +67,9 @@ class Keeper:
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, scorer: Place | None
     ) -> None:
-        self.config, self.index, self.incarnation = config, index, incarnation
+        self.config = config
+        self.index = index
+        self.incarnation = incarnation
         self._scorer, self._number = scorer or ("", index)
         self._role = "scorer" if scorer else "engine"
         self.name = "scorer {} {}".format(*scorer) if scorer else f"engine {index}"
@@ -134,7 +136,8 @@ class Keeper:
             except BaseException:
                 await server.api.close()
                 raise
-        self._server, self._healthy = server, True
+        self._server = server
+        self._healthy = True
         await self._hello()
         works: list[Coroutine[Any, Any, NoReturn]] = [self._watch(server)]
         if self._process is not None:
@@ -146,7 +149,9 @@ class Keeper:
 
     async def _start(self) -> Attached:
         """A server that answers and has been checked against the run. It is given `engine.start_timeout`."""
-        config, scorer, seconds = self.config, self._scorer, self.config.engine.start_timeout
+        config = self.config
+        scorer = self._scorer
+        seconds = self.config.engine.start_timeout
         urls = config.serving(scorer).engine.urls
         try:
             async with asyncio.timeout(seconds):
@@ -185,7 +190,8 @@ class Keeper:
                     self._healthy = usable
                 silent = 0
             except EngineError as error:
-                silent, self._healthy = silent + 1, False
+                silent = silent + 1
+                self._healthy = False
                 if silent >= MAX_UNANSWERED:
                     raise EngineError(f"{self.name}: no answer {silent} times: {error}") from error
 

@@ -20,7 +20,8 @@ from asyncrl.wire.sockets import Endpoints
 
 # Nats between server and trainer on the first probe; with more it is not the same model. In bfloat16
 # rounding alone may reach that: then a multiple of what the trainer's own rounding makes.
-MAX_PROBE_GAP, MAX_PROBE_NOISES = 1.0, 5.0
+MAX_PROBE_GAP = 1.0
+MAX_PROBE_NOISES = 5.0
 
 
 class ServerVersions:
@@ -30,9 +31,12 @@ class ServerVersions:
         self._mirror = Mirror(config, endpoints, "engine", index, timeline)
         self._loads = WeightLoader("train", timeline, config.weights.deadline, self._ready, self._mirror)
         self._kv_use: float | None = None  # read since it was last asked for
-        self._config, self._index = config, index
+        self._config = config
+        self._index = index
         self._server: Loader | None = None
-        self._loaded, self._failures = 0, LoadFailures()  # versions in all
+        # versions in all
+        self._loaded = 0
+        self._failures = LoadFailures()
         self._proven = False  # the server has been compared with the trainer
         # The first server of a run starts before the trainer does, later ones when that has left the devices.
         self._later = config.shifts and kept_tokens(Path(config.run_dir) / config.name, index) > 0
@@ -74,7 +78,8 @@ class ServerVersions:
 
     def pop_kv_use(self) -> float | None:
         """Return the share of the server's KV memory that requests hold; None: not read since."""
-        use, self._kv_use = self._kv_use, None
+        use = self._kv_use
+        self._kv_use = None
         return use
 
     @property
@@ -105,7 +110,8 @@ class ServerVersions:
         return message
 
     async def _fall_asleep(self, falling: Awaitable[Slept]) -> Slept:
-        answer, self._falling = await falling, None
+        answer = await falling
+        self._falling = None
         return answer
 
     async def _give_up(self) -> None:
@@ -127,7 +133,8 @@ class ServerVersions:
         """Tells whether the server can be used. None while a version is loaded: then the old weights, the new
         ones and a mixture are all right. EngineError: no answer. WeightsError: it holds
         another version than the last one."""
-        server, loaded = await self._ready(), self._loaded
+        server = await self._ready()
+        loaded = self._loaded
         label = await server.label()
         if self._loads.pending:
             return None

@@ -42,14 +42,17 @@ class Console:
         state: ConsoleState,
         terminal: Terminal,
     ) -> None:
-        self.mode, self.state, self.terminal = mode, state, terminal
+        self.mode = mode
+        self.state = state
+        self.terminal = terminal
         self._line_at = 0.0
         self._printed: dict[str, Alert] = {}  # alerts by name: a bad one that returns is printed again
         self._cause = ""  # of the first failed attempt, once printed: alerts do not repeat it
 
     def status(self, status: Status) -> None:
         """The state of the run, a few times a second."""
-        before, self.state.status = self.state.status, status
+        before = self.state.status
+        self.state.status = status
         news = [f"phase: {status.phase}"] if status.phase != before.phase else []
         failed = unless_quoted(status.failed, status.alerts)
         if failed and not before.failed:
@@ -185,7 +188,8 @@ class BackgroundFile:
     that is closed is no error. OSError where `file` is not one of the operating system."""
 
     def __init__(self, file: TextIO) -> None:
-        self._fd, self.encoding = file.fileno(), file.encoding
+        self._fd = file.fileno()
+        self.encoding = file.encoding
         file.flush()
         self._held: list[str] = []
         self.writer = Background("terminal", MOST)

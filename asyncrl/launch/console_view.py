@@ -36,13 +36,21 @@ from asyncrl.observe.transcripts import Transcript
 from asyncrl.wire.messages.shared import Status
 
 GAP = 3  # columns between figures
-LEAST_BAR, MOST_BAR, MOST_CURVE = 8, 60, 120  # columns
-WAITS, FAILED, HINT = 4, 3, 2  # lines of the picture, at most
+# columns
+LEAST_BAR = 8
+MOST_BAR = 60
+MOST_CURVE = 120
+# lines of the picture, at most
+WAITS = 4
+FAILED = 3
+HINT = 2
 WRONG = ("bad", "warn")  # levels of alerts that stand above the curves; others are hints, below them
 HUES = {"bad": "red", "warn": "yellow", "good": "green", "advice": "cyan"}  # of alerts
 KEYS = "g: newest good transcript, b: newest bad one"
 LEVELS = "▁▂▃▄▅▆▇█"
-WIDEST, SAID = 160, 60  # characters of a plain line, and of its alert
+# characters of a plain line, and of its alert
+WIDEST = 160
+SAID = 60
 
 
 @dataclass
@@ -93,14 +101,16 @@ class ConsoleState:
         evaluation has none."""
         if not self.status.total_steps:
             return "evaluation"
-        step, share = self.status.step, self.status.gauges.get(BATCH, 0.0)
+        step = self.status.step
+        share = self.status.gauges.get(BATCH, 0.0)
         first = f" ({share:.0%} of the first batch)" if not step and share else ""
         return f"step {step}/{self.status.total_steps}{first}"
 
     def committed(self, step: int, metrics: dict[str, float]) -> None:
         """A step with its row, which is newer than the gauges."""
         gauges = {name: value for name, value in self.status.gauges.items() if name not in metrics}
-        self.status, self.metrics = replace(self.status, step=step, gauges=gauges), metrics
+        self.status = replace(self.status, step=step, gauges=gauges)
+        self.metrics = metrics
         self.progress.update(step, True, time.monotonic())
         for name in metrics.keys() & TRACED:
             self.history.setdefault(name, []).append(metrics[name])
@@ -115,7 +125,8 @@ def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segme
     """Make the live view, one line less than the terminal has: progress; then what is wrong, curves, a hint,
     figures and who waits on whom, or a transcript. What has no room is left out. `keys`: there is a
     keyboard."""
-    width, height = terminal.width, terminal.height - 1
+    width = terminal.width
+    height = terminal.height - 1
 
     def lines(*parts: RenderableType) -> list[list[Segment]]:
         return terminal.render_lines(Group(*parts), terminal.options.update(width=width), pad=False)
@@ -182,7 +193,8 @@ def _text(lines: Iterable[str], style: str = "") -> Text:
 def plain_line(state: ConsoleState, waits: bool = True) -> str:
     """The same on one line of at most WIDEST characters: figures that are unknown, or beyond that, are left
     out. `waits`: with failures and who waits for what."""
-    status, line = state.status, f"[{state.status.phase}] {state.steps} | {state.times}"
+    status = state.status
+    line = f"[{state.status.phase}] {state.steps} | {state.times}"
     said = [f"{alert.name}: {alert.what}" for alert in status.alerts if alert.level != "advice"][:1]
     line += "".join(f" | {text[:SAID]}" for text in said)
     names = (name for name in _figures(state) if not name.startswith("val-core/"))
@@ -212,7 +224,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     count = min(width, len(known))
     edges = [len(known) * at // count for at in range(count + 1)] if count else []
     means = [sum(known[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
-    least, most = min(means, default=0.0), max(means, default=0.0)
+    least = min(means, default=0.0)
+    most = max(means, default=0.0)
     span = most - least
     return "".join(
         LEVELS[min(len(LEVELS) - 1, int((mean - least) / span * len(LEVELS)))] if span else LEVELS[0]

@@ -109,7 +109,9 @@ def prepare(
 ) -> tuple[Samples, list[str]]:
     """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
     wrong with them. `budgets`: of prompts, and (True) of demonstrations; what has none is not measured."""
-    key, filtered, asked = f"data.{split}", config.data.filter_overlong, IgnoredSettings()
+    key = f"data.{split}"
+    filtered = config.data.filter_overlong
+    asked = IgnoredSettings()
 
     def fits(sample: Sample) -> bool:
         budget = budgets.get(sample.demonstration)
@@ -132,7 +134,8 @@ def prepare(
 def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     """ConfigError unless samples are tasks where the reward judges them, and the other way round. Returns a
     warning if some can be solved without a solution."""
-    rewards, rollout = parts.reward.rewards, parts.config.rollout
+    rewards = parts.reward.rewards
+    rollout = parts.config.rollout
     judged = any(reward.source.spec == TESTS for reward in rewards)
     if not (judged or any(map(task_of, samples))):  # 4 µs each
         return []
@@ -185,7 +188,8 @@ class PromptBudget:
             found = self.tokens(sample)
             self.measured += 1
         fits = found <= self.limit
-        self.fitting, self.over = self.fitting + fits, self.over + (not fits)
+        self.fitting = self.fitting + fits
+        self.over = self.over + (not fits)
         self.longest = max(self.longest, found)
         return fits
 
@@ -224,7 +228,9 @@ def _says_nothing(message: Message) -> bool:
 def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
     """Return the budgets of prompts, and (True) of demonstrations, as the model reads them. Agents write
     their own prompts."""
-    rules, box, rollout = parts.rules, parts.toolbox, parts.config.rollout
+    rules = parts.rules
+    box = parts.toolbox
+    rollout = parts.config.rollout
 
     def tokens(sample: Sample) -> int:
         try:
@@ -306,11 +312,14 @@ class Inputs:
         except SetupError as error:
             raise ConfigError(f"rollout.agent.{name}: {error}") from error
         except (AsyncrlError, TimeoutError) as error:
-            where, more = "in the sandbox", ", show what it needs to read, or set sandbox: none"
+            where = "in the sandbox"
+            more = ", show what it needs to read, or set sandbox: none"
             if self.tasks:
-                where, more = "in the image of a task", ", or install it in the image"
+                where = "in the image of a task"
+                more = ", or install it in the image"
             elif agent.sandbox == "none":
-                where, more = "here", ""
+                where = "here"
+                more = ""
             why = str(error) or "it has not answered in time"
             raise ConfigError(
                 f"rollout.agent.{name}: it cannot be run {where}: {why}; give its path as program{more}"
@@ -330,7 +339,8 @@ class Inputs:
     def prompt(self) -> tuple[int, ...]:
         """The token ids of the first prompt as the model reads it; of a conversation that is to be learned,
         what precedes its first answer. Empty where an environment or an agent writes it."""
-        sample, rollout = self.samples.train[0], self.config.rollout
+        sample = self.samples.train[0]
+        rollout = self.config.rollout
         if rollout.environment or rollout.agent:
             return ()
         schemas = self.parts.toolbox.schemas(sample)

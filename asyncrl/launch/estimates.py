@@ -25,11 +25,15 @@ BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # other CPUs take longer with bf
 # DAPO, NeMo RL). 0.23 / sqrt(parameters) goes through them within a factor of 10, so more than that is far
 # from all of them; below, 15, for the common 1e-6 at 0.5B. Adapters take 10 times as much, in RL, too
 # ("LoRA Without Regret", Schulman and others, 2025).
-RATE, LORA = 0.23, 10.0
-TIMES_LOWER, TIMES_HIGHER = 15.0, 10.0
+RATE = 0.23
+LORA = 10.0
+TIMES_LOWER = 15.0
+TIMES_HIGHER = 10.0
 
 LEAST_TIMED = 10e6  # parameters; in smaller models, Python takes more time than products
-MASTER, MOMENTS = 4, 8  # bytes per parameter in a checkpoint: float32 weights, AdamW's two moments
+# bytes per parameter in a checkpoint: float32 weights, AdamW's two moments
+MASTER = 4
+MOMENTS = 8
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 
@@ -93,7 +97,8 @@ def learning_rates(parameters: int, lora: bool) -> tuple[float, float, float]:
 
 def checkpoint_bytes(config: RunConfig) -> int:
     """About what one checkpoint takes: the state of the policy and of a critic of its own, and the export."""
-    parameters, trained = parameter_count(config.model.path), MASTER + MOMENTS
+    parameters = parameter_count(config.model.path)
+    trained = MASTER + MOMENTS
     exported = DTYPE_BYTES[config.model.dtype]
     size = parameters * ((exported if config.adapters else trained) + exported)  # adapters' base is frozen
     if own_critic(config):
@@ -103,7 +108,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     """Model and checkpoints for a person to read. `gpu`: whether there is one; None: unknown."""
-    kept, each = _kept(config), checkpoint_bytes(config)
+    kept = _kept(config)
+    each = checkpoint_bytes(config)
     place = _place(config)
     room = f" of {sized(_free(place))} free in {place}" if place else ""
     ranks = ", ".join(
@@ -115,7 +121,8 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     if counts and on_gpu(config, gpu) is False:
         times = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
         note = f" (bfloat16 multiplies {times:.1f} times as fast on this CPU)" * (times > 1.1)
-    size, pause = _short(parameter_count(config.model.path)), config.checkpoint.pause
+    size = _short(parameter_count(config.model.path))
+    pause = config.checkpoint.pause
     when = f"every {pause} steps" if pause < config.total_steps else "at the end"
     return [
         f"model         {size} parameters, {of}, {config.model.dtype}{note}",
@@ -125,9 +132,14 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
 
 def describe_work(config: RunConfig, train: int, test: int, prompt: int) -> list[str]:
     """Describe what a run goes through, with so many samples and tokens of the first prompt."""
-    rollout, held_out, steps = config.rollout, config.validation, config.total_steps
-    batch, epochs = config.buffer.groups_per_batch, config.data.epochs
-    ends, share, warming = -(-epochs * train // batch), steps * batch / train, config.trainer.warmup_steps
+    rollout = config.rollout
+    held_out = config.validation
+    steps = config.total_steps
+    batch = config.buffer.groups_per_batch
+    epochs = config.data.epochs
+    ends = -(-epochs * train // batch)
+    share = steps * batch / train
+    warming = config.trainer.warmup_steps
     critic = config.critic.warmup_steps * own_critic(config)
     often = " and greedily" * held_out.greedy + f", every {held_out.every} steps," * (held_out.every > 0)
     lines = {
@@ -147,11 +159,15 @@ def describe_work(config: RunConfig, train: int, test: int, prompt: int) -> list
 
 def describe_time(config: RunConfig, test: int, prompt: int) -> Iterator[str]:
     """About how long a run takes on this CPU, if products of the engine and the trainer do most of it."""
-    size, dtype, held_out = 2 * parameter_count(config.model.path), config.model.dtype, config.validation
+    size = 2 * parameter_count(config.model.path)
+    dtype = config.model.dtype
+    held_out = config.validation
     if config.engine.remote or config.rollout.agent or size < 2 * LEAST_TIMED:
         return
-    groups, each = config.buffer.groups_per_batch, config.buffer.episodes_per_group
-    written, asked = groups * each * max(config.rollout.max_tokens - prompt, 1), groups * prompt
+    groups = config.buffer.groups_per_batch
+    each = config.buffer.episodes_per_group
+    written = groups * each * max(config.rollout.max_tokens - prompt, 1)
+    asked = groups * prompt
     read = asked * (1 if config.trainer.packing == "tree" else each)
     passes = 3 + (1 / config.trainer.checkpointed_every if config.trainer.checkpointed_every else 0)
     training = size * (written + read) * passes / cpu_speed(dtype, 512) / config.trainer.ranks
@@ -183,7 +199,8 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
                 f"trainer.lr={config.trainer.lr:g} is far from the usual {usual:.1g} for {of}: less than "
                 f"{low:.1e} or more than {high:.1e} is probably a mistake (docs/models.md)"
             )
-    needed, place = _kept(config) * checkpoint_bytes(config), _place(config)
+    needed = _kept(config) * checkpoint_bytes(config)
+    place = _place(config)
     if place and needed > _free(place):
         yield (
             f"checkpoints need {sized(needed)} (checkpoint.keep and one being written), and "
@@ -195,7 +212,8 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
             "instructions for it; set model.dtype=float32, or auto"
         )
     embedded = 0 if config.engine.remote else config.rollout.workers
-    busy, cores = config.launch.threads * (embedded + config.trainer.ranks), len(os.sched_getaffinity(0))
+    busy = config.launch.threads * (embedded + config.trainer.ranks)
+    cores = len(os.sched_getaffinity(0))
     here = config.launch.kind == "local" and on_gpu(config, gpu) is False
     if here and config.launch.threads > 1 and busy > cores:
         yield (

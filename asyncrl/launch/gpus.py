@@ -49,7 +49,8 @@ def _why_unusable() -> str:
     from torch import cuda, version
 
     driver, newest = gpu_driver()
-    major, built = newest.partition(".")[0], version.cuda
+    major = newest.partition(".")[0]
+    built = version.cuda
     fitting = f"a torch that is built for CUDA {major or 'of the driver'}"
     if not built:
         return f"it is built without CUDA; install {fitting}"
@@ -120,8 +121,11 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
 def check_network(inputs: Inputs) -> Iterator[Note]:
     """Check the interfaces over which processes on GPUs would talk to each other. On Ray, if NCCL's
     variable is not set, they use the one that has the machine's address (`launch.ray.use_interface_of`)."""
-    config, named, stats = inputs.config, os.environ.get(INTERFACES, ""), psutil.net_if_stats()
-    ray, far = bool(config.launch.ray_address), config.engine.urls and not is_loopback(config.launch.host)
+    config = inputs.config
+    named = os.environ.get(INTERFACES, "")
+    stats = psutil.net_if_stats()
+    ray = bool(config.launch.ray_address)
+    far = config.engine.urls and not is_loopback(config.launch.host)
     others = {name: its for name, its in stats.items() if "loopback" not in its.flags}
     seen = ", ".join(f"{name}{' (down)' * (not its.isup)}" for name, its in others.items()) or "loopback only"
     usable = [name for name, its in stats.items() if its.isup and _means(named or UNSET, name)]

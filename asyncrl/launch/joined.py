@@ -40,7 +40,9 @@ from asyncrl.wire.messages.shared import PIECE, WrittenBytes
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 LOOK = 0.1  # seconds between two looks at the role
-SEND_EVERY, SEND_SECONDS = 2.0, 5.0  # between two looks at its files; deadline for what is new in them
+# between two looks at its files; deadline for what is new in them
+SEND_EVERY = 2.0
+SEND_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,13 @@ class JoinedProcess:
     """Starts the role of a ticket and is its parent. Raises ConfigError where this machine lacks a place."""
 
     def __init__(self, ticket: Ticket) -> None:
-        host, order, name = socket.gethostname(), ticket.order, ticket.config.name
+        host = socket.gethostname()
+        order = ticket.order
+        name = ticket.config.name
         launch = f"{launch_of(order.incarnation)}-{host}"
         parent = run_directory(ticket.config).absolute() / "elsewhere" / launch
-        run_dir, config = parent / name, replace(ticket.config, run_dir=str(parent))
+        run_dir = parent / name
+        config = replace(ticket.config, run_dir=str(parent))
         own = run_dir / order.place.name  # what the process was told, and how far its files were sent
         with ConfigError.instead_of(OSError, text=f"run_dir: on {host} it cannot be written to"):
             self._claim = claim(parent, name, host)
@@ -81,7 +86,8 @@ class JoinedProcess:
             (own / "started").write_text(ticket.started)
             (own / "started").replace(run_dir / "started")  # other processes of the launch may read it now
             (own / "config.yaml").write_bytes(msgspec.yaml.encode(config))
-        self._own, self._files = own, SentFiles(own, ticket)
+        self._own = own
+        self._files = SentFiles(own, ticket)
         self.role = LocalSpawner(run_dir, ticket.endpoints, own)(order)
 
     def wait(self, shows: bool = False) -> tuple[int, str]:
@@ -123,8 +129,10 @@ class SentFiles:
     started again on this machine goes on from there."""
 
     def __init__(self, own: Path, ticket: Ticket) -> None:
-        place, self._endpoints = ticket.order.place, ticket.endpoints
-        self._run_dir, self._name = own.parent, identity(place.role, place.index)
+        place = ticket.order.place
+        self._endpoints = ticket.endpoints
+        self._run_dir = own.parent
+        self._name = identity(place.role, place.index)
         self._last = f"logs/{place.name}.log"  # the file of which bytes were sent last
         self._patterns = [self._last, f"timeline/{place.name}.jsonl"]
         if place.role == TRAINER:
@@ -162,7 +170,8 @@ class SentFiles:
 
     def _taken(self, name: str, data: bytes, until: float, last: bool = False) -> bool:
         """Send bytes of a file, and wait until the coordinator has them."""
-        offset, self._last = self._sent.get(name, 0), name
+        offset = self._sent.get(name, 0)
+        self._last = name
         self.link.send(WrittenBytes(name, offset, last), (data,))
         while (left := until - time.monotonic()) > 0 and not self.link.refused:
             answer = None

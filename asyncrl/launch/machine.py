@@ -106,7 +106,8 @@ def _sglang_of(program: str, needed: list[str]) -> Iterator[Note]:
         yield warning(f"{program}: no version of sglang could be read ({_said(error)}); install it there")
         return
     found, *lines = done.stdout.strip().splitlines() or ["none"]
-    known, advice = ", ".join(PROTOCOLS), f"{program} -m pip install sglang=={found}"
+    known = ", ".join(PROTOCOLS)
+    advice = f"{program} -m pip install sglang=={found}"
     if found not in PROTOCOLS:
         raise ConfigError(f"{program} has sglang {found}; install one of {known} there")
     for line in (line for line in lines if BROKEN in line):
@@ -170,12 +171,15 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
     if not SHARED_MEMORY.is_dir():
         yield warning(f"{SHARED_MEMORY} is missing: weights go through the run directory, which is slower")
         return
-    config, weights = inputs.config, inputs.config.weights
+    config = inputs.config
+    weights = inputs.config.weights
     usage = shutil.disk_usage(SHARED_MEMORY)
     needed = space_needed(config, published_bytes(config))
     here = weights.transport == "disk" and weights.directory in ("auto", "shm")
-    little, text = usage.total < LITTLE_SHARED, f"{sized(usage.free)} of {sized(usage.total)} free"
-    lacking, nccl = here and (needed > usage.free or (little and not needed)), little and grouped(config)
+    little = usage.total < LITTLE_SHARED
+    text = f"{sized(usage.free)} of {sized(usage.total)} free"
+    lacking = here and (needed > usage.free or (little and not needed))
+    nccl = little and grouped(config)
     text += f", and the versions of the weights take {sized(needed) if needed else 'more'}" * lacking
     text += ", and NCCL wants 1 GB" * nccl
     if little and (lacking or nccl):
@@ -216,10 +220,12 @@ def check_disk(inputs: Inputs) -> Iterator[Note]:
 def check_agent(inputs: Inputs) -> Iterator[Note]:
     """Check that a program that leads episodes can be run as they run it, that its version was tested, and
     that there is memory for as many as run at once."""
-    agent, rollout = inputs.parts.agent, inputs.config.rollout
+    agent = inputs.parts.agent
+    rollout = inputs.config.rollout
     if not isinstance(agent, Command):
         return
-    harness, found = agent.harness, inputs.agent_version.get(agent.harness.name, "")
+    harness = agent.harness
+    found = inputs.agent_version.get(agent.harness.name, "")
     where = f"rollout.agent.{harness.name}"
     if harness.tested not in ("", found):
         yield warning(f"{where}: version {found or 'unknown'} was not tried; {harness.tested} was")
@@ -229,7 +235,8 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
             f"{os.path.expanduser('~')}, and use the network"
         )
     slots = rollout.workers * rollout.slots
-    needed, memory = slots * harness.resident_mb * 2**20, psutil.virtual_memory().total
+    needed = slots * harness.resident_mb * 2**20
+    memory = psutil.virtual_memory().total
     if needed > memory and inputs.config.launch.kind == "local":
         yield warning(
             f"{slots} slots (rollout.workers * rollout.slots) of {harness.name} take {sized(needed)}, "

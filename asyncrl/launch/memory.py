@@ -34,7 +34,8 @@ def version_bytes(config: RunConfig) -> int:
 
     ranks = config.trainer.ranks
     copies = readers(config, ranks) + 1 + (config.weights.full_every > 1)
-    shards, whole = ranks // config.trainer.replicas, weight_shapes(config.model.path)
+    shards = ranks // config.trainer.replicas
+    whole = weight_shapes(config.model.path)
     parameters = adapter_count(config) if config.adapters_apart else sum(map(prod, whole.values()))
     size = DTYPE_BYTES[config.model.dtype]
     buckets = 0
@@ -59,10 +60,14 @@ def room(config: RunConfig, gpu: bool | None) -> int | None:
 def check_memory(config: RunConfig, gpu: bool | None) -> None:
     """Raise ConfigError if what stays in memory cannot fit. The largest micro-batch is tried before the first
     step, and made smaller where it does not fit."""
-    needed, there, place = config.trainer.ranks * sum(static_bytes(config)), room(config, gpu), ""
+    needed = config.trainer.ranks * sum(static_bytes(config))
+    there = room(config, gpu)
+    place = ""
     more = "with GPUs, more trainer.ranks or trainer.offload_optimizer=true"
     if config.shifts and there is not None and there > (main := main_memory().total):
-        there, place, more = main, " of main memory, where they rest", "engine.colocated=0"
+        there = main
+        place = " of main memory, where they rest"
+        more = "engine.colocated=0"
     if there is not None and needed > there:
         raise ConfigError(
             f"weights, gradients and optimizer state of the trainer take {sized(needed)}, and there are "
@@ -79,7 +84,9 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
     if failure:
         yield warning(f"the memory of a trainer rank is not estimated: {failure.line}")
         return
-    ranks, there, own = config.trainer.ranks, room(config, gpu), psutil.Process().memory_info().rss
+    ranks = config.trainer.ranks
+    there = room(config, gpu)
+    own = psutil.Process().memory_info().rss
     out = version_bytes(config)
     parts = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer}
     each = ", ".join(f"{name} {sized(size)}" for name, size in parts.items())
@@ -95,7 +102,8 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
         experts = any(".experts." in name for name in left_out)
         yield (warning if experts else ok)(f"adapters      {coverage(config.model.path)}")
     if config.versions_held:  # a server has as much room for each as for the largest
-        size, held = adapter_count(config) * DTYPE_BYTES[config.model.dtype], config.adapters_held
+        size = adapter_count(config) * DTYPE_BYTES[config.model.dtype]
+        held = config.adapters_held
         of = [rank for rank, _ in config.adapters.values()]
         yield ok(
             f"              a version is {sized(size)}; a server, beside its weights, has room for {held} "
@@ -137,7 +145,8 @@ def _with_chosen_recomputation(config: RunConfig, gpu: bool | None) -> tuple[Run
 def coverage(path: str) -> str:
     """Return the matrices that adapters adapt and those they leave, by kind, with their number and their
     share of all parameters. (Stacked experts are no linear layers.)"""
-    shapes, adapted = weight_shapes(path), linear_shapes(path)
+    shapes = weight_shapes(path)
+    adapted = linear_shapes(path)
     sizes = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
     for name, shape in shapes.items():
         parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]

@@ -89,7 +89,8 @@ def local_directory(given: str, key: str, before: str = "") -> str:
     run was begun with, which is kept if it is of the same repository."""
     if not given or Path(given).is_dir():
         return given
-    hub, kept = hub_model(given), hub_model(before)
+    hub = hub_model(given)
+    kept = hub_model(before)
     if hub is None:
         raise ConfigError(
             f"{key}: {given} is no directory; give a Hugging Face model directory, or owner/name of the hub"
@@ -192,7 +193,8 @@ def chat_template(config: RunConfig) -> str:
     if config.model.template:
         return config.model.template
     path = Path(config.model.path)
-    file, inside = path / "chat_template.jinja", path / "tokenizer_config.json"
+    file = path / "chat_template.jinja"
+    inside = path / "tokenizer_config.json"
     if file.is_file():
         return file.read_text()
     return str((read_json(inside) if inside.is_file() else {}).get("chat_template") or "")

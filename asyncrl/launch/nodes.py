@@ -46,7 +46,8 @@ class Placing:
 
     def __init__(self, config: RunConfig, units: Iterable[Unit], nodes: Sequence[Node], here: str) -> None:
         """`here`: the id of the launcher's machine."""
-        self._config, self._here = config, here
+        self._config = config
+        self._here = here
         self._gpus_known = any(node.gpus for node in nodes)
         self._free = {node.id: node.free for node in nodes}  # GPUs that other runs leave to this one
         self._at: dict[str, str] = {}  # id of the machine of each process
@@ -76,7 +77,8 @@ class Placing:
     def gpus(self, place: RolePlace) -> float:
         """As `launch.gpus` says, or else one for a rank and `tp` for a server, and one for an embedded
         engine with `model.device=cuda`; none on a cluster without any, unless they are asked for."""
-        config, role = self._config, place.role
+        config = self._config
+        role = place.role
         for name, gpus in config.launch.gpus.items():
             if name == role:
                 return gpus
@@ -118,7 +120,8 @@ class Placing:
 
     def _cost(self, place: RolePlace, node: Node) -> tuple[Any, ...]:
         """Return the cost of a machine that fits; the least is chosen."""
-        away, left = node.id != self._here, self._left(node)
+        away = node.id != self._here
+        left = self._left(node)
         mine = Counter(
             self._at[one.name] for one in self._places if one.role == place.role and one.name in self._at
         )
@@ -134,12 +137,15 @@ class Placing:
 
     def _lack(self, place: RolePlace, nodes: Sequence[Node]) -> str:
         """Say what the machines lack, and what to do."""
-        wants, pool = self.gpus(place), self.pool(place)
+        wants = self.gpus(place)
+        pool = self.pool(place)
         if stays(place):
             nodes = [node for node in nodes if node.id == self._here]
-            where, advice = "the launcher's machine", "start asyncrl on another one"
+            where = "the launcher's machine"
+            advice = "start asyncrl on another one"
         else:
-            where, advice = "one machine", "change trainer.ranks, or servers or tp of engine and scorers"
+            where = "one machine"
+            advice = "change trainer.ranks, or servers or tp of engine and scorers"
         if pool and not any(pool in node.resources for node in nodes):
             return (
                 f"launch.pools: {place.name} needs {pool!r}, which {where} must have; start Ray "

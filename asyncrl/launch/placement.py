@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from asyncrl.config import RunConfig
 
-COORDINATOR, ENGINE, ROLLOUT, TRAINER = "coordinator", "engine", "rollout", "trainer"
+COORDINATOR = "coordinator"
+ENGINE = "engine"
+ROLLOUT = "rollout"
+TRAINER = "trainer"
 SCORER = "scorer"
 TARGETS = {
     COORDINATOR: "asyncrl.coordinator.loop:run",
@@ -48,7 +51,8 @@ class Unit:
 
 def processes_of(config: RunConfig) -> tuple[Unit, ...]:
     """Return the units of a run, the coordinator first."""
-    threads, gpus = config.launch.threads, 0 if config.engine.urls else config.engine.tp
+    threads = config.launch.threads
+    gpus = 0 if config.engine.urls else config.engine.tp
     engines = [Unit(ENGINE, (_place(ENGINE, i, threads, gpus),)) for i in range(config.engine.keepers)]
     owners = (config.scorers[name] for name, _ in config.scorer_places)
     held = [0 if one.urls else one.tp for one in owners]
@@ -109,7 +113,8 @@ def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: 
         if config.total_steps
         else "none: gives the engines the model as it is",
     }
-    places, used = [place for unit in units for place in unit.places], dealt(config, count) if count else {}
+    places = [place for unit in units for place in unit.places]
+    used = dealt(config, count) if count else {}
     for role, text in does.items():
         mine = [place for place in places if place.role == role]
         if mine:

@@ -153,7 +153,8 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
     from asyncrl.algorithms.recipe import compose
     from asyncrl.engines.base import engines
 
-    config, parts = inputs.config, inputs.parts
+    config = inputs.config
+    parts = inputs.parts
     compose(config)  # first: its files may register a shaping
     for part in ("toolbox", "environment", "agent", "reward", "parser"):
         getattr(parts, part)
@@ -175,7 +176,8 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
     from asyncrl.engines.sglang.server import vocabulary_of
     from asyncrl.episodes.parts import check_chat, check_demonstrations, check_token_ids
 
-    parts, data = inputs.parts, inputs.samples
+    parts = inputs.parts
+    data = inputs.samples
     with _quiet():
         rows = vocabulary_of(inputs.config.model.path)
         check_token_ids(parts, "data.train", data.train, rows)
@@ -221,7 +223,8 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         reply = await call_tool(tool, call, parts.toolbox.timeout, sample)
         line = f"{name}({call.arguments}) replies {reply.content[:SHOWN]!r}"
         found.append(warning(f"{line}; perhaps its made-up arguments are why") if reply.error else ok(line))
-    truth, reward = json.loads(sample.ground_truth), parts.reward
+    truth = json.loads(sample.ground_truth)
+    reward = parts.reward
     right = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
     answers = [right] * (truth is not None) + [("no text", "")]
     if task_of(sample):  # what changed is judged, and no answer
@@ -259,7 +262,8 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 @check("device", needs=("libraries",))
 def check_device(inputs: Inputs) -> Iterator[Note]:
     """Check that there is a GPU if one is asked for, and one for each rank, and that servers share theirs."""
-    config, count = inputs.config, count_gpus(inputs.config)
+    config = inputs.config
+    count = count_gpus(inputs.config)
     if config.model.device == "cuda" and sees_gpu(config) is False:
         raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
     used = placement.dealt(config, count) if count else {}
@@ -306,13 +310,16 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     from asyncrl.store.checkpoints import checkpoints_of
     from asyncrl.store.reader import RunReader
 
-    config, run_dir = inputs.config, run_directory(inputs.config)
-    place, database = checkpoints_of(config, run_dir), run_dir / DATABASE
+    config = inputs.config
+    run_dir = run_directory(inputs.config)
+    place = checkpoints_of(config, run_dir)
+    database = run_dir / DATABASE
     if place.local and config.checkpoint.directory:
         creatable(Path(place.root), "checkpoint.directory")
     if database.exists() and database.stat().st_size:
         with closing(RunReader.open(run_dir)) as reader:
-            known, first = reader.checkpoints(), reader.covered
+            known = reader.checkpoints()
+            first = reader.covered
         if known and max(place.steps(), default=-1) < first:
             gone = f"{place.root}: the run's checkpoints, up to step {known[-1]}, are gone"
             if first:
@@ -339,7 +346,8 @@ def outside_weights(config: RunConfig) -> list[Path]:
     was copied from it: its versions are not ours."""
     from asyncrl.weights.disk import SHARED_MEMORY, own_name
 
-    run_dir, own = run_directory(config), {config.weights.directory} - {"auto", "shm", "run"}
+    run_dir = run_directory(config)
+    own = {config.weights.directory} - {"auto", "shm", "run"}
     record = run_dir / PLACES
     lines = filter(OWN_NAME.match, record.read_text().splitlines() if record.exists() else ())
     earlier = [line.split("\t", 1) for line in lines]
@@ -364,8 +372,12 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     from asyncrl.conversation.parsers import detect, parsers
     from asyncrl.episodes.parts import shown_calls
 
-    config, gpu, trains = inputs.config, sees_gpu(inputs.config), inputs.config.total_steps > 0
-    rollout, engine, parser = config.rollout, config.engine, config.rollout.parser
+    config = inputs.config
+    gpu = sees_gpu(inputs.config)
+    trains = inputs.config.total_steps > 0
+    rollout = config.rollout
+    engine = config.engine
+    parser = config.rollout.parser
     slots = rollout.workers * rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
     if trains and slots > live:
@@ -375,7 +387,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay "
             "empty"
         )
-    longest, budget = rollout.rows * rollout.max_tokens, config.trainer.micro_batch_tokens
+    longest = rollout.rows * rollout.max_tokens
+    budget = config.trainer.micro_batch_tokens
     if trains and longest > budget:
         yield warning(
             f"an episode may have {longest} tokens (rollout.max_tokens, times max_rows), more than "
@@ -427,8 +440,11 @@ def describe_cluster(inputs: Inputs) -> Iterator[Note]:
 @check("estimate", needs=("data", "memory"))
 def estimate(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
-        config, gpu, prompt = inputs.config, sees_gpu(inputs.config), len(inputs.prompt)
-        train, test = len(inputs.samples.train), len(inputs.samples.test or ())
+        config = inputs.config
+        gpu = sees_gpu(inputs.config)
+        prompt = len(inputs.prompt)
+        train = len(inputs.samples.train)
+        test = len(inputs.samples.test or ())
         yield from map(ok, estimates.describe_work(config, train, test, prompt))
         yield from map(ok, _describe_side_requests(inputs))
         yield from map(ok, estimates.describe_costs(config, gpu))
@@ -440,7 +456,8 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
 def _describe_side_requests(inputs: Inputs) -> Iterator[str]:
     """Say that all requests of an agent are trained where none is told to be a side request. How many it will
     make nobody knows before it has run."""
-    rollout, agent = inputs.config.rollout, inputs.parts.agent
+    rollout = inputs.config.rollout
+    agent = inputs.parts.agent
     is_tested = isinstance(agent, Command) and agent.harness.tested
     if rollout.agent and not rollout.untrained_agents and not is_tested:
         yield (

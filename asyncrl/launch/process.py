@@ -21,7 +21,10 @@ from asyncrl.observe.files import bound_log
 from asyncrl.wire.sockets import Endpoints
 
 # Exit codes of a role's process. Any other, or a signal, is a crash.
-COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+COMPLETED = 0
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
 CRASHED = 70
 TRY_AGAIN = 75  # a trainer rank gave up a batch: with less, or without it, the run may go on
 
@@ -57,7 +60,8 @@ class LocalProcess:
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name = name
-        self._process, self._log = process, log
+        self._process = process
+        self._log = log
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs; bound its log, as the supervisor asks often."""
@@ -89,7 +93,8 @@ class LocalSpawner:
     """Starts roles as local processes. `config_dir`: of their config.yaml, if not the run directory."""
 
     def __init__(self, run_dir: Path, endpoints: Endpoints, config_dir: Path | None = None) -> None:
-        self._run_dir, self._endpoints = run_dir, endpoints
+        self._run_dir = run_dir
+        self._endpoints = endpoints
         self._config_dir = config_dir or run_dir
 
     def __call__(self, order: ProcessSpec) -> LocalProcess:

@@ -78,9 +78,13 @@ class RayProcess:
     """An actor and its one long call, which lasts as long as the role runs."""
 
     def __init__(self, place: RolePlace, actor: Any, placed: Any, call: Any, spawner: RaySpawner) -> None:
-        self.name, self._place = place.name, place
-        self._actor, self._placed, self._call = actor, placed, call
-        self._log, self._placing = log_path(spawner.run_dir, place.name), spawner.placing
+        self.name = place.name
+        self._place = place
+        self._actor = actor
+        self._placed = placed
+        self._call = call
+        self._log = log_path(spawner.run_dir, place.name)
+        self._placing = spawner.placing
         self._since = time.monotonic()
         self._code: int | None = None
 
@@ -135,16 +139,21 @@ class RaySpawner:
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, placing: Placing, here: str
     ) -> None:
-        self._config, self._endpoints, self.run_dir = config, endpoints, run_dir
-        self.placing, self._here = placing, here
-        self._started, self._secrets = (run_dir / "started").read_text(), named_secrets(config)
+        self._config = config
+        self._endpoints = endpoints
+        self.run_dir = run_dir
+        self.placing = placing
+        self._here = here
+        self._started = (run_dir / "started").read_text()
+        self._secrets = named_secrets(config)
 
     @classmethod
     @contextmanager
     def open(cls, config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator[RaySpawner]:
         """Connect to `launch.ray_address`, or start a cluster of this machine for as long as this lives."""
         with cluster(config) as here:
-            nodes, dialled = machines(), urlsplit(endpoints.control).hostname or ""
+            nodes = machines()
+            dialled = urlsplit(endpoints.control).hostname or ""
             placing = Placing(config, processes_of(config), nodes, here)
             check_shared(config, nodes, here, dialled, placing)
             yield cls(config, endpoints, run_dir, placing, here)

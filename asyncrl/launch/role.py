@@ -36,7 +36,9 @@ from asyncrl.wire.sockets import Endpoints, flush_sockets
 log = logging.getLogger("asyncrl.launch")
 
 LIBRARY_RECORDS = 200  # of each level that each logger of a library writes
-RECORD_START, RECORD_END = 2000, 6000  # characters of such a record that are kept; the cause comes last
+# characters of such a record that are kept; the cause comes last
+RECORD_START = 2000
+RECORD_END = 6000
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints) -> int:
     """Run the function of a role; an exception is logged and becomes an exit code."""
-    role, index, incarnation = options.role, options.index, options.incarnation
+    role = options.role
+    index = options.index
+    incarnation = options.incarnation
     more: dict[str, tuple[object, ...]] = {
         COORDINATOR: (incarnation,),
         SCORER: (index, incarnation, *config.scorer_places[index : index + 1]),

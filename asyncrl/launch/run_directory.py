@@ -145,7 +145,8 @@ def resumed_with(config: RunConfig) -> str:
 
 def _changed(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
     """Yield each of them with its value before and now; not what an older one lacks."""
-    before, now = begun_with(config), tree(config)
+    before = begun_with(config)
+    now = tree(config)
     for key in keys:
         old, new = (_value(one, key) for one in (before, now))
         if old not in (None, new):

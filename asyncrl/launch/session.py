@@ -65,9 +65,13 @@ class Session:
         on_step: Callable[[StepReport], None],
         trains: bool = True,
     ) -> None:
-        self._goes_on, self._how = GOES_ON[trains], WITH_CHECKPOINT if trains else ""
-        self._config, self._run_dir = config, run_dir
-        self._supervisor, self._view, self._on_step = supervisor, view, on_step
+        self._goes_on = GOES_ON[trains]
+        self._how = WITH_CHECKPOINT if trains else ""
+        self._config = config
+        self._run_dir = run_dir
+        self._supervisor = supervisor
+        self._view = view
+        self._on_step = on_step
         self._link = Link(endpoints.control, ToObserver, identity(OBSERVER, 0), endpoints.keys)
         self._admit = partial(admit, run_dir, endpoints)
         self._heard_at: float | None = None  # the coordinator's last message; None before the first
@@ -166,7 +170,8 @@ class Session:
                 self._view.note(f"{message.reason}: replacing it")
                 self._supervisor.kill_role(message.role, message.incarnation)
             case RunEnd():
-                self._end, self._supervisor.over = message, True
+                self._end = message
+                self._supervisor.over = True
             case Welcome() | Stop():
                 pass
             case _:
@@ -189,7 +194,8 @@ class Session:
     def _begin_stop(self, now: float, seconds: float) -> None:
         self._supervisor.stopping = True
         self._asked = seconds > 0
-        self._stop_at, self._stop_by = now, now + max(0.0, seconds - KILL_RESERVE)
+        self._stop_at = now
+        self._stop_by = now + max(0.0, seconds - KILL_RESERVE)
 
     def _check_trainer(self) -> None:
         """A trainer that is lost during a stop will write no checkpoint, and nobody waits for it."""

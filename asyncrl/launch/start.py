@@ -42,9 +42,13 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         return _dry_run(config)
     defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half
     inputs, warnings = checks.check(config)
-    config, data, versions = inputs.config, inputs.samples, inputs.agent_version
+    config = inputs.config
+    data = inputs.samples
+    versions = inputs.agent_version
     del inputs  # its tokenizer is needed no more
-    run_dir, units, changed = run_directory(config), placement.processes_of(config), resumed_with(config)
+    run_dir = run_directory(config)
+    units = placement.processes_of(config)
+    changed = resumed_with(config)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
     with ExitStack() as stack:
         stack.enter_context(locked(config))
@@ -95,7 +99,9 @@ def _dry_run(config: RunConfig) -> int:
     print(f"run directory: {run_directory(shown)}\n")
     if changed := resumed_with(inputs.config):
         print(f"goes on with other keys: {changed}\n")
-    units, gpu, count = placement.processes_of(shown), sees_gpu(shown), count_gpus(shown)
+    units = placement.processes_of(shown)
+    gpu = sees_gpu(shown)
+    count = count_gpus(shown)
     print(*placement.describe(shown, units, gpu, count), sep="\n")
     printed = {each.name for each in checks.PLAN}
     for level, text, name in found:

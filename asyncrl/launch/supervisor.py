@@ -35,7 +35,8 @@ from asyncrl.wire.addresses import incarnation_of
 
 log = logging.getLogger("asyncrl.launch")
 
-BACKOFF_FIRST, BACKOFF_MAX = 0.5, 8.0
+BACKOFF_FIRST = 0.5
+BACKOFF_MAX = 8.0
 SOUND_SECONDS = 600.0  # between two deaths of a unit, after which the earlier ones do not count any more
 LEAVE_SECONDS = 5.0  # seconds for the coordinator to follow a process that left in order
 
@@ -97,9 +98,13 @@ class Supervisor:
         self.units = [SupervisedUnit(unit) for unit in units]
         self.stopping = self.over = False
         self.step = 0  # of the run, as last reported
-        self._spawn, self._run_dir, self._restarts = spawn, run_dir, restarts
-        self._rendezvous, self._on_restart = rendezvous, on_restart
-        self._launch, self._starts = secrets.token_hex(6), itertools.count(1)
+        self._spawn = spawn
+        self._run_dir = run_dir
+        self._restarts = restarts
+        self._rendezvous = rendezvous
+        self._on_restart = on_restart
+        self._launch = secrets.token_hex(6)
+        self._starts = itertools.count(1)
 
     def start(self) -> None:
         for unit in self.units:
@@ -166,7 +171,9 @@ class Supervisor:
             return None
         for handle in unit.alive:
             handle.kill()
-        how, log_file, said = describe_exit(code), log_path(self._run_dir, dead.name), ""
+        how = describe_exit(code)
+        log_file = log_path(self._run_dir, dead.name)
+        said = ""
         if code > 0 or code == -signal.SIGABRT:  # of other signals its log does not say why
             said = cause_of_death(log_file, unit.incarnation, crashed=True)
         if code == BAD_INPUT:

@@ -21,7 +21,8 @@ KINDS = {str: "text", bool: "true or false", int: "numbers", float: "numbers", l
 def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tuple[list[str], list[str]]:
     """Return a line for each reward and type of the first ground truths, with how the reward compares one of
     them; and warnings about those that equal no text that a model would write."""
-    lines, warnings = list[str](), list[str]()
+    lines = list[str]()
+    warnings = list[str]()
     truths = [json.loads(s.ground_truth) for s in islice(samples, LOOKED_AT) if not s.demonstration]
     of_kind = defaultdict[str, list[Any]](list)
     for truth in truths:

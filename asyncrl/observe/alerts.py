@@ -29,17 +29,30 @@ WINDOW = 10  # steps that a rule looks back on, and before which no advice is gi
 SETTLED = 2 * WINDOW  # steps before which none is about learning
 YOUNG = 4 * WINDOW  # steps up to which the reward in training shows that a run learns, without a validation
 SHORT = 300.0  # seconds: a run that takes less needs no advice on its speed
-MOST, SOME = 0.9, 0.25  # shares from which on it is "nearly all", and worth an advice
-SOLVED, MOSTLY = 0.95, 0.8  # success from which on a run is solved, and nothing to learn is no fault
+# shares from which on it is "nearly all", and worth an advice
+MOST = 0.9
+SOME = 0.25
+# success from which on a run is solved, and nothing to learn is no fault
+SOLVED = 0.95
+MOSTLY = 0.8
 COLLAPSED = 0.05  # nats a token, and a tenth of what it was at the beginning
-GAP, GROWN = 0.02, 3.0  # nats a token, and times what it was at the beginning
-MASKED, TAIL = 0.2, 0.5  # of all tokens, and of those of a length
+# nats a token, and times what it was at the beginning
+GAP = 0.02
+GROWN = 3.0
+# of all tokens, and of those of a length
+MASKED = 0.2
+TAIL = 0.5
 BY_LENGTH = "staleness/by_length/*/masked_frac"
-FAILING, FEW = 0.2, 8  # share of the attempts, or of the tool calls; failed attempts that are no alert yet
+# share of the attempts, or of the tool calls; failed attempts that are no alert yet
+FAILING = 0.2
+FEW = 8
 LIMITING = 0.5  # of the time
-SILENT, SLOWER = 300.0, 6.0  # seconds without a step or an episode, and times what a step takes
+# seconds without a step or an episode, and times what a step takes
+SILENT = 300.0
+SLOWER = 6.0
 CONNECTING = 60.0  # seconds that workers may come after the first one
-LOWEST, HIGHEST = "rollout/score/min", "rollout/score/max"
+LOWEST = "rollout/score/min"
+HIGHEST = "rollout/score/max"
 FAILED = "rollout/attempts_failed/"
 LIMITS = ("length", "max_turns", "max_calls", "max_rows", "timeout")  # ends
 
@@ -251,7 +264,8 @@ def _fell(seen: Seen) -> Found | None:
     """Find that the newest validation is below the best one by more than chance."""
     if not seen.judged:
         return None
-    best, now = max(seen.judged, key=lambda one: one.success), seen.judged[-1]
+    best = max(seen.judged, key=lambda one: one.success)
+    now = seen.judged[-1]
     if not clearly_below(now.share, best.share):
         return None
     before = f"from {best.success:.0%} at step {best.step:.0f}"
@@ -272,7 +286,8 @@ def _failing(seen: Seen) -> Found | None:
 def _stalled(seen: Seen) -> Found | None:
     """Find that no step ended for long after the start: after 300 s where steps took 20 s, after 600 s where
     they took 100 s. Nothing is found during a validation, which may take all engines."""
-    status, waits = seen.status, seen.status.get("waits", ())
+    status = seen.status
+    waits = seen.status.get("waits", ())
     if status.get("phase") != "running" or any("validation" in wait for wait in waits):
         return None
     why = f": {'; '.join(waits[:2])}" if waits else ""
@@ -330,7 +345,8 @@ def _by_rewards(find: Callable[[Seen], Found | None]) -> Callable[[Seen], Found 
 
 
 def _nothing_taught(seen: Seen) -> Found | None:
-    share, score = seen.mean(metric.ZERO_ADVANTAGE), seen.mean(metric.REWARD)
+    share = seen.mean(metric.ZERO_ADVANTAGE)
+    score = seen.mean(metric.REWARD)
     scores = f"mean score {score:.3g}, highest {seen.highest:.3g}"
     return Found(f"{share:.0%} of the trained episodes have advantage 0; {scores}") if share >= MOST else None
 
@@ -350,7 +366,8 @@ def _collapse(seen: Seen) -> Found | None:
 
 def _gap(seen: Seen) -> Found | None:
     name = "rollout_corr/logprob_diff_mean"  # of tokens that one version sampled and trains
-    before, now = mean(seen.first, name), mean(seen.last, name)
+    before = mean(seen.first, name)
+    now = mean(seen.last, name)
     if before is None or now is None or now < max(GAP, GROWN * before):
         return None
     return Found(f"trainer and engine differ by {now:.3g} nats a token, {before:.3g} at the beginning")
@@ -401,7 +418,8 @@ def _limited(seen: Seen) -> Found | None:
     whole_run = seen.mean(metric.STEP_SECONDS) * seen.keys.get("total_steps", math.inf)
     if whole_run < SHORT:
         return None
-    trainer, rollout = seen.mean(metric.TRAINER_IDLE), seen.mean(metric.ROLLOUT_IDLE)
+    trainer = seen.mean(metric.TRAINER_IDLE)
+    rollout = seen.mean(metric.ROLLOUT_IDLE)
     if trainer < 1 - MOST < LIMITING <= rollout:
         return Found(f"by the trainer: it waits {trainer:.0%} of the time, the engines {rollout:.0%}")
     whole, reward = (mean(seen.last, f"timing_s/{name}/mean") for name in ("episode", "reward"))

@@ -24,7 +24,8 @@ class Measured:
     there is none. In single precision: 50,000 steps of 200 metrics are 40 MB."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.read = path, 0
+        self._path = path
+        self.read = 0
         self._rows = {STEP: array("f")}
 
     def update(self) -> None:
@@ -38,12 +39,15 @@ class Measured:
                 columns = zip_longest(*rows, fillvalue=math.nan)  # earlier ones may lack the newest names
                 for values, more in zip(self._rows.values(), columns, strict=False):
                     values.extend(more)
-        steps, trained = self._row(STEP), ~np.isnan(self._row(STEP_SECONDS))
+        steps = self._row(STEP)
+        trained = ~np.isnan(self._row(STEP_SECONDS))
         order = np.lexsort((trained, steps))
         self.steps, place, counts = np.unique(steps[order], return_inverse=True, return_counts=True)
         last = np.cumsum(counts) - 1
         earlier = np.delete(np.arange(len(order)), last)
-        self._last, self._earlier, self._place = order[last], order[earlier], place[earlier]
+        self._last = order[last]
+        self._earlier = order[earlier]
+        self._place = place[earlier]
 
     def _row_of(self, line: bytes) -> Sequence[float]:
         """Of each name a number. A line that cannot be decoded has NaN, which JSON has not, or was cut by a
@@ -66,7 +70,8 @@ class Measured:
         """One for each of `steps`. A step that was repeated after a crash counts as it was last, with the
         validation that judged it; only what a validation alone has is taken of it."""
         row = self._row(name)
-        values, earlier = row[self._last], row[self._earlier]
+        values = row[self._last]
+        earlier = row[self._earlier]
         missing = np.isnan(values[self._place]) & ~np.isnan(earlier)
         values[self._place[missing]] = earlier[missing]  # of several the last one
         return values

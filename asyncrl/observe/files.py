@@ -16,7 +16,9 @@ import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
-LOG_BYTES, LOG_END = 64 << 20, 1 << 20  # a log may have so many bytes; of a longer one both ends are kept
+# a log may have so many bytes; of a longer one both ends are kept
+LOG_BYTES = 64 << 20
+LOG_END = 1 << 20
 VALIDATION = b'"val-'  # begins a key in rows of validations
 LINE_BYTES = 4 << 20  # longest line of JSON, in bytes
 TAIL_BYTES = 64 << 10  # most bytes read from the end of a log
@@ -56,7 +58,8 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
     """Read the first and the last `edge` steps, all validations, and evenly chosen other steps: of a long run
     about `most`, since 50,000 of them are 150 MB or more."""
-    found, step = list[dict[str, float]](), 0
+    found = list[dict[str, float]]()
+    step = 0
     with suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
         steps = sum(VALIDATION not in line for line in file)
         file.seek(0)

@@ -16,10 +16,13 @@ from asyncrl.config import RunConfig
 from asyncrl.types import EpisodeResult, EpisodeStats
 
 EVAL = "val"  # uids of held-out episodes begin with it
-SAMPLED, GREEDY = "sampled", "greedy"  # modes of prompts
+# modes of prompts
+SAMPLED = "sampled"
+GREEDY = "greedy"
 SCORED = "scored"  # of demonstrations: nothing is sampled
 ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
-RESAMPLES, LEVEL = 1000, 0.95
+RESAMPLES = 1000
+LEVEL = 0.95
 Z = 1.96  # of LEVEL
 
 PerSample = dict[str, dict[int, float]]  # metric → row of the sample → value
@@ -74,7 +77,8 @@ def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
 
 def threshold_of(config: RunConfig, episodes: Iterable[Judged]) -> float | None:
     """Return the score that makes an episode a success; None where nothing gives rewards and none came."""
-    earned, rollout = any(one.result.reward for one in episodes if one.result), config.rollout
+    earned = any(one.result.reward for one in episodes if one.result)
+    rollout = config.rollout
     known = earned or rollout.environment or rollout.reward != "none"
     return config.validation.success if known else None
 
@@ -108,7 +112,8 @@ def _core(members: Sequence[Judged], lowest: float, threshold: float, votes: boo
     """The numbers of one sample in one mode, from its episodes in order. `votes`: with `maj@k`."""
     scores = [one.result.score if one.result else lowest for one in members]
     right = [succeeds(one.result, threshold) for one in members]
-    count, solved = len(members), sum(right)
+    count = len(members)
+    solved = sum(right)
     core = {"success": solved / count, "mean@1": fmean(scores)}
     if count == 1:
         return core
@@ -177,7 +182,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     for the same values. Of a paired comparison: `values` are the differences."""
     import numpy as np  # here: the command line imports this module while it parses
 
-    given, draws = np.asarray(values, dtype=np.float64), np.random.default_rng(0)
+    given = np.asarray(values, dtype=np.float64)
+    draws = np.random.default_rng(0)
     drawn = [given[draws.integers(len(given), size=len(given))].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

@@ -10,23 +10,33 @@ import msgspec
 
 Row = Mapping[str, float]
 
-SAMPLED, GREEDY = "val-core/all/sampled/success", "val-core/all/greedy/success"  # shares of episodes
-SAMPLED_SCORE, GREEDY_SCORE = "val-core/all/sampled/mean@1", "val-core/all/greedy/mean@1"
-NLL, NLL_HELD_OUT = "actor/nll", "val-core/all/nll"  # per token; a supervised run has no reward
+# shares of episodes
+SAMPLED = "val-core/all/sampled/success"
+GREEDY = "val-core/all/greedy/success"
+SAMPLED_SCORE = "val-core/all/sampled/mean@1"
+GREEDY_SCORE = "val-core/all/greedy/mean@1"
+# per token; a supervised run has no reward
+NLL = "actor/nll"
+NLL_HELD_OUT = "val-core/all/nll"
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
 COMPONENT = "rollout/component/*/mean"  # of all landed episodes, likewise
 COMPONENT_HELD_OUT = "val-aux/all/sampled/*/mean@1"
 FILTERED = "flow/filtered_frac"  # of groups
 ZERO_ADVANTAGE = "critic/zero_advantage_frac"
 HIGHEST = "val-aux/score/max"  # of what a validation compared with `validation.success`
-VALIDATED, ASKED = "val-aux/policy_version", "val-aux/samples"
+VALIDATED = "val-aux/policy_version"
+ASKED = "val-aux/samples"
 STEP_SECONDS = "timing_s/step"
 UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
-LAG, LAG_P95, LAG_MAX = "staleness/lag/mean", "staleness/lag/p95", "staleness/lag/max"
+LAG = "staleness/lag/mean"
+LAG_P95 = "staleness/lag/p95"
+LAG_MAX = "staleness/lag/max"
 LAG_TOKENS = "staleness/lag_tokens/"  # + lag: tokens taken at that lag
 MASKED = "staleness/masked_token_frac"
-ENTROPY, LENGTH = "actor/entropy", "rollout/response_length/mean"
-TRAINER_IDLE, ROLLOUT_IDLE = "async/trainer_idle_frac", "async/rollout_idle_frac"
+ENTROPY = "actor/entropy"
+LENGTH = "rollout/response_length/mean"
+TRAINER_IDLE = "async/trainer_idle_frac"
+ROLLOUT_IDLE = "async/rollout_idle_frac"
 FLOW = "flow/"  # + the name of a counter
 BATCH = "async/batch_share"  # a gauge: of the step under way, 0 to 1, see `Reporter.batch_share`
 

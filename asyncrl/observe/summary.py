@@ -33,7 +33,8 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     """Return the summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
-    reward, nll = edges(steps, metric.REWARD), edges(steps, metric.NLL)
+    reward = edges(steps, metric.REWARD)
+    nll = edges(steps, metric.NLL)
     kl = edges(steps, "actor/kl_loss")
     components = {
         label: (*edges(steps, name), *_of_both(validations, metric.COMPONENT_HELD_OUT.replace("*", label)))

@@ -102,7 +102,8 @@ def numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tu
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(label, before, after) of what validations found, of the training reward or loss, and of components of
     rewards; `≥`: the threshold that makes an episode a success."""
-    threshold, get = f", ≥ {shown(summary.get('success_threshold'), 'g')}", summary.get
+    threshold = f", ≥ {shown(summary.get('success_threshold'), 'g')}"
+    get = summary.get
     found = list[tuple[str, float | None, float | None]]()
     for key, (label, _) in JUDGED.items():
         held_out = "held out" + threshold * label.startswith("success")

@@ -20,7 +20,9 @@ import msgspec
 from asyncrl.observe.files import ends_in_a_line
 
 CHUNK = 1 << 20  # bytes read at a time
-NO_VERSION, NO_NUMBER, LARGEST = (-1, -1), -1, 1 << 31
+NO_VERSION = (-1, -1)
+NO_NUMBER = -1
+LARGEST = 1 << 31
 START = "start"  # an event: a process began; all but the first of a file began again
 FLUSH_EVERY = 1.0  # seconds; what a crash may lose
 BUSY = {"trainer": frozenset({"train", "step"}), "rollout": frozenset({"decode"})}
@@ -98,7 +100,9 @@ class TimelineFile:
     """Reads one file, and knows how far it has done so."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.role, self._offset = path, path.stem.rpartition("-")[0], 0
+        self.path = path
+        self.role = path.stem.rpartition("-")[0]
+        self._offset = 0
 
     def added(self) -> Iterator[Line]:
         """Whole lines that were added. One that cannot be read is left out."""
@@ -140,10 +144,13 @@ def overlap(run_dir: Path) -> float | None:
         return 0.0 if training else None
     everyone = [*busy["trainer"], *busy["rollout"]]
     edges = sorted((at, step) for spans in everyone for s, e in spans for at, step in ((s, 1), (e, -1)))
-    at_work, since, together = 0, 0.0, 0.0
+    at_work = 0
+    since = 0.0
+    together = 0.0
     for at, step in edges:
         together += (at - since) * (at_work == len(everyone))
-        at_work, since = at_work + step, at
+        at_work = at_work + step
+        since = at
     whole = max(end for _, end in training) - min(start for start, _ in training)
     return together / whole if whole else 0.0
 

@@ -24,7 +24,9 @@ WANDB_URL = "https://api.wandb.ai"  # under which its login is kept, also where 
 STEP = "training/step"
 TRANSCRIPTS = "transcripts/validation"
 COLUMNS = ("sample", "mode", "score", "success", "failed", "end", "turns", "ground_truth", "text")
-MOST, PATIENCE = 1000, 60.0  # rows that may wait for trackers; seconds, at the end
+# rows that may wait for trackers; seconds, at the end
+MOST = 1000
+PATIENCE = 60.0
 NAME_LIMIT = 128  # characters of a run's name, in wandb
 
 log = logging.getLogger("asyncrl.trackers")
@@ -57,7 +59,8 @@ class Trackers:
     restart no process any more. One that fails is logged once and left out: it does not end the run."""
 
     def __init__(self, trackers: dict[str, Tracker], run_dir: Path) -> None:
-        self._trackers, self._run_dir = trackers, run_dir
+        self._trackers = trackers
+        self._run_dir = run_dir
         self._failed: set[str] = set()
         self._calls = Background("trackers", MOST)
 
@@ -138,7 +141,8 @@ class _WandbTracker(Tracker):
     """Our own step is the x axis: a validation can end after later steps; wandb's counter cannot go back."""
 
     def __init__(self, module: Any, run: Any) -> None:
-        self._module, self._run = module, run
+        self._module = module
+        self._run = run
         run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, metrics: dict[str, float], values: Values, lags: Sequence[int]) -> None:
@@ -228,7 +232,8 @@ class _AccelerateTracker(Tracker):
     for longer than PATIENCE."""
 
     def __init__(self, tracker: Any, config: RunConfig) -> None:
-        self._tracker, self._calls = tracker, Background(tracker.name, 1)
+        self._tracker = tracker
+        self._calls = Background(tracker.name, 1)
         self._calls.ask(lambda: self._start(config), PATIENCE)
 
     def _start(self, config: RunConfig) -> None:
@@ -311,7 +316,8 @@ def _accelerate(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     kind: Any = LOGGER_TYPE_TO_CLASS[module.__name__]
-    project, name = config.observe.project, config.name[:NAME_LIMIT]
+    project = config.observe.project
+    name = config.name[:NAME_LIMIT]
     options: dict[str, dict[str, Any]] = {
         "aim": {"run_name": name, "logging_dir": str(run_dir), "experiment": project},
         "clearml": {"run_name": project, "task_name": name},

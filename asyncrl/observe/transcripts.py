@@ -69,7 +69,8 @@ def _title(path: Path, entry: Mapping[str, Any], good: bool) -> str:
         "end": entry.get("end"),
     }
     known = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
-    kind, step = path.parent.name, path.stem.removeprefix("step-")
+    kind = path.parent.name
+    step = path.stem.removeprefix("step-")
     return f"newest {'good' if good else 'bad'} transcript: {kind}, step {step}, {entry.get('uid')}, {known}"
 
 

@@ -86,7 +86,8 @@ def compare(work: Callable[[int, int], Workload], devices: int, shift: float, tp
     @cache
     def elastic(engines: int) -> float:
         """By arithmetic no device idles; in the simulated run they come and go for free."""
-        own, lasting = split(engines), engines * tp
+        own = split(engines)
+        lasting = engines * tp
         free = played(engines, replace(own, lent=own.rate / lasting * own.ranks), 0.0).forecast.step_s
         used = _tokens(own) / own.rate * lasting + (own.train + own.commit + shift) * own.ranks
         return min(apart(engines).forecast.step_s, max(free, used / devices))
@@ -96,7 +97,8 @@ def compare(work: Callable[[int, int], Workload], devices: int, shift: float, tp
         best = min((n for n in near if n in possible), key=seconds)
         return best if best == engines else descend(seconds, best)
 
-    shifts, possible = None, range(1, (devices - 1) // tp + 1)
+    shifts = None
+    possible = range(1, (devices - 1) // tp + 1)
     if devices % tp == 0:
         own = replace(work(devices // tp, devices), shift=shift)
         shifts = played(devices // tp, own, sum(halves(own)) + shift)

@@ -30,7 +30,10 @@ WAITING = ("wait_data", "wait_devices", "rest", "wake")  # likewise: the trainer
 FIXED = 0.5  # share of a token's seconds that does not depend on the load, where loads hardly differ
 LEAST_ROWS = 4  # committed steps of a run: the first third and the last one are left out
 DIFFER = 1.2  # loads that differ by less say nothing of it
-MOST_EPISODES, MOST_STEPS, LEAST_STEPS = 16_000, 40, 18  # of a simulated run
+# of a simulated run
+MOST_EPISODES = 16_000
+MOST_STEPS = 40
+LEAST_STEPS = 18
 MOVE = 1e10  # bytes/s from a device to main memory and back, where no change of devices was measured
 
 
@@ -150,7 +153,8 @@ def fit(
 def measured(rows: Sequence[Row]) -> Forecast:
     """Sum up a run's steady steps."""
     rows = steady(rows)
-    tokens, masked = _mean(rows, "trainer/model_tokens"), _mean(rows, "staleness/masked_token_frac")
+    tokens = _mean(rows, "trainer/model_tokens")
+    masked = _mean(rows, "staleness/masked_token_frac")
     return Forecast(
         step_s=_mean(rows, "timing_s/step"),
         lag=_mean(rows, "staleness/lag/mean"),
@@ -188,7 +192,8 @@ def slower(recorded: Recorded, factor: float) -> Recorded:
 
 def workload(config: RunConfig, rates: Rates) -> Workload:
     """Returns the workload of a configuration, whose group policy is resolved."""
-    buffer, ranks = config.buffer, config.trainer.ranks
+    buffer = config.buffer
+    ranks = config.trainer.ranks
     sampled = statistics.mean(
         sum(turn.tokens for turn in episode) for group in rates.recorded for episode in group
     )

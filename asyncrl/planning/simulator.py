@@ -89,8 +89,14 @@ class _Play:
     """An episode that runs; the last `left` turns of `recorded` are to be sampled."""
 
     def __init__(self, episode: EpisodeRecord, recorded: Sequence[RecordedTurn], began: float) -> None:
-        self.episode, self.recorded, self.left, self.began = episode, recorded, len(recorded), began
-        self.turn_began, self.version, self.tokens = began, 0, 0.0  # times are the engines'
+        self.episode = episode
+        self.recorded = recorded
+        self.left = len(recorded)
+        self.began = began
+        # times are the engines'
+        self.turn_began = began
+        self.version = 0
+        self.tokens = 0.0
         self.turns: list[tuple[float, float, float]] = []  # began, ended, tokens
 
 
@@ -98,7 +104,9 @@ class Simulation:
     """A simulated run. Its flow control moves the live limit, unless buffer.target_staleness is a number."""
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
-        self.w, self.now, self.random = workload, 0.0, Random(seed)
+        self.w = workload
+        self.now = 0.0
+        self.random = Random(seed)
         keys = workload.buffer
         filters = workload.filtered > 0 and keys.episodes_per_group > 1
         keys = replace(keys, filter_zero_variance=filters, retire_pass_rate=1.0)
@@ -108,9 +116,12 @@ class Simulation:
         self.control = FlowControl(keys)
         self.crossings = Crossings(self.buffer, keys.max_staleness)
         self.steps: list[SimulatedStep] = []
-        fill, shares = keys.shift_fill, workload.shift is not None
+        fill = keys.shift_fill
+        shares = workload.shift is not None
         self.shifts = Shifts(fill, 0.0) if shares else None  # it begins with the trainer's, which has no data
-        self._changing, self._sampled_at = False, 0.0  # devices change hands; when engines last sampled
+        # devices change hands; when engines last sampled
+        self._changing = False
+        self._sampled_at = 0.0
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         # The engines divide their rate equally. `served`: tokens of a turn that would run since the start.
@@ -120,11 +131,18 @@ class Simulation:
         self._turns: dict[str, list[tuple[float, float, float]]] = {}  # of episodes that landed
         self._held = 0  # slots
         self._changed = True  # something may be admitted, begun or trained
-        self._working, self._micro, self._refused = False, 0, (-1, 0)
+        self._working = False
+        self._micro = 0
+        self._refused = (-1, 0)
         self._published: list[float] = []  # when the engines got version 1, 2 …
-        self._busy, self._worked, self._began = 0.0, 0.0, 0.0  # of the step: engines, trainer; its start
+        # of the step: engines, trainer; its start
+        self._busy = 0.0
+        self._worked = 0.0
+        self._began = 0.0
         self._clock_began = 0.0
-        self._waited, self._lived = 0.0, 0.0  # seconds of episodes that landed in it: without sampling, all
+        # seconds of episodes that landed in it: without sampling, all
+        self._waited = 0.0
+        self._lived = 0.0
         self._lags: list[tuple[np.ndarray, np.ndarray]] = []  # of the batch: lags, tokens
 
     # -- time ----------------------------------------------------------------------------------------
@@ -175,16 +193,19 @@ class Simulation:
 
     def _shift(self) -> None:
         """Let the devices change hands if it is time."""
-        shifts, over = self.shifts, not self._changing
+        shifts = self.shifts
+        over = not self._changing
         if shifts is None or self.w.shift is None:
             return
-        step, waits = self.buffer.committed, not self._working
+        step = self.buffer.committed
+        waits = not self._working
         outlook = self.batches.outlook(step, self._micro, self.w.ranks) if waits else NOTHING_ASKED
         idle = self.now - self._sampled_at
         seen = Situation(outlook, asked=waits, asleep=over, awake=over, resting=over, idle=idle)
         if not shifts.move(self.now, seen):
             return
-        self._changed, self._refused = True, (-1, 0)
+        self._changed = True
+        self._refused = (-1, 0)
         if shifts.shift in shifts.seconds:
             self._changing = True
             self._after(self.w.shift / 2, self._exchanged)
@@ -192,7 +213,8 @@ class Simulation:
             self._woke()
 
     def _exchanged(self) -> None:
-        self._changing, self._changed = False, True
+        self._changing = False
+        self._changed = True
 
     def _woke(self) -> None:
         """Engines go on, with the newest version; deadlines come as much later as they slept."""
@@ -220,7 +242,8 @@ class Simulation:
         """Rule 1, then rule 2, as the coordinator follows them."""
         if not self._has_devices(Shift.ROLLOUT):
             return
-        slots, version = self.w.slots, len(self._published)
+        slots = self.w.slots
+        version = len(self._published)
         while self.buffer.can_admit(slots - self._held - self.buffer.waiting, slots):
             self.buffer.admit(self.buffer.committed, self._clock)
         if not self.buffer.waiting:
@@ -236,7 +259,8 @@ class Simulation:
     def _begin(self, episode: EpisodeRecord, version: int) -> None:
         self._held += 1
         self.buffer.assign(episode, "", 0, version, self._clock)
-        group, random = self.buffer.live[episode.group], self.random
+        group = self.buffer.live[episode.group]
+        random = self.random
         if group.id not in self._groups:
             self._groups[group.id] = random.choice(self.w.recorded), random.random() < self.w.filtered
             if group.patience < math.inf:
@@ -255,12 +279,14 @@ class Simulation:
             self._changed = True
 
     def _sample(self, play: _Play) -> None:
-        play.tokens, play.turn_began = play.recorded[-play.left].tokens, self._clock
+        play.tokens = play.recorded[-play.left].tokens
+        play.turn_began = self._clock
         play.version = len(self._published)
         heapq.heappush(self._sampling, (self._served + play.tokens, next(self._order), play))
 
     def _turn_ended(self, play: _Play) -> None:
-        tokens, episode = max(1, round(play.tokens)), play.episode
+        tokens = max(1, round(play.tokens))
+        episode = play.episode
         play.turns.append((play.turn_began, self._clock, play.tokens))
         self.buffer.waiting_tokens.begin(episode.uid, self._clock, play.tokens)
         computed = max(tokens, round(tokens * self.w.computed))
@@ -274,7 +300,8 @@ class Simulation:
 
     def _landed(self, play: _Play) -> None:
         """Rewards of a group differ, unless it is to be filtered."""
-        episode, self._changed = play.episode, True
+        episode = play.episode
+        self._changed = True
         self._held -= 1
         lived = self._clock - play.began
         self._waited += lived - sum(ended - began for began, ended, _ in play.turns)
@@ -310,37 +337,52 @@ class Simulation:
         self._after(seconds, self._trained)
 
     def _trained(self) -> None:
-        self._working, self._changed = False, True
+        self._working = False
+        self._changed = True
 
     def _publish(self) -> None:
         self._published.append(self.now)
         self._changed = True
 
     def _commit(self) -> None:
-        step, live = self.buffer.committed, self.buffer.tally.open(self.buffer.committed)
+        step = self.buffer.committed
+        live = self.buffer.tally.open(self.buffer.committed)
         self.batches.commit(step + 1, self.batches.batches[step].uids)
         self.batches.retain(step + 1)
         self.buffer.changes()  # kept for a store, which there is not
         if self.shifts is None:
             self._after(self.w.publish, self._publish)
         lags, tokens = (np.concatenate([part[k].ravel() for part in self._lags]) for k in (0, 1))
-        bound, limit = self.buffer.config.max_staleness, self.buffer.live_limit
+        bound = self.buffer.config.max_staleness
+        limit = self.buffer.live_limit
         by_lag = np.bincount(lags, tokens / PARTS.size, bound + 1)
-        total, within, over = float(by_lag.sum()), by_lag[: bound + 1].tolist(), by_lag[bound + 1 :]
-        masked, seconds = float(over.sum()) / total, self.now - self._began
+        total = float(by_lag.sum())
+        within = by_lag[: bound + 1].tolist()
+        over = by_lag[bound + 1 :]
+        masked = float(over.sum()) / total
+        seconds = self.now - self._began
         awake = self._clock - self._clock_began
         self.steps.append(
             SimulatedStep(limit, seconds, self._worked, self._busy, awake, masked, tuple(within))
         )
         crossed = self.crossings.committed(masked, total, self._clock)
         if self.buffer.config.target_staleness == "auto":
-            idle, grows = 1 - self._worked / seconds, live >= limit
+            idle = 1 - self._worked / seconds
+            grows = live >= limit
             if self.shifts is not None:  # the trainer waits for its shift in any case
                 idle = 1 - self._busy / max(MOMENT, self._busy, awake)
             outside = self._waited / max(1e-9, self._lived)
             shares = [(crossed, self.buffer.config.stale_budget)]
             self.control.update(shares, grows and idle >= BUSY, idle * outside)
-            self.buffer.live_limit, self.buffer.spare = self.control.limit, self.control.spare(outside)
-        self._lags, self._began, self._busy, self._worked = [], self.now, 0.0, 0.0
-        self._waited, self._lived, self._clock_began = 0.0, 0.0, self._clock
-        self._working, self._micro, self._changed = False, 0, True
+            self.buffer.live_limit = self.control.limit
+            self.buffer.spare = self.control.spare(outside)
+        self._lags = []
+        self._began = self.now
+        self._busy = 0.0
+        self._worked = 0.0
+        self._waited = 0.0
+        self._lived = 0.0
+        self._clock_began = self._clock
+        self._working = False
+        self._micro = 0
+        self._changed = True

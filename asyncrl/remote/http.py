@@ -177,7 +177,8 @@ def _networks(no_proxy: str) -> Iterator[IPv4Network | IPv6Network]:
 
 
 async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
-    parts, size = [], 0
+    parts = []
+    size = 0
     async for part in response.content.iter_any():
         parts.append(part)
         size += len(part)

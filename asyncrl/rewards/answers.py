@@ -96,7 +96,8 @@ def final_number(
     found = _NUMBER.findall(solution_str)
     if not found:
         return _scored(False, None)
-    expected, value = _NUMBER.fullmatch(str(ground_truth).strip()), _value(found[-1])
+    expected = _NUMBER.fullmatch(str(ground_truth).strip())
+    value = _value(found[-1])
     return _scored(expected is not None and value == _value(expected[0]), _written_number(value))
 
 
@@ -274,12 +275,14 @@ class Math:
     parsing and comparing; what takes longer is wrong.
     """
 
-    needs_truth, compared = True, staticmethod(_formulas)
+    needs_truth = True
+    compared = staticmethod(_formulas)
 
     def __init__(self, *, boxed: bool = False, seconds: Annotated[int, Meta(ge=1)] = 5) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("math-verify is not installed; pip install 'asyncrl[math]'")
-        self._boxed, self._seconds = boxed, seconds
+        self._boxed = boxed
+        self._seconds = seconds
 
     def load(self) -> None:
         """Import sympy, which takes a second."""

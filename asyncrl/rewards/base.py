@@ -26,7 +26,9 @@ from asyncrl.values import encodable, finite
 
 F = TypeVar("F", bound=Callable[..., Any])
 READ = ("score", "turns", "components")
-MOST_NOTES, LONGEST_NOTE = 16, 500  # of a result; characters
+# of a result; characters
+MOST_NOTES = 16
+LONGEST_NOTE = 500
 
 
 class RewardError(AsyncrlError):
@@ -98,7 +100,8 @@ def needs_truth(*, numbers: bool = False, compared: Compared | None = None) -> C
     compares them, for a line before the start; none for a ground truth that no answer equals."""
 
     def mark(function: F) -> F:
-        function.needs_truth, function.numbers = True, numbers  # type: ignore[attr-defined]
+        function.needs_truth = True  # type: ignore[attr-defined]
+        function.numbers = numbers  # type: ignore[attr-defined]
         function.compared = compared  # type: ignore[attr-defined]
         return function
 
@@ -161,7 +164,8 @@ def as_result(result: Any) -> RewardResult:
         return msgspec.structs.replace(alone, agents=_of_agents(result["score"]))
     others = {str(name): value for name, value in result.items() if name not in READ}
     numbers: dict[str, float] = {} if "components" in result else _numbers(others)
-    turns, components = result.get("turns", ()), result.get("components", numbers)
+    turns = result.get("turns", ())
+    components = result.get("components", numbers)
     if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
         raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; a list of numbers is expected")
     if not isinstance(components, Mapping):
@@ -209,9 +213,11 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     ValueError when two give different numbers of turn rewards, or a sum is not finite.
     """
     if len(parts) == 1:
-        components, notes = parts[0][2].components, parts[0][2].notes
+        components = parts[0][2].components
+        notes = parts[0][2].notes
     else:
-        components, notes = {name: result.score for name, _, result in parts if not result.agents}, {}
+        components = {name: result.score for name, _, result in parts if not result.agents}
+        notes = {}
         for name, _, result in parts:
             components |= {f"{name}/{part}": value for part, value in result.components.items()}
             components |= {f"{name}/{agent}": result.score + own for agent, own in result.agents.items()}

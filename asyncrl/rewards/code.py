@@ -74,7 +74,9 @@ class Code:
         at_once: Annotated[int, Meta(ge=1)] = 8,
         require: str = " ".join(ISOLATION),
     ) -> None:
-        self._partial, self._seconds, self._total = partial, seconds, total_seconds
+        self._partial = partial
+        self._seconds = seconds
+        self._total = total_seconds
         self._most = max_tests or None
         self._limits = SandboxLimits(memory=memory_mb, output=LARGEST)
         self._require = check_isolation(require)
@@ -132,7 +134,8 @@ def read_truth(given: Any) -> CodeTruth:
 
 def last_block(text: str) -> str | None:
     """The last fenced block of Python, or of no language. One that is not closed goes on to the end."""
-    found, fence = None, text.find(FENCE)
+    found = None
+    fence = text.find(FENCE)
     while fence >= 0 and (line_end := text.find("\n", fence)) >= 0:
         end = text.find(FENCE, line_end + 1)
         language = LANGUAGE.match(text, fence + len(FENCE), line_end)
@@ -201,10 +204,12 @@ def _assertion(answer: str, test: str) -> CodeTest:
 
 def same_text(found: str, expected: str) -> bool:
     """Equal words in equal lines; numbers with a point may differ by 1e-6 of their size."""
-    found, expected = found.strip(), expected.strip()
+    found = found.strip()
+    expected = expected.strip()
     if too_long(found, expected):
         return False
-    ours, theirs = found.splitlines(), expected.splitlines()
+    ours = found.splitlines()
+    theirs = expected.splitlines()
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
@@ -214,7 +219,8 @@ def too_long(found: str, expected: str) -> bool:
 
 
 def _same_line(a: str, b: str) -> bool:
-    ours, theirs = a.split(), b.split()
+    ours = a.split()
+    theirs = b.split()
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
 

@@ -60,7 +60,8 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> lis
 
 def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     """Load one function of whole episodes, with its options bound."""
-    found, where = rewards.load(source.spec, where), f"{where}.{source.spec}"
+    found = rewards.load(source.spec, where)
+    where = f"{where}.{source.spec}"
     function = bound(_with_verls_options(found, where), source.options, where, CALL)
     if not _is_typed(function):
         check_call(function, where, CALL)
@@ -118,7 +119,8 @@ def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
     made = functools.partial(function)
     given = list(signature.parameters.values())
-    first, extra = given[: len(VERL)], given[len(VERL) :]
+    first = given[: len(VERL)]
+    extra = given[len(VERL) :]
     options = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in extra]
     made.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
     return made

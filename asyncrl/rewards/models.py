@@ -109,10 +109,14 @@ class RewardModel:
         retries: Annotated[int, Meta(ge=0)] = 2,
     ) -> None:
         check_url(url)
-        self._url, self._headers = url, bearer(api_key_env)
-        self._path, self._of = _directory("tokenizer", tokenizer), of
-        self._label, self._normalise = label, normalise
-        self._timeout, self._retries = timeout, retries
+        self._url = url
+        self._headers = bearer(api_key_env)
+        self._path = _directory("tokenizer", tokenizer)
+        self._of = of
+        self._label = label
+        self._normalise = normalise
+        self._timeout = timeout
+        self._retries = retries
         self._tokenizer: Any = None
         self._alone = asyncio.Lock()  # tokenizers are not thread-safe
 
@@ -164,8 +168,12 @@ class Classifier:
         normalise: Normalise = "none",
         max_tokens: Annotated[int, Meta(ge=1)] = 8192,
     ) -> None:
-        self._path, self._device, self._dtype = _directory("path", path), device, dtype
-        self._of, self._label, self._normalise = of, label, normalise
+        self._path = _directory("path", path)
+        self._device = device
+        self._dtype = dtype
+        self._of = of
+        self._label = label
+        self._normalise = normalise
         self._max_tokens = max_tokens
         self._tokenizer: Any = None
         self._model: Any = None
@@ -254,7 +262,9 @@ class LLMJudge:
         max_tokens: Annotated[int, Meta(ge=0)] = 1024,
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
-        self._prompt, self._score, self._scale = _template(prompt), _pattern(score), scale
+        self._prompt = _template(prompt)
+        self._score = _pattern(score)
+        self._scale = scale
 
     async def __call__(self, given: RewardInput) -> float:
         question = self._prompt.render(variables(given), scale=f"{self._scale:g}")

@@ -90,7 +90,8 @@ class JudgedByTests:
         disk_mb: Annotated[int, Meta(ge=1)] = 1024,
         require: str = " ".join(ISOLATION),
     ) -> None:
-        self._partial, self._setup_seconds = partial, setup_seconds
+        self._partial = partial
+        self._setup_seconds = setup_seconds
         sizes = {"file": disk_mb, "disk": disk_mb, "resident": memory_mb, "output": LARGEST}
         self._limits = Limits(memory=0, processes=256, open_files=4096, **sizes)
         self._require = check_isolation(require)
@@ -150,7 +151,8 @@ class JudgedByTests:
 
     async def _run(self, sandbox: TaskSandbox, tests: TaskTests) -> Verdict:
         """Run the tests and read their verdict. NoVerdict where there is none."""
-        box, null = sandbox.jail, os.open(os.devnull, os.O_RDWR)
+        box = sandbox.jail
+        null = os.open(os.devnull, os.O_RDWR)
         environment = {"HOME": box.home, **sandbox.environment, **tests.environment}
         program = Program(["/bin/sh", "-c", SCRIPT], environment, sandbox.directory)
         ran = await box.execute(program, (null, null, null), tests.seconds)
@@ -208,11 +210,16 @@ def pack(directory: Path, script: str) -> list[Entry]:
     if they cannot be read, or are too large."""
     top, _, name = script.partition("/")
     os.stat(directory / name)
-    entries, left = [Entry(OPAQUE, top, 0o755)], MOST_CHANGES
+    entries = [Entry(OPAQUE, top, 0o755)]
+    left = MOST_CHANGES
     for path in sorted(directory.rglob("*")):
-        inside, found, content, kind = f"{top}/{path.relative_to(directory)}", path.lstat(), b"", FILE
+        inside = f"{top}/{path.relative_to(directory)}"
+        found = path.lstat()
+        content = b""
+        kind = FILE
         if path.is_symlink():
-            kind, content = LINK, os.fsencode(path.readlink())
+            kind = LINK
+            content = os.fsencode(path.readlink())
         elif path.is_dir():
             kind = DIRECTORY
         elif (left := left - found.st_size) < 0:
@@ -275,7 +282,8 @@ def read_report(report: bytes) -> dict[tuple[str, str], bool]:
         raise ValueError("the report has a document type")
 
     parser = expat.ParserCreate("utf-8")
-    parser.StartElementHandler, parser.EndElementHandler = start, end
+    parser.StartElementHandler = start
+    parser.EndElementHandler = end
     parser.StartDoctypeDeclHandler = refuse
     parser.Parse(report, True)
     return passed
@@ -300,7 +308,8 @@ def by_names(tests: TaskTests, passed: dict[tuple[str, str], bool], part: bool) 
     def failed(names: Sequence[str]) -> list[str]:
         return [name for name in names if not passed.get(named_in_report(name))]
 
-    red, broken = failed(tests.turn_green), failed(tests.stay_green)
+    red = failed(tests.turn_green)
+    broken = failed(tests.stay_green)
     turned = 1 - len(red) / max(1, len(tests.turn_green))
     stayed = 1 - len(broken) / max(1, len(tests.stay_green))
     score = (turned if part else float(not red)) * (not broken)

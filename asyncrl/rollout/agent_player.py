@@ -40,7 +40,9 @@ class IdleTimer:
     def __init__(self, waits: Waits, limit: float) -> None:
         self.seconds = 0.0
         self._limit = limit  # of the episode, in seconds: an agent has no deadline of its own
-        self._waits, self._requests, self._since = waits, 0, 0.0
+        self._waits = waits
+        self._requests = 0
+        self._since = 0.0
         self._wait = ExitStack()
 
     def start(self) -> None:
@@ -70,7 +72,9 @@ class AgentHost:
 
     def __init__(self, run: EpisodeRun, branches: Branches, idle: IdleTimer) -> None:
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._run, self._branches, self._idle = run, branches, idle
+        self._run = run
+        self._branches = branches
+        self._idle = idle
         self._rendering = asyncio.Lock()
         self._posting = asyncio.Lock()  # turns are posted in the order of their numbers
         self._changed = Notifier()  # there is one more turn
@@ -138,7 +142,8 @@ class AgentHost:
     async def _one(self, found: Turn | Placement, on_text: OnText | None) -> AgentReply:
         """Reply with a turn that was not delivered, a recorded one, or one that is sampled and posted."""
         turn = found if isinstance(found, Turn) else await self._turn(found, on_text)
-        branches, decode = self._branches, self._run.context.rules.chat.decode
+        branches = self._branches
+        decode = self._run.context.rules.chat.decode
         stopped = branches.stopped_at(turn)
         return AgentReply(branches.said(turn), turn, branches.prompt_tokens(turn), decode, stopped)
 
@@ -160,7 +165,8 @@ class AgentHost:
         return None
 
     async def _sample(self, place: Placement, on_text: OnText | None) -> Turn:
-        rules, asked = self._run.context.rules, place.request
+        rules = self._run.context.rules
+        asked = place.request
         watch = None
         on_text = None if asked.prompt is not None else on_text  # its thoughts and calls are not told apart
         if asked.stops or on_text:
@@ -238,7 +244,8 @@ class AgentPlayer:
         except SetupError:
             raise
         except Exception as error:
-            branches, ran = self._branches, isinstance(error, CommandError)
+            branches = self._branches
+            ran = isinstance(error, CommandError)
             judged = ran and task_of(self.run.assign.sample)  # the model can end its program
             own = bool(trained(branches.turns)) and (judged or branches.end is EpisodeEnd.LENGTH)
             if branches.refused is None and not own:
@@ -260,7 +267,8 @@ class AgentPlayer:
 
     async def _scored(self, end: EpisodeEnd, result: Any) -> Outcome:
         """Score the turns, limited by `rollout.reward_timeout`, not by what is left of the episode's time."""
-        turns, branches = trained(self._branches.turns), self._branches
+        turns = trained(self._branches.turns)
+        branches = self._branches
         calls = branches.calls
         shown = branches.messages, calls, result, branches.main
         earned = await self.run.reward(turns, branches.answer, end, *shown)
@@ -282,7 +290,9 @@ class Agents:
     """The agent, gateway and threads that all episodes of a worker share. Start the gateway first."""
 
     def __init__(self, agent: Agent, gateway: Gateway, untrained: Untrained = lambda request: False) -> None:
-        self.agent, self.gateway, self.threads = agent, gateway, LoopThread("agents")
+        self.agent = agent
+        self.gateway = gateway
+        self.threads = LoopThread("agents")
         self.untrained = untrained
 
     async def close(self) -> None:

@@ -143,7 +143,9 @@ class EpisodeRun:
 
     async def _read(self, session: str, prefix: tuple[int, ...], sampled: Generation) -> Generation:
         """Add what scorers make of the turn."""
-        ids, count, reader = prefix + sampled.ids, len(sampled.ids), self.reader
+        ids = prefix + sampled.ids
+        count = len(sampled.ids)
+        reader = self.reader
         if reader is None or not count:
             return sampled
         scores = await reader.read(session, ids, count, self.context.top, self.paused)
@@ -233,7 +235,8 @@ class EpisodeRun:
 
     def forget(self, ended: asyncio.Future[None]) -> None:
         """The episode's end is durable: nothing goes on from its snapshots."""
-        snapshots, episode = self.context.snapshots, self.attempt.uid
+        snapshots = self.context.snapshots
+        episode = self.attempt.uid
         if snapshots is not None and not ended.cancelled() and snapshots.kept(episode):
             forget = partial(snapshots.forget, episode)
             asyncio.get_running_loop().run_in_executor(None, forget)
@@ -262,7 +265,8 @@ class EpisodeRun:
 
     async def post(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
         """Hand a record to the outbox once its window has room. The future is done when it is durable."""
-        outbox, wait = self.context.outbox, "acks: the window of unacknowledged records is full"
+        outbox = self.context.outbox
+        wait = "acks: the window of unacknowledged records is full"
         with self.context.waits.named(wait) if outbox.full else nullcontext():
             return await outbox.post(record, *frames)
 
@@ -304,7 +308,8 @@ class EpisodeRun:
         command = outcome.command
         if isinstance(command, Fail):
             return Failed(0, self.attempt, command.reason, command.detail)
-        rows, replies = rows_of(outcome.turns), [reply for turn in outcome.turns for reply in turn.replies]
+        rows = rows_of(outcome.turns)
+        replies = [reply for turn in outcome.turns for reply in turn.replies]
         return Finished(
             seq=0,
             attempt=self.attempt,

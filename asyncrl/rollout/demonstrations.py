@@ -33,7 +33,8 @@ class DemonstrationPlayer:
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
         """Post the turns that are not recorded yet."""
-        sample, version = self.run.assign.sample, max(0, self.run.sampler.version)
+        sample = self.run.assign.sample
+        version = max(0, self.run.sampler.version)
         rules = self.run.context.rules
         turns = demonstrated(rules, sample, self.toolbox.schemas(sample), version)
         if isinstance(turns, Fail):
@@ -69,7 +70,8 @@ class DemonstrationPlayer:
 
 def said_logprobs(turns: Sequence[Turn], rows: Sequence[Sequence[float]]) -> list[float]:
     """Pick the log-probs of the turns' ids out of the log-probs of each row's tokens but its first."""
-    ends, said = [-1] * len(rows), list[float]()
+    ends = [-1] * len(rows)
+    said = list[float]()
     for turn in turns:
         ends[turn.row] += len(turn.context) + len(turn.ids)
         said += rows[turn.row][ends[turn.row] - len(turn.ids) : ends[turn.row]]
@@ -80,7 +82,9 @@ class NoEngine:
     """Stands in for an engine where nothing is sampled: it confirms versions, and reads none."""
 
     def __init__(self) -> None:
-        self.version, self.tokens, self.asleep = 0, 0, False
+        self.version = 0
+        self.tokens = 0
+        self.asleep = False
 
     async def generate(self, request: Request) -> Generation:
         raise EngineError("a supervised run samples in validation only")
@@ -90,7 +94,8 @@ class NoEngine:
 
     async def load(self, ref: WeightsRef) -> Manifest:
         manifest = await asyncio.to_thread(disk.read_manifest, ref)
-        self.version, self.asleep = ref.version.step, False
+        self.version = ref.version.step
+        self.asleep = False
         return manifest
 
     async def sleep(self) -> None:

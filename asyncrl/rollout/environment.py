@@ -37,7 +37,8 @@ class EpisodeEnvironment:
                 self.inner = make()
         except Exception as error:
             raise EnvironmentFailed(f"the environment cannot be made: {describe(error)}") from error
-        self._limit, self._waits = limit, waits
+        self._limit = limit
+        self._waits = waits
         self._turn = asyncio.Lock()  # a call that was cancelled may still be ending
 
     async def reset(self, sample: Sample) -> Observation:

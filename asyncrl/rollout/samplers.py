@@ -95,7 +95,8 @@ class LocalSampler:
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait until the weights are not older than `oldest()`. With `pinned` they stay as they are."""
         while not self.pinned and self.version < oldest():
-            lack, span = f"weights v{oldest()}: engine has v{self.version}", FRESHER
+            lack = f"weights v{oldest()}: engine has v{self.version}"
+            span = FRESHER
             if self.sleeps.asleep:
                 lack = span = ASLEEP
             with self.waits.named(lack, span=span):
@@ -202,7 +203,8 @@ def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
     """Return what makes an embedded engine with the initial weights, for the worker of this index.
     ConfigError for an unknown one."""
     with quick_imports():
-        factory, device = engines.load(config.engine.name), str(config.model.device)
+        factory = engines.load(config.engine.name)
+        device = str(config.model.device)
         if config.engine.name == "torch" and config.shifts:  # it is built late
             from asyncrl.engines.torch.check import check_served
 

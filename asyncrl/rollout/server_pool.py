@@ -46,7 +46,9 @@ LOAD_FACTOR = 1.25  # load of a server that is chosen for its prefix, relative t
 LANES = {"train", "eval"}  # of engines; others are names of scorers
 MIN_BOUND = 2  # requests; so few are no overload, whatever the mean over many servers is
 MAX_LOSSES = 8  # in a row without a token end a turn: its request may be what kills the servers
-PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two rounds of full servers, doubled each time
+# seconds between two rounds of full servers, doubled each time
+PAUSE = 0.1
+LONGEST_PAUSE = 2.0
 SUSPECT_SECONDS = 10.0  # seconds that a server which lost a turn gets none, unless a new table comes before
 
 
@@ -101,12 +103,20 @@ class ServerPool:
         patience: float = 600.0,
         uses: dict[str, EngineUse] | None = None,
     ) -> None:
-        self.name, self.changed, self.sleeps = name, Notifier(), Sleeps()
-        self._connect, self._waits, self._patience = connect, waits, patience
-        self._lanes, self._kind, self._span = LANES, "engines", FRESHER
+        self.name = name
+        self.changed = Notifier()
+        self.sleeps = Sleeps()
+        self._connect = connect
+        self._waits = waits
+        self._patience = patience
+        self._lanes = LANES
+        self._kind = "engines"
+        self._span = FRESHER
         self._asking: Callable[[str], AbstractContextManager[None]] = meter.turn  # around each request
         if name not in LANES:
-            self._lanes, self._kind, self._span = {name}, f"scorers.{name}", f"scorers.{name}: reads turns"
+            self._lanes = {name}
+            self._kind = f"scorers.{name}"
+            self._span = f"scorers.{name}: reads turns"
             self._asking = lambda _: waits.named(self._span)
         self._calls = itertools.count()
         self.uses = {} if uses is None else uses
@@ -167,7 +177,8 @@ class ServerPool:
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait for a server that is not older than `oldest()`."""
         while self.version < oldest():
-            lack, span = self._waits_for(oldest()), FRESHER
+            lack = self._waits_for(oldest())
+            span = FRESHER
             if self.sleeps.asleep:
                 lack = span = ASLEEP
             with self._waits.named(lack, span=span):
@@ -304,7 +315,8 @@ class ServerPool:
 
     def table(self, entries: Iterable[EngineEntry]) -> None:
         """The servers from now on. The turns of one that left, or was restarted, go on elsewhere."""
-        before, self._servers = self._servers, {}
+        before = self._servers
+        self._servers = {}
         own = [entry for entry in entries if entry.lane in self._lanes]
         for entry in own:
             if entry.url:
@@ -312,7 +324,8 @@ class ServerPool:
                 use = self.uses.setdefault(entry.name, EngineUse(entry.name))
                 server = before.pop(id, None) or PooledServer(entry, self._connect(entry, use), use)
                 self._servers[id] = server
-                server.entry, server.suspect = entry, False
+                server.entry = entry
+                server.suspect = False
                 server.client.sleeps(entry.asleep)
                 if entry.healthy:  # else the coordinator may not know yet what it holds
                     server.client.mark(entry.version)
@@ -361,7 +374,8 @@ def connector(config: RunConfig, scorer: str = "") -> Connect:
 
     path = config.scorers[scorer].path if scorer not in ("", "reward") else config.model.path
     known = path if (Path(path) / "config.json").is_file() else config.model.path
-    vocabulary, secrets = vocabulary_of(known), keys(config.engine)
+    vocabulary = vocabulary_of(known)
+    secrets = keys(config.engine)
 
     def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
         return SGLangClient(ServerApi(entry.url, *secrets), config, vocabulary, use, salt=entry.incarnation)

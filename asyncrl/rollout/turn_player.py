@@ -46,7 +46,8 @@ class TurnPlayer:
     _histories: list[str] = field(default_factory=list)  # names of turns with all before, for snapshots
 
     def __post_init__(self) -> None:
-        episode, snapshots = self.run.attempt.uid, self.run.context.snapshots
+        episode = self.run.attempt.uid
+        snapshots = self.run.context.snapshots
         self._tools = self.toolbox.session(self.run.assign.sample, episode, snapshots)
 
     @property
@@ -62,7 +63,8 @@ class TurnPlayer:
             self.run.caught_up()
         while not episode.over:
             event = await self._answer(episode)
-            before, episode = episode, machine.advance(self._rules, episode, event)
+            before = episode
+            episode = machine.advance(self._rules, episode, event)
             await self._post(before, episode)
             self.episode = episode
         return _outcome(episode)
@@ -186,7 +188,8 @@ class TurnPlayer:
             self.episode = now  # from here on a timeout counts the turn
         if not now.turns:
             return
-        last, known = now.turns[-1], before.turns[-1] if len(before.turns) == len(now.turns) else None
+        last = now.turns[-1]
+        known = before.turns[-1] if len(before.turns) == len(now.turns) else None
         if (last.replies, last.observation) != ((known.replies, known.observation) if known else ((), None)):
             self._note(now.turns)
             await self._tools.save(last.index, self._histories[-1])  # first: see tools/snapshots.py

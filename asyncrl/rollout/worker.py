@@ -64,7 +64,8 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
     sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
-    parts, remote = EpisodeParts(config).load(), config.engine.remote
+    parts = EpisodeParts(config).load()
+    remote = config.engine.remote
     build = None if remote else engine_factory(config, index)
     connect = {name: connector(config, name) for name in dict(config.scorer_places)}
     connect |= dict.fromkeys([*LANES, *config.scorers_lent], connector(config)) if remote else {}
@@ -110,8 +111,11 @@ class RolloutWorker:
         engine: Engine | None,
     ) -> None:
         config = self.config = parts.config
-        self.index, self.incarnation, self._parts = index, incarnation, parts
-        self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
+        self.index = index
+        self.incarnation = incarnation
+        self._parts = parts
+        self._endpoints = endpoints
+        self._name = identity("rollout", index, incarnation)
         run_dir = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
         self.timeline.past(START, 0.0)
@@ -160,7 +164,8 @@ class RolloutWorker:
 
     async def serve(self) -> int:
         """Serve until `Stop`; raises DeadlineError when the coordinator does not come back."""
-        loop, endpoints = asyncio.get_running_loop(), self._endpoints
+        loop = asyncio.get_running_loop()
+        endpoints = self._endpoints
         scorer_url.set(lambda name: self._pools[name].url())
         if self.agents is not None:
             await self.agents.gateway.start()  # first: where it cannot, nothing is to be closed
@@ -281,7 +286,8 @@ class RolloutWorker:
         stored, so they are sent again."""
         restarted = message.coordinator_epoch != self._epoch
         if restarted:
-            self._epoch, self._assigned = message.coordinator_epoch, 0
+            self._epoch = message.coordinator_epoch
+            self._assigned = 0
         if restarted or self.outbox.paused:
             self.outbox.rewind()
         self.contact.welcomed = True
@@ -306,7 +312,8 @@ class RolloutWorker:
 
     async def _hello(self) -> None:
         self.outbox.pause()
-        slots, acked = self.config.rollout.slots, self.outbox.acked
+        slots = self.config.rollout.slots
+        acked = self.outbox.acked
         held = self._local["train"].loads.version if self._local else NO_VERSION
         await self._control.send(
             worker.WorkerHello(self.index, self.incarnation, slots, os.getpid(), acked, held)

@@ -57,7 +57,10 @@ class Activity:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._timeline, self._gap, self._clock, self._wall = timeline, gap, clock, wall
+        self._timeline = timeline
+        self._gap = gap
+        self._clock = clock
+        self._wall = wall
         self._joined: dict[str, Joined] = {}
         self._flushed = clock()
 
@@ -79,12 +82,14 @@ class Activity:
     def end(self, begun: Begun) -> None:
         """A task ends."""
         name, began = begun
-        now, joined = self._clock(), self._joined[name]
+        now = self._clock()
+        joined = self._joined[name]
         joined.advance(now)
         joined.running -= 1
         took = now - began
         if took < AT_ONCE and self._gap:
-            joined.calls, joined.seconds = max(joined.calls - 1, 0), joined.seconds - took
+            joined.calls = max(joined.calls - 1, 0)
+            joined.seconds = joined.seconds - took
         joined.longest = max(joined.longest, took)
         if not joined.running and not self._gap:
             self._write(name, self._joined.pop(name), now)
@@ -108,8 +113,10 @@ class Activity:
     def _write(self, name: str, joined: Joined, now: float) -> None:
         if joined.seconds >= SHORTEST or not self._gap:
             ahead = self._wall() - now
-            start, end = joined.start + ahead, joined.changed + ahead
-            seconds, longest = round(joined.seconds, 6), round(joined.longest, 6)
+            start = joined.start + ahead
+            end = joined.changed + ahead
+            seconds = round(joined.seconds, 6)
+            longest = round(joined.longest, 6)
             self._timeline.record(name, start, end, calls=joined.calls, seconds=seconds, longest=longest)
 
 
@@ -182,7 +189,8 @@ class Notifier:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        event, self._event = self._event, asyncio.Event()
+        event = self._event
+        self._event = asyncio.Event()
         event.set()
 
     async def wait(self) -> None:
@@ -224,7 +232,8 @@ class Waits:
     """The waits under way in one process, oldest first; `activity` records them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, activity: Activity | None = None) -> None:
-        self._clock, self._activity = clock, activity
+        self._clock = clock
+        self._activity = activity
         self._open: dict[int, tuple[float, str, float]] = {}  # since when, for what, until when
         self._numbers = itertools.count()
 
@@ -232,7 +241,8 @@ class Waits:
     def named(self, name: str, seconds: float = 0.0, span: str = "") -> Iterator[None]:
         """The body waits for what `name` says; `seconds`: the deadline that this has of its own; `span`: its
         name in the timeline, where `name` has numbers that change."""
-        number, now = next(self._numbers), self._clock()
+        number = next(self._numbers)
+        now = self._clock()
         self._open[number] = (now, name, now + seconds)
         begun = self._activity.begin(span or name) if self._activity else None
         try:

@@ -31,7 +31,8 @@ def silence_limit(config: RunConfig) -> float:
 def progress_limit(config: RunConfig) -> float:
     """Seconds in which an episode must have landed, or something been trained, whatever signs of life there
     are: all attempts of an episode, each up to its deadlines, and the start of the servers."""
-    rollout, servers = config.rollout, config.engine.remote or config.scorers
+    rollout = config.rollout
+    servers = config.engine.remote or config.scorers
     return (
         silence_limit(config)
         + (1 + rollout.retries) * (rollout.episode_timeout + rollout.reward_timeout)
@@ -45,7 +46,8 @@ class Liveness:
 
     def __init__(self, config: RunConfig, now: float) -> None:
         self.start = start_limit(config)
-        self._silence, self._progress = silence_limit(config), progress_limit(config)
+        self._silence = silence_limit(config)
+        self._progress = progress_limit(config)
         self.progress_at = self.alive_at = now
 
     def progress(self, now: float) -> None:
@@ -88,7 +90,8 @@ class Contact:
     """
 
     def __init__(self, seconds: float, give_up: float, now: float) -> None:
-        self.seconds, self.give_up = seconds, max(give_up, seconds)
+        self.seconds = seconds
+        self.give_up = max(give_up, seconds)
         self.interval = min(seconds / 5, 0.5)
         self.welcomed = False
         self._heard = self._ticked = now

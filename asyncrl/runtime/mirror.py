@@ -65,10 +65,14 @@ class Mirror:
         self, config: RunConfig, endpoints: Endpoints, role: str, index: int, timeline: Timeline
     ) -> None:
         weights = config.weights
-        self._where, self._deadline, self._name = weights.directory, weights.deadline, config.name
+        self._where = weights.directory
+        self._deadline = weights.deadline
+        self._name = config.name
         self._run_dir = Path(config.run_dir) / config.name
         self._lock = self._run_dir / f"mirror-{socket.gethostname()}"  # machines may share the directory
-        self._endpoints, self._role, self._index = endpoints, role, index
+        self._endpoints = endpoints
+        self._role = role
+        self._index = index
         self._timeline = timeline
         self._possible = travels(config) and bool(endpoints.versions)
         self._sees_files = not self._possible or is_here(endpoints.control)
@@ -153,14 +157,17 @@ class Mirror:
     def _turn(self) -> Iterator[Path]:
         """The only one of this machine that fetches. The file is touched when a piece has come, and before
         each source: it is left after BARREN_S, and waits for its last answer and for the name of the next."""
-        path, seen, until = self._lock, 0, math.inf
+        path = self._lock
+        seen = 0
+        until = math.inf
         with path.open("a") as file:
             while not self._closing.is_set():
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 if (touched := path.stat().st_mtime_ns) != seen:
-                    seen, until = touched, time.monotonic() + BARREN_S + 3 * STALL_S
+                    seen = touched
+                    until = time.monotonic() + BARREN_S + 3 * STALL_S
                 if time.monotonic() > until:
                     raise DeadlineError("another process of this machine fetches, and gets nothing")
                 time.sleep(0.02)
@@ -193,7 +200,8 @@ class Mirror:
             manifest = msgspec.json.decode(opened.manifest, type=Manifest)
         if manifest.delta is not None and self._local(manifest.delta.version) is None:
             self._fetch(manifest.delta.version, lock)
-        begin, wall = time.monotonic(), time.time()
+        begin = time.monotonic()
+        wall = time.time()
         if (directory := self._directory) is None:
             size = sum(spec.nbytes for spec in manifest.layout)
             needed = disk.bytes_needed(size, manifest.delta is not None, caches=0)
@@ -204,7 +212,8 @@ class Mirror:
             arriving.file = work / (disk.DELTA if manifest.delta else disk.PAYLOAD)
             self._receive(opened, arriving, lock)
             (work / disk.MANIFEST).write_bytes(opened.manifest)
-        size, seconds = opened.size, time.monotonic() - begin
+        size = opened.size
+        seconds = time.monotonic() - begin
         self._rate = size / seconds
         self._timeline.record(FETCH, wall, time.time(), version=version, bytes=size)
         log.info("%s: %d bytes in %.2f s", version.label, size, seconds)

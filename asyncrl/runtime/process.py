@@ -42,7 +42,8 @@ def defer(name: str) -> None:
     """Let this process import a large module when something of it is used, and not before."""
     if name not in sys.modules and (spec := find_spec(name)):
         module = sys.modules[name] = DeferredModule(name)
-        module.__spec__, module.__file__ = spec, spec.origin
+        module.__spec__ = spec
+        module.__file__ = spec.origin
 
 
 @contextmanager
@@ -102,9 +103,11 @@ VERSIONS = {
 def main_memory(root: Path = Path("/")) -> MainMemory:
     """Now. `root`: of the file system."""
     machine = psutil.virtual_memory()
-    total, available = int(machine.total), int(machine.available)
+    total = int(machine.total)
+    available = int(machine.available)
     for limit, used in _limits(root):
-        total, available = min(total, limit), min(available, max(0, limit - used))
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
     return MainMemory(total, available)
 
 

@@ -83,8 +83,10 @@ class VersionServer:
         address: str = "",
     ) -> None:
         self._hub = Hub(endpoint, ToVersionServer, gate, large=True)
-        self.address, self.key = address or self._hub.endpoint, gate.own.public
-        self._directory, self._arriving = directory, arriving
+        self.address = address or self._hub.endpoint
+        self.key = gate.own.public
+        self._directory = directory
+        self._arriving = arriving
         self._chains: dict[PolicyVersion, Chain] = {}
         self._held: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
         self._waiting: deque[PendingRead] = deque()
@@ -131,7 +133,8 @@ class VersionServer:
 
     def _opened(self, message: OpenVersion) -> OpenedVersion:
         here = self._hold(message.version)
-        manifest, size = (here / disk.MANIFEST).read_bytes(), disk.payload(here).stat().st_size
+        manifest = (here / disk.MANIFEST).read_bytes()
+        size = disk.payload(here).stat().st_size
         return OpenedVersion(message.version, manifest, size, *self._source(message))
 
     def _source(self, message: OpenVersion) -> tuple[str, str]:
@@ -143,7 +146,8 @@ class VersionServer:
             del self._chains[old]
         if message.anew or not message.address or message.address in chain.members:
             return root
-        source, chain.end = chain.end, (message.address, message.key)
+        source = chain.end
+        chain.end = (message.address, message.key)
         chain.members.add(message.address)
         return source
 

@@ -39,15 +39,19 @@ class LoadFailures:
     """Failed loads in a row. A version that is not to be had now is no failure."""
 
     def __init__(self) -> None:
-        self._count, self._since, self._last = 0, math.inf, ""
+        self._count = 0
+        self._since = math.inf
+        self._last = ""
         self._process_failed = True  # each time
 
     def add(self, answer: Loaded) -> None:
         if not answer.error or answer.postponed:
-            self._count, self._since = 0, math.inf
+            self._count = 0
+            self._since = math.inf
             self._process_failed = True
             return
-        self._count, self._last = self._count + 1, answer.error
+        self._count = self._count + 1
+        self._last = answer.error
         self._process_failed &= answer.process_failed
         self._since = min(self._since, time.monotonic())
 
@@ -72,8 +76,12 @@ class WeightLoader:
         engine: Callable[[], Awaitable[Loadable]],
         mirror: Mirror | None = None,
     ) -> None:
-        self.lane, self.changed = lane, Notifier()
-        self._timeline, self._deadline, self._engine, self._mirror = timeline, deadline, engine, mirror
+        self.lane = lane
+        self.changed = Notifier()
+        self._timeline = timeline
+        self._deadline = deadline
+        self._engine = engine
+        self._mirror = mirror
         self._offered: tuple[WeightsRef, Probe | None] | None = None
         self._proven = False  # the engine has compared a probe
         self._loading: tuple[WeightsRef, Probe | None] | None = None
@@ -132,11 +140,14 @@ class WeightLoader:
             self.changed.notify()
 
     async def _load(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
-        checksum, probed = "", (0.0, 0, 0.0)
-        start, wall = time.monotonic(), time.time()
+        checksum = ""
+        probed = (0.0, 0, 0.0)
+        start = time.monotonic()
+        wall = time.time()
         with recorded() as failure:
             async with self._local_copy(ref) as local:
-                start, wall = time.monotonic(), time.time()
+                start = time.monotonic()
+                wall = time.time()
                 try:
                     async with asyncio.timeout(self._deadline):
                         engine = await self._engine()
@@ -151,7 +162,8 @@ class WeightLoader:
         details = {"error": failure.line} if failure.line else {}
         self._timeline.record(LOAD, wall, time.time(), version=ref.version, engine=self.lane, **details)
         seconds = time.monotonic() - start
-        postponed, unproven = isinstance(failure.error, Postponed), not self._proven
+        postponed = isinstance(failure.error, Postponed)
+        unproven = not self._proven
         return Loaded(
             ref,
             self.lane,

@@ -52,8 +52,11 @@ class HashedFile(io.RawIOBase):
     the bytes of each write."""
 
     def __init__(self, file: Any, wrote: Callable[[int], None], done: Callable[[int, str], None]) -> None:
-        self._file, self._wrote, self._done = file, wrote, done
-        self._size, self._digest = 0, xxhash.xxh3_64()
+        self._file = file
+        self._wrote = wrote
+        self._done = done
+        self._size = 0
+        self._digest = xxhash.xxh3_64()
 
     def writable(self) -> bool:
         return True
@@ -88,7 +91,8 @@ class Checkpoints:
 
     def __init__(self, place: str | Path) -> None:
         if isinstance(place, Path) or "://" not in place:
-            self._fs, self.root = LocalFileSystem(), os.path.abspath(place)
+            self._fs = LocalFileSystem()
+            self.root = os.path.abspath(place)
         else:
             with ConfigError.instead_of(
                 ValueError,

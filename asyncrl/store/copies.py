@@ -27,7 +27,8 @@ from asyncrl.store.segments import fsync
 
 log = logging.getLogger("asyncrl.store")
 
-FOLDER, KEPT = "copies", 2
+FOLDER = "copies"
+KEPT = 2
 PATIENCE = 60.0  # seconds that closing waits for a copy under way; one that takes longer is logged
 BEYOND = 1_000_000  # epochs: never are so many given between two checkpoints
 _ROWS = {  # that a copy has of each table
@@ -44,7 +45,10 @@ class Copies:
     """The copies of one run, for its coordinator. `due`: a copy is to be made after the next transaction."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._thread, self.due, self._began = run_dir, Thread(), False, 0.0
+        self._run_dir = run_dir
+        self._thread = Thread()
+        self.due = False
+        self._began = 0.0
 
     @property
     def busy(self) -> bool:
@@ -65,7 +69,8 @@ class Copies:
         is no room for a copy the run goes on, and the next checkpoint tries again."""
         if not self.due or self.busy:
             return
-        self.due, folder = False, self._run_dir / FOLDER
+        self.due = False
+        folder = self._run_dir / FOLDER
         with recorded() as failure:
             (new := _cleared(folder)).mkdir(parents=True)
             db = sqlite3.connect(new / DATABASE, isolation_level=None, check_same_thread=False)
@@ -132,7 +137,8 @@ def _place(new: Path) -> Path:
 def restore(run_dir: Path) -> list[str]:
     """Put the newest good copy into the place of run.db; lines that say what is lost. The caller holds the
     run's lock. ConfigError when there is no good copy."""
-    path, folder = run_dir / DATABASE, run_dir / FOLDER
+    path = run_dir / DATABASE
+    folder = run_dir / FOLDER
     good = next(filter(_is_good, _found(folder)), None)
     if good is None:
         raise ConfigError(f"{path}: no good copy in {folder}; begin a new run with another name=…")
@@ -142,7 +148,8 @@ def restore(run_dir: Path) -> list[str]:
             query = f"SELECT value FROM meta WHERE key='{key}'"
             epoch = BEYOND + max(_number(place, query) for place in (run_dir, *_found(folder)))
             db.execute("UPDATE meta SET value=? WHERE key=?", (str(epoch), key))
-    good, knew = _place(new), _known(run_dir)
+    good = _place(new)
+    knew = _known(run_dir)
     (aside := run_dir / f"damaged-{good.name}").mkdir(exist_ok=True)
     shutil.copyfile(good / DATABASE, fresh := run_dir / f"{DATABASE}.new")
     fsync(fresh)

@@ -34,7 +34,8 @@ decode = msgspec.json.Decoder(list[LaunchRecord]).decode
 def launches_of(run_dir: Path) -> list[LaunchRecord]:
     """Oldest first; [] without a run. Where the store has none, cannot be read or is another version's: that
     of config.yaml."""
-    path, found = run_dir / "config.yaml", list[LaunchRecord]()
+    path = run_dir / "config.yaml"
+    found = list[LaunchRecord]()
     try:
         found = decode(meta_of(run_dir, KEY) or "[]")
     except (StoreError, ConfigError):

@@ -20,10 +20,14 @@ from asyncrl.store.reader import RunReader
 
 PAGE = 100  # episodes
 DISTINCT = 8  # values of a number that facets show one by one; of more they show ranges
-MOST_VALUES, MOST_COMPONENTS, MOST_WORDS = 20, 6, 10  # of a facet; facets; of a search
+# of a facet; facets; of a search
+MOST_VALUES = 20
+MOST_COMPONENTS = 6
+MOST_WORDS = 10
 LOOKED_AT = 200  # episodes, for the names of their components
 TEXTS = ("question", "answer", "truth")
-COMPONENT, CALLED = "components.", "tool"
+COMPONENT = "components."
+CALLED = "tool"
 BOUND = "(SELECT value ->> '$[#-1].config.buffer.max_staleness' FROM meta WHERE key = 'launches')"
 
 COLUMNS = {
@@ -97,7 +101,8 @@ class Listing(msgspec.Struct, frozen=True):
             ) from None
         if start and not (start.isdecimal() and len(start) < 10):
             raise ConfigError(f"episodes: start={start}: give a number from 0 on")
-        down, by = " DESC" * order.startswith("-"), order.removeprefix("-")
+        down = " DESC" * order.startswith("-")
+        by = order.removeprefix("-")
         sort = f"{column(by)}{down} NULLS LAST, {NEWEST}" if by else NEWEST
         words = tuple(search.split())[:MOST_WORDS]
         return cls(tuple(_clauses(conditions)), sort, int(start or 0), words)
@@ -130,7 +135,8 @@ def column(name: str) -> str:
 
 def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
     """Make one for each column with "=", and one for each other condition. ConfigError."""
-    equal, found = defaultdict[str, list[Clause]](list), list[Clause]()
+    equal = defaultdict[str, list[Clause]](list)
+    found = list[Clause]()
     for name, operator, value in conditions:
         what = "" if name == CALLED else column(name)
         if name == CALLED:
@@ -144,7 +150,8 @@ def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
         else:
             equal[name].append(Clause(f"{what} IS ?", (_bounded(value),)))
     for name, some in equal.items():
-        text, values = " OR ".join(one.text for one in some), [v for one in some for v in one.values]
+        text = " OR ".join(one.text for one in some)
+        values = [v for one in some for v in one.values]
         has_facet = name in FACETS or name.startswith(COMPONENT)
         found.append(Clause(f"({text})", tuple(values), name if has_facet else ""))
     return found
@@ -163,7 +170,8 @@ def _pattern(word: str) -> str:
 
 def page(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the PAGE episodes from `start` on."""
-    where, names = wanted.where(found), [*COLUMNS, "components"]
+    where = wanted.where(found)
+    names = [*COLUMNS, "components"]
     columns = ", ".join([*COLUMNS.values(), "e.components"])
     # Their texts are not read to sort all.
     shown = f"SELECT e.uid {FROM} WHERE {where.text} ORDER BY {wanted.order} LIMIT {PAGE} OFFSET ?"
@@ -205,7 +213,8 @@ def facets(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> tup
     values = [value for one in own for value in one.values]
     places = ",".join(str(at + 2) for at in range(len(shown) + len(own)))
     query = f"SELECT count(*), {columns} {FROM} WHERE {where.text} GROUP BY {places}"
-    total, counts = 0, [Counter[Any]() for _ in shown]
+    total = 0
+    counts = [Counter[Any]() for _ in shown]
     for count, *row in reader.rows(query, *values, *where.values):
         fits = row[len(shown) :]
         missed = {one.column for one, fit in zip(own, fits, strict=True) if not fit}
@@ -272,7 +281,8 @@ def _components(reader: RunReader) -> list[str]:
 
 def tools(reader: RunReader, wanted: Listing) -> list[dict[str, Any]]:
     """Return what the tools did in the episodes that fit."""
-    where, all_of_them = wanted.where(), not (wanted.clauses or wanted.search)
+    where = wanted.where()
+    all_of_them = not (wanted.clauses or wanted.search)
     chosen = "1" if all_of_them else f"uid IN (SELECT e.uid {FROM} WHERE {where.text})"
     names = ("tool", "calls", "failed", "refused", "p50", "p95")
     found = [

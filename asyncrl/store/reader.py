@@ -50,7 +50,9 @@ class RunReader:
     def __init__(
         self, db: sqlite3.Connection, segments: SegmentReader, unwritten: Mapping[FrameKey, bytes] = {}
     ) -> None:
-        self._db, self._segments, self._unwritten = db, segments, unwritten
+        self._db = db
+        self._segments = segments
+        self._unwritten = unwritten
 
     @classmethod
     def open(cls, run_dir: Path) -> RunReader:
@@ -193,10 +195,13 @@ class RunReader:
         )
 
     def _episodes(self, where: str, *values: object) -> list[EpisodeRecord]:
-        decode, found = msgspec.msgpack.Decoder(EpisodeRecord).decode, list[EpisodeRecord]()
+        decode = msgspec.msgpack.Decoder(EpisodeRecord).decode
+        found = list[EpisodeRecord]()
         for record, state, reason, step in self.rows(_EPISODES + where, *values):
             found.append(episode := decode(record))
-            episode.state, episode.reason, episode.step = State(state), reason, step
+            episode.state = State(state)
+            episode.reason = reason
+            episode.step = step
         return found
 
     def _records(self, kind: type[T], query: str, *values: object) -> list[T]:

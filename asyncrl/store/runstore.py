@@ -50,7 +50,8 @@ class RunStore:
 
     def __init__(self, run_dir: Path, keep_bytes: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir, self._keep_bytes = run_dir, keep_bytes
+        self._run_dir = run_dir
+        self._keep_bytes = keep_bytes
         self._db, self.epoch = take_over(run_dir)
         self._fsync_index()  # after a power cut the number must not be given again
         self._segments = SegmentWriter(run_dir / "segments")
@@ -199,7 +200,8 @@ class RunStore:
                 rows = [(*key, *self._places[key], key[0] in self._released) for key in self._frames]
                 self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?,?)", rows)
                 if self.pruning:
-                    newest, covered = self._segments.newest, self.read.covered
+                    newest = self._segments.newest
+                    covered = self.read.covered
                     oldest = prune(self._db, self._written, newest, self._keep_bytes, covered)
             self._clear()
         if self._sync_due or oldest is not None:
@@ -264,7 +266,9 @@ def listed(
     e: EpisodeRecord, group: int | None = None, step: int | None = None, kind: str = "train", mode: str = ""
 ) -> Row:
     """Return the row of an episode in `episodes`."""
-    result, stats, landed = e.result, e.stats, e.stats.turns > 0
+    result = e.result
+    stats = e.stats
+    landed = e.stats.turns > 0
     step = _step(e) if step is None else step
     ended = (result.end.value, result.score, result.reward) if landed else ("", None, None)
     parts = msgspec.json.encode(result.components).decode() if result.components else None

@@ -82,7 +82,8 @@ def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     """Translates an error of SQLite or of the disk into what it means to the run."""
     if isinstance(error, OSError):
         files = error.errno in (errno.EMFILE, errno.ENFILE)
-        passing, what = files or disk_full(error), "raise ulimit -n" if files else "free disk space"
+        passing = files or disk_full(error)
+        what = "raise ulimit -n" if files else "free disk space"
     else:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # its low byte is the kind of error
         full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
@@ -103,7 +104,8 @@ def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
     """The database of a run, with its tables, and the number of its new owner, from 1: until the next one it
     alone may write. ConfigError when its schema is another version's, StoreError when it cannot be opened,
     StorePaused when it could not be written for OPEN_DEADLINE."""
-    path, deadline = run_dir / DATABASE, time.monotonic() + OPEN_DEADLINE
+    path = run_dir / DATABASE
+    deadline = time.monotonic() + OPEN_DEADLINE
     while True:
         try:
             return _owned(path)

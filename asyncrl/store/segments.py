@@ -36,8 +36,11 @@ class SegmentWriter:
 
     def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.segment_bytes = directory, segment_bytes
-        self._file, self._segment, self._offset = -1, -1, 0
+        self.directory = directory
+        self.segment_bytes = segment_bytes
+        self._file = -1
+        self._segment = -1
+        self._offset = 0
 
     @property
     def newest(self) -> int:
@@ -74,7 +77,8 @@ class SegmentWriter:
     def _roll(self) -> None:
         self.sync()
         self.close()
-        self._segment, self._offset = self.newest + 1, 0
+        self._segment = self.newest + 1
+        self._offset = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         self._file = os.open(segment_path(self.directory, self._segment), flags, 0o644)
         fsync(self.directory)  # the file's name survives a power cut, too

@@ -69,7 +69,8 @@ def _value(node: ast.expr) -> int | float:
         case ast.UnaryOp(op, operand) if type(op) in UNARY:
             return UNARY[type(op)](_value(operand))  # type: ignore[no-any-return]
         case ast.BinOp(left, op, right) if type(op) in BINARY:
-            a, b = _value(left), _value(right)
+            a = _value(left)
+            b = _value(right)
             if isinstance(op, ast.Pow) and abs(b) > LARGEST_EXPONENT:
                 raise ValueError(f"the exponent {b} is too large")
             result = BINARY[type(op)](a, b)

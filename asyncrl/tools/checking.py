@@ -77,7 +77,8 @@ class Checker:
         return self._pool
 
     async def close(self) -> None:
-        pool, self._pool = self._pool, None
+        pool = self._pool
+        self._pool = None
         if pool is not None:
             await pool.close()
 

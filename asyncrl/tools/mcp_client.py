@@ -153,7 +153,8 @@ class McpConnection:
 
     async def _hold(self, pause: float) -> None:
         """The task: connect and shake hands, wait for the end, close."""
-        server, problem = self._server, "it was closed"
+        server = self._server
+        problem = "it was closed"
         try:
             await asyncio.sleep(pause)
             with users_code():
@@ -279,7 +280,8 @@ def _adds(server: McpServer) -> Callable[[Any], Awaitable[None]]:
     """A hook that adds the headers. No other host gets them, wherever the server redirects to."""
     import httpx2
 
-    own, headers = httpx2.URL(server.url), server.sent()
+    own = httpx2.URL(server.url)
+    headers = server.sent()
 
     async def add(request: Any) -> None:
         same = (request.url.scheme, request.url.netloc) == (own.scheme, own.netloc)
@@ -295,7 +297,8 @@ async def _bound(response: Any) -> None:
     """Let an answer fail after MAX_BYTES; in a stream of events, the bytes of one event count."""
     import httpx2
 
-    stream, limit = response.stream, MAX_BYTES
+    stream = response.stream
+    limit = MAX_BYTES
     events = response.headers.get("content-type", "").startswith("text/event-stream")
 
     class BoundedStream(httpx2.AsyncByteStream):

@@ -45,10 +45,13 @@ class ToolAnswer(msgspec.Struct, frozen=True):
 
 def source_of(tool: Tool) -> ToolSource:
     """Return how a child imports the tool. ConfigError when it has no importable name."""
-    made, arguments = tool.function, {}
+    made = tool.function
+    arguments = {}
     if isinstance(tool.remake, partial):
-        made, arguments = tool.remake.func, tool.remake.keywords
-    module, name = made.__module__, made.__qualname__
+        made = tool.remake.func
+        arguments = tool.remake.keywords
+    module = made.__module__
+    name = made.__qualname__
     if not name.isidentifier():
         raise ConfigError(f"tool {tool.name!r}: process=True needs a function at the top level of its file")
     if module == "__main__" or module.startswith("asyncrl_user_"):  # not importable by name

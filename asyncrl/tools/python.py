@@ -58,7 +58,8 @@ class Workspace:
 
     async def open(self, sample: Sample, setup: str = "") -> None:
         """`setup`: code that an interpreter runs first, such as the data of this sample."""
-        self._setup, self._number = setup, sample.row
+        self._setup = setup
+        self._number = sample.row
         if task := task_of(sample) or self._default:
             self._task = TaskSandbox(task, *self._made)
             self._sandbox = self._task.jail

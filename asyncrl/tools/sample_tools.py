@@ -71,7 +71,8 @@ def _unused(tools: Mapping[str, Tool], asked: SampleTools) -> Iterator[str]:
             if given is not None:
                 yield f"tools_kwargs for {name!r}, which is not in rollout.tools"
             continue
-        tool, keywords = tools[name], asked.arguments(name)
+        tool = tools[name]
+        keywords = asked.arguments(name)
         made_by = (
             getattr(getattr(tool.state, "func", tool.state), "open", None) if tool.state else tool.remake
         )

@@ -211,7 +211,8 @@ def _best(scores: np.ndarray, k: int) -> list[int]:
     found = scores[indices]
     if len(indices) > k:
         kept = found >= np.partition(found, -k)[-k]
-        indices, found = indices[kept], found[kept]
+        indices = indices[kept]
+        found = found[kept]
     order = np.argsort(-found, kind="stable")[:k]
     return [int(index) for index in indices[order]]
 

@@ -82,13 +82,16 @@ class ToolSnapshots:
     """Owns the snapshots of one tool, or of tools that share an object, in an episode. All of it blocks."""
 
     def __init__(self, directory: Path, sizes: dict[Path, int], most: int) -> None:
-        self._directory, self._sizes, self._most = directory, sizes, most
+        self._directory = directory
+        self._sizes = sizes
+        self._most = most
         self._kept: list[dict[str, int]] = []  # files of each snapshot, and their bytes
 
     def save(self, turn: int, history: str, archive: bytes) -> None:
         """Keep what changed up to a turn, and the snapshot before it. SnapshotError when all snapshots would
         take too much: then the one before it is the newest."""
-        contents, listed = dict[str, bytes](), list[_Listed]()
+        contents = dict[str, bytes]()
+        listed = list[_Listed]()
         for kind, path, mode, mtime_ns, content in read_entries(archive):
             digest = xxh3_128_hexdigest(content) if len(content) > SMALL else ""
             if digest:
@@ -121,7 +124,8 @@ class ToolSnapshots:
         data = (self._directory / name).read_bytes()
         if xxh3_128_digest(data[DIGEST:]) != data[:DIGEST]:
             raise ValueError(f"{name} is damaged")
-        files, entries = {name: len(data)}, list[Entry]()
+        files = {name: len(data)}
+        entries = list[Entry]()
         for kind, path, mode, mtime_ns, content, digest in _decode(data[DIGEST:]):
             if digest:
                 content = (self._directory / digest).read_bytes()
@@ -134,7 +138,8 @@ class ToolSnapshots:
 
     def _keep(self, kept: list[dict[str, int]]) -> None:
         """Remove all files but those of `kept`."""
-        self._kept, files = kept, {name: size for files in kept for name, size in files.items()}
+        self._kept = kept
+        files = {name: size for files in kept for name, size in files.items()}
         self._sizes[self._directory] = sum(files.values())
         with suppress(FileNotFoundError):
             for name in set(os.listdir(self._directory)) - files.keys():

@@ -111,7 +111,8 @@ class EpisodeObject:
         self.called = False  # since `save`
         self.restored = -1  # the turn up to which a snapshot brought the effects of calls
         self.note = ""  # at the end of the next reply
-        self._blocking, self._limit = blocking, limit
+        self._blocking = blocking
+        self._limit = limit
         self._every: int = getattr(state, "snapshots", 0)
         self.snapshots = snapshots if self._every else None
         self._unsaved = 0  # turns with calls since the newest snapshot
@@ -185,7 +186,8 @@ class ToolSession:
     def __init__(self, box: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
         self._box = box
         self._sample = sample
-        self._episode, self._snapshots = episode, snapshots
+        self._episode = episode
+        self._snapshots = snapshots
         self._tools: dict[str, Tool] = {}
         self._objects: dict[int, EpisodeObject] = {}  # by the identity of Tool.state
 
@@ -213,7 +215,8 @@ class ToolSession:
         state = tools[0].state
         assert state is not None
         try:
-            limit, blocking = max(map(self._box.limit, tools)), any(tool.blocking for tool in tools)
+            limit = max(map(self._box.limit, tools))
+            blocking = any(tool.blocking for tool in tools)
             snapshots = self._snapshots.of(self._episode, tools[0].name) if self._snapshots else None
             with users_code():
                 made = self._objects[id(state)] = EpisodeObject(state(), blocking, limit, snapshots)
@@ -310,14 +313,16 @@ class ToolSession:
         """Close what was made, within about CLOSE_SECONDS. Raises only when cancelled; the closing then goes
         on in the background."""
         self._tools = {}
-        objects, self._objects = list(self._objects.values()), {}
+        objects = list(self._objects.values())
+        self._objects = {}
         await asyncio.gather(*(one.close() for one in objects))
 
     # -- one call ------------------------------------------------------------------------------------
 
     async def _run(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
         """Return (content, reward). Raises what the tool raised in its last attempt, or CallTimeout."""
-        limits, limit = self._box.call_limits[tool.name], self._box.limit(tool)
+        limits = self._box.call_limits[tool.name]
+        limit = self._box.limit(tool)
         async with limits.place(limit):
             here = partial(self._run_here, tool, keywords)
             run = partial(limits.call_process, arguments) if tool.process else here
@@ -332,7 +337,8 @@ class ToolSession:
         one.called = True
         async with one.turn:  # until the reply is text: the next call may change what this one returned
             text, reward = reply_of(await run(partial(tool.function, one.state, **keywords)))
-            note, one.note = one.note, ""
+            note = one.note
+            one.note = ""
             return text + note, reward
 
 

@@ -28,7 +28,8 @@ from asyncrl.trainer.recompute import VISIBLE
 from asyncrl.trainer.staging import to_device
 from asyncrl.trainer.world import SequenceRanks
 
-NAME, CPU = "asyncrl_forest", torch.device("cpu")
+NAME = "asyncrl_forest"
+CPU = torch.device("cpu")
 QUERIES = 256  # at once: a longer node is cut, so that fewer keys are computed that none of them may see
 
 
@@ -53,7 +54,8 @@ class ForestAttention:
     def kernel(self) -> AttentionKernel:
         if self.device.type == "cpu":
             return NodeKernel(self.forest)
-        flex, lengths = FlexKernel(self.forest, self.device), [len(row) for row in self.forest.rows]
+        flex = FlexKernel(self.forest, self.device)
+        lengths = [len(row) for row in self.forest.rows]
         alone = np.mean(lengths) >= LONG and sum(lengths) <= ALONE * len(self.forest.ids)
         hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # on others cuDNN is no faster
         return RowKernel(self.forest, self.device, flex) if alone and hopper else flex
@@ -106,7 +108,8 @@ def _batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tuple[li
             count = len(keys) - start
             short = count.bit_length(), len(keys).bit_length(), count == len(keys)
             alike.setdefault(short if len(keys) <= QUERIES else (len(alike),), []).append((keys, count))
-    places, end = np.empty(len(forest.ids), dtype=np.int64), 0
+    places = np.empty(len(forest.ids), dtype=np.int64)
+    end = 0
     for chunks in alike.values():
         longest = max(count for _, count in chunks)
         for keys, count in chunks:
@@ -164,7 +167,8 @@ def _attention(
     if dropout:
         forest.unknown.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring, given = Scoring(scale, sliding_window, softcap), (query[0], key[0], value[0])
+    scoring = Scoring(scale, sliding_window, softcap)
+    given = (query[0], key[0], value[0])
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # of some heads
         return forest.kernel.attend(q, k, v, scoring)
@@ -180,7 +184,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK = 128  # tokens of a block; keys that none of its queries sees are not computed
 # Computed one by one are rows of LONG tokens on average, in all at most ALONE times those of the forest.
-LONG, ALONE = 4096, 1.25
+LONG = 4096
+ALONE = 1.25
 ROUND = 512  # such a row is filled up to a multiple: cuDNN prepares a plan for each length
 
 
@@ -201,14 +206,17 @@ class RowKernel:
 
     def __init__(self, forest: Forest, device: torch.device, other: AttentionKernel) -> None:
         self._other = other
-        seen, rows, order = np.zeros(len(forest.ids), dtype=bool), list[np.ndarray](), list[np.ndarray]()
+        seen = np.zeros(len(forest.ids), dtype=bool)
+        rows = list[np.ndarray]()
+        order = list[np.ndarray]()
         for row in forest.rows:
             new = row[~seen[row]]
             if len(new):
                 seen[new] = True
                 rows.append(row)
                 order.append(new)
-        self._lengths, self._new = [len(row) for row in rows], [len(new) for new in order]
+        self._lengths = [len(row) for row in rows]
+        self._new = [len(new) for new in order]
         # Where each row's tokens lie in the sequence, and each token in the results; None: in that order.
         self._tokens, self._places = (
             None if (np.diff(at) == 1).all() else to_device([torch.from_numpy(at)], device)[0]
@@ -220,7 +228,8 @@ class RowKernel:
         plain = scoring.window is None and scoring.softcap is None and query.dtype.itemsize == 2
         if not plain or not query.shape[-1] == value.shape[-1] <= 128:
             return self._other.attend(query, key, value, scoring)
-        attend, found = nn.functional.scaled_dot_product_attention, []
+        attend = nn.functional.scaled_dot_product_attention
+        found = []
         laid = (x if self._tokens is None else x[:, self._tokens] for x in (query, key, value))
         rows = zip(*(x.split(self._lengths, dim=1) for x in laid), strict=True)  # and one gradient of all
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
@@ -254,7 +263,8 @@ class FlexKernel:
 
     def visible(self, window: int | None) -> MaskMod:
         """Return what is true where the token at index q sees that at index k; any shapes."""
-        end, position = self.end, self.position
+        end = self.end
+        position = self.position
 
         def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (k <= q) & (q < end[k])
@@ -291,16 +301,20 @@ class FlexKernel:
         all its queries see whole. With a window, some blocks that none sees count as seen in part."""
         size = len(self.end)
         first = torch.arange(0, size, BLOCK, dtype=torch.int32, device=self.end.device)
-        last, short = first + BLOCK - 1, -size % BLOCK
+        last = first + BLOCK - 1
+        short = -size % BLOCK
         ends, places = (pad(x, (0, short), value=size).view(-1, BLOCK) for x in (self.end, self.position))
         some = (first <= first[:, None]) & (ends.amax(1) > first[:, None])
         whole = (first < first[:, None]) & (ends.amin(1) > last[:, None])
         if window is not None:
-            low, high = places.amin(1), pad(self.position, (0, short)).view(-1, BLOCK).amax(1)
+            low = places.amin(1)
+            high = pad(self.position, (0, short)).view(-1, BLOCK).amax(1)
             some &= low[:, None] - high < window
             whole &= high[:, None] - low < window
-        seen, lengths = self.visible(window), (size, size)
-        in_part, entire = _listed(some & ~whole), _listed(whole)
+        seen = self.visible(window)
+        lengths = (size, size)
+        in_part = _listed(some & ~whole)
+        entire = _listed(whole)
         return BlockMask.from_kv_blocks(
             *in_part, *entire, mask_mod=seen, BLOCK_SIZE=BLOCK, seq_lengths=lengths
         )

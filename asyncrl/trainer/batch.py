@@ -287,7 +287,8 @@ def row_routes(turns: Sequence[Turn], lengths: Sequence[int], choices: int) -> t
     for turn in turns:
         if turn.routes is not None and len(turn.routes.data) == 2 * choices * turn.routes.tokens:
             told = np.frombuffer(turn.routes.data, "<u2").astype(np.int32).reshape(turn.routes.tokens, -1)
-            parts, start = found[turn.row], min(turn.routes.start, lengths[turn.row])
+            parts = found[turn.row]
+            start = min(turn.routes.start, lengths[turn.row])
             known = sum(map(len, parts))
             gap = np.full((max(0, start - known), told.shape[1]), UNKNOWN, dtype=np.int32)
             parts += [gap, told[max(0, known - start) :]]
@@ -311,10 +312,12 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
         return _join(examples, name)
 
     row_of = np.repeat(np.cumsum([0, *(len(e.rows) for e in examples[:-1])]), counts) + join("row_of").numpy()
-    position, temperature = join("position").numpy(), spread([e.planned.temperature for e in examples])
+    position = join("position").numpy()
+    temperature = spread([e.planned.temperature for e in examples])
     rows = [row for e in examples for row in e.rows]
     routes = [own for e in examples for own in e.routes or [NO_ROUTES] * len(e.rows)]
-    episode, agent = np.repeat(np.arange(len(examples)), counts), None
+    episode = np.repeat(np.arange(len(examples)), counts)
+    agent = None
     agents = [at for e in examples for at in e.agents]
     if agents:
         agent = np.concatenate([np.asarray(e.agents)[e.row_of] for e in examples])
@@ -362,10 +365,13 @@ def with_values(examples: Sequence[Example], name: str, values: Tensor) -> list[
 
 
 def _dummy(dtype: torch.dtype, packing: Packing) -> MicroBatch:
-    zero, no = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.bool)
+    zero = torch.zeros(1, dtype=dtype)
+    no = torch.zeros(1, dtype=torch.bool)
     index = torch.zeros(1, dtype=torch.int64)
     told = Told(index[:, None], zero[:, None], zero)
-    ids, first, second = np.zeros(2, dtype=np.int64), np.array([0]), np.array([1])
+    ids = np.zeros(2, dtype=np.int64)
+    first = np.array([0])
+    second = np.array([1])
     return MicroBatch(
         selected=replace(Selected.of([ids], first, second, zero + 1, packing), told=told),
         episode=index,

@@ -81,7 +81,9 @@ def write(
     `hf` adds an export that `from_pretrained` reads. An incomplete step-N is replaced. Raises
     CheckpointError, on all ranks alike, when it cannot be written; nothing of it is left then.
     """
-    step, first, model = manifest.step, world.rank == 0, learner.config.model
+    step = manifest.step
+    first = world.rank == 0
+    model = learner.config.model
     files = StepFiles(to, step)
 
     def save() -> None:
@@ -129,7 +131,8 @@ def _together(world: World, work: Callable[[], object]) -> None:
 def load(checkpoints: Checkpoints, step: int, learner: Learner) -> CheckpointManifest:
     """Restore models, optimizers, RNG, `state` and `step` in place, not the reference: that stays the initial
     policy. The step must be one that `newest` gave. Raises CheckpointError when it is of other models."""
-    manifest, path = checkpoints.manifest(step), checkpoints.path(step)
+    manifest = checkpoints.manifest(step)
+    path = checkpoints.path(step)
     source = reader(StepFiles(checkpoints, step))
     state = _state(learner)
     saved = source.read_metadata().state_dict_metadata
@@ -200,7 +203,8 @@ class StepFiles(FileSystemBase):
     relative to the checkpoint. `written`: the files of this rank."""
 
     def __init__(self, checkpoints: Checkpoints, step: int) -> None:
-        self._all, self._step = checkpoints, step
+        self._all = checkpoints
+        self._step = step
         self.written: Files = {}
 
     def create(self, name: str) -> Any:
@@ -237,13 +241,15 @@ class StepFiles(FileSystemBase):
 
 def writer(files: StepFiles) -> FileSystemWriter:
     found: Any = FileSystemWriter(STATE, sync_files=False)  # they are synchronised when they are closed
-    found.fs, found.path = files, STATE
+    found.fs = files
+    found.path = STATE
     return cast(FileSystemWriter, found)
 
 
 def reader(files: StepFiles) -> FileSystemReader:
     found: Any = FileSystemReader(STATE)
-    found.fs, found.path = files, STATE
+    found.fs = files
+    found.path = STATE
     return cast(FileSystemReader, found)
 
 

@@ -45,7 +45,8 @@ class Job(NamedTuple):
 def shared_place(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
     """The checkpoints of a run. A collective: ConfigError, on all ranks, unless each of them sees what rank
     0 writes. A place that cannot be written to now may be later, and is not looked at."""
-    place, token = checkpoints_of(config, run_dir), secrets.token_hex(8)
+    place = checkpoints_of(config, run_dir)
+    token = secrets.token_hex(8)
     try:
         if world.rank == 0:
             place.put_token(token)
@@ -73,7 +74,9 @@ class Checkpointing:
     keep for its validation."""
 
     def __init__(self, config: RunConfig, place: Checkpoints, learner: Learner) -> None:
-        self._config, self._learner, self._world = config.checkpoint, learner, learner.world
+        self._config = config.checkpoint
+        self._learner = learner
+        self._world = learner.world
         self.place = place
         self.newest: CheckpointManifest | None = None
         self.problem = place.problem
@@ -155,7 +158,8 @@ class Checkpointing:
         )
         state = checkpoint.snapshot(self._learner, copy=copied, resting=resting)
         self._job = Job(manifest, time.monotonic(), self._thread.submit(self._write, state, manifest))
-        self._trained, self._due = [], False
+        self._trained = []
+        self._due = False
         return copied
 
     def poll(self) -> bool:
@@ -170,7 +174,8 @@ class Checkpointing:
             if time.monotonic() - began > self._limit:
                 raise DeadlineError(f"the checkpoint of step {manifest.step} took over {self._limit:.0f} s")
             return False
-        self._job, self.problem = None, result.result()
+        self._job = None
+        self.problem = result.result()
         if self.problem:  # the next one lists what this one did
             log.error("not saved: %s", self.problem)
             self._trained[:0] = manifest.trained

@@ -26,7 +26,8 @@ Penalties = Mapping[tuple[str, int], Sequence[float]]  # (group, place among the
 def credit(example: Example, recipe: Recipe, traces: Sequence[Trace] = ()) -> Example:
     """With its advantage and, where there is a critic, the returns V is trained on. ConfigError where agents
     have rewards of their own, and what compares whole episodes would mix them."""
-    given, advantage = replace(example.credit_input(), traces=traces), recipe.advantage
+    given = replace(example.credit_input(), traces=traces)
+    advantage = recipe.advantage
     whole = advantage.greedy or advantage.whole_group or advantage.components or recipe.loss.whole_group
     if whole and given.own.agents:
         raise ConfigError(

@@ -44,8 +44,10 @@ def examine(
     """Says what is wrong with each way to compute gradients, '' for nothing: `cut` at the output layer, and
     `ways` to lay out rows. `root`: a policy or a critic, with weights. `kind`: of LIMITS. `world`: of the
     ranks that share it. A collective. No gradients are left."""
-    model, rng = transformer(root), np.random.default_rng(0)
-    own, size = model.config._attn_implementation, model.config.get_text_config().vocab_size
+    model = transformer(root)
+    rng = np.random.default_rng(0)
+    own = model.config._attn_implementation
+    size = model.config.get_text_config().vocab_size
     start, *ends = (rng.integers(min(RESERVED, size - 1), size, n) for n in (24, 9, 14, 30))
     rows = [np.concatenate([start, ends[0]]), np.concatenate([start, ends[1]]), ends[2]]
     alone = [_all_tokens([row], "padded") for row in rows]
@@ -90,7 +92,8 @@ def examined(
     """Return what `examine` says of a loaded model. That all is well is kept in the user's cache, by what
     decides it: classes, configuration, names of trained tensors, `dtype` of a forward, kind of device, ranks
     that share a sequence, whether layers are `compiled`, and versions of the code. A collective."""
-    key, kept = "", None
+    key = ""
+    kept = None
     if world.rank == 0:
         key = _cache_key(root, ways, dtype, world, compiled)
         kept = read_result(key, dict[str, str])
@@ -104,7 +107,8 @@ def examined(
 
 
 def _cache_key(root: nn.Module, ways: Sequence[Packing], dtype: str, world: World, compiled: bool) -> str:
-    model, device = transformer(root), world.device
+    model = transformer(root)
+    device = world.device
     settings = sorted((model.config.to_dict() | dict.fromkeys(UNIMPORTANT)).items())
     trained = sorted(name for name, parameter in root.named_parameters() if parameter.requires_grad)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -130,7 +134,8 @@ def _set_whole(root: Any, whole: bool) -> None:
 def _run(root: nn.Module, parts: Sequence[Selected], world: World | None) -> Tensor:
     """The values of all tokens, [N]; after a backward of their sum, in which each has a weight of its own, if
     the model learns."""
-    counts, found = [len(part.labels) for part in parts], []
+    counts = [len(part.labels) for part in parts]
+    found = []
     learns = any(p.requires_grad for p in root.parameters())
     for part, weights in zip(parts, torch.linspace(0.5, 1.5, sum(counts)).split(counts), strict=True):
         with torch.set_grad_enabled(learns):

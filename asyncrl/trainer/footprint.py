@@ -133,7 +133,8 @@ def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelS
 
 def static_bytes(config: RunConfig) -> tuple[int, int, int]:
     """Return bytes of weights, gradients and optimizer state on each rank."""
-    trainer, policy = config.trainer, count(ModelSizes(config.model.path).shapes)
+    trainer = config.trainer
+    policy = count(ModelSizes(config.model.path).shapes)
     trained, frozen = (adapter_count(config), policy) if config.adapters else (policy, 0)
     if own_critic(config):
         shapes = weight_shapes(config.critic.path or config.model.path)
@@ -149,19 +150,26 @@ def static_bytes(config: RunConfig) -> tuple[int, int, int]:
 
 
 def _work(config: RunConfig, model: ModelSizes, frozen: bool) -> Work:
-    size, every = DTYPE_BYTES[config.model.dtype], config.trainer.checkpointed_every
-    rows, length = config.largest_rows(config.trainer.micro_batch_tokens), config.rollout.max_tokens
+    size = DTYPE_BYTES[config.model.dtype]
+    every = config.trainer.checkpointed_every
+    rows = config.largest_rows(config.trainer.micro_batch_tokens)
+    length = config.rollout.max_tokens
     tokens = -(-rows * length // config.trainer.sequence_parallel)
-    hidden, vocabulary = model.number("hidden_size", "n_embd"), model.number("vocab_size")
-    layers, total = list(map(count, model.layers)), count(model.shapes)
+    hidden = model.number("hidden_size", "n_embd")
+    vocabulary = model.number("vocab_size")
+    layers = list(map(count, model.layers))
+    total = count(model.shapes)
     if not (hidden and vocabulary and layers):
         raise ValueError("config.json has no hidden_size or vocab_size, or the weights have no layers")
     each = [tokens * _kept(model, layer, size, length) for layer in model.layers]
     inputs = size * hidden * tokens
-    root, group = total - sum(layers), max(layers)
+    root = total - sum(layers)
+    group = max(layers)
     gathered = 2 * group * size
     if total < LAYER_MIN_PARAMETERS:
-        root, group, gathered = total, total, 0
+        root = total
+        group = total
+        gathered = 0
     gradients = 0 if frozen else group * (size + MASTER) + vocabulary * hidden * MASTER
     again = max(each[::every]) if every else 0  # a layer that is computed once more
     stored = [inputs + tokens * _attention_output(model, layer, size) for layer in model.layers]
@@ -179,10 +187,14 @@ def _kept(model: ModelSizes, layer: Shapes, size: int, length: int) -> int:
     """Bytes that a layer keeps of each token: what its matrices read (once, where several read the same) and
     write, the activations in front of the last one, and of norms a float32 number beside each output. Of
     experts: as many as a token goes to. Scores of attention, if the kernel is one that keeps them."""
-    hidden, read, numbers, wide = model.number("hidden_size", "n_embd"), set[tuple[Any, ...]](), 0, 0
+    hidden = model.number("hidden_size", "n_embd")
+    read = set[tuple[Any, ...]]()
+    numbers = 0
+    wide = 0
     chosen = max(1, model.number("num_experts_per_tok", "experts_per_token", "top_k"))
     for name, shape in layer.items():
-        expert, down = _EXPERT.search(name), bool(_DOWN.search(name))
+        expert = _EXPERT.search(name)
+        down = bool(_DOWN.search(name))
         if len(shape) == 1 and name.endswith("weight") and ("norm" in name or "ln" in name):
             wide += _normed(layer, name, shape[0], hidden)
         if len(shape) < 2 or (expert and int(expert[1])):

@@ -69,7 +69,8 @@ class _Chosen(TorchFunctionMode):
 
     def __init__(self, given: Tensor | None = None) -> None:
         super().__init__()
-        self.calls, self._given = list[Any](), given
+        self.calls = list[Any]()
+        self._given = given
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -33,7 +33,8 @@ def prepare_layers(
     """Let `recomputation` (None: that of `trainer`) decide which layers are recomputed; compile them all.
     To be called before they are sharded. Raises ConfigError where the model does not say what they are."""
     recomputation = recomputation or Recomputation(trainer)
-    every, layers = trainer.checkpointed_every, layers_of(model)
+    every = trainer.checkpointed_every
+    layers = layers_of(model)
     if not layers and (every or trainer.compile):
         key = "activation_checkpointing" if every else "compile"
         raise ConfigError(f"trainer.{key}: {type(model).__name__} does not name its layers; leave it out")

@@ -74,7 +74,8 @@ class Learner:
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         self.recipe = compose(config)
         self.recomputation = self._chosen_recomputation()
         self.policy = load_policy(
@@ -94,7 +95,9 @@ class Learner:
         if self.reference is not None and self.reference.policy is not self.policy:
             policies.append(self.reference.policy)
         models = [*policies, *([self.critic] if self.critic else [])]  # in one order on all ranks
-        layout, dtype, compiled = config.trainer.packing, config.model.dtype, config.trainer.compile
+        layout = config.trainer.packing
+        dtype = config.model.dtype
+        compiled = config.trainer.compile
         self.packing = packing_for(models, layout, dtype, world, compiled)
         for policy in policies:
             policy.packing = self.packing
@@ -116,7 +119,9 @@ class Learner:
         self._held: list[Example] = []
         self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
-        self._computed, self._flops = 0, 0.0  # tokens, padding included, of its forwards in this step
+        # tokens, padding included, of its forwards in this step
+        self._computed = 0
+        self._flops = 0.0
 
     def _chosen_recomputation(self) -> Recomputation:
         """As configured; `auto` on GPUs: the least with which every rank fits into its own. A collective."""
@@ -149,7 +154,8 @@ class Learner:
 
     def accumulate(self, work: Work) -> None:
         """Train on this rank's trajectories of one micro-batch; empty for a rank that has nothing."""
-        masked, rule = self.config.algorithm.mask_truncated, self.recipe.aggregate
+        masked = self.config.algorithm.mask_truncated
+        rule = self.recipe.aggregate
         choices = self.policy.replay.choices if self.policy.replay is not None else 0
         examples = [
             example(
@@ -175,7 +181,8 @@ class Learner:
             tally.merge(self._train_held())
         else:
             tally = self.apply(self._tally)
-        self._held, self._tally = [], report.MetricSums()
+        self._held = []
+        self._tally = report.MetricSums()
         self.step += 1
         metrics = report.batch_metrics(tally, scaling(self.recipe, tally, self.whitening))
         self._advance(tally, metrics)
@@ -210,7 +217,8 @@ class Learner:
         Mini-batches are of whole groups, each with its own denominator. The lag was checked once, at the
         start of the batch; what the policy drifts inside it shows as `actor/ppo_kl`.
         """
-        steps, coef = self.config.algorithm.steps_per_batch, self.state["kl_coef"]
+        steps = self.config.algorithm.steps_per_batch
+        coef = self.state["kl_coef"]
         scored = self._scored(self._held)
         with self.watch.phase("adv"):
             penalty = coef if self.config.kl.where == "reward" else None
@@ -228,7 +236,8 @@ class Learner:
 
     def _scored(self, held: Sequence[Example]) -> list[Example]:
         """The examples with the log-probs and values of the models as they are now, where the recipe asks."""
-        recipe, done = self.recipe, list[Example]()
+        recipe = self.recipe
+        done = list[Example]()
         of_policy = recipe.prox == "recompute" or recipe.shared_critic
         if not (of_policy or recipe.critic or self.reference is not None):
             return list(held)
@@ -329,7 +338,8 @@ class Learner:
         """Run the forward of a micro-batch. Its loss is undivided. `tally` gets the examples' credit only."""
         self._computed += micro.selected.ids.numel()
         self._flops += self._flop_count.in_all(micro.selected.host_positions, len(micro.selected.labels))
-        entropy_grad, teacher = self.config.algorithm.entropy_coef > 0, None
+        entropy_grad = self.config.algorithm.entropy_coef > 0
+        teacher = None
         if self.recipe.divergence:
             with self.watch.phase("ref"):
                 teacher = teacher_of(micro, self.reference, self.recipe.divergence, self.config.kl.top_k)
@@ -347,7 +357,9 @@ class Learner:
 
     def _count(self, scored: _ScoredMicroBatch, tally: report.MetricSums) -> None:
         """Count what the loss of a micro-batch is made of, and note ratios of single tokens."""
-        examples, micro, evaluated = scored.examples, scored.micro, scored.evaluated
+        examples = scored.examples
+        micro = scored.micro
+        evaluated = scored.evaluated
         if self.ratios is not None and not self.recipe.loss.demonstrations:  # those have no mu
             dropped = evaluated.state.correction.masked & evaluated.state.fresh
             self.ratios.note(examples, scored.logp - micro.mu, dropped)
@@ -377,7 +389,8 @@ class Learner:
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
         report.tally_computed(tally, self._computed, self._flops)
-        self._computed, self._flops = 0, 0.0
+        self._computed = 0
+        self._flops = 0.0
         self.size = (0, 0)
         whole = report.merged(self.world.gather_data(tally, report.MetricSums))
         denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
@@ -398,7 +411,8 @@ class Learner:
 
     def _apply_actor(self, whole: report.MetricSums, scale: float) -> None:
         """The policy's step. While the critic warms up, a value head on its backbone is all that moves."""
-        config, recipe = self.config, self.recipe
+        config = self.config
+        recipe = self.recipe
         warming = recipe.critic and self.step < config.critic.warmup_steps
         if warming:
             for name, parameter in self.policy.lm.named_parameters():
@@ -413,9 +427,11 @@ class Learner:
             for parameter in trained[agent]:
                 parameter.grad = None  # as of a batch without tokens: no moments, no decay
         lr = self._rate() * (report.ess_factor(whole) if config.algorithm.ess_lr else 1.0)
-        norms, taken = [0.0], False
+        norms = [0.0]
+        taken = False
         if learns and (recipe.shared_critic or not warming):
-            factor, limit = self._end_factor(whole), norm_limit(self.state, config.trainer.spike_factor)
+            factor = self._end_factor(whole)
+            limit = norm_limit(self.state, config.trainer.spike_factor)
             report.scale_losses(whole, factor)
             clip = config.trainer.grad_clip
             self.world.average_gradients(self.policy.parameters())
@@ -435,7 +451,8 @@ class Learner:
         lr = self._rate() * self.config.critic.lr / self.config.trainer.lr
         whole.high("critic/lr", lr)
         if whole.totals.get("_fresh"):
-            own, clip = [[*critic.parameters()]], self.config.trainer.grad_clip
+            own = [[*critic.parameters()]]
+            clip = self.config.trainer.grad_clip
             self.world.average_gradients(critic.parameters())
             norms, taken = take_step(own, critic.optimizer, lr, scale, clip)
             if taken:

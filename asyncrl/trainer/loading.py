@@ -236,7 +236,8 @@ def locate(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
     different values (of tied tensors), or no safetensors."""
     if getattr(model.config, "quantization_config", None):
         return {}
-    tensors, found = model.state_dict(keep_vars=True), dict[FilePiece, FileTensor]()
+    tensors = model.state_dict(keep_vars=True)
+    found = dict[FilePiece, FileTensor]()
     whole = (FilePiece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
     wanted = {piece.name: piece for piece in (*pieces(model, tensors), *whole)}
     for file in map(str, weight_files(path)):
@@ -245,7 +246,8 @@ def locate(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
                 if opened.get_slice(key).get_shape() != list(wanted[name].shape):
                     return {}
                 found[wanted[name]] = FileTensor(file, key)
-    counts, first = Counter[str](), dict[tuple[int, int], FileTensor]()
+    counts = Counter[str]()
+    first = dict[tuple[int, int], FileTensor]()
     for piece, place in found.items():
         counts[piece.parameter] += piece.numel
         if not _equal(first.setdefault((id(tensors[piece.parameter]), piece.offset), place), place):
@@ -258,7 +260,8 @@ def _equal(one: FileTensor, other: FileTensor) -> bool:
     if one is other:
         return True
     with open_slices(one.file) as first, open_slices(other.file) as second:
-        a, b = first.get_slice(one.key), second.get_slice(other.key)
+        a = first.get_slice(one.key)
+        b = second.get_slice(other.key)
         count = a.get_shape()[0]
         parts = (slice(start, min(start + ROWS, count)) for start in range(0, count, ROWS))
         return all(torch.equal(a[part], b[part]) for part in parts)
@@ -283,7 +286,8 @@ def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, FilePiece]
 def fill(model: PreTrainedModel, places: dict[FilePiece, FileTensor], label: str) -> None:
     """Read this rank's shards, and whole what is not sharded, into the memory that `model` has. ConfigError,
     which begins with `label`, where what was read is not finite."""
-    tensors, by_file = model.state_dict(keep_vars=True), defaultdict[str, list[FilePiece]](list)
+    tensors = model.state_dict(keep_vars=True)
+    by_file = defaultdict[str, list[FilePiece]](list)
     for piece, place in places.items():
         by_file[place.file].append(piece)
     for file, inside in by_file.items():
@@ -305,7 +309,8 @@ def copy_piece(whole: Any, target: Tensor, piece: FilePiece) -> None:
     start = 0
     if isinstance(target, DTensor):  # sharded by experts: all of a piece is on one rank
         (chunk,) = target.__create_chunk_list__()
-        start, target = chunk.offsets[0] * math.prod(target.shape[1:]), target.to_local()
+        start = chunk.offsets[0] * math.prod(target.shape[1:])
+        target = target.to_local()
     if start <= piece.offset < start + target.numel():
         piece.within(target, start).copy_(whole[...])
 

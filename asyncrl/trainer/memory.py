@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 def largest(rows: int, length: int, packing: Packing) -> Selected:
     """Rows that share nothing; each token but the first is the model's."""
-    row, position = np.repeat(np.arange(rows), length - 1), np.tile(np.arange(1, length), rows)
+    row = np.repeat(np.arange(rows), length - 1)
+    position = np.tile(np.arange(1, length), rows)
     apart: Packing = "padded" if packing == "padded" else "packed"
     ids = [np.zeros(length, dtype=np.int64)] * rows
     return Selected.of(ids, row, position, torch.ones(len(row)), apart)
@@ -73,9 +74,12 @@ def try_largest(learner: Learner) -> None:
     """
     if is_tiny(learner):
         return
-    config, began = learner.config, time.monotonic()
-    rows, length = config.largest_rows(learner.budget), config.rollout.max_tokens
-    tokens, entropy_grad = largest(rows, length, learner.packing), config.algorithm.entropy_coef > 0
+    config = learner.config
+    began = time.monotonic()
+    rows = config.largest_rows(learner.budget)
+    length = config.rollout.max_tokens
+    tokens = largest(rows, length, learner.packing)
+    entropy_grad = config.algorithm.entropy_coef > 0
     learner.size = rows * length, rows // config.rollout.full_rows
     for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do
         micro = tried.to(learner.world.device)

@@ -68,7 +68,8 @@ class Policy(nn.Module):
         value_head: bool = False,
     ) -> None:
         super().__init__()
-        self.lm, self.ranks = lm, ranks
+        self.lm = lm
+        self.ranks = ranks
         self.export_dtype = getattr(torch, config.dtype)
         self.vocabulary: int = lm.config.get_text_config().vocab_size  # token ids are below it
         kept = kept_buffers(lm)
@@ -170,7 +171,8 @@ def load_policy(
 
 def _check_cut(policy: Policy, dtype: str, world: World, compiled: bool) -> None:
     """True if the model is cut at its output layer; it is asked itself where no small copy can be made."""
-    found, kind = shared_findings(policy.lm.config, world), type(policy.lm).__name__
+    found = shared_findings(policy.lm.config, world)
+    kind = type(policy.lm).__name__
     if found is None and not policy.whole:
         found = examined(policy, (), dtype, world, compiled)
     problem = "has no backbone" if policy.whole else found and found["cut"]
@@ -200,7 +202,8 @@ def score(policy: Policy, ids: tuple[int, ...], device: torch.device, *, rows: i
     """Log-probs of ids[1:] at temperature 1, with each adapter in turn, as the last of `rows` equal rows of a
     batch. A collective."""
     adapters = len(policy.adapters.agents) if policy.adapters else 1
-    every, agents = [np.array(ids)] * (rows * adapters), [*range(adapters)] * rows
+    every = [np.array(ids)] * (rows * adapters)
+    agents = [*range(adapters)] * rows
     row = np.repeat(np.arange(len(every) - adapters, len(every)), len(ids) - 1)
     position = np.tile(np.arange(1, len(ids)), adapters)
     packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal rows stay apart
@@ -227,7 +230,8 @@ class PublishedShards(Mapping[str, DTensor]):
     """Merges a weight only when it is read: copies of all would take as much of a GPU as the model."""
 
     def __init__(self, policy: Policy) -> None:
-        self._weights, self._adapters = dict(policy.lm.named_parameters()), policy.adapters
+        self._weights = dict(policy.lm.named_parameters())
+        self._adapters = policy.adapters
         assert all(isinstance(w, DTensor) for w in self._weights.values()), "between forward and backward"
         self._names = tuple(dict.fromkeys(piece.parameter for piece in policy.published))
 
@@ -304,7 +308,8 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     )
     model = msgspec.structs.replace(config.model, path=path, lora_rank=0)
     reference = load_policy(model, world, frozen=True, offload=config.kl.offload, key=key)
-    known, own = reference.vocabulary, policy.vocabulary
+    known = reference.vocabulary
+    own = policy.vocabulary
     if known < own or (known > own and config.kl.diverges and not config.kl.top_k):
         what = "set kl.top_k if it is only filled up further, else use one with the policy's tokenizer"
         if known < own:
@@ -323,7 +328,8 @@ class Critic(nn.Module):
 
     def __init__(self, backbone: PreTrainedModel, ranks: SequenceRanks | None) -> None:
         super().__init__()
-        self.backbone, self.ranks = backbone, ranks
+        self.backbone = backbone
+        self.ranks = ranks
         add_value_head(backbone, backbone.config.get_text_config().hidden_size)
 
     def forward(self, tokens: Selected) -> Tensor:
@@ -343,9 +349,11 @@ def load_critic(config: RunConfig, world: World, recomputation: Recomputation | 
     All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
     holds no model.
     """
-    path, key = config.critic.path, "critic.path"
+    path = config.critic.path
+    key = "critic.path"
     if not path:
-        path, key = config.model.path, "model.path"
+        path = config.model.path
+        key = "model.path"
     source = read_model("AutoModel", path, config.model.dtype, world, key)
     critic = Critic(source.model, world.sequence)
     prepare_layers(source.model, config.trainer, recomputation)

@@ -46,11 +46,15 @@ def evaluate(
 ) -> Evaluated:
     """Compute loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the steps."""
     given = loss_input(micro, scores, recipe, progress)
-    fresh, correction, logp, reference = given.fresh, given.correction, given.logp, given.reference
+    fresh = given.fresh
+    correction = given.correction
+    logp = given.logp
+    reference = given.reference
     token = recipe.loss.of(given)
     weight = torch.where(fresh, micro.weight, 0.0)
     policy = torch.where(fresh, weight * token.value, 0.0)
-    total, terms = policy.sum(), Terms()
+    total = policy.sum()
+    terms = Terms()
 
     def add(name: str, term: Tensor, coefficient: float) -> Tensor:
         terms[name] = ((weight * term).detach().sum(), None)
@@ -63,9 +67,11 @@ def evaluate(
         terms["actor/ref_kl"] = (distance.sum(), fresh.sum())
     if config.kl.in_loss and reference is not None:
         if scores.divergence is None:
-            divergence, counts = kl_tokens(logp, reference, recipe.kl_estimator), correction
+            divergence = kl_tokens(logp, reference, recipe.kl_estimator)
+            counts = correction
         else:
-            divergence, counts = scores.divergence, of_states(given, recipe)
+            divergence = scores.divergence
+            counts = of_states(given, recipe)
         by = kl_weight(counts, recipe, config.kl.where == "loss")
         total = add("actor/kl_loss", by * torch.where(fresh, divergence, 0.0), kl_coef)
     entropy = torch.where(fresh, scores.entropy, 0.0)
@@ -113,17 +119,21 @@ def teacher_of(micro: MicroBatch, reference: Reference | None, divergence: str, 
 def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: float) -> LossInput:
     """Return the inputs of the loss. A token with a bad number, of whichever model, is not fresh."""
     pi = scores.logp.detach()
-    prox, fresh = proximal(micro, pi, recipe, progress), micro.fresh
+    prox = proximal(micro, pi, recipe, progress)
+    fresh = micro.fresh
     reference = scores.reference if micro.reference is None else micro.reference
     for numbers in (micro.mu, pi, prox, reference, scores.divergence):
         fresh = fresh if numbers is None else fresh & torch.isfinite(numbers)
     # It must be gone before exp: weight zero times infinity is not zero.
     prox = torch.where(fresh, prox, 0.0)
     sampled = fresh & (not recipe.loss.demonstrations)
-    mu, logp = torch.where(sampled, micro.mu, prox), torch.where(fresh, scores.logp, prox)
+    mu = torch.where(sampled, micro.mu, prox)
+    logp = torch.where(fresh, scores.logp, prox)
     reference = None if reference is None else torch.where(fresh, reference, logp.detach())
     assert micro.advantage is not None
-    advantage, of, current = micro.advantage, (micro.episode, micro.turn), logp.detach() - mu
+    advantage = micro.advantage
+    of = (micro.episode, micro.turn)
+    current = logp.detach() - mu
     log_ratio = prox - mu if recipe.loss.ratio == "prox" else current
     correction = correct(recipe.rules, CorrectionInput(log_ratio, current, advantage, *of, fresh))
     models = (reference, micro.prepared)

@@ -143,7 +143,9 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     return config.lr * (config.lr_end + (1 - config.lr_end) * shape)
 
 
-WINDOW, LEAST = 32, 8  # batches
+# batches
+WINDOW = 32
+LEAST = 8
 NORM = "grad_norm/"  # in a learner's state, so that repeated steps are judged as they were
 
 

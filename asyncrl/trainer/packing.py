@@ -26,7 +26,8 @@ def packing_for(
     a warning; ConfigError where ranks are to share a sequence, which padded rows cannot. Sets their attention
     accordingly. `dtype`: of a forward. `compiled`: their layers are. A collective."""
     for model in models:
-        own, kind = transformer(model), type(transformer(model)).__name__
+        own = transformer(model)
+        kind = type(transformer(model)).__name__
         found = shared_findings(own.config, world)
         if found and found["padded"]:
             logger.warning("%s depends on what rows are trained together: it %s", kind, found["padded"])
@@ -61,7 +62,8 @@ def unfit(model: PreTrainedModel, packing: Packing, found: Mapping[str, str] | N
 @contextmanager
 def unpacked(policy: Policy) -> Iterator[None]:
     """Its rows are padded meanwhile, and its attention is the model's own."""
-    model, packing = policy.lm, policy.packing
+    model = policy.lm
+    packing = policy.packing
     kind = model.config._attn_implementation
     policy.packing = "padded"
     model.set_attn_implementation(policy.attention)

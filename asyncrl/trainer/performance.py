@@ -45,7 +45,8 @@ class FlopCount(NamedTuple):
     @classmethod
     def of(cls, model: PreTrainedModel) -> FlopCount:
         """2 in the forward, 2 in the backward, and 2 for a weight that is trained."""
-        config, head = model.config.get_text_config(), model.get_output_embeddings().weight
+        config = model.config.get_text_config()
+        head = model.get_output_embeddings().weight
         left_out = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
@@ -132,7 +133,8 @@ def performance(
     `update_weights` and `save_checkpoint` are those that followed the commit before this one.
     """
     found = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
-    tokens, busy = metrics.get("perf/total_num_tokens", 0.0), phases.get("update_actor", 0.0)
+    tokens = metrics.get("perf/total_num_tokens", 0.0)
+    busy = phases.get("update_actor", 0.0)
     if tokens:
         found |= {
             f"timing_per_token_ms/{name}": 1e3 * phases[name] / tokens for name in BY_TOKEN if name in phases
@@ -156,7 +158,8 @@ class Stopwatch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since = self._lap_at = clock()
-        self._phase, self._waiting = "", False
+        self._phase = ""
+        self._waiting = False
         self._busy = self._idle = 0.0
         self._seconds: dict[str, float] = {}
 
@@ -165,7 +168,8 @@ class Stopwatch:
         """The body's time is spent on `name`."""
         self._charge()
         outer = self._phase, self._waiting
-        self._phase, self._waiting = name, waiting
+        self._phase = name
+        self._waiting = waiting
         try:
             yield
         finally:
@@ -187,13 +191,16 @@ class Stopwatch:
     def lap(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last lap: in all, and of each phase."""
         self._charge()
-        whole, self._lap_at = self._since - self._lap_at, self._since
-        seconds, self._seconds = self._seconds, {}
+        whole = self._since - self._lap_at
+        self._lap_at = self._since
+        seconds = self._seconds
+        self._seconds = {}
         return whole, seconds
 
     def _charge(self) -> None:
         now = self._clock()
-        spent, self._since = now - self._since, now
+        spent = now - self._since
+        self._since = now
         if self._phase:
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
         if self._waiting:

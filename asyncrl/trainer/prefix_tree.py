@@ -36,13 +36,15 @@ def plant(rows: Sequence[np.ndarray], *, shared: bool) -> Forest:
     forest = Forest(np.empty(0), np.empty(0), [], [], [np.empty(0, dtype=np.int64)] * len(rows))
     ids: list[np.ndarray] = []
     size = 0
-    every, nothing = range(len(rows)), np.empty(0, dtype=np.int64)
+    every = range(len(rows))
+    nothing = np.empty(0, dtype=np.int64)
     waiting = [([index], nothing) for index in reversed(every)]
     if shared and rows:
         waiting = [(sorted(every, key=lambda index: rows[index].tolist()), nothing)]
     while waiting:
         members, path = waiting.pop()  # rows in order that agree on the path, and may on more
-        first, end = rows[members[0]], common(rows[members[0]], rows[members[-1]])
+        first = rows[members[0]]
+        end = common(rows[members[0]], rows[members[-1]])
         if len(members) == 1 or end - len(path) >= LEAST:
             own = end - len(path)
             ids.append(first[len(path) : end])

@@ -45,12 +45,16 @@ class Publishing:
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, mesh: World, policy: Policy
     ) -> None:
-        self.config, self.mesh, self.policy, self._endpoints = config, mesh, policy, endpoints
+        self.config = config
+        self.mesh = mesh
+        self.policy = policy
+        self._endpoints = endpoints
         self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
         # The fixed text that trainer and engines score; any ids do.
         self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
-        weights, collectors = config.weights, readers(config, mesh.size)
+        weights = config.weights
+        collectors = readers(config, mesh.size)
         self._adapters = policy.adapters if config.adapters_apart else None  # all that is published
         pieces = self._adapters.published if self._adapters else policy.published
         self._host = HostShards(
@@ -131,7 +135,8 @@ class Publishing:
     def _offering(self, senders: int) -> Sender | None:
         """So many ranks offer versions to a part of the servers each, which get them when their keepers ask.
         Rank 0 tells where all of them are. A collective."""
-        weights, sender = self.config.weights, None
+        weights = self.config.weights
+        sender = None
         if self.mesh.rank < senders:
             host = local_address(self._endpoints.control)
             device = self.mesh.device

@@ -115,9 +115,13 @@ class TrainerRank:
     """Runs the loop of one rank around a Learner."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints, mesh: world.World, incarnation: str) -> None:
-        self.config, self.mesh, self.incarnation = config, mesh, incarnation
+        self.config = config
+        self.mesh = mesh
+        self.incarnation = incarnation
         self.run_dir = Path(config.run_dir) / config.name
-        self.rank, self.first, self.words = mesh.rank, mesh.rank == 0, world.Words(mesh)
+        self.rank = mesh.rank
+        self.first = mesh.rank == 0
+        self.words = world.Words(mesh)
         place = shared_place(config, self.run_dir, mesh)
         self.learner = Learner(config, mesh)
         self.saving = Checkpointing(config, place, self.learner)
@@ -133,13 +137,15 @@ class TrainerRank:
         self.watch = self.learner.watch
         self.peak_flops = peak_flops(mesh.device, config.model.dtype)
         self.waiting = self._named = ""  # now, and in the newest beat
-        self._silence, self._progress = silence_limit(config), progress_limit(config)
+        self._silence = silence_limit(config)
+        self._progress = progress_limit(config)
         self.trainer_epoch = self.work = 0  # work: micro-batches done, for the beats
         self.learner.pulse = self._pulse
         self.ratios = self.learner.ratios = Ratios(self.run_dir, self.rank, config.buffer.groups_per_batch)
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
-        self.published_step, self.repeating = -1, False
+        self.published_step = -1
+        self.repeating = False
         self.probed: trainer.Probed | None = None
         self.publishing = Publishing(config, endpoints, self.run_dir, mesh, self.learner.policy)
 
@@ -227,7 +233,8 @@ class TrainerRank:
 
     def _take(self, micro: int) -> tuple[trainer.WorkPlan, Work]:
         """The next plan, and this rank's part of it with its turns, once all ranks hold theirs."""
-        step, work = self.learner.step, list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
+        step = self.learner.step
+        work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
         rests = ", at rest while engines sample" if self.resting.now else ""
         wait = "wait_devices" if rests else "wait_data"
         with self.timeline.span(wait), self.watch.phase(wait, waiting=True):
@@ -247,7 +254,8 @@ class TrainerRank:
 
     def _commit(self, plan: trainer.WorkPlan, trained: list[str], metrics: dict[str, float]) -> bool:
         """True when this version is to be published."""
-        epoch, step = self.trainer_epoch, self.learner.step
+        epoch = self.trainer_epoch
+        step = self.learner.step
         commit = trainer.Commit(epoch, step, plan.plan_hash, tuple(trained), metrics)
         answer = self._told(self.control, commit, f"the commit of step {step}")
         self.saving.best = answer.best
@@ -288,7 +296,8 @@ class TrainerRank:
         after the run's limit for silence, which is longer than the coordinator waits for room on a full disk.
         """
         deadline = time.monotonic() + self._silence
-        self.waiting, resend_at = name, 0.0
+        self.waiting = name
+        resend_at = 0.0
         while True:
             now = time.monotonic()
             self.publishing.check()
@@ -328,7 +337,8 @@ class TrainerRank:
         """Send a beat, every BEAT_EVERY seconds and when a wait begins or is over. Whether it was sent."""
         if now < self._beat_at and self.waiting == self._named:
             return False
-        self._beat_at, self._named = now + BEAT_EVERY, self.waiting
+        self._beat_at = now + BEAT_EVERY
+        self._named = self.waiting
         self.control.send(self._status())
         return True
 
@@ -362,7 +372,8 @@ class TrainerRank:
         return trainer.Checkpointed(self.trainer_epoch, newest.step, newest.trained_total, self.resting.now)
 
     def _status(self) -> trainer.TrainerBeat:
-        spent, saving = (self.watch.busy_s, self.watch.idle_s), self.saving
+        spent = (self.watch.busy_s, self.watch.idle_s)
+        saving = self.saving
         not_saved = saving.checkpoint_problem and f"not saved: {saving.checkpoint_problem}"
         waiting = "; ".join(filter(None, (self.waiting, not_saved, self.publishing.unwritten)))
         return trainer.TrainerBeat(

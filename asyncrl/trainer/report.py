@@ -148,7 +148,8 @@ def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
 def _comparisons(e: Example, advantage: np.ndarray) -> Iterator[tuple[list[float], np.ndarray]]:
     """The group's rewards, and the advantages of the tokens. Each agent that earned a reward of its own
     counts as an episode: the advantages of both sides of a game add up to nothing."""
-    own, members = e.planned.own, (e.planned.own, *e.planned.siblings)
+    own = e.planned.own
+    members = (e.planned.own, *e.planned.siblings)
     if not own.agents:
         yield [member.reward for member in members], advantage
     for agent in dict.fromkeys(own.agents):
@@ -319,7 +320,9 @@ class Ratios:
     each micro-batch, `save` after the step."""
 
     def __init__(self, run_dir: Path, rank: int, groups_per_batch: int) -> None:
-        self._run_dir, self._rank, self._groups = run_dir, rank, groups_per_batch
+        self._run_dir = run_dir
+        self._rank = rank
+        self._groups = groups_per_batch
         self._found: dict[str, TokenRatios] = {}
 
     def note(self, examples: Sequence[Example], log_ratio: Tensor, dropped: Tensor) -> None:
@@ -327,7 +330,8 @@ class Ratios:
         earlier in the step stays: the policy had not moved."""
         edges = np.cumsum([0, *(e.tokens for e in examples)]).tolist()
         for e, (start, end) in zip(examples, pairwise(edges), strict=True):
-            uid, member = e.planned.uid, int(e.planned.uid[len(e.group) + 1 :])
+            uid = e.planned.uid
+            member = int(e.planned.uid[len(e.group) + 1 :])
             if uid not in self._found and is_kept(int(e.group), member, self._groups):
                 own = slice(start, min(end, start + MOST_TOKENS))
                 values = [round(value, 5) for value in log_ratio[own].tolist()]

@@ -64,7 +64,9 @@ class Resting:
     """Empties the device of one rank, and fills it again. `now`: it rests."""
 
     def __init__(self, learner: Learner, timeline: Timeline, run_dir: Path) -> None:
-        self._learner, self._timeline, self.now = learner, timeline, False
+        self._learner = learner
+        self._timeline = timeline
+        self.now = False
         self._device = learner.world.device
         self._module = torch.get_device_module(self._device)
         self._room: Callable[[int], Tensor] = partial(unlinked_file, run_dir)
@@ -87,7 +89,8 @@ class Resting:
                 for place in self._places.values():
                     self._fill(*place)
                 self._module.synchronize()
-                self._places, self.now = {}, False
+                self._places = {}
+                self.now = False
 
     @contextmanager
     def at_hand(self, tensor: Tensor) -> Iterator[None]:
@@ -116,7 +119,8 @@ class Resting:
             self._module.synchronize()
         for storage in moved:
             storage.resize_(0)
-        self._places, self.now = {storage._cdata: (storage, part) for storage, part in pairs}, True
+        self._places = {storage._cdata: (storage, part) for storage, part in pairs}
+        self.now = True
         torch.cuda.empty_cache()
         trim_heap()
 
@@ -129,7 +133,8 @@ class PinnedMemory:
     """Main memory that a GPU copies to and from directly. It is kept: to pin it takes longer than to copy."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._memory = world, torch.empty(0, dtype=torch.uint8)
+        self._world = world
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def room(self, size: int) -> Tensor:
         """A collective: the kernel would rather kill a process than refuse pages."""
@@ -161,7 +166,8 @@ def unlinked_file(directory: Path, size: int) -> Tensor:
 
 def _held(learner: Learner) -> Iterator[Tensor]:
     """Yield what a rank holds, after weights that a forward has gathered are freed."""
-    critic, reference = learner.critic, learner.reference.policy if learner.reference is not None else None
+    critic = learner.critic
+    reference = learner.reference.policy if learner.reference is not None else None
     for model in filter(None, (learner.policy, critic, reference)):
         for module in model.modules():
             if isinstance(module, FSDPModule):

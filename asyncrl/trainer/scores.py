@@ -98,7 +98,8 @@ class Selected:
             labels = ids.flatten()[token]
             return cls(ids, labels, token - 1, temperature, routes=laid, agents=whose)
         forest = plant(rows, shared=packing == "tree")
-        places, starts = np.concatenate(forest.rows), np.cumsum([0, *map(len, rows[:-1])])
+        places = np.concatenate(forest.rows)
+        starts = np.cumsum([0, *map(len, rows[:-1])])
         token, predictor = (places[starts[row] + at] for at in (position, position - 1))
         ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
         ids, whose = _apart(ids, agents)
@@ -258,7 +259,8 @@ def in_parts(run: Run, tokens: Selected, ranks: SequenceRanks | None) -> list[Te
         return list(run(tokens))
     owner = tokens.predictor // ranks.width(tokens.ids.numel())
     counts = np.bincount(owner, minlength=ranks.count)
-    starts, most = np.cumsum(counts) - counts, int(counts.max())
+    starts = np.cumsum(counts) - counts
+    most = int(counts.max())
     order = np.argsort(owner, kind="stable")  # rank by rank
     place = np.empty_like(order)  # of each token, where all are gathered
     place[order] = owner[order] * most + np.arange(len(order)) - starts[owner[order]]
@@ -273,16 +275,19 @@ def _part(tokens: Selected, mine: np.ndarray, ranks: SequenceRanks) -> Selected:
     assert tokens.positions is not None, "packed rows have positions"
     size = tokens.ids.numel()
     width = ranks.width(size)
-    start, short = ranks.index * width, ranks.count * width - size
+    start = ranks.index * width
+    short = ranks.count * width - size
     own = slice(start, start + width)
     ids, positions = (pad(x, (0, short))[:, own] for x in (tokens.ids, tokens.positions))
-    routes, agents = tokens.routes, tokens.agents
+    routes = tokens.routes
+    agents = tokens.agents
     if agents is not None:
         agents = pad(agents, (0, short))[:, own]
     if routes is not None:
         routes = pad(routes, (0, 0, 0, short), value=UNKNOWN)[own]
     (chosen,) = to_device([torch.from_numpy(mine)], ids.device)
-    labels, temperature = tokens.labels[chosen], tokens.temperature[chosen]
+    labels = tokens.labels[chosen]
+    temperature = tokens.temperature[chosen]
     predictor = tokens.predictor[mine] - start
     told = tokens.told and Told(*(column[chosen] for column in tokens.told))
     return Selected(
@@ -310,7 +315,9 @@ class SplitModel:
     """
 
     def __init__(self, lm: PreTrainedModel, *, fp32_head: bool) -> None:
-        self._lm, self._backbone, self._head = lm, lm.base_model, lm.get_output_embeddings()
+        self._lm = lm
+        self._backbone = lm.base_model
+        self._head = lm.get_output_embeddings()
         self.possible = self._backbone is not lm
         self._given: Any = None  # what the backbone is to return
         self._wanted: Selected | None = None
@@ -334,7 +341,8 @@ class SplitModel:
         product = self._make_product()  # once: what it widens sums up the gradients of all chunks
 
         def logits_of(part: Tensor) -> Tensor:
-            self._given, self._product = type(output)(last_hidden_state=part.unsqueeze(0)), product
+            self._given = type(output)(last_hidden_state=part.unsqueeze(0))
+            self._product = product
             try:
                 return self._lm(input_ids=tokens.ids, use_cache=False).logits[0]
             finally:
@@ -362,7 +370,8 @@ class SplitModel:
         return (self._seen.unsqueeze(0),)
 
     def _make_product(self) -> Product:
-        weight, bias = self._head.weight, self._head.bias
+        weight = self._head.weight
+        bias = self._head.bias
         if self.fp32_head:
             wide = widened(weight), None if bias is None else widened(bias)
             return lambda hidden: linear(widened(hidden), *wide)

@@ -29,7 +29,8 @@ from asyncrl.wire.messages.trainer import Committed, GrantDevices, Probed, Train
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 log = logging.getLogger("asyncrl.trainer")
-BEAT_EVERY, HELLO_EVERY = 0.5, 4.0
+BEAT_EVERY = 0.5
+HELLO_EVERY = 4.0
 
 
 def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
@@ -52,7 +53,8 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
 def _serve(config: RunConfig, link: Link, publishing: Publishing, incarnation: str, vocabulary: int) -> str:
     """The reason of the stop. A coordinator that is silent, as it was started again, is greeted anew, and
     told again what it may not know. DeadlineError without its first answer."""
-    hello, probed = TrainerHello(0, 1, incarnation, 0, vocabulary), None
+    hello = TrainerHello(0, 1, incarnation, 0, vocabulary)
+    probed = None
     heard_at = hello_at = time.monotonic()
     link.send(hello)
     while True:

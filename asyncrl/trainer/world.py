@@ -77,7 +77,10 @@ class World:
         every micro-batch, and only a backward can make it do so, but which micro-batch of a step is the last
         one is not known in advance. So it shards within a replica, and `average_gradients` does the rest.
         """
-        kind, mesh, ranks, groups = self.device.type, self.mesh, None, list[dist.ProcessGroup]()
+        kind = self.device.type
+        mesh = self.mesh
+        ranks = None
+        groups = list[dist.ProcessGroup]()
         replica_group = None
         if replicas > 1:
             names = ("replicate", "shard")
@@ -122,7 +125,8 @@ class World:
     def collect(self, shard: DTensor) -> Tensor:
         """The whole of a tensor that is sharded along its first dimension, on rank 0 and the CPU; something
         else on the others. The first replica's ranks send their shards."""
-        mine, shards = shard.to_local().cpu(), self.mesh.shape[-1]
+        mine = shard.to_local().cpu()
+        shards = self.mesh.shape[-1]
         rows = -(-shard.shape[0] // shards)
         if shards == 1:
             return mine
@@ -156,7 +160,8 @@ class World:
         """ProtocolError, on all ranks alike, unless those that share micro-batches have the same value."""
         if self.sequence is None:
             return
-        found, sharing = self.gather(value, kind), self.sequence.count
+        found = self.gather(value, kind)
+        sharing = self.sequence.count
         others = [rank for rank, own in enumerate(found) if own != found[rank - rank % sharing]]
         if others:
             raise ProtocolError(
@@ -208,7 +213,9 @@ class Words:
     the address of the rendezvous only. DistNetworkError: rank 0 is gone."""
 
     def __init__(self, world: World) -> None:
-        self._size, self._told, self._meetings = world.size, 0, 0
+        self._size = world.size
+        self._told = 0
+        self._meetings = 0
         self._store: Any = HashStore()
         if world.size > 1:
             address = _address(world.rendezvous)
@@ -333,7 +340,10 @@ class _Meeting:
     own rendezvous takes a URL, whose path it does not decode, and names no wait."""
 
     def __init__(self, rank: int, size: int, rendezvous: str, limit: float) -> None:
-        self._rank, self._size, self._rendezvous, self._limit = rank, size, rendezvous, limit
+        self._rank = rank
+        self._size = size
+        self._rendezvous = rendezvous
+        self._limit = limit
         self._store: Store | None = None
 
     @property

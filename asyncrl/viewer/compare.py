@@ -39,7 +39,9 @@ COMPONENTS = """SELECT mode, sample, key, avg(value)
 FAILED = """SELECT count(*) FROM episodes
     WHERE kind = 'held out' AND step = ? AND state = 'failed'"""
 STEPS = "SELECT DISTINCT step FROM episodes WHERE kind = 'held out' ORDER BY step"
-ALL, TASK = "val-core/all/", "val-task/"  # in evaluation.json
+# in evaluation.json
+ALL = "val-core/all/"
+TASK = "val-task/"
 _evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
 
 

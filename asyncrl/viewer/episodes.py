@@ -49,7 +49,9 @@ def decoder(model: str) -> Decode:
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
     """Return the text of each token; of several tokens that are one character the last one has it."""
-    growing, read, found = GrowingText(decode), list[int](), list[str]()
+    growing = GrowingText(decode)
+    read = list[int]()
+    found = list[str]()
     for token in ids:
         read.append(token)
         before = len(growing.text)
@@ -63,7 +65,9 @@ def search(
 ) -> tuple[list[str], int]:
     """Return those of the episodes (uid, turns) in whose transcripts all words are, and how many it could
     read within SEARCH_SECONDS, from the first one on."""
-    found, wanted, ends = list[str](), [word.lower() for word in words], time.monotonic() + SEARCH_SECONDS
+    found = list[str]()
+    wanted = [word.lower() for word in words]
+    ends = time.monotonic() + SEARCH_SECONDS
     for looked, (uid, turns) in enumerate(episodes):
         if time.monotonic() > ends or len(found) == MOST_FOUND:
             return found, looked

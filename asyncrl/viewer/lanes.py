@@ -28,7 +28,9 @@ MOST_SPANS = 15_000  # of about 45 bytes, so that an answer stays below 1 MB
 MOST_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
 MOST_STEPS = 400  # on the ruler
 FARTHEST = 1e9  # seconds from the run's start that can be asked for
-OTHER, WORK = "others", "work"  # rows; a trainer's is WORK
+# rows; a trainer's is WORK
+OTHER = "others"
+WORK = "work"
 ORDER = (COORDINATOR, "trainer", "worker")  # of processes; engines follow
 
 
@@ -73,7 +75,8 @@ class LaneReader:
                 raise ConfigError(f"lanes: step {step} is not in the timeline; the last one is {last}")
             until = ends[step]
             since = max((end for _, end in steps if end < until), default=0.0)
-        since, length = since or 0.0, float(spans["end"].max())
+        since = since or 0.0
+        length = float(spans["end"].max())
         until = max(length if until is None else until, since + 1e-6)
         reaches = (spans["end"] >= since) & (spans["start"] <= until)
         inside = spans if reaches.all() else spans[reaches]  # 50 MB for a million spans
@@ -103,14 +106,16 @@ class LaneReader:
         }
 
     def _added(self, file: TimelineFile) -> Iterator[tuple[float, ...]]:
-        kind, index = "worker" if file.role == "rollout" else file.role, file.path.stem.rpartition("-")[2]
+        kind = "worker" if file.role == "rollout" else file.role
+        index = file.path.stem.rpartition("-")[2]
         process = kind if kind == COORDINATOR else f"{kind} {index}"
         known: dict[tuple[str, str, str], tuple[int, int, int]] = {}
         for line in file.added():
             if line.name == START:
                 self._begun.setdefault(process, []).append(line.start)
                 continue
-            key, took = (line.name, line.engine, line.error), line.end - line.start
+            key = (line.name, line.engine, line.error)
+            took = line.end - line.start
             if key not in known:
                 known[key] = self._numbers(file.role, process, line)
             seconds = took if line.seconds < 0 else line.seconds

@@ -49,12 +49,14 @@ ROLES = {"trainer": "trainer", **ENGINES, "worker": "workers"}
 def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     """Read a run that is over (`ended` says how) or goes on. ConfigError for a file that cannot be read."""
     # Twice: steps that were repeated after a crash are read, and the row of the end.
-    rows, status = some_rows(run_dir, 2 * WINDOW, MOST_ROWS), read_status(run_dir)
+    rows = some_rows(run_dir, 2 * WINDOW, MOST_ROWS)
+    status = read_status(run_dir)
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     gauges = status.get("gauges") or next(
         (row for row in reversed(rows) if metric.FLOW + "issued" in row), {}
     )
-    flow, saved = flow_of(gauges), read_summary(run_dir)
+    flow = flow_of(gauges)
+    saved = read_summary(run_dir)
     summary = saved or summarize(rows, asdict(flow), flow.conserved)
     whole = saved or summary["steps"] == len(steps)  # else its sums are of some of the steps
     launches = launches_of(run_dir)
@@ -112,7 +114,8 @@ def _held_out(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     that is the success is left out."""
     parts = matching(metric.COMPONENT_HELD_OUT, set[str]().union(*rows))
     for named, name in [*JUDGED.values(), *parts.items()]:
-        curve, known = _curve(rows, name), [row for row in rows if name in row]
+        curve = _curve(rows, name)
+        known = [row for row in rows if name in row]
         if not known or (name in SCORES and curve == _curve(rows, SCORES[name])):
             continue
         ends = {} if known[0]["training/step"] else {"before": known[0]}

@@ -22,7 +22,9 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.viewer.views import Views
 
 STATIC = files("asyncrl.viewer") / "static"
-SHOWN, HELD_OUT = 30, 10  # episodes of each run that a page in a file can open
+# episodes of each run that a page in a file can open
+SHOWN = 30
+HELD_OUT = 10
 
 # Nothing is fetched but the answers of the page's own server; text of models and tools is never run.
 POLICY = (
@@ -52,7 +54,8 @@ def page(recorded: Mapping[str, Any] | None = None) -> str:
 def write(path: Path, views: Views) -> bool:
     """Write a page that opens without a server: the curves of all runs, and the newest episodes of each. The
     page says what cannot be read. Returns whether the accounts of all runs are exact."""
-    listed, exact = views.answer("runs", {}), True
+    listed = views.answer("runs", {})
+    exact = True
     found = {"runs": listed, "saved": time.strftime("%Y-%m-%d %H:%M")}
 
     def ask(name: str, **query: object) -> Any:

@@ -37,12 +37,14 @@ def series(
     start = 0 if since is None else max(0, int(np.searchsorted(x, since)) - 1)  # lines go on to the edges
     end = len(x) if until is None else min(len(x), int(np.searchsorted(x, until, "right")) + 1)
     edges = np.linspace(start, end, POINTS // 2 + 1).astype(int)
-    thin, validated = end - start > POINTS, columns.having(*metric.HELD_OUT)
+    thin = end - start > POINTS
+    validated = columns.having(*metric.HELD_OUT)
     slots = np.stack([edges[:-1], edges[1:] - 1], 1).ravel() if thin else np.arange(start, end)
     places = np.union1d(slots, _some(validated[(validated >= start) & (validated < end)]))
 
     def shown(name: str) -> list[float | None]:
-        column, found = columns.values(name), np.full(len(x), math.nan)
+        column = columns.values(name)
+        found = np.full(len(x), math.nan)
         if not thin or name.startswith("val-"):
             return _listed(column[places])
         low, high = (pick.reduceat(column[:end], edges[:-1]) for pick in (np.fmin, np.fmax))
@@ -85,7 +87,8 @@ def _bands(known: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, l
 
 def marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
     """What happened at a step: kind and text."""
-    steps, trained = columns.steps.tolist(), columns.having(metric.STEP_SECONDS)
+    steps = columns.steps.tolist()
+    trained = columns.having(metric.STEP_SECONDS)
     looks = np.linspace(WINDOW, len(trained), LOOKS if len(trained) >= WINDOW else 0)
     windows = [trained[end - WINDOW : end] for end in np.unique(looks.astype(int))]
     validated = _some(columns.having(*metric.HELD_OUT))

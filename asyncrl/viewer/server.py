@@ -34,7 +34,8 @@ class ViewServer:
     """Serves the page after `start`; `url` is then its address."""
 
     def __init__(self, views: Views, port: int = 0) -> None:
-        self._views, self._port = views, port
+        self._views = views
+        self._port = port
         self._token = secrets.token_urlsafe(32)
         # A thread a view: whatever one reads, others go on. What many threads read would take more memory.
         self._threads = {name: OwnThread(name) for name in views.names}

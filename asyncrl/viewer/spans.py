@@ -25,7 +25,9 @@ MOST_TEXT = 120  # characters
 def since_start(spans: np.ndarray, begun: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, Marks]:
     """Return spans on the run's clock, which begins with the first of them, and stands still while nothing
     ran before a later launch, where that is long; and where processes began again, alone or all together."""
-    start, again, paused = float(spans["start"].min()), begun.get(COORDINATOR, [])[1:], dict[float, float]()
+    start = float(spans["start"].min())
+    again = begun.get(COORDINATOR, [])[1:]
+    paused = dict[float, float]()
     for at in again:
         last = float(spans["end"].max(initial=0, where=spans["end"] <= at))
         if 0 < last < at - LONG:
@@ -46,7 +48,8 @@ def since_start(spans: np.ndarray, begun: Mapping[str, Sequence[float]]) -> tupl
 def shares(spans: np.ndarray, process: np.ndarray) -> list[float]:
     """Return which part of the time that its process has recorded each row took, at most 1. `process`: the
     number of a row's process."""
-    first, last = np.full(len(process), np.inf), np.zeros(len(process))
+    first = np.full(len(process), np.inf)
+    last = np.zeros(len(process))
     np.minimum.at(first, process[spans["row"]], spans["start"])
     np.maximum.at(last, process[spans["row"]], spans["end"])
     took = np.bincount(spans["row"], spans["seconds"], len(process))
@@ -62,7 +65,8 @@ def totals(
     group = np.array([known.index(kind) for kind in kinds])[spans["row"]] * len(names) + spans["name"]
     part = np.minimum(spans["end"], until) - np.maximum(spans["start"], since)
     part /= np.maximum(spans["end"] - spans["start"], 1e-9)
-    seconds, calls = np.bincount(group, spans["seconds"] * part), np.bincount(group, spans["calls"])
+    seconds = np.bincount(group, spans["seconds"] * part)
+    calls = np.bincount(group, spans["calls"])
     longest = np.zeros(len(seconds))
     np.maximum.at(longest, group, spans["longest"])
     sums = {"calls": calls.astype(int), "took": seconds.round(6), "longest": longest.round(6)}

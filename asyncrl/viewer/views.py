@@ -38,11 +38,13 @@ class Views:
     ended, '' while it goes on. Each of `names` is for one thread at a time."""
 
     def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
-        self._runs, self._ended = list(dict.fromkeys(runs)), ended
+        self._runs = list(dict.fromkeys(runs))
+        self._ended = ended
         names = [path.absolute().name for path in self._runs]
         self._names = names if len({*names}) == len(names) else [*map(str, self._runs)]
         self._decoder = lru_cache(decoder)
-        self._lanes_of, self._columns = dict[Begun, LaneReader](), dict[Begun, Measured]()
+        self._lanes_of = dict[Begun, LaneReader]()
+        self._columns = dict[Begun, Measured]()
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list,
             "rows": self._rows,
@@ -70,7 +72,8 @@ class Views:
         return {"runs": [*map(self._run, self._runs, self._names)], "differences": found}
 
     def _run(self, path: Path, name: str) -> dict[str, Any]:
-        status, ended = read_status(path), self._ended(path)
+        status = read_status(path)
+        ended = self._ended(path)
         done, total, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
         return {
             "name": name,
@@ -86,7 +89,9 @@ class Views:
 
     def _rows(self, query: Query) -> dict[str, Any]:
         """Return the curves of a run; of a stretch, by step, seconds or tokens."""
-        path, since, until = self._path(query), _given(query, "from"), _given(query, "to")
+        path = self._path(query)
+        since = _given(query, "from")
+        until = _given(query, "to")
         begun = _begun(path)
         columns = self._columns.pop(begun, None) or Measured(path / "metrics.jsonl")
         while sum(one.read for one in self._columns.values()) > KEPT:
@@ -103,7 +108,9 @@ class Views:
 
     def _episodes(self, query: Query) -> dict[str, Any]:
         wanted = Listing.of(*(query.get(key, "") for key in ("where", "order", "start", "search")))
-        found, searched, decode = list[str](), None, None
+        found = list[str]()
+        searched = None
+        decode = None
         path = self._path(query)
         if wanted.order == listing.NEWEST and self._ended(path):
             wanted = msgspec.structs.replace(wanted, order=listing.NEWEST_OVER)
@@ -127,7 +134,8 @@ class Views:
             return listing.tools(reader, Listing.of(query.get("where", ""), "", "", ""))
 
     def _episode(self, query: Query) -> dict[str, Any]:
-        path, uid = self._path(query), query.get("uid", "")
+        path = self._path(query)
+        uid = query.get("uid", "")
         with closing(RunReader.open(path)) as reader:
             config = _config(path, reader.episode(uid).step + 1)
             which = msgspec.json.encode([("uid", "=", uid)]).decode()
@@ -137,7 +145,9 @@ class Views:
 
     def _lanes(self, query: Query) -> dict[str, Any]:
         """Return the lanes of a window, in seconds since the start of the run, or around a step."""
-        path, since, until = self._path(query), _given(query, "from"), _given(query, "to")
+        path = self._path(query)
+        since = _given(query, "from")
+        until = _given(query, "to")
         begun = _begun(path)
         lanes = self._lanes_of.pop(begun, None) or LaneReader(path)
         self._lanes_of[begun] = lanes

@@ -25,7 +25,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import AdapterSpec
 from asyncrl.weights.names import FilePiece
 
-A, B = "lora_a", "lora_b"
+A = "lora_a"
+B = "lora_b"
 ROLES = {A: "lora_A.weight", B: "lora_B.weight"}
 
 
@@ -55,7 +56,8 @@ class Adapters:
         for layer in self._layers.values():
             out_size, in_size = layer.weight.shape[:: -1 if isinstance(layer, Conv1D) else 1]
             for agent, (rank, _) in sizes.items():
-                a, b = layer.weight.new_empty(rank, in_size), layer.weight.new_empty(out_size, rank)
+                a = layer.weight.new_empty(rank, in_size)
+                b = layer.weight.new_empty(out_size, rank)
                 layer.register_parameter(named(A, agent), nn.Parameter(a))
                 layer.register_parameter(named(B, agent), nn.Parameter(b))
             layer.register_forward_hook(self._adapt)

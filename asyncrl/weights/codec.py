@@ -86,7 +86,8 @@ def _apply(words: np.ndarray, block: Block) -> None:
     if block.kind == "dense":
         words ^= _unplanes(_decompress(block.data, len(words) * item), item)
     elif block.kind == "sparse":
-        narrow, wide = block.changed, 4 * block.wide
+        narrow = block.changed
+        wide = 4 * block.wide
         data = _decompress(block.data, narrow * (1 + item) + wide)
         gaps = data[:narrow].astype(np.int64)
         gaps[gaps == WIDE] = data[narrow : narrow + wide].view("<u4")

@@ -77,7 +77,9 @@ class Sender:
         device: torch.device,
         pause: TrainingPause | None = None,
     ) -> None:
-        self.bucket_bytes, self.seconds, self.device = bucket_bytes, seconds, device
+        self.bucket_bytes = bucket_bytes
+        self.seconds = seconds
+        self.device = device
         self.pause = pause
         self.bucket_buffers = BucketBuffers(pinned=device.type == "cuda")  # of who has the turn
         self.turn = threading.Lock()  # of one engine at a time
@@ -136,7 +138,8 @@ class EngineConnection:
     """The connection of one engine, with the group that it is in. Lives on a thread of its own."""
 
     def __init__(self, sender: Sender, connection: socket.socket) -> None:
-        self._sender, self._socket = sender, connection
+        self._sender = sender
+        self._socket = connection
         self._group: ServerGroup | None = None
         self._engine = "an engine"
 
@@ -147,7 +150,8 @@ class EngineConnection:
         seconds = self._sender.seconds  # for who has just dialled to say what for
         try:
             while (request := self._next(time.monotonic() + seconds)) is not None:
-                seconds, self._engine = IDLE_SECONDS, request.engine
+                seconds = IDLE_SECONDS
+                self._engine = request.engine
                 deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # which may be NaN
                 self._take_turn(request, deadline)
         except EOFError:

@@ -41,7 +41,9 @@ class VersionWriter:
         full_every: int = 1,
         adapters: Mapping[str, AdapterSpec] | None = None,
     ) -> None:
-        self.directory, self.bucket_bytes, self.full_every = directory, bucket_bytes, full_every
+        self.directory = directory
+        self.bucket_bytes = bucket_bytes
+        self.full_every = full_every
         self._adapters = dict(adapters or {})
         self._base: tuple[Manifest, Pinned] | None = None  # of the last version
         self._reading = ExitStack()  # it
@@ -61,7 +63,8 @@ class VersionWriter:
                 disk.write_manifest(work, manifest)
             if self.full_every > 1:
                 self._reading.close()
-                self._base, self._reading = (manifest, pinned), reading.pop_all()
+                self._base = (manifest, pinned)
+                self._reading = reading.pop_all()
         delta = manifest.delta
         self._deltas, self._bytes = (self._deltas + 1, self._bytes + delta.size) if delta else (0, 0)
         return disk.ref_to(self.directory, snapshot.version)
@@ -70,7 +73,9 @@ class VersionWriter:
         self, work: Path, snapshot: Snapshot, pinned: Pinned, base: tuple[Manifest, Pinned] | None
     ) -> Manifest:
         """Have ranks write their bytes, or write what has changed in them."""
-        entries, changed, path = [], [], work / (disk.DELTA if base else disk.PAYLOAD)
+        entries = []
+        changed = []
+        path = work / (disk.DELTA if base else disk.PAYLOAD)
         with path.open("wb") as file:
             at = file.write(b"" if base else file_header(snapshot.layout))
             for part in split(snapshot.layout, self.bucket_bytes):

@@ -53,7 +53,8 @@ def new_version(directory: Path, version: PolicyVersion) -> Iterator[Path]:
     replaces it. Raises OSError, naming a file, if it does not fit."""
     directory.mkdir(parents=True, exist_ok=True)
     _clean(directory)
-    work, target = _temporary(directory), Path(ref_to(directory, version).path)
+    work = _temporary(directory)
+    target = Path(ref_to(directory, version).path)
     work.mkdir()
     try:
         yield work
@@ -155,7 +156,8 @@ def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
             for count, size in changed:
                 target = arrays[spec.name][at : at + count]
                 codec.apply(target, data[start : start + size], ITEM_BYTES[spec.dtype])
-                start, at = start + size, at + count
+                start = start + size
+                at = at + count
     except (OSError, KeyError, ValueError, WeightsError) as error:
         raise WeightsError(f"weights {ref.path}: no usable {DELTA} ({error})") from error
 

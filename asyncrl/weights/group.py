@@ -53,9 +53,11 @@ class ServerGroup:
     """`ranks` in all; a broadcast takes at most `seconds`. Rank 0 has the store at which they meet."""
 
     def __init__(self, name: str, ranks: int, device: torch.device, seconds: float) -> None:
-        self.name, self.ranks = name, ranks
+        self.name = name
+        self.ranks = ranks
         self.backend: Backend = "nccl" if device.type == "cuda" else "gloo"
-        self._device, self._seconds = device, timedelta(seconds=seconds)
+        self._device = device
+        self._seconds = timedelta(seconds=seconds)
         # Does not wait for training's kernels; `torch.cuda.stream` takes None, too.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # On all interfaces. Rank 0 itself does not wait for other ranks here.
@@ -92,7 +94,9 @@ class ServerGroup:
     def close(self) -> None:
         """Never waits. Ranks that wait for a broadcast get an error; one that joins late still finds rank 0,
         without which it would hang. What is under way ends by itself, within `seconds`."""
-        made, self._made = self._made, Future()  # the last reference waits for what is under way
+        # the last reference waits for what is under way
+        made = self._made
+        self._made = Future()
         made.add_done_callback(_abort)
 
     def _send(self, group: Any, data: Tensor) -> None:

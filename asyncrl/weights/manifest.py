@@ -69,11 +69,13 @@ Layout = tuple[TensorSpec, ...]
 
 def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
     """Consecutive tensors of at most `bucket_bytes` together; a larger one alone."""
-    start, size = 0, 0
+    start = 0
+    size = 0
     for index, spec in enumerate(layout):
         if index > start and size + spec.nbytes > bucket_bytes:
             yield slice(start, index)
-            start, size = index, 0
+            start = index
+            size = 0
         size += spec.nbytes
     if layout:
         yield slice(start, len(layout))

@@ -139,7 +139,8 @@ def identity(path: str) -> dict[str, Any]:
 
 def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name in tree.keys() - NOTES:
-        value, key = tree[name], f"{prefix}{name}"
+        value = tree[name]
+        key = f"{prefix}{name}"
         if isinstance(value, dict) and len(value) <= MANY:
             yield from _values(value, f"{key}.")
             continue

@@ -54,9 +54,12 @@ def share(spec: TensorSpec, own: np.ndarray, start: int = 0, data: memoryview = 
 
 def joined(spec: TensorSpec, shares: Iterable[RangeShare]) -> TensorEntry:
     """A tensor with its checksum, of shares that make it up in this order."""
-    blocks, begun, end = [], b"", 0
+    blocks = []
+    begun = b""
+    end = 0
     for one in shares:
-        begun, end = begun + one.head, end + one.count
+        begun = begun + one.head
+        end = end + one.count
         if begun and (len(begun) == GRID or end == spec.nbytes):
             blocks.append(xxhash.xxh3_64_digest(begun))
             begun = b""
@@ -113,7 +116,8 @@ def file_header(layout: Layout) -> bytes:
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for spec in layout:
-        start, end = end, end + spec.nbytes
+        start = end
+        end = end + spec.nbytes
         code = _CODES.get(spec.dtype) or f"{spec.dtype[0].upper()}{8 * ITEM_BYTES[spec.dtype]}"
         fields[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": (start, end)}
     text = msgspec.json.encode(fields)

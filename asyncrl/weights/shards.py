@@ -46,7 +46,9 @@ log = logging.getLogger("asyncrl.weights")
 Shards = Mapping[str, DTensor]  # parameters as FSDP2 shards them, along the first dimension
 PATIENCE = 1e7  # seconds for a collector to ask for something: one that ends is noticed at once
 ASK_BYTES = 4608  # of an Ask: a path takes most of them
-_QUESTION, _ANSWER = 1, 2  # tags: two collectors ask each other
+# tags: two collectors ask each other
+_QUESTION = 1
+_ANSWER = 2
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -79,16 +81,20 @@ class HostShards:
         buffers: Mapping[str, Tensor] = {},
         deltas: bool = False,
     ) -> None:
-        self.layout, self._dtype, self._deadline = layout_of(pieces, dtype, buffers), dtype, deadline
+        self.layout = layout_of(pieces, dtype, buffers)
+        self._dtype = dtype
+        self._deadline = deadline
         self.places = dict(starts(self.layout))
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
         self._group: dist.ProcessGroup | None = None
         if self.ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
         held = {piece.name: _held(piece, shards[piece.parameter]) * dtype.itemsize for piece in pieces}
         held |= {name: 0 if self.rank else buffer.nbytes for name, buffer in buffers.items()}
         self._sizes = self._exchange([held[spec.name] for spec in self.layout])
-        own, lower = self._sizes[self.rank], self._sizes[: self.rank]
+        own = self._sizes[self.rank]
+        lower = self._sizes[: self.rank]
         self._at = list(accumulate(own, initial=0))  # where tensors begin in a buffer
         self._before = [sum(of_tensor) for of_tensor in zip([0] * len(own), *lower, strict=True)]
         pinned = any(shard.device.type == "cuda" for shard in shards.values())
@@ -203,10 +209,12 @@ class HostShards:
     def _shares(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[RangeShare]:
         """Give this rank's bytes, written into a file if it sees that, or what has changed in them."""
         part = slice(ask.start, ask.stop)
-        sizes, file = self._sizes[self.rank][part], Path(ask.file)
+        sizes = self._sizes[self.rank][part]
+        file = Path(ask.file)
         sees = bool(ask.file) and ask.machine == socket.gethostname() and file.is_file()
         old = [None] * len(sizes) if base is None else self.own_bytes(base, part).split(sizes)
-        new, found = self.own_bytes(memory, part).split(sizes), []
+        new = self.own_bytes(memory, part).split(sizes)
+        found = []
         for spec, own, before, start in zip(self.layout[part], new, old, self._before[part], strict=True):
             data = own.numpy().data
             if before is not None and len(data):

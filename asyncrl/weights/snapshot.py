@@ -79,7 +79,9 @@ class BucketBuffers:
     other is sent. They are made at the first bucket, and kept. `pinned`: a GPU copies from them directly."""
 
     def __init__(self, pinned: bool) -> None:
-        self._pinned, self._buffers, self._filled = pinned, list[Tensor](), 0
+        self._pinned = pinned
+        self._buffers = list[Tensor]()
+        self._filled = 0
 
     def fill(self, shares: Iterable[RangeShare], largest: int) -> Tensor:
         """Return the bytes of some shares, at most `largest`, in place of those before the last ones."""
@@ -110,7 +112,8 @@ class Buffers:
     once. So there is at most one more than readers, which launch/memory.py counts on."""
 
     def __init__(self, size: int, pinned: bool, count: int = 2) -> None:
-        self._size, self._pinned = size, pinned
+        self._size = size
+        self._pinned = pinned
         self._buffers = [self._buffer() for _ in range(count)]
         self._changed = threading.Condition()
         self._claiming = False
@@ -203,7 +206,8 @@ class Publisher:
     def __init__(
         self, write: Callable[[Snapshot], WeightsRef], announce: Callable[[WeightsRef, float, float], None]
     ) -> None:
-        self._write, self._announce = write, announce
+        self._write = write
+        self._announce = announce
         self.error: Exception | None = None
         self.full = ""
         self._pending: Snapshot | None = None
@@ -232,7 +236,8 @@ class Publisher:
         """None: there is none any more."""
         with self._wake:
             self._wake.wait_for(lambda: self._pending is not None or self._closing)
-            snapshot, self._pending = self._pending, None
+            snapshot = self._pending
+            self._pending = None
             return snapshot
 
     def _run(self) -> None:

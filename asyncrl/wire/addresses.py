@@ -76,7 +76,9 @@ FASTEST = 100  # descriptors in a millisecond; ZeroMQ accepts fewer connections
 BACKLOG = 64  # connections that a socket may yet accept when it becomes deaf
 _NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter that lets nothing pass
 _FILTER = struct.pack("HP", 1, ctypes.addressof(_NOTHING))
-ATTACH_FILTER, DETACH_FILTER = 26, 27  # of socket(7)
+# of socket(7)
+ATTACH_FILTER = 26
+DETACH_FILTER = 27
 
 
 class Listeners:
@@ -100,7 +102,8 @@ class Listeners:
     def watch(self) -> int:
         """Accept connections, or none while descriptors are short. Returns milliseconds to the next call."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        spare, room = min(SPARE, limit // 4), 0
+        spare = min(SPARE, limit // 4)
+        room = 0
         try:
             os.close(lowest := os.open(os.devnull, os.O_RDONLY))  # the lowest number that is free
             room = limit - spare - lowest

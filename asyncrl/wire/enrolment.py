@@ -52,7 +52,9 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
     """Make a key pair for this process, let the coordinator know its public half, and return where it is
     dialled, with that pair, and what this process is from now on. ConfigError: the token is none, or is
     refused, or nobody answers in time."""
-    given, key, begin = read_token(token), new_key_pair(), time.monotonic()
+    given = read_token(token)
+    key = new_key_pair()
+    begin = time.monotonic()
     while (answer := _asked(given, Enrol(key.public), begin + seconds)) is None:
         if time.monotonic() > begin + KNOWN_SECONDS:
             raise ConfigError(

@@ -51,7 +51,10 @@ class Outbox:
         clock: Callable[[], float] = time.monotonic,
         most: int = MAX_BYTES,
     ) -> None:
-        self._send, self._window, self._clock, self._most = send, window, clock, most
+        self._send = send
+        self._window = window
+        self._clock = clock
+        self._most = most
         self._unacked: deque[_Entry] = deque()
         self._next = 0  # index in _unacked of the next one to send
         self._seq = 0
@@ -100,7 +103,8 @@ class Outbox:
             entry = self._unacked.popleft()
             self._bytes -= entry.size
             self._next = max(0, self._next - 1)
-            self._moved, self._patience = self._clock(), RESEND
+            self._moved = self._clock()
+            self._patience = RESEND
             if not entry.durable.done():  # a waiter that was cancelled has cancelled it
                 entry.durable.set_result(None)
         self._fire()
@@ -157,5 +161,6 @@ class Outbox:
         await self._changed.wait()
 
     def _fire(self) -> None:
-        event, self._changed = self._changed, asyncio.Event()
+        event = self._changed
+        self._changed = asyncio.Event()
         event.set()

@@ -42,7 +42,9 @@ HIGH_WATER = 4096
 LARGE_HIGH_WATER = 64  # large messages that a peer has not taken: bounds memory
 SEND_DEADLINE = 10.0  # seconds: HIGH_WATER messages are more than a peer sends in this time
 ENVELOPE = 1024  # bytes that encryption may add to a frame
-COORDINATOR, OBSERVER, TOKEN = "coordinator", "observer", "token"
+COORDINATOR = "coordinator"
+OBSERVER = "observer"
+TOKEN = "token"
 ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # of its peers
 # An option of the context. With it a message of 100 bytes, until it is read, keeps the 8 KB that it came in.
 ZERO_COPY_RECV = 10
@@ -138,7 +140,8 @@ class Gate:
     def __init__(
         self, endpoints: Endpoints, enrolled: Mapping[str, str] = {}, owner: str = COORDINATOR
     ) -> None:
-        self.own, known = endpoints.keys[owner], endpoints.keys
+        self.own = endpoints.keys[owner]
+        known = endpoints.keys
         self.members = {known[role].public: role for role in ROLES if role in known} | dict(enrolled)
         self.context = zmq.Context(2)  # threads: what one of them encrypts does not hold up the other's
         self.context.set(ZERO_COPY_RECV, 0)
@@ -203,7 +206,8 @@ class Hub:
         self.socket.setsockopt(zmq.USE_FD, listening)
         self.socket.bind(endpoint)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, where it was free
-        self._gate, self._codecs = gate, {role: Codec(union) for role, union in unions.items()}
+        self._gate = gate
+        self._codecs = {role: Codec(union) for role, union in unions.items()}
         self.refused = 0  # messages that could not be read
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
@@ -224,7 +228,8 @@ class Hub:
                 first = self.socket.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return None
-            peer, parts = first.bytes, self.socket.recv_multipart(zmq.DONTWAIT)
+            peer = first.bytes
+            parts = self.socket.recv_multipart(zmq.DONTWAIT)
             try:
                 peer.decode()  # our identities are text, handlers use it as a name
                 role = self._gate.role(peer, str(first.get("User-Id")))
@@ -264,7 +269,8 @@ class Dial:
     EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
     def __init__(self, sock: Any, endpoint: str) -> None:
-        self._socket, self._endpoint = sock, endpoint
+        self._socket = sock
+        self._endpoint = endpoint
         self.refused = False  # the coordinator does not know the key of this end
         events = f"inproc://{secrets.token_hex(8)}"
         sock.monitor(events, self.EVENTS)
@@ -304,7 +310,8 @@ class Link:
         self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
         try:
             introduce(self.socket, name, keys)
-            self._dial, self._codec = Dial(self.socket, endpoint), Codec(union)
+            self._dial = Dial(self.socket, endpoint)
+            self._codec = Codec(union)
         except zmq.ZMQError as error:
             self.socket.close(linger=0)
             raise ProtocolError(f"{endpoint} cannot be dialled: {error}") from None
@@ -340,7 +347,8 @@ class AsyncLink:
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _configure(self._socket)
         introduce(self._socket, name, keys)
-        self._dial, self._codec = Dial(self._socket, endpoint), Codec(union)
+        self._dial = Dial(self._socket, endpoint)
+        self._codec = Codec(union)
 
     async def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""

@@ -25,8 +25,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CALCULATOR = Path(__file__).parents[1] / "multiturn" / "calculator"
-PROMPTS, MEMBERS = 8, 8  # prompts per batch, and episodes of each: a group
-MAX_TURNS, MAX_NEW_TOKENS, MAX_TOKENS = 8, 48, 256
+# prompts per batch, and episodes of each: a group
+PROMPTS = 8
+MEMBERS = 8
+MAX_TURNS = 8
+MAX_NEW_TOKENS = 48
+MAX_TOKENS = 256
 
 
 # -- the task: a tool, and a reward ----------------------------------------------------------------------
@@ -54,7 +58,8 @@ def call_tool(request: str) -> str:
     """What the tool answers to `{"name": "calculator", "arguments": {"a": 1, "op": "plus", "b": 2}}`: 3."""
     try:
         arguments = json.loads(request)["arguments"]
-        a, b = int(arguments["a"]), int(arguments["b"])
+        a = int(arguments["a"])
+        b = int(arguments["b"])
         return str({"plus": a + b, "minus": a - b, "times": a * b}[arguments["op"]])
     except (ValueError, KeyError, TypeError) as error:
         return f"Error: {error!r}"  # the model reads it and may try again
@@ -107,7 +112,8 @@ def play(model: Any, tokenizer: Any, samples: list[dict], greedy: bool = False) 
 def answer_or_end(tokenizer: Any, episode: Episode, turn: list[int]) -> None:
     """Answer the turn's tool call, or reward it and end the episode."""
     text = tokenizer.decode(turn, skip_special_tokens=True)
-    call, complete = CALL.search(text), turn[-1] == tokenizer.eos_token_id
+    call = CALL.search(text)
+    complete = turn[-1] == tokenizer.eos_token_id
     if call is None or not complete or len(episode.ids) > MAX_TOKENS - MAX_NEW_TOKENS:
         episode.reward = reward("" if call else text, episode.truth)
         episode.done = True
@@ -123,7 +129,8 @@ def answer_or_end(tokenizer: Any, episode: Episode, turn: list[int]) -> None:
 def sample_turns(model: Any, tokenizer: Any, episodes: list[Episode], greedy: bool) -> list[list[int]]:
     """The next turn of each episode, with its end-of-turn token."""
     width = max(len(episode.ids) for episode in episodes)
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
+    eos = tokenizer.eos_token_id
     ids = torch.tensor([[pad] * (width - len(e.ids)) + e.ids for e in episodes])
     real = torch.tensor([[0] * (width - len(e.ids)) + [1] * len(e.ids) for e in episodes])
     choice = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0, "temperature": 1.0}
@@ -188,7 +195,8 @@ def train(steps: int, lr: float, seed: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr * (1 - step / steps)
         optimizer.step()
-        mean, seconds = sum(rewards) / len(rewards), time.monotonic() - started
+        mean = sum(rewards) / len(rewards)
+        seconds = time.monotonic() - started
         print(f"step {step + 1:3}  reward {mean:.3f}  {seconds:5.0f} s", flush=True)
 
 

@@ -40,7 +40,9 @@ class AgentBench(Bench):
         **options: Any,
     ) -> None:
         super().__init__(self.script, reward, chat, **{"agent": "a:b", **(limits or {}), **options})
-        self.agent, self.text, self.untrained = agent, script, untrained
+        self.agent = agent
+        self.text = script
+        self.untrained = untrained
         self.gateway = Gateway()
 
     def script(self, request: Request) -> str:

@@ -53,7 +53,8 @@ def _data() -> Path | zipfile.Path | None:
 
 
 def _read(data: Path | zipfile.Path, name: str) -> Iterator[Question]:
-    asked, right = data / f"BFCL_v4_{name}.json", data / "possible_answer" / f"BFCL_v4_{name}.json"
+    asked = data / f"BFCL_v4_{name}.json"
+    right = data / "possible_answer" / f"BFCL_v4_{name}.json"
     for question, answer in zip(_lines(asked), _lines(right), strict=True):
         assert question["id"] == answer["id"]
         tools = [_schema(tool) for tool in question["function"]]

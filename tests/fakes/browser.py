@@ -36,7 +36,9 @@ class Tab:
     """One page. `complaints`: what its console says of errors, and exceptions that nobody caught."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket, self._numbers, self._session = socket, itertools.count(1), ""
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self._session = ""
         self.complaints: list[str] = []
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:

@@ -32,8 +32,11 @@ class Given:
     """A tiny chat model (a byte is a token), four short prompts, and the keys of a run with them."""
 
     def __init__(self, folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
-        self.folder, self.model, self.patch = folder, folder / "model", patch
-        self.train, self.runs = folder / "train.jsonl", folder / "runs"
+        self.folder = folder
+        self.model = folder / "model"
+        self.patch = patch
+        self.train = folder / "train.jsonl"
+        self.runs = folder / "runs"
         shutil.copytree(model, self.model)
         self.write(questions(4))
         self.keys: dict[str, Any] = {

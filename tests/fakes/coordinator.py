@@ -34,7 +34,8 @@ class FakeCoordinator:
 
     def __init__(self, deadline: float = 60.0) -> None:
         self.endpoints = replace(choose_endpoints("127.0.0.1", 0), versions="")  # it serves none
-        self.deadline, self.epoch = deadline, 1
+        self.deadline = deadline
+        self.epoch = 1
         self.welcoming = True
         self.withheld: tuple[type, ...] = ()
         self.peer = b""
@@ -139,11 +140,13 @@ class FakeCoordinator:
         self.peer = peer
         match message:
             case WorkerHello():
-                self.hello, self.hellos = message, self.hellos + 1
+                self.hello = message
+                self.hellos = self.hellos + 1
                 if self.welcoming:
                     self.control.send(peer, Welcome(self.epoch, 0, 0))
             case Heartbeat():
-                self.beat, self.beats = message, self.beats + 1
+                self.beat = message
+                self.beats = self.beats + 1
             case _:
                 self.arrived.append(message)
                 if isinstance(message, Record):

@@ -155,7 +155,8 @@ def _items(one: Message) -> Iterable[dict[str, Any]]:
 
 
 def _responses_whole(body: dict[str, Any]) -> Said:
-    output, usage = body["output"], body["usage"]
+    output = body["output"]
+    usage = body["usage"]
     assert len({item["id"] for item in output}) == len(output)
     texts = {item["type"]: item["content"][0]["text"] for item in output if "content" in item}
     made = [item for item in output if item["type"] == "function_call"]
@@ -278,7 +279,8 @@ def _messages_heard(events: Sequence[Event]) -> Said:
     assert open_at is None
     texts = {kind: "".join(b["texts"] for b in blocks if b["type"] == kind) for kind in ("thinking", "text")}
     calls = [ToolCall(b["name"], b["texts"], b["id"]) for b in blocks if b["type"] == "tool_use"]
-    end, usage = events[-2][1]["delta"]["stop_reason"], events[-2][1]["usage"]
+    end = events[-2][1]["delta"]["stop_reason"]
+    usage = events[-2][1]["usage"]
     tokens = usage["input_tokens"], usage["output_tokens"]
     assert events[0][1]["message"]["usage"]["input_tokens"] in (0, tokens[0])
     return Said(texts["thinking"], texts["text"], calls, ENDS[end], tokens)

@@ -35,7 +35,8 @@ class ScriptedEngine:
     the first tokens of a turn, so many as `parts` says, in that order."""
 
     def __init__(self, script: Callable[[Request], str], version: int = 0) -> None:
-        self.script, self._version = script, version
+        self.script = script
+        self._version = version
         self.gate = asyncio.Event()
         self.gate.set()
         self.load_gate = asyncio.Event()
@@ -79,7 +80,8 @@ class ScriptedEngine:
         await self.load_gate.wait()
         if ref.path == "damaged":
             raise WeightsError("weights damaged: checksum")
-        self._version, self.asleep = ref.version.step, False
+        self._version = ref.version.step
+        self.asleep = False
         return Manifest(ref.version, (), f"sum-{ref.version.step}")
 
     async def sleep(self) -> None:

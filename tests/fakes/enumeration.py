@@ -25,7 +25,9 @@ from asyncrl.algorithms.losses import Loss, LossInput
 from asyncrl.algorithms.recipe import losses
 from asyncrl.types import EpisodeResult
 
-LETTERS, LENGTH, PREFIXES = 3, 3, 13
+LETTERS = 3
+LENGTH = 3
+PREFIXES = 13
 TURN = torch.tensor([0, 0, 1])  # of each token
 GREEDY = 0.7
 Options = Mapping[str, Any]
@@ -58,7 +60,8 @@ def _language(end: int | None) -> Language:
     return Language(torch.tensor(padded), torch.tensor(list(sequences.values())))
 
 
-FIXED, ENDED = _language(None), _language(2)
+FIXED = _language(None)
+ENDED = _language(2)
 
 
 def table(seed: int, width: int = LETTERS) -> Tensor:
@@ -67,7 +70,9 @@ def table(seed: int, width: int = LETTERS) -> Tensor:
     return torch.randn(PREFIXES, width, generator=generator, dtype=torch.float64)
 
 
-PI, LAG, REFERENCE = 0.7 * table(1), table(2), 0.7 * table(3)
+PI = 0.7 * table(1)
+LAG = table(2)
+REFERENCE = 0.7 * table(3)
 PARTS = {"answer": table(4), "style": 0.5 * table(5)}
 VALUES = table(6, 1)[:, 0]
 
@@ -127,7 +132,8 @@ class Experiment:
 
 def gradient(experiment: Experiment) -> Tensor:
     """The direction that one batch of one group ascends in expectation, per episode: [39]."""
-    language, groups = experiment.language, groups_of(experiment.language, experiment.n)
+    language = experiment.language
+    groups = groups_of(experiment.language, experiment.n)
     logits = PI.clone().requires_grad_()
     chance = groups.times * token_logp(language, older(experiment.mu)).sum(1).exp()[groups.members].prod(1)
     loss = losses.get(experiment.loss).bound(dict(experiment.loss_options), "loss")
@@ -139,7 +145,8 @@ def gradient(experiment: Experiment) -> Tensor:
 
 
 def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput:
-    language, groups = experiment.language, groups_of(experiment.language, experiment.n)
+    language = experiment.language
+    groups = groups_of(experiment.language, experiment.n)
     live = language.live[groups.members]  # [G, n, LENGTH]; what follows is flat over its True places
 
     def spread(per_sequence: Tensor) -> Tensor:
@@ -150,7 +157,8 @@ def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput
     row, turn = (places[live] for places in _places(live))
     advantage = credits(experiment)[live]
     fresh = torch.ones_like(logp, dtype=torch.bool)
-    prox, rules = logp.detach(), select_rules(experiment.rules, "rules")
+    prox = logp.detach()
+    rules = select_rules(experiment.rules, "rules")
     correction = correct(rules, CorrectionInput(prox - mu, prox - mu, advantage, row, turn, fresh))
     if any(rule.kind == "scale" for rule in rules):
         correction = _scaled(correction, live)
@@ -260,7 +268,8 @@ def true_gradient(language: Language = FIXED, best_of: int = 1, beta: float = 0.
     """Of the expected reward under the policy, or of the best reward of `best_of` sequences, less beta times
     the KL to the reference: [39]."""
     logits = PI.clone().requires_grad_()
-    groups, logp = groups_of(language, best_of), token_logp(language, logits).sum(1)
+    groups = groups_of(language, best_of)
+    logp = token_logp(language, logits).sum(1)
     chance = groups.times * logp.exp()[groups.members].prod(1)
     best = token_rewards(language).sum(1)[groups.members].amax(1)
     kl = (logp.exp() * (logp - token_logp(language, REFERENCE).sum(1))).sum()

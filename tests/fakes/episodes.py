@@ -68,7 +68,9 @@ class Bench:
     ) -> None:
         self.sent: list[Record] = []
         self.frames: list[list[bytes]] = []
-        self.auto_ack, self.oldest, self.sample = True, 0, sample()
+        self.auto_ack = True
+        self.oldest = 0
+        self.sample = sample()
         self.engine, self.waits, self.outbox = ScriptedEngine(script), Waits(), Outbox(self._send)
         made = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
         judge = EpisodeReward([in_loop(reward)], made.config.reward_timeout)
@@ -166,7 +168,8 @@ class TurnBench(Bench):
             lambda request: left.pop(0), reward, environment="fake" if environment else "", **config
         )
         self.calls: list[str] = []
-        self.tools, self.environment = {"look": looker(self.calls)}, environment
+        self.tools = {"look": looker(self.calls)}
+        self.environment = environment
 
     def player(self, run: EpisodeRun) -> Player:
         return TurnPlayer(run, Toolbox(self.tools, run.context.rules.config.tool_timeout), self.environment)

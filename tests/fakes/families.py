@@ -286,7 +286,8 @@ FAMILIES = {
 @functools.cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """A real tokenizer with the family's template, whose merges are learned from that template's text."""
-    family, template = FAMILIES[name], (TEMPLATES / f"{name}.jinja").read_text()
+    family = FAMILIES[name]
+    template = (TEMPLATES / f"{name}.jinja").read_text()
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

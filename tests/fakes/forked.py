@@ -42,7 +42,8 @@ class Forked:
     seconds, or for ever, and returns the exit code."""
 
     def __init__(self, pid: int, ended: Callable[[float | None], int | None]) -> None:
-        self.pid, self._ended = pid, ended
+        self.pid = pid
+        self._ended = ended
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

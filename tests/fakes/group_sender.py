@@ -37,7 +37,8 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int) -> None:
     torch.set_num_threads(1)
-    broadcast, count = ServerGroup.broadcast, 0
+    broadcast = ServerGroup.broadcast
+    count = 0
 
     def until_then(group: ServerGroup, data: Tensor, then: Callable[[], None]) -> Future[None]:
         nonlocal count

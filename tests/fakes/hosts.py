@@ -20,12 +20,16 @@ class FakeHost:
     even a place for the request). If it is `slow`, only a second cancellation ends it."""
 
     def __init__(self, found: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
-        self.found, self.streamed, self.slow = found, streamed, slow
+        self.found = found
+        self.streamed = streamed
+        self.slow = slow
         self.asked: list[AgentRequest] = []
         self.lost: list[AgentReply] = []
-        self.entered, self.gate = asyncio.Event(), asyncio.Event()
+        self.entered = asyncio.Event()
+        self.gate = asyncio.Event()
         self.gate.set()
-        self.cancelled, self.ended = asyncio.Event(), False
+        self.cancelled = asyncio.Event()
+        self.ended = False
 
     def lose(self, reply: AgentReply) -> None:
         self.lost.append(reply)

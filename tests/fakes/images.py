@@ -84,7 +84,8 @@ def _copy_python(path: Path, packages: set[str]) -> list[str]:
     shutil.copy2(binary, path / "usr/bin" / version)
     (path / "usr/bin/python3").symlink_to(version)
     (path / "usr/bin/python").symlink_to(version)
-    library, site = path / "usr/lib" / version, path / "usr/lib" / version / "site-packages"
+    library = path / "usr/lib" / version
+    site = path / "usr/lib" / version / "site-packages"
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=shutil.ignore_patterns(*LEFT_OUT))
     for package in _with_requirements(packages):
         for file in distribution(package).files or ():
@@ -95,7 +96,8 @@ def _copy_python(path: Path, packages: set[str]) -> list[str]:
 
 
 def _with_requirements(packages: set[str]) -> set[str]:
-    found, ahead = set[str](), list(packages)
+    found = set[str]()
+    ahead = list(packages)
     while ahead:
         package = ahead.pop()
         if package not in found:

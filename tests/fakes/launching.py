@@ -179,7 +179,8 @@ class FirstStatus:
     """A view that tells of the session's first status: from then on there is something to save."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, self._told = config, False
+        self._config = config
+        self._told = False
 
     def status(self, *arguments: Any) -> None:
         if not self._told:

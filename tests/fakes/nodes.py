@@ -122,7 +122,8 @@ def emulated(count: int) -> Iterator[list[Node]]:
 
 @contextmanager
 def _node(outer: int, number: int) -> Iterator[Node]:
-    name, address = f"node-{number}", f"10.77.0.{number}"
+    name = f"node-{number}"
+    address = f"10.77.0.{number}"
     with _holder(enter(outer, "unshare", "-mnui"), NODE.format(name=name, own=OWN)) as pid:
         _shell(enter(outer, "sh", "-c", CABLE.format(name=name, pid=pid)))
         _shell(enter(pid, "sh", "-c", ADDRESS.format(address=address)))

@@ -77,9 +77,11 @@ class Coder(ScriptedEngine):
         self._tokens: Any = AutoTokenizer.from_pretrained(model_path)
 
     async def generate(self, request: Request) -> Generation:
-        prompt, unique = self._tokens.decode(request.ids), uuid4().hex
+        prompt = self._tokens.decode(request.ids)
+        unique = uuid4().hex
         shown = [mark for mark in MARKS if prompt.count(mark) > prompt.count(f"echo {mark}")]
-        done, text = len(shown), f"all done {unique}"
+        done = len(shown)
+        text = f"all done {unique}"
         if done:  # what was asked for before is durable
             note("heard", [os.getpid(), request.session, done if done == TURNS - 1 else done - 1])
         if done < TURNS - 1:

@@ -47,7 +47,10 @@ from tests.unit.buffer.machine import admit, land, make, run, train
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "multiturn" / "calculator" / "model"
 MARKUP = "</script><img src=x onerror=alert(1)>"
-STEPS, GROUPS, BOUND = 12, 2, 2  # of each run; of a step; max_staleness
+# of each run; of a step; max_staleness
+STEPS = 12
+GROUPS = 2
+BOUND = 2
 BEGAN = 1_700_000_000.0
 SAMPLES = [
     Sample(row, "sums", (Message("user", f"What is {row} plus {row}?"),), f'"{2 * row}"') for row in range(48)
@@ -97,7 +100,9 @@ class PlantedRun:
     """Writes a run directory. `keys`: sections of its configuration."""
 
     def __init__(self, run_dir: Path, samples: Sequence[Sample] = SAMPLES, **keys: Any) -> None:
-        self.dir, self.store, self.samples = run_dir, RunStore(run_dir), samples
+        self.dir = run_dir
+        self.store = RunStore(run_dir)
+        self.samples = samples
         sizes = {"max_staleness": BOUND} | keys.pop("buffer", {})
         self.buffer, self.batches = make(rows=len(samples), **sizes)
         self._encode = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode
@@ -148,7 +153,8 @@ class PlantedRun:
         self._metrics.append(found)
 
     def _write(self, episode: EpisodeRecord, one: Played, version: int) -> tuple[EpisodeResult, EpisodeStats]:
-        replies, lags = [said.reply for said in one.turns if said.reply], list[int]()
+        replies = [said.reply for said in one.turns if said.reply]
+        lags = list[int]()
         for at, said in enumerate(one.turns):
             context, ids = (
                 tuple(self._encode(text, add_special_tokens=False).ids) for text in (said.read, said.text)

@@ -82,7 +82,8 @@ class PlayedLink:
     `asleep_until` the process is stopped."""
 
     def __init__(self, world: World, peer: bytes) -> None:
-        self.world, self.peer = world, peer
+        self.world = world
+        self.peer = peer
         self.inbox: tuple[deque[Any], deque[Any]] = deque(), deque()  # control, bulk
         self.cut_until = self.held_until = self.asleep_until = 0.0
 
@@ -105,7 +106,9 @@ class Running:
     """An episode that a worker has."""
 
     def __init__(self, assign: Assign, turns: int, now: float) -> None:
-        self.assign, self.turns, self.began = assign, turns, now
+        self.assign = assign
+        self.turns = turns
+        self.began = now
         self.sampled = self.version = 0  # tokens of the turn under way, and the oldest version of them
         self.repeats = True
         self.waits_for = 0  # the record that must be durable before it goes on
@@ -127,7 +130,9 @@ class PlayedWorker:
     before they are whole. `hangs_until`: it answers, and its episodes do not go on."""
 
     def __init__(self, world: World, index: int, incarnation: str) -> None:
-        self.world, self.index, self.incarnation = world, index, incarnation
+        self.world = world
+        self.index = index
+        self.incarnation = incarnation
         self.link = PlayedLink(world, f"rollout/{index}/{incarnation}".encode())
         self.hangs_until = 0.0
         self.up_at = world.now + world.dice.choice([0.5, 2.0])
@@ -135,7 +140,9 @@ class PlayedWorker:
         self.held: dict[Attempt, Running] = {}
         self.unacked: dict[int, tuple[Any, list[bytes]]] = {}
         self.seq = self.assigned = self.oldest = 0
-        self.epoch, self.tick_at, self.resend_at = -1, 0.0, 0.0
+        self.epoch = -1
+        self.tick_at = 0.0
+        self.resend_at = 0.0
         self.loaded = {"train": NO_VERSION, "eval": NO_VERSION}
         self.refuses = 0  # loads that fail
         self.asleep = world.config.shifts
@@ -173,7 +180,8 @@ class PlayedWorker:
             case Welcome():
                 self.contact.welcomed = True
                 if message.coordinator_epoch != self.epoch:
-                    self.epoch, self.assigned = message.coordinator_epoch, 0
+                    self.epoch = message.coordinator_epoch
+                    self.assigned = 0
                 self._resend()
             case Assign():
                 self.assigned = message.seq
@@ -210,7 +218,8 @@ class PlayedWorker:
 
     def _obey(self, message: LoadWeights | Sleep) -> None:
         if isinstance(message, Sleep):
-            self.asleep, self.loaded = True, {"train": NO_VERSION, "eval": NO_VERSION}
+            self.asleep = True
+            self.loaded = {"train": NO_VERSION, "eval": NO_VERSION}
             self.link.say(Slept(message.number, 0.1))
             return
         if self.refuses:
@@ -248,7 +257,8 @@ class PlayedWorker:
                 return
             payload = turn_payload(running.turns, running.version if running.sampled else version)
             generated = Generated(0, attempt, running.turns, seconds)
-            running.turns, running.waits_for = running.turns + 1, self._post(generated, payload)
+            running.turns = running.turns + 1
+            running.waits_for = self._post(generated, payload)
             running.sampled = 0
 
     def _post(self, record: Any, *frames: bytes) -> int:
@@ -280,16 +290,20 @@ class PlayedRank:
     """One rank of a played trainer: what it has asked for, and the plan that it holds."""
 
     def __init__(self, trainer: PlayedTrainer, rank: int) -> None:
-        self.trainer, self.world, self.rank = trainer, trainer.world, rank
+        self.trainer = trainer
+        self.world = trainer.world
+        self.rank = rank
         self.link = PlayedLink(self.world, f"trainer/{rank}/{trainer.incarnation}".encode())
         self.asked: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
         self.plan: WorkPlan | None = None  # that rank 0 was told, and this rank has its part of
-        self.uids, self.turns = list[str](), dict[str, int]()
+        self.uids = list[str]()
+        self.turns = dict[str, int]()
         self.greeted = self.ready = False
         self.resend_at = self.tick_at = self.beat_at = 0.0
 
     def tick(self) -> None:
-        trainer, now = self.trainer, self.world.now
+        trainer = self.trainer
+        now = self.world.now
         if now < max(trainer.up_at, self.tick_at) or trainer.ended:
             return
         if not self.greeted:
@@ -316,7 +330,8 @@ class PlayedRank:
         return TrainerHello(self.rank, len(trainer.ranks), trainer.incarnation, trainer.acknowledged)
 
     def ask(self, message: WireMessage, bulk: bool) -> None:
-        self.asked, self.resend_at = (message, bulk), self.world.now + RESEND
+        self.asked = (message, bulk)
+        self.resend_at = self.world.now + RESEND
         self.link.say(message, bulk=bulk)
 
 
@@ -324,13 +339,17 @@ class PlayedTrainer:
     """Ranks, whose model is the list of what they were trained on. Its checkpoints are real files."""
 
     def __init__(self, world: World, incarnation: str) -> None:
-        self.world, self.incarnation = world, incarnation
+        self.world = world
+        self.incarnation = incarnation
         self.ranks = [PlayedRank(self, rank) for rank in range(world.config.trainer.ranks)]
         self.first = self.ranks[0]
         self.link = self.first.link
         self.up_at = world.now + world.dice.choice([1.0, 3.0])
         self.place = Checkpoints(world.run_dir / "checkpoints")
-        self.step, self.micro, self.parent, self.epoch = 0, 0, -1, 0
+        self.step = 0
+        self.micro = 0
+        self.parent = -1
+        self.epoch = 0
         self.trained: list[str] = []
         self.batch: list[str] = []
         self.unsaved: list[str] = []
@@ -368,7 +387,8 @@ class PlayedTrainer:
                 if self.first.asked and isinstance(self.first.asked[0], GaveUp):
                     self.world.start_trainer()
             case GrantDevices() if isinstance(asked, AskDevices):
-                self.holds, rank.asked = True, None
+                self.holds = True
+                rank.asked = None
                 self.waits_for -= 1
                 self.granted = not self.waits_for
                 for each in self.ranks if self.granted else []:
@@ -379,7 +399,8 @@ class PlayedTrainer:
                     self.repeating = self.step < message.step
                     if not self.repeating:
                         self._publish()
-                rank.asked, rank.ready = None, True
+                rank.asked = None
+                rank.ready = True
                 if all(each.ready for each in self.ranks):
                     self._request()
             case Welcome() if rank is self.first and self.published is not None:
@@ -392,7 +413,8 @@ class PlayedTrainer:
             case Payloads() if isinstance(asked, PayloadRequest) and is_answer(message, asked):
                 self._check_lag(frames)
                 assert len(frames) == sum(rank.turns[uid] for uid in message.uids if uid not in message.lost)
-                rank.asked, rank.uids = None, [uid for uid in message.uids if uid not in message.lost]
+                rank.asked = None
+                rank.uids = [uid for uid in message.uids if uid not in message.lost]
                 self._start()
             case Committed() if isinstance(asked, Commit) and is_answer(message, asked):
                 self._committed(message)
@@ -402,7 +424,8 @@ class PlayedTrainer:
 
     def _hand(self, rank: PlayedRank, plan: WorkPlan, part: tuple[PlannedTrajectory, ...]) -> None:
         """Rank 0 was told a plan, and a rank asks for its part of it."""
-        rank.plan, rank.uids = plan, []
+        rank.plan = plan
+        rank.uids = []
         rank.turns = {planned.uid: planned.frames for planned in part}
         if part:
             rank.ask(PayloadRequest(self.epoch, self.step, tuple(rank.turns)), bulk=True)
@@ -426,15 +449,18 @@ class PlayedTrainer:
             case "rest":
                 self._request()
             case "work":
-                self.micro, self.work = self.micro + 1, self.work + 1
+                self.micro = self.micro + 1
+                self.work = self.work + 1
                 self._request()
             case "step" if self.spikes and not self.repeating:
                 self.first.ask(GaveUp(self.epoch, 0, self.step + 1, "spike", "its norm is nan"), bulk=False)
             case "step":
-                batch, self.batch = self.batch, []
+                batch = self.batch
+                self.batch = []
                 self.trained = self.trained + batch
                 self.unsaved += batch
-                self.micro, self.step = 0, self.step + 1
+                self.micro = 0
+                self.step = self.step + 1
                 metrics = {"actor/grad_norm": 1.0}
                 commit = Commit(self.epoch, self.step, plan.plan_hash, tuple(batch), metrics)
                 self.first.ask(commit, bulk=False)
@@ -492,7 +518,8 @@ class PlayedTrainer:
         )
         self.place.seal(manifest)
         self.place.prune(self.step, self.world.config.checkpoint.keep)
-        self.parent, self.unsaved = self.step, []
+        self.parent = self.step
+        self.unsaved = []
 
     def _checkpointed(self, resting: bool = False) -> Checkpointed:
         return Checkpointed(self.epoch, self.parent, len(self.trained), resting)

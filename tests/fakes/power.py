@@ -42,7 +42,9 @@ class DurableFiles:
     def recorded(self) -> Iterator[None]:
         """SQLite fsyncs the database by itself: at the latest with our fsync of its log, and before it
         cuts the log off."""
-        fsync, compact, rename = os.fsync, RunStore._shorten_log, os.rename
+        fsync = os.fsync
+        compact = RunStore._shorten_log
+        rename = os.rename
 
         def noting(descriptor: int) -> None:
             fsync(descriptor)
@@ -83,7 +85,8 @@ class DurableFiles:
         self._restore(self.root)
 
     def _written_since(self, dice: random.Random, directory: Path) -> None:
-        now, kept = {path.name for path in directory.iterdir()}, self.names.get(directory, set())
+        now = {path.name for path in directory.iterdir()}
+        kept = self.names.get(directory, set())
         self.names[directory] = (now & kept) | {name for name in sorted(now ^ kept) if dice.random() < 0.5}
         for path in sorted(directory.iterdir()):
             if path.is_dir():
@@ -110,7 +113,8 @@ def _mixed(dice: random.Random, before: bytes, now: bytes) -> bytes:
     # it fsyncs the new header of a log before it goes on.
     before = before[: len(now)] if before[:HEADER] == now[:HEADER] else b""
     size = dice.choice([len(now), dice.randint(*sorted((len(before), len(now))))])
-    old, new = before[:size].ljust(size, b"\0"), now[:size].ljust(size, b"\0")
+    old = before[:size].ljust(size, b"\0")
+    new = now[:size].ljust(size, b"\0")
     until = dice.randint(0, size)
     places = range(0, size, SECTOR)
     chosen = [at < until if way == "beginning" else dice.random() < 0.5 for at in places]

@@ -33,7 +33,8 @@ class Trainer:
             save_tiny_qwen(folder / "model")
             endpoints = choose_endpoints("127.0.0.1", 0)
             self.hub = Hub(endpoints.control, ToCoordinatorControl, Gate(endpoints))
-        self.world, self.step = world, 0
+        self.world = world
+        self.step = 0
         endpoints = world.gather(endpoints if world.rank == 0 else Endpoints("", ""), Endpoints)[0]
         path = str(folder / "model")
         weights = {"directory": "run", "bucket_bytes": 2048} | weights
@@ -69,8 +70,10 @@ class Trainer:
 def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool, str, list[tuple[str, str]]]]:
     """Four versions: whole, two deltas, whole. Returns of each whether it is a delta, its checksum, and those
     of its tensors; they are the trainer's weights."""
-    ranges.GRID, ranges.MOST = 256, 100
-    trainer, found = Trainer(world, folder, full_every=3, **weights), []
+    ranges.GRID = 256
+    ranges.MOST = 100
+    trainer = Trainer(world, folder, full_every=3, **weights)
+    found = []
     for _ in range(4):
         state = trainer.publish()
         if world.rank == 0:

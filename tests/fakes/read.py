@@ -43,7 +43,8 @@ def _call(name: str, arguments: str) -> str:
 
 
 def _with_tools(found: str) -> list[Said]:
-    read, count = '{"command": "cat notes.txt"}', '{"command": "wc -w notes.tx"}'
+    read = '{"command": "cat notes.txt"}'
+    count = '{"command": "wc -w notes.tx"}'
     replies = (
         ToolReply(ToolCall("shell", read), HOSTILE, seconds=0.2),
         ToolReply(ToolCall("shell", count), "no such file", error="exit status 1", seconds=0.1),
@@ -60,7 +61,8 @@ def _with_tools(found: str) -> list[Said]:
 def _agent() -> list[Said]:
     """Rows 0 and 2 are the agent's, whose history is cut at turn 24; row 1 is a sub-agent's of three turns;
     row 3 asks for a title, in the last turn."""
-    system, task = ("system", "You are an agent. " * 20), ("user", "Fix the failing test in utils.py.")
+    system = ("system", "You are an agent. " * 20)
+    task = ("user", "Fix the failing test in utils.py.")
     helper = chat(("system", "You search."), ("user", "Find where parse is called")) + OPEN
     turns: list[Said] = []
 

@@ -16,7 +16,10 @@ from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.training import Episode
 
 # The options' defaults, written out again.
-LOW, HIGH, CAP_POSITIVE, CAP_NEGATIVE = 0.5, 5.0, 5.0, 2.0
+LOW = 0.5
+HIGH = 5.0
+CAP_POSITIVE = 5.0
+CAP_NEGATIVE = 2.0
 
 
 def rewards(row: PlannedTrajectory) -> tuple[float, ...]:
@@ -55,7 +58,8 @@ def token_log_probs(model: Any, episode: Episode) -> list[tuple[Tensor, float, i
 def batch_loss(model: Any, episodes: list[Episode], step: int, config: RunConfig) -> Tensor:
     """L = -Σ w·M·min(rho, C)·A·log pi / D over all episodes."""
     algorithm = config.algorithm
-    total, denominator = torch.zeros((), dtype=torch.float64), 0.0
+    total = torch.zeros((), dtype=torch.float64)
+    denominator = 0.0
     for episode in episodes:
         row, _ = episode
         tokens = token_log_probs(model, episode)

@@ -56,7 +56,8 @@ class FakeServer:
     is closed a request hangs, with `streamed` tokens, until the client is closed. The first sets `asked`."""
 
     def __init__(self, entry: EngineEntry, use: EngineUse) -> None:
-        self.entry, self.use = entry, use
+        self.entry = entry
+        self.use = use
         self.acts: list[Act] = []
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
@@ -128,7 +129,8 @@ class FakeServer:
         ids = range(begin, begin + min(tokens, request.sampling.max_new_tokens))
         stops = [id for id in ids if id in request.sampling.stop_ids]
         if stops:
-            ids, stop = range(begin, stops[0] + 1), StopReason.STOP
+            ids = range(begin, stops[0] + 1)
+            stop = StopReason.STOP
         self.use.tokens += len(ids)
         self.use.prompt_tokens += begin
         spans = (VersionSpan(0, len(ids), self.version, self.version),) if ids else ()

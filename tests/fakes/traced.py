@@ -122,11 +122,10 @@ def traced(config: RunConfig) -> Footprint:
 
     Of many layers that are alike, each adds the same: two models of few layers show how much.
     """
-    lm, every = (
-        skeleton("AutoModelForCausalLM", config.model.path, "float32"),
-        config.trainer.checkpointed_every or 1,
-    )
-    layers, total = layers_of(lm), sum(parameter.numel() for parameter in lm.parameters())
+    lm = skeleton("AutoModelForCausalLM", config.model.path, "float32")
+    every = config.trainer.checkpointed_every or 1
+    layers = layers_of(lm)
+    total = sum(parameter.numel() for parameter in lm.parameters())
     few = (len(layers) - 1) % every + 1
     left_out = sum(parameter.numel() for layer in layers[few:] for parameter in layer.parameters())
     other_shards = total - left_out < LAYER_MIN_PARAMETERS <= total
@@ -155,7 +154,8 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
         if critic is not None:
             optimizers.append(make_optimizer(critic, config.trainer, lr=1.0))
         held = live.now
-        rows, length = config.largest_rows(config.trainer.micro_batch_tokens), config.rollout.max_tokens
+        rows = config.largest_rows(config.trainer.micro_batch_tokens)
+        length = config.rollout.max_tokens
         with unset_fake_temporarily():  # numpy is to read some of it
             sharing = 1 if policy.packing != "padded" else config.trainer.sequence_parallel
             own = -(-length // sharing)  # padded rows stand in for packed ones on a GPU, and are not cut
@@ -200,7 +200,8 @@ def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: 
     if not trained:
         lm.requires_grad_(False)
     policy = Policy(lm, model, world.sequence, value_head=trained and compose(config).shared_critic)
-    policy.whole, policy.packing = not policy.cut.possible, _pack(lm, config)
+    policy.whole = not policy.cut.possible
+    policy.packing = _pack(lm, config)
     if trained:
         prepare_layers(lm, config.trainer)
     _shard(policy, lm, config, world)

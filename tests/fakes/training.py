@@ -106,7 +106,9 @@ class Recorder:
             context = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5)))
             context = (() if index else prompt) + context
             ids = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9)))
-            cut, a, b = rng.randint(0, len(ids)), next(drawn), next(drawn)
+            cut = rng.randint(0, len(ids))
+            a = next(drawn)
+            b = next(drawn)
             spans = (VersionSpan(0, cut, a, a), VersionSpan(cut, len(ids), b, b))
             spans = tuple(span for span in spans if span.end > span.start)
             turns.append(Turn(index, context, ids, (0.0,) * len(ids), spans, StopReason.STOP))
@@ -117,7 +119,8 @@ class Recorder:
         ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
         logits = self.model(torch.tensor([ids])).logits[0] / self.temperature
         table = logits.log_softmax(-1)
-        scored, position = [], 0
+        scored = []
+        position = 0
         for turn in turns:
             position += len(turn.context)
             logps = [
@@ -141,7 +144,8 @@ def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
 def make_row(
     uid: str, group: str, members: tuple[EpisodeResult, ...], i: int, turns: list[Turn], temperature: float
 ) -> PlannedTrajectory:
-    own, issued = members[i], len(members)
+    own = members[i]
+    issued = len(members)
     return PlannedTrajectory(uid, group, len(turns), own, members, i, issued, temperature, greedy=0.5)
 
 
@@ -163,7 +167,8 @@ def stored(policy: Policy) -> dict[str, Tensor]:
 
 def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManifest, hf: bool = True) -> Path:
     """Write one as a run does, without waiting beside training. A collective."""
-    to, state = Checkpoints(directory), checkpoint.manifest_of(learner, trainer_epoch=0).state
+    to = Checkpoints(directory)
+    state = checkpoint.manifest_of(learner, trainer_epoch=0).state
     manifest = msgspec.structs.replace(manifest, state=state)
     checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, learner.world, hf)
     return directory / f"step-{manifest.step}"
@@ -189,7 +194,8 @@ def newest_checkpoint(directory: Path) -> Path | None:
 def few_tokens() -> Selected:
     """Two rows of different length, four tokens, two temperatures."""
     ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
-    row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
+    row = torch.tensor([0, 0, 1, 1])
+    position = torch.tensor([1, 6, 3, 10])
     return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.tensor([1.0, 1.0, 0.7, 0.7]))
 
 

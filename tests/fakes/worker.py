@@ -119,7 +119,8 @@ class WorkerThread(threading.Thread):
 
     def __init__(self, config: RunConfig, endpoints: Endpoints) -> None:
         super().__init__(daemon=True)
-        self.config, self.endpoints = config, endpoints
+        self.config = config
+        self.endpoints = endpoints
         self.code: int | None = None
 
     def run(self) -> None:

@@ -39,7 +39,8 @@ from tests.fakes.data import give, rows
 from tests.fakes.played import PlayedRank, PlayedTrainer, PlayedWorker
 from tests.fakes.power import DurableFiles
 
-LEASE, OBSERVER = 5.0, b"observer/0/o"
+LEASE = 5.0
+OBSERVER = b"observer/0/o"
 Mail = defaultdict[bytes, deque[tuple[float, tuple[WireMessage, list[bytes]]]]]
 MOST_TURNS = 6000
 
@@ -54,14 +55,16 @@ class PlayedHub:
     refused = 0
 
     def __init__(self, world: World, bulk: bool) -> None:
-        self.world, self.bulk = world, bulk
+        self.world = world
+        self.bulk = bulk
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
         self.world.point("send")
         return self.world.deliver(peer, message, list(frames), self.bulk)
 
     def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
-        arriving, now = self.world.arriving[self.bulk], self.world.now
+        arriving = self.world.arriving[self.bulk]
+        now = self.world.now
         due = [peer for peer, queue in arriving.items() if queue and queue[0][0] <= now]
         if not due:
             return None
@@ -92,8 +95,12 @@ class World:
         power: bool = False,
         shifts: bool = False,
     ) -> None:
-        self.dice, self.now, self.turns = random.Random(str(seed)), 100.0, 0
-        self.root, self.run_dir, self.happen = root, root / "t", happen
+        self.dice = random.Random(str(seed))
+        self.now = 100.0
+        self.turns = 0
+        self.root = root
+        self.run_dir = root / "t"
+        self.happen = happen
         self.run_dir.mkdir(parents=True)
         self.files = DurableFiles(root) if power else None
         self.crash_in: int | None = None  # calls of `point` until the coordinator ends
@@ -175,7 +182,8 @@ class World:
     def _count_tokens(self, patch: pytest.MonkeyPatch) -> None:
         """Count tokens in the store, in the coordinator's transactions: `sampled` as turns become durable,
         `delivered` as their episodes land."""
-        on_turn, on_landed = reporting.Reporter.on_turn, reporting.Reporter.on_landed
+        on_turn = reporting.Reporter.on_turn
+        on_landed = reporting.Reporter.on_landed
 
         def add(store: runstore.RunStore, key: str, tokens: int) -> None:
             both = "ON CONFLICT(key) DO UPDATE SET value=value+excluded.value"
@@ -310,7 +318,8 @@ class World:
 
     def restore_store(self) -> None:
         """All processes end, run.db is damaged in its middle, and made anew from a copy."""
-        state, copies = self.coordinator.state, sorted((self.run_dir / "copies").iterdir())
+        state = self.coordinator.state
+        copies = sorted((self.run_dir / "copies").iterdir())
         self._forget(self.coordinator)
         damage(self.run_dir / "run.db")
         if len(copies) > 1 and self.dice.random() < 0.3:
@@ -325,7 +334,8 @@ class World:
     def _forget(self, coordinator: Coordinator) -> None:
         """SQLite copies its log into the database when the last connection closes: not after a kill -9."""
         left = {path: path.read_bytes() for path in self.run_dir.glob("run.db*") if path.suffix != ".db-shm"}
-        crash_in, self.crash_in = self.crash_in, None
+        crash_in = self.crash_in
+        self.crash_in = None
         coordinator.state.store.close()
         coordinator.reporter._file.close()
         self.crash_in = crash_in
@@ -411,7 +421,8 @@ class World:
         summary = json.loads((self.run_dir / "summary.json").read_bytes())
         assert summary["outcome"] == "completed", (summary["error"], self.log)
         assert summary["conserved"], (summary["flow"], self.log)
-        flow, place = summary["flow"], self.trainer.place
+        flow = summary["flow"]
+        place = self.trainer.place
         with place.open(place.steps()[0], "state") as file:
             trained = json.loads(file.read())
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0, (flow, self.log)

@@ -44,7 +44,9 @@ def test_addresses_are_locked_anew_after_their_memory_was_freed(
 
 
 def test_the_device_is_idle_while_training_stands_still() -> None:
-    pause, kernels_done, idle = TrainingPause(torch.device("cuda")), torch.cuda.Event(), list[bool]()
+    pause = TrainingPause(torch.device("cuda"))
+    kernels_done = torch.cuda.Event()
+    idle = list[bool]()
 
     def push() -> None:
         with pause.entered(LONG):

@@ -29,8 +29,10 @@ def forest(seed: int) -> Forest:
 
 @pytest.mark.parametrize("scoring", [Scoring(0.125), Scoring(0.125, window=64), Scoring(0.125, softcap=20.0)])
 def test_flex_attention_is_that_of_the_buckets_with_its_gradients(scoring: Scoring) -> None:
-    planted, device = forest(0), torch.device("cuda")
-    size, generator = len(planted.ids), torch.Generator().manual_seed(0)
+    planted = forest(0)
+    device = torch.device("cuda")
+    size = len(planted.ids)
+    generator = torch.Generator().manual_seed(0)
     given = [torch.randn(heads, size, 64, generator=generator) for heads in (8, 2, 2)]
     weight = torch.randn(size, 8, 64, generator=generator)
 
@@ -50,8 +52,10 @@ def test_flex_attention_is_that_of_the_buckets_with_its_gradients(scoring: Scori
 )
 def test_rows_one_by_one_are_those_of_the_buckets_with_their_gradients() -> None:
     """In bfloat16, by norm."""
-    planted, device = forest(0), torch.device("cuda")
-    size, generator = len(planted.ids), torch.Generator().manual_seed(0)
+    planted = forest(0)
+    device = torch.device("cuda")
+    size = len(planted.ids)
+    generator = torch.Generator().manual_seed(0)
     given = [torch.randn(heads, size, 64, generator=generator) for heads in (8, 2, 2)]
     weight = torch.randn(size, 8, 64, generator=generator)
 
@@ -69,7 +73,8 @@ def test_rows_one_by_one_are_those_of_the_buckets_with_their_gradients() -> None
 
 
 def test_other_lengths_do_not_compile_again() -> None:
-    device, scoring = torch.device("cuda"), Scoring(0.125)
+    device = torch.device("cuda")
+    scoring = Scoring(0.125)
     for seed in range(3):
         planted = forest(seed)
         tensors = [torch.randn(heads, len(planted.ids), 64, device=device) for heads in (8, 2, 2)]
@@ -83,11 +88,13 @@ def test_other_lengths_do_not_compile_again() -> None:
 def test_attention_of_a_layer_that_is_computed_again_is_kept_and_no_more(kernel: type) -> None:
     """Bytes between forward and backward: more than without by output and log-sum-exp, not by query, key and
     value. Gradients have the same bits."""
-    planted, device = forest(0), torch.device("cuda")
+    planted = forest(0)
+    device = torch.device("cuda")
     attention: AttentionKernel = FlexKernel(planted, device)
     if kernel is RowKernel:
         attention = RowKernel(planted, device, attention)
-    size, generator = len(planted.ids), torch.Generator().manual_seed(0)
+    size = len(planted.ids)
+    generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(size, 512, generator=generator).to(device, torch.bfloat16)
     matrix = torch.randn(512, 3 * 8 * 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
 

@@ -31,7 +31,8 @@ def test_compiled_scores_are_the_plain_ones(entropy_grad: bool) -> None:
 
     before = counters["stats"]["unique_graphs"]
     for count in (2048, 700, 3):
-        compiled, plain = run(count, scores._compiled_scores()), run(count, scores._scores_of)
+        compiled = run(count, scores._compiled_scores())
+        plain = run(count, scores._scores_of)
         for a, b in zip(compiled, plain, strict=True):
             limit = 1e-5 if a.dtype == torch.float32 else 1e-2
             assert (a - b).float().norm() <= limit * b.float().norm()

@@ -36,7 +36,8 @@ def durable_turns(run_dir: Path) -> list[Turn]:
     """Read all payloads that were ever stored. One is there twice if a coordinator was killed in between."""
     payloads = set[bytes]()
     for path in (run_dir / "segments").iterdir():
-        data, at = path.read_bytes(), 0
+        data = path.read_bytes()
+        at = 0
         while at < len(data):
             size, _ = HEADER.unpack_from(data, at)
             payloads.add(data[at + HEADER.size : at + HEADER.size + size])
@@ -78,7 +79,8 @@ def forgetful(folder: Path) -> Options:
 
 def marked(folder: Path) -> list[psutil.Process]:
     """Find the processes that write their notes here, without those that start other runs, too."""
-    found, mark = list[psutil.Process](), f"{PLACE}={folder}".encode()
+    found = list[psutil.Process]()
+    mark = f"{PLACE}={folder}".encode()
     for process in set(psutil.process_iter()) - set(psutil.Process().children()):
         with suppress(OSError):
             if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
@@ -142,7 +144,8 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
     assert not any(map(lock, map(str, Path(PARENT).glob(f"{PREFIX}*")))), "a place is left"
     sampled = Counter((tuple(prompt), tuple(ids)) for prompt, ids in notes(tmp_path, "sampled"))
     assert set(sampled.values()) == {1}
-    left, delivered = set(sampled), 0
+    left = set(sampled)
+    delivered = 0
     with closing(RunReader.open(run.path)) as reader:
         episodes = [one for group in reader.groups() for one in reader.members(group.id)]
         for episode in (one for one in episodes if one.stats.turns):

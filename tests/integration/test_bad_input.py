@@ -30,7 +30,8 @@ def train(
     """`asyncrl train`, and what it left running; in a fork of a process that has the imports behind it, which
     are most of a refusal's time."""
     arguments = (command, *arguments)
-    mark, files = uuid.uuid4().hex, (folder / "stdout", folder / "stderr")
+    mark = uuid.uuid4().hex
+    files = (folder / "stdout", folder / "stderr")
     process = FORKED.Process(target=_run, args=(arguments, mark, files, cwd))
     process.start()
     process.join(240)

@@ -75,7 +75,8 @@ CAREFUL = {
 }
 """Tests in the workspace that are run as docs/tasks.md advises."""
 NAIVE = {"test.sh": "cd /app\npython3 -m pytest tests/test_calc.py && echo 1 > /logs/verifier/reward.txt"}
-TURN, STAY = ("tests/test_calc.py::test_add",), ("tests/test_calc.py::test_double",)
+TURN = ("tests/test_calc.py::test_add",)
+STAY = ("tests/test_calc.py::test_double",)
 
 FIX = "sed -i 's/a - b/a + b/' calc/sums.py"
 FORGED = (
@@ -330,7 +331,8 @@ def made_task(
     for file, text in files.items():
         (directory / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
         (directory / "tree" / file).write_text(text.replace("a - b", "a + b"))
-    packages, tool = script("swe_tasks.packages"), script("make_swe_tasks")
+    packages = script("swe_tasks.packages")
+    tool = script("make_swe_tasks")
     package = packages.Package("calc-1.0", directory / "tree", directory / "tests")
     package.passing = dict.fromkeys((*turn_green, *stay_green), 0.1)
     package.versions = {"python": "3", "pytest": "9"}
@@ -578,7 +580,8 @@ async def test_tests_that_end_only_without_the_changes_score_nothing(
 async def test_a_sandbox_that_ends_while_tests_run_is_no_fault_of_the_agent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes, execute = await bench.changes(FIX), Jail.execute
+    changes = await bench.changes(FIX)
+    execute = Jail.execute
 
     async def killed(self: Jail, *given: Any) -> RunResult:
         running = asyncio.ensure_future(execute(self, *given))

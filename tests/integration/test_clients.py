@@ -139,7 +139,8 @@ def agents_of_openai(streamed: bool) -> Callable[[Endpoint], Awaitable[str]]:
         quiet = agents.RunConfig(tracing_disabled=True)
         if not streamed:
             return str((await agents.Runner.run(asked, QUESTION, run_config=quiet)).final_output)
-        run, heard = agents.Runner.run_streamed(asked, QUESTION, run_config=quiet), ""
+        run = agents.Runner.run_streamed(asked, QUESTION, run_config=quiet)
+        heard = ""
         async for event in run.stream_events():
             if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
                 heard += event.data.delta
@@ -437,7 +438,8 @@ write(sys.argv[1])
 def test_a_client_never_sees_the_ground_truth(tmp_path: Path, last: str, status: int, end: type) -> None:
     """Nor does the model. Only the reward does."""
     (tmp_path / "curious.py").write_text(CURIOUS)
-    secret, scored = '"the-hidden-answer"', list[str]()
+    secret = '"the-hidden-answer"'
+    scored = list[str]()
 
     def script(prompt: str) -> str:
         if prompt.endswith("break"):

@@ -14,7 +14,9 @@ from tests.integration.runs import ROOT, Run
 EXAMPLES = sorted(path.parent.parent for path in (ROOT / "examples/multiturn").glob("*/experiment/*.yaml"))
 WANTED = {"python_math", "search_qa", "hi_lo", "mcp_tools", "openai_agent", "custom_reward", "self_play"}
 CODE = 100  # lines that an example may have
-IN_GATE, FULL = "openai_agent", pytest.mark.full  # one goes through the whole gate
+# one goes through the whole gate
+IN_GATE = "openai_agent"
+FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(

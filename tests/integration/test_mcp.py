@@ -258,7 +258,8 @@ def test_nothing_that_a_server_started_outlives_a_worker_that_is_killed() -> Non
     """Nor the server, which goes on without its worker, nor its child in a session of its own."""
     worker = subprocess.Popen([sys.executable, "-c", WORKER, f"{PLAIN} deaf"], stdout=subprocess.PIPE)
     assert worker.stdout is not None
-    server, child = int(worker.stdout.readline()), int(worker.stdout.readline())
+    server = int(worker.stdout.readline())
+    child = int(worker.stdout.readline())
     assert not gone(server, 0.0) and not gone(child, 0.0)
     worker.kill()
     assert worker.wait(DEADLINE) == -signal.SIGKILL
@@ -292,10 +293,12 @@ def test_a_server_that_never_stops_talking_holds_nobody_up(
 ) -> None:
     """Nor does it keep a pipe, when its connection is closed, and when the event loop ends without that."""
     monkeypatch.setattr("asyncrl.tools.mcp_pipes.END_SECONDS", 0.3)  # it says more than a stream keeps
-    tools, found = tools_of(command=f"{PLAIN} chatty"), list[bool]()
+    tools = tools_of(command=f"{PLAIN} chatty")
+    found = list[bool]()
 
     async def main() -> None:
-        box, before = Toolbox(tools, DEADLINE), len(os.listdir("/proc/self/fd"))
+        box = Toolbox(tools, DEADLINE)
+        before = len(os.listdir("/proc/self/fd"))
         session = box.session(SAMPLE)
         await session.open()
         assert (await session.call(ToolCall("pid", "{}"))).error is None
@@ -317,7 +320,8 @@ def test_a_task_that_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(mcp_pipes, "GONE_SECONDS", 0.2)
 
     async def main() -> None:
-        release, pipe = asyncio.Event(), asyncio.subprocess.PIPE
+        release = asyncio.Event()
+        pipe = asyncio.subprocess.PIPE
 
         async def stubborn() -> None:
             while not release.is_set():
@@ -388,7 +392,8 @@ def test_an_episode_has_its_own_server_until_it_ends(own: dict[str, Tool]) -> No
     async def play(session: ToolSession) -> list[str]:
         return [(await session.call(ToolCall("pid", "{}"))).content for _ in range(2)]
 
-    first, second = in_episode(own, play), in_episode(own, play)
+    first = in_episode(own, play)
+    second = in_episode(own, play)
     assert first[0] == first[1] != second[0] == second[1]
     assert gone(int(first[0])) and gone(int(second[0]))
     assert own["pid"].replay == "reapply"
@@ -454,7 +459,8 @@ def test_over_http() -> None:
 class Guarded(BaseHTTPRequestHandler):
     """A server with one tool, for requests with the right key; what it saw is kept."""
 
-    key, seen = "sesame", set[tuple[str | None, ...]]()
+    key = "sesame"
+    seen = set[tuple[str | None, ...]]()
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

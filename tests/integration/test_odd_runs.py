@@ -57,7 +57,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_one_two_and_four_ranks_in_turn_and_a_directory_that_moves(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
+    here = tmp_path / "here"
+    there = tmp_path / "there"
     here.mkdir()
     for steps, ranks in ((2, 1), (4, 2), (5, 4)):
         with Run(here, *KEYS, f"total_steps={steps}", f"trainer.ranks={ranks}") as run:
@@ -82,7 +83,8 @@ def test_checkpoints_at_an_url_outlive_the_trainer(tmp_path: Path) -> None:
 
 def test_a_server_that_hangs_in_mid_call_and_a_reward_that_prints_without_end(tmp_path: Path) -> None:
     """Each costs the call or the attempt that met it, by name, and neither the run nor the disk."""
-    server, reward = tmp_path / "server.py", tmp_path / "reward.py"
+    server = tmp_path / "server.py"
+    reward = tmp_path / "reward.py"
     server.write_text(HANGING_SERVER)
     reward.write_text(PRINTING_REWARD)
     known = load_tools(["calculator"])["calculator"].schema["function"]

@@ -98,7 +98,8 @@ def test_an_installation_finds_its_own_configuration(wheel: Path, tmp_path: Path
 def test_the_demo_runs_in_an_environment_that_was_empty(wheel: Path, tmp_path: Path) -> None:
     """Installs all dependencies, torch included, from where pip is configured to fetch them."""
     venv.create(tmp_path / "venv", with_pip=True)
-    programs, outside = tmp_path / "venv/bin", {"PYTHONPATH": ""}
+    programs = tmp_path / "venv/bin"
+    outside = {"PYTHONPATH": ""}
     constraints: Sequence[str | Path] = ("--constraint", ROOT / "constraints.txt")
     call(programs / "pip", "install", "--quiet", *constraints, wheel, cwd=tmp_path, seconds=3000, **outside)
     command = (programs / "asyncrl", "train", "experiment=calculator", "total_steps=2", "name=first")

@@ -81,7 +81,8 @@ asyncio.run(main())
 @pytest.mark.timeout(90)  # reading the pids waits for ever when a worker fails
 @pytest.mark.parametrize("kind", WORKERS)
 def test_nothing_outlives_a_killed_worker(tmp_path: Path, kind: str) -> None:
-    file, pids = tmp_path / "starts.py", tmp_path / "pids"
+    file = tmp_path / "starts.py"
+    pids = tmp_path / "pids"
     file.write_text(STARTS_ONE)
     os.mkfifo(pids)
     code = WORKER.format(work=WORKERS[kind])

@@ -33,7 +33,8 @@ from tests.fakes.training import (
 )
 from tests.fakes.weights import buckets
 
-STEPS, SAVED_AT = 5, 3
+STEPS = 5
+SAVED_AT = 3
 # Not trainer/kept_tokens: which episodes without advantage are scored, and may be masked, depends on the cut.
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/advantages/mean", "trainer/model_tokens")
 
@@ -42,7 +43,8 @@ class Runs:
     """The same recorded batches on any number of ranks, each run once."""
 
     def __init__(self, folder: Path, world: World) -> None:
-        self.folder, self.world = folder, world
+        self.folder = folder
+        self.world = world
         self.done: dict[int, dict[str, Any]] = {}
         path = save_tiny_qwen(folder / "model")
         model = plain_model(path, torch.float32)

@@ -40,9 +40,13 @@ class Coordinator:
         self.control = Hub(self.endpoints.control, ToCoordinatorControl, self.gate)
         self.bulk = Hub(self.endpoints.bulk, ToCoordinatorBulk, self.gate)
         self.turns = {planned.uid: turns for planned, turns in episodes}
-        self.arrived, self.waits = list[Any](), set[str]()
-        self.asked, self.peers, self.first = set[int](), set[bytes](), b""
-        self.grants, self.ranks = True, list[Any]()
+        self.arrived = list[Any]()
+        self.waits = set[str]()
+        self.asked = set[int]()
+        self.peers = set[bytes]()
+        self.first = b""
+        self.grants = True
+        self.ranks = list[Any]()
 
     def until(self, kind: type, **fields: Any) -> Any:
         """The next message of that kind and with these fields; what came before it is forgotten."""
@@ -95,7 +99,8 @@ class Coordinator:
 class Run:
     def __init__(self, folder: Path) -> None:
         path = save_tiny_qwen(folder / "model")
-        self.folder, engine = folder, {"colocated": 1}
+        self.folder = folder
+        engine = {"colocated": 1}
         config = tiny_config(path, engine=engine, checkpoint={"every": 10})
         self.config = replace(config, run_dir=str(folder))
         episodes = Recorder(plain_model(path, torch.float32), noise=0.2).groups(4, 4, [0], name="")
@@ -148,7 +153,8 @@ def run(tmp_path: Path) -> Run:
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_rest_when_told_and_train_as_ever(size: int, run: Run, world: World) -> None:
     """Before the first micro-batch, where the order comes twice; within the batch; and at the end."""
-    coordinator, requests = run.coordinator, trainer.PlanRequest
+    coordinator = run.coordinator
+    requests = trainer.PlanRequest
     with run.ranks(size):
         request = coordinator.until(requests)
         assert request == requests(EPOCH, 0, 0) and coordinator.asked == {*range(size)}

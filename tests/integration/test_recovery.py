@@ -29,9 +29,11 @@ def test_each_kind_of_fault_once(tmp_path: Path, more: tuple[str, ...]) -> None:
     """tools/chaos.py says what is done, and what must hold: some at once, one round after another."""
     command = [sys.executable, "-m", "tests.fakes.chaos", "--each-once", "--disk", "--lease", "2"]
     command += ["--run-dir", str(tmp_path / "chaos"), *more]
-    own, variables = ["unshare", "-rm"], os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+    own = ["unshare", "-rm"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
     if not subprocess.run([*own, "true"], check=False).returncode:  # it may mount what fills up
-        command, variables = own + command, variables | {"CHAOS_NAMESPACE": "1"}
+        command = own + command
+        variables = variables | {"CHAOS_NAMESPACE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=450)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
 

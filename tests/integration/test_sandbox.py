@@ -30,7 +30,8 @@ from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.wrapper import descendants
 
 SMALL = SandboxLimits(memory=200, processes=8, file=2, disk=4, output=2000)
-IMAGE, USER = os.environ.get("ASYNCRL_TEST_IMAGE", ""), os.environ.get("ASYNCRL_TEST_USER", "")
+IMAGE = os.environ.get("ASYNCRL_TEST_IMAGE", "")
+USER = os.environ.get("ASYNCRL_TEST_USER", "")
 without_image = pytest.mark.skipif(IMAGE != "", reason="is of a sandbox without an image")
 
 
@@ -174,7 +175,8 @@ async def test_loops_that_ignore_signals_are_killed_and_their_loss_is_reported()
         f"while 1:\n    try:\n        {armed}        while 1: sum(range(9))\n    except BaseException: pass",
         f"import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n{armed}while True: pass",
     )
-    seconds, found = 0.6, list[list[RunResult]]()
+    seconds = 0.6
+    found = list[list[RunResult]]()
     while not found or not all("armed" in late.output for late, _ in found):  # a busy machine takes longer
         found = await side_by_side(*codes, then=("'n' in globals()",), seconds=seconds)
         seconds *= 2
@@ -328,7 +330,8 @@ async def test_endless_output_ends_with_its_time() -> None:
 
 
 async def test_files_and_descriptors_are_bounded() -> None:
-    large, many = "open('f', 'wb').write(bytes(10 << 20))", "held = [open('/dev/null') for _ in range(200)]"
+    large = "open('f', 'wb').write(bytes(10 << 20))"
+    many = "held = [open('/dev/null') for _ in range(200)]"
     first, second = await cells(large, many, needs="files")
     assert "File too large" in first.output and "Too many open files" in second.output
 
@@ -585,7 +588,8 @@ async def test_background_children_end_with_the_sandbox(tmp_path: Path) -> None:
             "shell", f"(setsid sh -c 'exec 5<>{fifo}; echo up >&5; sleep 1000' &) ; sleep 0.2", 5
         )
         assert result.ending == RunEnding.DONE, result
-    data, until = b"", time.monotonic() + 5
+    data = b""
+    until = time.monotonic() + 5
     while time.monotonic() < until:  # end-of-file comes when the last who holds it has gone
         try:
             part = os.read(opened, 100)

@@ -90,7 +90,8 @@ class Operations:
     def code(self, count: int) -> str:
         draw = random.Random(self.seed)
         for _ in range(count):
-            name, other = self._path(draw), self._path(draw)
+            name = self._path(draw)
+            other = self._path(draw)
             mode = draw.choice((0, 0o400, 0o555, 0o700, 0o644, 0o1777))
             data = f"b'%d' % {draw.randrange(10**9)} * {draw.choice((0, 1, 9000))}"
             self.lines.append(
@@ -181,7 +182,8 @@ async def test_of_an_image_only_what_changed_is_collected(image: Image) -> None:
         async def found(*roots: str) -> list[tuple[bytes, str]]:
             return [entry[:2] for entry in read_entries(await first.changes(roots))]
 
-        hidden, there = changes.OPAQUE, changes.FILE
+        hidden = changes.OPAQUE
+        there = changes.FILE
         assert await found("/testbed/a/a") == [(hidden, "testbed/a/a"), (there, "testbed/a/a/x")]
         assert await found("/testbed/b", "/testbed/b/deep") == [
             (changes.DELETED, "testbed/b"),

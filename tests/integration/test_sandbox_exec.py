@@ -40,7 +40,8 @@ class Execution:
         theirs, self.stdin = os.pipe()
         out, to_out = os.pipe()
         err, to_err = os.pipe()
-        self.stdout, self.stderr = os.fdopen(out, "rb"), os.fdopen(err, "rb")
+        self.stdout = os.fdopen(out, "rb")
+        self.stderr = os.fdopen(err, "rb")
         self.result = asyncio.ensure_future(box.execute(program, (theirs, to_out, to_err), seconds))
 
     def write(self, data: bytes) -> None:

@@ -162,7 +162,8 @@ FILES_OF_ETC: dict[str, Callable[[str, Path], object]] = {
 async def test_links_of_an_image_are_never_followed_outside(
     shape: str, user: Literal["", "root"], images: Path, tmp_path: Path
 ) -> None:
-    outside, top = tmp_path / "outside", tmp_path / "top"
+    outside = tmp_path / "outside"
+    top = tmp_path / "top"
     for name in PLACES:
         (outside / name).mkdir(parents=True)
         (outside / name).chmod(0o777)  # rights are not what keeps them
@@ -177,7 +178,8 @@ async def test_links_of_an_image_are_never_followed_outside(
             SHAPES[shape](name, top / name)
     thin = Image("thin", root=str(top), over=small_image(images).layers)
     before = contents(str(outside)), contents(str(top)), of_the_machine()
-    show, directory = [str(outside / "srv")], f"{outside}/work"
+    show = [str(outside / "srv")]
+    directory = f"{outside}/work"
     async with Jail(LIMITS, image=thin, user=user, show=show, directory=directory) as box:
         look = f"ls -d /proc/1/task /dev/null {outside}/srv; ls {outside}; echo $HOME"
         seen = await box.run("shell", f"{look}; echo > ~/x && echo > x && echo > /tmp/x && echo > /etc/x", 5)

@@ -124,7 +124,9 @@ async def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
     space = Workspace(SandboxLimits(), frozenset(), 5.0)
     await space.open(SAMPLE, flaky)
     try:
-        space._sandbox.losses, space._sandbox._emptied = 1, True  # a loss that the next cell reports
+        # a loss that the next cell reports
+        space._sandbox.losses = 1
+        space._sandbox._emptied = True
         space._setup = "1 / 0"
         with pytest.raises(SandboxError, match="setup code of sample 0 failed"):  # no answer of the tool's
             await space.python("1")

@@ -52,7 +52,9 @@ async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> 
     def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
         return SGLangClient(ServerApi(entry.url), sglang_config(64), 600, use, entry.incarnation)
 
-    lost, now, began = asyncio.Event(), 0.0, [serve(), serve()]
+    lost = asyncio.Event()
+    now = 0.0
+    began = [serve(), serve()]
     waits = Waits(lambda: now)
     pool = ServerPool("reference", connect, waits, BusyTimer(Intervals()), patience=30.0)
 

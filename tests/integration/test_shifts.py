@@ -88,6 +88,7 @@ def test_kill_9_in_shifts(tmp_path: Path) -> None:
         run.kill("coordinator-0")
         lost_nothing(run, 7, restarts=5)
         restarted = re.findall(r"; (.+?) is restarted", run.text())
-    ranks, coordinator = "trainer (all ranks)", "coordinator-0"
+    ranks = "trainer (all ranks)"
+    coordinator = "coordinator-0"
     assert restarted == ["rollout-0", ranks, coordinator, "rollout-1", coordinator]
     assert run.completed(7)["success_after"] is not None

@@ -62,7 +62,8 @@ class SandboxBench(TurnBench):
         super().__init__(turns, tool_timeout=30.0, max_tokens=100_000)
         self.tools = load_tools([tool], {tool: {"require": "", **options}})
         self.context.snapshots = Snapshots("run", 1 << 30)
-        self._left, self._last = list(turns), len(turns) - 1
+        self._left = list(turns)
+        self._last = len(turns) - 1
         self._lost = asyncio.Event()
         self.engine.script = self._script
 
@@ -230,7 +231,8 @@ class Ledger(FakeCoordinator):
 
     def follow(self, records: int, more: float) -> None:
         """Serve until so many records have come, and `more` of the time that each of them took."""
-        began, wanted = time.monotonic(), self.records + records
+        began = time.monotonic()
+        wanted = self.records + records
         self.until(lambda: self.records >= wanted or len(self.ends) == len(self.durable), "records")
         self.work(more * (time.monotonic() - began) / max(1, records))
 
@@ -271,7 +273,10 @@ def test_kills_leave_each_effect_once(
     rollout = {**tools, "max_new_tokens": 300, "max_tokens": 6000, "tool_timeout": 60.0}
     made = {"name": f"tests.fakes.worker:{engine}"}
     config = fake.config(save_tiny_chat_model(tmp_path), tmp_path, engine=made, rollout=rollout)
-    hub, draw, live, issued = Ledger(), random.Random(7), set[str](), 0
+    hub = Ledger()
+    draw = random.Random(7)
+    live = set[str]()
+    issued = 0
     for kill in range(kills + 1):
         hub.hellos = 0
         child = FORKED.Process(target=work, args=(msgspec.json.encode(config), hub.endpoints, parent))

@@ -12,7 +12,8 @@ from asyncrl.data import load_samples
 from tests.integration.runs import ROOT, Run
 from tools.faults.audit import manifests, trained_uids
 
-STEPS, BATCH = 28, 16
+STEPS = 28
+BATCH = 16
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,8 @@ STEPS, BATCH = 28, 16
 )
 def test_a_model_learns_a_format(tmp_path: Path, killed: bool) -> None:
     """The answer to every question is `Ready.` `killed`: all processes, in mid-run, and the run goes on."""
-    data, answer = ROOT / "examples/multiturn/calculator/data", {"role": "assistant", "content": "Ready."}
+    data = ROOT / "examples/multiturn/calculator/data"
+    answer = {"role": "assistant", "content": "Ready."}
     for split, count in (("train", 256), ("test", 4)):  # of the 8 held-out samples 4 are conversations
         rows = (
             [*(m.openai() for m in s.prompt), answer] for s in load_samples(data / f"{split}.parquet")[:count]

@@ -37,15 +37,22 @@ from tests.fakes.training import (
     tiny_config,
 )
 
-STEPS, LR, CUTS, TOLERANCE = 3, 0.3, 3, 1e-8
-MEMBERS, TEMPERATURE = 4, 0.8
+STEPS = 3
+LR = 0.3
+CUTS = 3
+TOLERANCE = 1e-8
+MEMBERS = 4
+TEMPERATURE = 0.8
 Gradients = dict[str, Tensor]
 Recorded = tuple[Path, list[Gradients]]
 
 
 def synchronous_loop(path: str) -> tuple[list[list[Episode]], list[Gradients]]:
     """Sample, train, repeat. Returns each step's trajectories and gradients."""
-    loop, model, batches, gradients = plain_loop(), plain_model(path), [], []
+    loop = plain_loop()
+    model = plain_model(path)
+    batches = []
+    gradients = []
     for step in range(STEPS):
         batch = Recorder(model, seed=step, temperature=TEMPERATURE).groups(4, MEMBERS, [step])
         episodes = [as_plain(turns) for _, turns in batch]
@@ -82,8 +89,10 @@ def replay(world: World, folder: Path) -> list[list[Gradients]]:
 @contextmanager
 def shifts(learner: Learner, folder: Path) -> Iterator[mock.Mock]:
     """Engines get the devices after each micro-batch. Yields what counts how often."""
-    timeline, accumulate = Timeline(folder / f"{learner.world.rank}.jsonl"), learner.accumulate
-    own, rests = resting.Resting(learner, timeline, folder), mock.Mock()
+    timeline = Timeline(folder / f"{learner.world.rank}.jsonl")
+    accumulate = learner.accumulate
+    own = resting.Resting(learner, timeline, folder)
+    rests = mock.Mock()
 
     def accumulate_and_rest(micro: list[Episode]) -> None:
         accumulate(micro)
@@ -115,7 +124,8 @@ def on_ranks(world: World, folder: Path) -> tuple[list[list[Gradients]], dict[st
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def found(request: pytest.FixtureRequest, recorded: Recorded, world: World) -> Any:
     """(ranks, gradients by step and cut, gradients of the mutants)."""
-    ranks, folder = request.param, recorded[0]
+    ranks = request.param
+    folder = recorded[0]
     return ranks, *(
         on_ranks(world, folder / "1") if ranks == 1 else run_ranks(ranks, on_ranks, folder / f"{ranks}")
     )
@@ -146,7 +156,8 @@ def mutated(world: World, folder: Path) -> dict[str, Gradients]:
     """The gradients of the first batch by learners with a wrong factor. Runs on every rank."""
     path, batches = torch.load(folder.parent / "recorded.pt", weights_only=False)
     learner = make_learner(tiny_config(path, buffer={"max_staleness": 0}), world)
-    cut, found = random_cut(batches[0], world.size, 2, seed=0), {}
+    cut = random_cut(batches[0], world.size, 2, seed=0)
+    found = {}
     for name, factor in mutants(world.size).items():
         learner.averaging = factor
         found[name] = final_gradients(learner, cut)

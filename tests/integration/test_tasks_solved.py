@@ -119,7 +119,8 @@ def test_half_of_the_tasks_are_solved_by_a_shell(tmp_path: Path, images: Path, c
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["claude_code", "mini_swe_agent"])
 def test_half_of_the_tasks_are_solved_by_a_coding_agent(tmp_path: Path, images: Path, name: str) -> None:
-    client, benches = CLIENTS[name], list[Bench]()
+    client = CLIENTS[name]
+    benches = list[Bench]()
     for sample in tasks(tmp_path, images, 4, LIBRARIES):
         bench = bench_of(name, solves_half(client.runs, client.end), memory_mb=1024)
         bench.sample = sample

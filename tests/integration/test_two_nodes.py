@@ -45,7 +45,8 @@ class Cluster:
 
     def __init__(self, nodes: list[Node], logs: Path, shared: Path) -> None:
         self.first, self.second = nodes
-        self.shared, self._logs = shared, logs
+        self.shared = shared
+        self._logs = logs
         for node in nodes:
             self.start_raylet(node)
 

@@ -259,7 +259,8 @@ def test_a_step_that_is_cancelled_was_received(tasksets: None, monkeypatch: pyte
     from asyncrl.environments.verifiers_proxy import TaskTools
 
     async def run(late: bool) -> float:
-        busy, go_on = asyncio.Event(), asyncio.Event()
+        busy = asyncio.Event()
+        go_on = asyncio.Event()
         call = TaskTools.call
 
         async def slow(tools: TaskTools, asked: Any) -> Any:

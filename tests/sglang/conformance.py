@@ -54,7 +54,8 @@ class Versions:
     policy with the weights of each."""
 
     def __init__(self, family: str, directory: Path, world: World, count: int = 4) -> None:
-        self.directory, self.world = directory / "published", world
+        self.directory = directory / "published"
+        self.world = world
         self.paths = [build(family, directory / str(version), seed=version) for version in range(count)]
         self.policies = [
             load_policy(ModelConfig(path=str(path), dtype="float32"), world) for path in self.paths
@@ -154,7 +155,9 @@ class Served:
 
         self.loader = loader_of(ServerApi(url), config.weights)
         self.pool = ServerPool("train", connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)
-        self.generate, self.release, self.score = self.pool.generate, self.pool.release, self.loader.score
+        self.generate = self.pool.generate
+        self.release = self.pool.release
+        self.score = self.loader.score
 
     @property
     def version(self) -> int:

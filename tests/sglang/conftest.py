@@ -46,7 +46,8 @@ class Pool:
     recently used first."""
 
     def __init__(self, models: dict[str, Path], logs: Path) -> None:
-        self.models, self.logs = models, logs
+        self.models = models
+        self.logs = logs
         self.shared: dict[str, SGLangServer] = {}
         self.own: list[SGLangServer] = []
         self._started = 0

@@ -41,7 +41,8 @@ class SGLangServer:
     """One server and all its processes. RuntimeError, with the end of its log, if it does not get ready."""
 
     def __init__(self, model: Path, log: Path, *arguments: str, wait: bool = True) -> None:
-        self.log, self.model = log, model
+        self.log = log
+        self.model = model
         self._port = reserve_port("127.0.0.1")
         port = int(self._port.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"

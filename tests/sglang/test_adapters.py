@@ -31,7 +31,10 @@ from tests.sglang.conftest import Start
 from tests.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.full
-RANK, LONG, CLOSE = 4, 400, 1e-4  # nats
+# nats
+RANK = 4
+LONG = 400
+CLOSE = 1e-4
 ROOM = ("--max-loras-per-batch=7", "--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules", "all")
 
 
@@ -40,13 +43,16 @@ class Trained:
     log-probs of the last one are from the trainer's, with an agent's adapter, or the model's without one."""
 
     def __init__(self, model: Path, directory: Path, world: World, ranks: Mapping[str, int]) -> None:
-        self.world, self.directory, self.agents = world, directory, [*ranks]
+        self.world = world
+        self.directory = directory
+        self.agents = [*ranks]
         sizes = {agent: (rank, 16.0) for agent, rank in ranks.items()}
         self.policy = load_policy(ModelConfig(path=str(model), dtype="float32"), world, adapters=sizes)
 
     def publish(self, step: int) -> WeightsRef:
         torch.manual_seed(step)
-        adapters, shards = self.policy.adapters, adapter_shards(self.policy)
+        adapters = self.policy.adapters
+        shards = adapter_shards(self.policy)
         assert adapters is not None
         for shard in shards.values():
             nn.init.normal_(shard.to_local().detach(), std=0.1)
@@ -77,11 +83,14 @@ async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes
     config = replace(config, run_dir=str(tmp_path), weights=replace(config.weights, directory="run"))
     config = replace(config, scorers={"reference": ScorerConfig(urls=["engines"])})
     assert config.adapters_held == 7
-    read, gaps, shares = EngineUse("read"), list[float](), list[float]()
+    read = EngineUse("read")
+    gaps = list[float]()
+    shares = list[float]()
     sampler, reader = (
         SGLangClient(ServerApi(server.url), config, VOCABULARY, use, "r") for use in (None, read)
     )
-    row, running = prompt(600), list[asyncio.Task[Generation]]()
+    row = prompt(600)
+    running = list[asyncio.Task[Generation]]()
     async with (
         asyncio.timeout(240),
         in_use(sampler),
@@ -111,7 +120,8 @@ async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes
 async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agent(
     server: SGLangServer, world: World, tmp_path: Path
 ) -> None:
-    ranks, version = {"planner": RANK, "coder": RANK // 2}, PolicyVersion(1, 1)
+    ranks = {"planner": RANK, "coder": RANK // 2}
+    version = PolicyVersion(1, 1)
     trained = Trained(server.model, tmp_path / "published", world, ranks)
     config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(server.model))
     config = replace(
@@ -123,7 +133,8 @@ async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agen
         weights=replace(config.weights, directory="run"),
     )
     client = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="agents")
-    agents, text = (*ranks, "other"), prompt(40)
+    agents = (*ranks, "other")
+    text = prompt(40)
     async with (
         asyncio.timeout(240),
         in_use(client),
@@ -139,7 +150,8 @@ async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agen
         for (request, own), turn in zip(asked, turns, strict=True):
             generation = await turn
             assert generation.spans == (VersionSpan(0, 64, 1, 1),)
-            row, logprobs = request.ids + generation.ids, generation.logprobs
+            row = request.ids + generation.ids
+            logprobs = generation.logprobs
             gaps = {agent: trained.gap(row, logprobs, agent) for agent in agents}
             assert {agent for agent, gap in gaps.items() if gap < CLOSE} == {own}
 
@@ -149,7 +161,8 @@ async def test_a_server_that_sleeps_wakes_with_its_base_and_turns_keep_their_ada
 ) -> None:
     trained = Trained(server.model, tmp_path / "published", world, {"": RANK})
     config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(server.model))
-    weights, engine = replace(config.weights, directory="run"), replace(config.engine, colocated=1)
+    weights = replace(config.weights, directory="run")
+    engine = replace(config.engine, colocated=1)
     config = replace(config, run_dir=str(tmp_path), weights=weights, engine=engine, total_steps=1)
     used = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="s")
     async with (
@@ -190,10 +203,8 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
     config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(server.model))
     weights = replace(config.weights, directory="run")
     config = replace(config, run_dir=str(tmp_path), weights=weights)
-    oldest, used = (
-        config.buffer.usual_staleness,
-        SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="a"),
-    )
+    oldest = config.buffer.usual_staleness
+    used = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="a")
     async with (
         asyncio.timeout(240),
         in_use(loader(config, 0, await attach(config, server.url), "a")) as keeper,

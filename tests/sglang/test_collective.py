@@ -68,14 +68,18 @@ class Watched:
     """The server, as the receiver sees it. `event`: it has been told to receive for the `number`-th time."""
 
     def __init__(self, server: ServerApi, number: int) -> None:
-        self.init_group, self.destroy_group = server.init_group, server.destroy_group
-        self.begin_update, self.end_update = server.begin_update, server.end_update
-        self._server, self.url = server, server.url
+        self.init_group = server.init_group
+        self.destroy_group = server.destroy_group
+        self.begin_update = server.begin_update
+        self.end_update = server.end_update
+        self._server = server
+        self.url = server.url
         self.expect(number)
 
     def expect(self, number: int) -> None:
         """From now on."""
-        self.event, self._left = asyncio.Event(), number
+        self.event = asyncio.Event()
+        self._left = number
 
     async def update_from_group(self, *arguments: Any, **settings: Any) -> None:
         task = asyncio.create_task(self._server.update_from_group(*arguments, **settings))

@@ -99,7 +99,8 @@ def mixed_logprobs(paths: list[Path], ids: tuple[int, ...], split: int) -> Tenso
 @every_mode
 async def test_no_prefix_of_older_weights_is_read_by_new_requests(subject: Subject):
     async with subject.ready() as engine:
-        ended, running = ask(prompt(40, "ended"), 20, "ended"), ask(prompt(50, "running"), LONG, "running")
+        ended = ask(prompt(40, "ended"), 20, "ended")
+        running = ask(prompt(50, "running"), LONG, "running")
         first = await engine.generate(ended)
         (task,) = await under_way(engine, running)
         await engine.load(subject.versions.refs[1])
@@ -124,7 +125,8 @@ async def assert_fresh(subject: Subject, engine: Engine, ids: tuple[int, ...], v
 async def test_a_version_number_of_another_epoch_is_another_version(subject: Subject):
     """After a rollback of the trainer the same number comes again, with other weights."""
     async with subject.ready() as engine:
-        versions, request = subject.versions, ask(prompt(40), 20)
+        versions = subject.versions
+        request = ask(prompt(40), 20)
         await engine.load(versions.refs[1])
         before = await engine.generate(request)
         assert versions.check(request, before) == 20
@@ -141,7 +143,8 @@ async def test_runs_that_follow_each_other_on_a_server_share_no_prefix(subject: 
     """Their labels are the same, their weights are not, and the cache outlives a run."""
     async with subject.ready() as engine:
         assert isinstance(engine, Served)
-        versions, request = subject.versions, ask(prompt(40), 20)
+        versions = subject.versions
+        request = ask(prompt(40), 20)
         await engine.load(versions.refs[1])
         await engine.generate(request)
         async with in_use(Served(engine.loader.api.url, "in_place", salt="another run")) as other:
@@ -215,7 +218,8 @@ async def test_weights_that_are_damaged_or_absent_are_refused(subject: Subject):
         await assert_fresh(subject, engine, prompt(9), 1)
 
 
-NORM, LAYER = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+NORM = "model.norm.weight"
+LAYER = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -250,11 +254,9 @@ async def test_a_pause_holds_requests_and_changes_nothing(subject: Subject, mode
     """Only servers can be paused: what is embedded has no need of it."""
     async with subject.ready() as engine:
         assert isinstance(engine, Served)
-        server, running, new = (
-            engine.loader.api,
-            ask(prompt(30), LONG, "running"),
-            ask(prompt(4), 8, "new"),
-        )
+        server = engine.loader.api
+        running = ask(prompt(30), LONG, "running")
+        new = ask(prompt(4), 8, "new")
         (task,) = await under_way(engine, running)
         await server.pause(mode)
         waiting = asyncio.create_task(engine.generate(new))

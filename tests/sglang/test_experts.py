@@ -42,7 +42,8 @@ async def test_what_is_published_is_served(
     versions_of: Callable[[str], Versions],
 ) -> None:
     """By files and by broadcast, under the names of single experts."""
-    versions, server = versions_of(family), sglang_server(tiny_models[family])
+    versions = versions_of(family)
+    server = sglang_server(tiny_models[family])
 
     assert any(".experts.3." in name for name in versions.tensors(1))
     with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))) as sender:
@@ -70,7 +71,8 @@ def routes_of(path: Path, ids: tuple[int, ...]) -> np.ndarray:
 
 def assert_routes(path: Path, request: Request, generation: Generation, first: int = 0) -> None:
     """From `first` on; where two experts are nearly equal, rounding decides."""
-    ids, told = request.ids + generation.ids, generation.routes
+    ids = request.ids + generation.ids
+    told = generation.routes
     assert told is not None and (told.start, told.end) == (request.routes_from, len(ids) - 1)
     found = np.sort(np.frombuffer(told.data, "<u2").reshape(told.tokens, 2, 2), -1)
     wanted = routes_of(path, ids)[told.start :]

@@ -216,7 +216,8 @@ def test_of_a_turn_that_is_cut_its_whole_calls_are_carried_out(
     not closed."""
     for turn, part in CUT:
         if turn.format == name:
-            made, found = ours(part)[1], theirs[part][1]
+            made = ours(part)[1]
+            found = theirs[part][1]
             assert made == ours(turn)[1][: len(made)], part
             last = name == "harmony" and found == made[:-1]
             assert name in CARELESS or last or found == made, part

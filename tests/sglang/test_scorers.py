@@ -43,7 +43,9 @@ def differences(turns: Sequence[Turn]) -> list[float]:
     ids = [id for turn in turns for id in (*turn.context, *turn.ids)]
     with torch.inference_mode():
         table = demo()(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-    own, found, end = table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy(), list[float](), 0
+    own = table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    found = list[float]()
+    end = 0
     for turn in turns:
         end += len(turn.context) + len(turn.ids)
         scored = np.frombuffer(turn.scores.logprobs, "<f4")
@@ -53,9 +55,11 @@ def differences(turns: Sequence[Turn]) -> list[float]:
 
 async def test_what_stands_before_a_turn_is_found_in_the_cache(shared_server: Shared) -> None:
     """A prompt of 600 tokens, and turns of 40 that follow 20 of a tool."""
-    api, config = ServerApi(shared_server("qwen2").url), sglang_config(1024)
+    api = ServerApi(shared_server("qwen2").url)
+    config = sglang_config(1024)
     client = SGLangClient(api, config, 258, salt=os.urandom(4).hex())
-    row, cached = tuple(3 + at * 7 % 200 for at in range(600)), list[tuple[int, int]]()
+    row = tuple(3 + at * 7 % 200 for at in range(600))
+    cached = list[tuple[int, int]]()
     for turn in range(6):
         row += tuple(5 + (turn * 11 + at * 3) % 200 for at in range(60))
         before = client.use.cached_tokens, client.use.prompt_tokens
@@ -81,7 +85,8 @@ def test_a_run_whose_reference_is_killed_trains_on_the_numbers_of_a_rank(tmp_pat
         psutil.wait_procs(family, 60)
         run.until(lambda: "scorers.reference" in str(read_status(run.path)), "the wait, by name", DEADLINE)
         run.wait(DEADLINE)
-        summary, uids = run.completed(10), trained_uids(run.path)
+        summary = run.completed(10)
+        uids = trained_uids(run.path)
         assert summary["flow"]["failed"] == 0 and set(uids.values()) == {1}
         reader = RunReader.open(run.path)
         episodes = [[*map(decode_turn, filter(None, reader.frames(uid, 16, ("generated",))))] for uid in uids]

@@ -29,7 +29,9 @@ from tests.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.full
 FAMILY = "qwen2"
-PROMPT, NEW = 20, 900  # long enough to be under way when something happens
+# long enough to be under way when something happens
+PROMPT = 20
+NEW = 900
 Turn = tuple[Request, asyncio.Task[Generation]]
 
 

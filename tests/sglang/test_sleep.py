@@ -55,10 +55,13 @@ class Site:
     """A server as a run with shifts has it: its loader, and a worker's pool."""
 
     def __init__(self, server: SGLangServer, config: RunConfig) -> None:
-        self._config, self._url, self._held = config, server.url, -1
+        self._config = config
+        self._url = server.url
+        self._held = -1
         weights = replace(config.weights, mode=config.update_mode)
         self.loader = loader_of(ServerApi(server.url), weights)
-        self.waits, self.salt = Waits(), str(next(SALTS))
+        self.waits = Waits()
+        self.salt = str(next(SALTS))
         self.pool = ServerPool("train", self._connect, self.waits, BusyTimer(Intervals()), patience=DEADLINE)
 
     def _connect(self, entry: EngineEntry, use: EngineUse) -> SGLangClient:

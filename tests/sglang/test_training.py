@@ -66,7 +66,8 @@ def test_rewards_rise_on_attached_servers_with_keys_of_which_one_joins_and_leave
         assert summary["trajectories_multi_version"] > 0.2
         assert summary["k3_same_version"] < 1e-4 and summary["logprob_tokens_compared"] > 0
         assert summary["probe_logprob_diff_max"] < 1e-3
-        both, last = used(run.rows())[-1], run.rows()[-1]
+        both = used(run.rows())[-1]
+        last = run.rows()[-1]
         assert 0 <= both["engine/0/kv_use"] < 1
         assert last["async/engines"] == 1 and last["engine/0/version"] == 20
         assert max(row.get("rollout/kv_use", 0.0) for row in run.rows()) > 0

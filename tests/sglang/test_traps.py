@@ -188,7 +188,8 @@ async def test_an_unfinished_load_breaks_the_engine_until_one_succeeds(
     async with kept(server) as engine:
         await engine.load(refs[0])
         loader = engine.loader
-        before, deadline = loader._end_of_pause, loader._deadline
+        before = loader._end_of_pause
+        deadline = loader._deadline
 
         async def late() -> bool:
             return loader._end_of_pause is not before

@@ -34,9 +34,11 @@ class Kept:
         self, api: ServerApi, loader: ServerLoader | None = None, max_len: int = MAX_LEN, **settings: Any
     ) -> None:
         config = sglang_config(max_len, **settings)
-        self.api, self.loader = api, loader or loader_of(api, config.weights)
+        self.api = api
+        self.loader = loader or loader_of(api, config.weights)
         self.client = SGLangClient(api, config, VOCABULARY)
-        self.generate, self.use = self.client.generate, self.client.use
+        self.generate = self.client.generate
+        self.use = self.client.use
 
     async def load(self, ref: WeightsRef) -> None:
         await self.loader.load(ref)

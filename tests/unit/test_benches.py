@@ -19,7 +19,8 @@ from asyncrl.tools import Toolbox
 from asyncrl.types import Sample, StopReason, ToolCall, Turn, VersionSpan
 from tests.fakes.scripts import TOOLS, bench_script
 
-bench, replayed = bench_script("async_ratio"), bench_script("replayed")
+bench = bench_script("async_ratio")
+replayed = bench_script("replayed")
 
 
 def test_the_interval_of_a_rate_stays_between_none_and_all() -> None:
@@ -37,7 +38,8 @@ def _delays(seed: int, samples: list[int], log: Path, monkeypatch: pytest.Monkey
         slept.append(seconds)
 
     async def play() -> dict[Any, float]:
-        box, found = Toolbox({"calculator": made}), {}
+        box = Toolbox({"calculator": made})
+        found = {}
         for at, row in enumerate(samples):
             session = box.session(Sample(row, "", (), ""))
             await session.open()
@@ -88,9 +90,11 @@ def test_forced_lengths_depend_on_the_episodes_key(
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A plan whose runs are ten made-up steps: the third to the eighth take 2 s, others 100 s; half of the
     tokens of the seventh and the eighth are masked; groups live 3 s; 8 are live after each commit."""
-    folder, lives = tmp_path / "run", tmp_path / "lives"
+    folder = tmp_path / "run"
+    lives = tmp_path / "lives"
     folder.mkdir()
-    clock, lines = 0.0, []
+    clock = 0.0
+    lines = []
     for step in range(1, 11):
         clock += 2.0 if 2 < step <= 8 else 100.0
         row = {"time_s": clock, "timing_s/step": 0.0, "trainer/model_tokens": 100.0, "async/live_groups": 8.0}

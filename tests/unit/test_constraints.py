@@ -36,7 +36,8 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_the_gpu_machine_has_the_tested_versions_of_what_sglang_does_not_decide() -> None:
-    ours, theirs = pins("constraints.txt"), pins("constraints-sglang.txt")
+    ours = pins("constraints.txt")
+    theirs = pins("constraints-sglang.txt")
     assert {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]} == SGLANG_DECIDES
 
 

@@ -139,7 +139,8 @@ def token_symbols(
 ) -> dict[str, Any]:
     """What the formulas call things; `pi` is log π, a tensor. `one_sided`: s is gmpo's."""
     _, prox, mu, a, w = token
-    low, high = options.get("clip_low", 0.0), options.get("clip_high", 0.0)
+    low = options.get("clip_low", 0.0)
+    high = options.get("clip_high", 0.0)
     bounded = (pi - prox).clamp(max=high) if a > 0 else (pi - prox).clamp(min=-low)
     return {
         "π": pi.exp(),
@@ -185,7 +186,8 @@ def test_losses(name: str) -> None:
     )
     token, slope = loss_of(name, given, **LOSSES[name])
     pi = real(logp).requires_grad_()
-    formula, one_sided = formula_of(inspect.getdoc(entry.of) or ""), name == "gmpo"
+    formula = formula_of(inspect.getdoc(entry.of) or "")
+    one_sided = name == "gmpo"
     wanted = torch.stack(
         [
             evaluate(formula, token_symbols(pi[i], known, options, one_sided=one_sided))

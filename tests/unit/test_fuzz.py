@@ -52,7 +52,8 @@ def test_what_is_no_zmq_at_all_on_a_socket_harms_nobody() -> None:
     endpoints = choose_endpoints("127.0.0.1", 0)
     gate = Gate(endpoints)
     hub = Hub(endpoints.control, ToCoordinatorControl, gate)
-    port, rng = int(endpoints.control.rpartition(":")[2]), random.Random(0)
+    port = int(endpoints.control.rpartition(":")[2])
+    rng = random.Random(0)
     greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x01CURVE" + b"\0" * 15 + b"\0" + b"\0" * 31
     opened = []
     for number in range(200):

@@ -172,7 +172,8 @@ def test_what_is_too_large_to_come_back_is_left_out_and_named(tmp_path: Path) ->
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_caches_of_a_visit_are_there_in_the_next(tmp_path: Path, missing: int) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
     _, lines = drive(first, "compiles,shared,compiles,20")
@@ -189,7 +190,8 @@ def test_caches_of_a_visit_are_there_in_the_next(tmp_path: Path, missing: int) -
 
 
 def test_of_caches_that_are_too_large_those_of_the_trainer_come_back(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
     _, lines = drive(first, "compiles,shared,compiles,20", "more,shared,compiles_too_much,20")
@@ -266,7 +268,8 @@ def test_the_bundle_is_unpacked_once_and_nobody_sees_half_of_it(
     packed = tmp_path / "sglang.tar.xz"
     with tarfile.open(packed, "w:xz") as archive:
         archive.add(tmp_path / "site", "site")
-    refused, real_open = [], tarfile.open
+    refused = []
+    real_open = tarfile.open
 
     def opened(*paths: Any) -> tarfile.TarFile:
         with (tmp_path / "bundle.lock").open("w") as lock, pytest.raises(BlockingIOError) as error:
@@ -285,7 +288,8 @@ def test_the_longest_silence_of_streams_is_the_longest_time_without_a_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = script("parts.server", "gpu_kit")
-    clock, client = 0.0, SimpleNamespace(use=SimpleNamespace(tokens=0))
+    clock = 0.0
+    client = SimpleNamespace(use=SimpleNamespace(tokens=0))
     steps = iter([(0.5, 4), (0.5, 4), (2.0, 4), (0.25, 8), (1.0, 12)])  # seconds, and tokens by then
     stream: asyncio.Future[None]
 
@@ -323,11 +327,13 @@ def test_a_stage_of_the_server_that_hangs_is_ended_at_its_limit(tmp_path: Path) 
 
 def test_memory_is_estimated_for_models_without_weights(tmp_path: Path) -> None:
     """Shapes come from a header of weights that are not there; longer rows take more."""
-    steps, mfu = script("parts.steps", "gpu_kit"), script("parts.mfu", "gpu_kit")
+    steps = script("parts.steps", "gpu_kit")
+    mfu = script("parts.mfu", "gpu_kit")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 640}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     steps.write_sizes(Qwen3Config(**sizes, **heads, tie_word_embeddings=True), tmp_path)
-    attention, mlp = 64 * (64 + 32 + 32 + 64) + 2 * 16, 3 * 64 * 128
+    attention = 64 * (64 + 32 + 32 + 64) + 2 * 16
+    mlp = 3 * 64 * 128
     parameters = 640 * 64 + 2 * (attention + mlp + 2 * 64) + 64
     assert parameter_count(str(tmp_path)) == parameters
     model = {"path": str(tmp_path), "dtype": "bfloat16", "device": "cpu"}
@@ -430,7 +436,8 @@ def test_a_newer_bundle_and_a_newer_launcher_replace_what_an_earlier_call_unpack
 
 
 def test_the_launcher_of_a_checkout_is_the_one_that_is_packed() -> None:
-    bundle, packer = script("parts.bundle", "gpu_kit"), script("pack", "gpu_kit/sglang_bundle")
+    bundle = script("parts.bundle", "gpu_kit")
+    packer = script("pack", "gpu_kit/sglang_bundle")
     assert bundle.CHECKOUT_LAUNCHER == packer.HERE / bundle.LAUNCHER
     assert bundle.CHECKOUT_LAUNCHER.exists()
 
@@ -590,7 +597,8 @@ def test_sglang_parses_the_arguments_of_servers_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rehearsal on a CPU has other arguments: nothing else reads these before a GPU machine does."""
-    server, steps = script("parts.server", "gpu_kit"), script("parts.steps", "gpu_kit")
+    server = script("parts.server", "gpu_kit")
+    steps = script("parts.steps", "gpu_kit")
     end_to_end = script("parts.end_to_end", "gpu_kit")
     context = server.Context("cuda", time.monotonic() + 100.0, tmp_path, tmp_path)
     model = tmp_path / "model"
@@ -645,7 +653,8 @@ def test_sglang_parses_the_arguments_of_servers_on_a_gpu(
 
 def test_a_bundle_that_is_older_than_its_sources_is_not_packed(tmp_path: Path) -> None:
     packer = script("pack_visit", "gpu_kit")
-    bundle, source = tmp_path / "sglang.tar.xz", tmp_path / "requirements.txt"
+    bundle = tmp_path / "sglang.tar.xz"
+    source = tmp_path / "requirements.txt"
     source.touch()
     packer.check_bundle(bundle, [source])
     bundle.touch()
@@ -667,7 +676,8 @@ def test_sources_of_the_bundle_are_all_files_that_go_into_it() -> None:
 
 @pytest.mark.skipif(not (KIT.parents[1] / ".git").exists(), reason="needs git, which knows what travels")
 def test_a_call_may_carry_a_load_the_checkout_and_all_caches_that_a_visit_brings_back() -> None:
-    packer, visit = script("pack_visit", "gpu_kit"), script("visit", "gpu_kit")
+    packer = script("pack_visit", "gpu_kit")
+    visit = script("visit", "gpu_kit")
     caches = visit.CACHE_FILES * visit.CACHE_FILE_BYTES
     assert packer.checkout_bytes() <= packer.CHECKOUT_BYTES
     assert packer.CHECKOUT_BYTES + packer.FIRST_BYTES + caches <= packer.CALL_BYTES

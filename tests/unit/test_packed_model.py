@@ -26,7 +26,8 @@ def on_grid(bits: int) -> torch.Tensor:
         digits = torch.randint(-127, 128, (GROUPS, 32))
         digits[:, 0] = 127
         return (digits * scale).bfloat16().view(8, -1)
-    digits, least = torch.randint(0, 16, (GROUPS, 32)), scale * torch.empty(GROUPS, 1).uniform_(-14, -1)
+    digits = torch.randint(0, 16, (GROUPS, 32))
+    least = scale * torch.empty(GROUPS, 1).uniform_(-14, -1)
     digits[:, 0], digits[:, 1] = 0, 15
     return (digits * scale + least.half().float()).bfloat16().view(8, -1)
 
@@ -37,7 +38,9 @@ def test_weights_of_a_4_bit_file_come_back_bit_for_bit(
     torch.manual_seed(0)
     monkeypatch.setattr(packed, "PART_BYTES", 1000)  # so that there are several
     given = {"layer.weight": on_grid(4), "embed.weight": on_grid(8), "norm.weight": torch.randn(7).bfloat16()}
-    model, folder, out = tmp_path / "model", tmp_path / "folder", tmp_path / "out"
+    model = tmp_path / "model"
+    folder = tmp_path / "folder"
+    out = tmp_path / "out"
     model.mkdir()
     save_file(given, model / "model.safetensors", {"format": "pt"})
     (model / "config.json").write_text("{}")
@@ -61,7 +64,8 @@ def test_other_weights_are_rounded_to_the_closest_of_sixteen(packed: ModuleType)
     weights = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     fields, restored = packed.encode(weights, 4)
     assert torch.equal(packed.decode(fields, 4, [32, 64]), restored)
-    groups, off = weights.float().view(-1, 32), (restored - weights).float().abs().view(-1, 32)
+    groups = weights.float().view(-1, 32)
+    off = (restored - weights).float().abs().view(-1, 32)
     step = (groups.amax(1) - groups.amin(1)) / 15
     assert torch.all(off <= 0.51 * step[:, None] + 2**-8 * groups.abs())
     assert off.mean() > 0.2 * step.mean()  # it was not on a grid

@@ -100,8 +100,10 @@ def test_a_preset_says_what_it_is_and_when_to_use_it(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", EXPECTED)
 def test_a_preset_holds_the_components_it_is_named_for(preset: str) -> None:
-    config, parts = configured(preset), EXPECTED[preset]
-    recipe, algorithm = compose(config), config.algorithm
+    config = configured(preset)
+    parts = EXPECTED[preset]
+    recipe = compose(config)
+    algorithm = config.algorithm
     found = Parts(
         recipe.advantage_name,
         recipe.loss_name,

@@ -19,7 +19,8 @@ from asyncrl.tools import call_tool, load_tool
 from asyncrl.types import Sample, ToolCall
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/multiturn/smollm2"
-DATA, SFT = EXAMPLE / "data", EXAMPLE.parent / "smollm2_sft/data"
+DATA = EXAMPLE / "data"
+SFT = EXAMPLE.parent / "smollm2_sft/data"
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 1024), ("test", 256)])

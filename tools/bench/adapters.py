@@ -55,7 +55,10 @@ DEMO = ROOT / "examples/multiturn/calculator/model"
 MB = 1 << 20
 TOKENS = 1024
 SIZE = 0.002  # of B's numbers: what is added to a weight is about as large as its rounding in bfloat16
-PROMPT, REPLY, ANSWER = 64, 16, 32  # tokens of an episode: before the first turn, of a tool, of a turn
+# tokens of an episode: before the first turn, of a tool, of a turn
+PROMPT = 64
+REPLY = 16
+ANSWER = 32
 EVERY = (2.0, 10.0)  # seconds between pushes
 MARGIN = 200  # ids at the beginning of the vocabulary that are not used: control tokens
 
@@ -178,14 +181,17 @@ def prompt(versions: Versions, size: int, seed: int) -> tuple[int, ...]:
 
 
 async def push(bench: Bench) -> list[str]:
-    versions, steps = bench.versions, iter(range(1, 10_000))
+    versions = bench.versions
+    steps = iter(range(1, 10_000))
     ref = versions.publish(0, bench.apart)
     await bench.load(ref)
     ids = prompt(versions, 513, 1)
     pairs = zip(await bench.loader.score(ids), versions.logprobs(ids), strict=True)
     gaps = [abs(a - b) for a, b in pairs]
     size = os.path.getsize(payload(Path(ref.path)))  # noqa: ASYNC240
-    writes, loads, used = [], [], bench.seconds
+    writes = []
+    loads = []
+    used = bench.seconds
     for _ in range(5):
         start = time.perf_counter()
         ref = await asyncio.to_thread(versions.publish, next(steps), bench.apart)
@@ -209,7 +215,8 @@ async def push(bench: Bench) -> list[str]:
 async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[tuple[float, ...]]:
     """Measure windows one after another: seconds between its pushes, or 0; tokens per second, and per second
     of the server's processors. `first`: the oldest of its versions, newer than those of earlier rounds."""
-    versions, steps = bench.versions, iter(range(first + 1, first + 1000))
+    versions = bench.versions
+    steps = iter(range(first + 1, first + 1000))
     windows: list[tuple[float, ...]] = []
     await bench.load(versions.publish(first, bench.apart))
 
@@ -226,7 +233,9 @@ async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[
             await asyncio.to_thread(versions.publish, next(steps), bench.apart, count) for _ in range(count)
         ]
         await asyncio.sleep(2.0)
-        tokens, start, used = bench.client.use.tokens, time.perf_counter(), bench.seconds
+        tokens = bench.client.use.tokens
+        start = time.perf_counter()
+        used = bench.seconds
         for at in range(pushes):
             await bench.load(refs[at % count])
             await asyncio.sleep(start + (at + 1) * every - time.perf_counter())
@@ -275,11 +284,13 @@ def spread(ratios: list[float]) -> str:
 
 async def turns(bench: Bench, way: str, episodes: int, count: int, every: float, at: int) -> list[str]:
     """`at`: the first step of its versions, and a seed: nothing of it is in the server's cache."""
-    versions, lags = bench.versions, list[int]()
+    versions = bench.versions
+    lags = list[int]()
     await bench.load(versions.publish(at, bench.apart))
 
     async def episode(index: int) -> None:
-        client, acked = bench.connect(), bench.newest
+        client = bench.connect()
+        acked = bench.newest
         client.mark(acked)
         ids = prompt(versions, PROMPT, 1000 * at + index)
         for turn in range(count):
@@ -295,14 +306,16 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
             await asyncio.sleep(every)
             await bench.load(await asyncio.to_thread(versions.publish, step, bench.apart))
 
-    start, updating = time.perf_counter(), asyncio.create_task(updates())
+    start = time.perf_counter()
+    updating = asyncio.create_task(updates())
     first = len(bench.clients)
     await asyncio.gather(*(episode(index) for index in range(episodes)))
     seconds = time.perf_counter() - start
     updating.cancel()
     await asyncio.gather(updating, return_exceptions=True)
     uses = [client.use for client in bench.clients[first:]]
-    prompts, cached = sum(use.prompt_tokens for use in uses), sum(use.cached_tokens for use in uses)
+    prompts = sum(use.prompt_tokens for use in uses)
+    cached = sum(use.cached_tokens for use in uses)
     return [
         way,
         f"{bench.newest.step - at}",

@@ -44,7 +44,9 @@ from common import ROOT, roles, rows, table, train
 
 HERE = ROOT / "tools" / "bench"
 TOOL = f"{HERE / 'replayed.py'}:slow_calculator"
-GROUPS, MEMBERS = 8, 8  # of a batch, of a group
+# of a batch, of a group
+GROUPS = 8
+MEMBERS = 8
 BATCH = GROUPS * MEMBERS
 COMMON = [
     *(f"buffer.groups_per_batch={GROUPS}", f"buffer.episodes_per_group={MEMBERS}", "rollout.workers=1"),
@@ -164,7 +166,8 @@ class Plan:
         g = self.unit[work.work]
         watch = self._run(f"{name}-{label}", steps, work, work.delay(g), [*work.limit(g), *own])
         committed = _committed(watch.folder)
-        begin, end = 2 * steps // 5, steps - max(1, steps // 5)
+        begin = 2 * steps // 5
+        end = steps - max(1, steps // 5)
         window = committed[begin:end]
         seconds = (window[-1]["time_s"] - committed[begin - 1]["time_s"]) / len(window)
         tokens = [row["trainer/model_tokens"] for row in window]
@@ -196,7 +199,8 @@ class Plan:
         watch = self._run(f"{name}-{label}", steps, work, "", [*own, *free], hold=steps * BATCH)
         ends = sorted(end for *_, end in _lives(watch.lives))
         slots = yaml.safe_load((watch.folder / "config.yaml").read_text())["rollout"]["slots"]
-        first, last = len(ends) // 4, len(ends) - slots
+        first = len(ends) // 4
+        last = len(ends) - slots
         if last <= first:
             sys.exit(f"{steps} steps are too few to measure g with {slots} slots; --steps {slots // 32 + 1}")
         scale = BATCH / (last - first - 1)
@@ -339,7 +343,8 @@ def line(label: str, turns: list[Figures]) -> list[str]:
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
     """The median, and the range of several."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return f"{statistics.median(values):{form}}" + (
         f" ({low:{form}}–{high:{form}})" if len(values) > 1 else ""
     )

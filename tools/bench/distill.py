@@ -43,7 +43,9 @@ TASK = [
     "trainer.micro_batch_tokens=4096",
     "model.device=cpu",
 ]
-STEPS, TESTS, OPERATIONS = 12, 512, 6
+STEPS = 12
+TESTS = 512
+OPERATIONS = 6
 MASKED = "+algorithm.correction.mask={}"
 SLOW = ["trainer.lr=1e-4", f"total_steps={4 * STEPS}"]
 ARMS: dict[str, tuple[int, list[str]]] = {  # lag, and what differs from algorithm=distill
@@ -87,7 +89,8 @@ def main() -> None:
 
 def work(options: argparse.Namespace, folder: Path) -> None:
     config = compose([*TASK, "total_steps=120", "buffer.max_staleness=0"])
-    player, done = Player(config), {(row["arm"], row["seed"]) for row in read(options.out)}
+    player = Player(config)
+    done = {(row["arm"], row["seed"]) for row in read(options.out)}
     learner, _ = trained(config, player, 0, options.teacher)
     path = save(player, learner, folder)
     for seed in options.seeds:
@@ -115,14 +118,16 @@ def work(options: argparse.Namespace, folder: Path) -> None:
 def trained(config: RunConfig, player: Player, lag: int, steps: int) -> tuple[Learner, dict[str, float]]:
     """A learner after so many batches, sampled by the weights of `lag` steps before, and what the last one
     reported, with the largest share of masked tokens of all."""
-    told, masked = dict[str, float](), [0.0]
+    told = dict[str, float]()
+    masked = [0.0]
     train = samples(config.data.train, OPERATIONS)
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
     torch.manual_seed(config.seed)
     learner = Learner(config, world())
     learner.bound, versions = lag, [snapshot(learner)]
     for step in range(steps):
-        asks, version = _batch(config, train, prompts, step), max(0, step - lag)
+        asks = _batch(config, train, prompts, step)
+        version = max(0, step - lag)
         episodes = player.play(versions[version], version, asks)
         earned = [0.0] * len(asks) if learner.reference else [reward_of(episode) for episode in episodes]
         told = _train(learner, asks, episodes, earned)
@@ -137,7 +142,8 @@ def reward_of(episode: Episode) -> float:
 
 def save(player: Player, learner: Learner, folder: Path) -> str:
     """A model directory with the learner's weights."""
-    source, path = Path(player.config.model.path), folder / "teacher"
+    source = Path(player.config.model.path)
+    path = folder / "teacher"
     player.model.load_state_dict(snapshot(learner), strict=False)
     player.model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -148,7 +154,8 @@ def save(player: Player, learner: Learner, folder: Path) -> str:
 @torch.no_grad()
 def compared(learner: Learner, player: Player, tests: int) -> dict[str, Any]:
     """Success on held-out questions, and the two models in the states that the student came to."""
-    config, reference = learner.config, learner.reference
+    config = learner.config
+    reference = learner.reference
     assert reference is not None
     held_out = samples(config.data.test, OPERATIONS)
     asks = [Ask(f"t{i}/0", held_out[i % len(held_out)], sampling_key(0, f"t{i}", 0)) for i in range(tests)]

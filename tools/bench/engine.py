@@ -31,9 +31,12 @@ from asyncrl.engines.torch import recorded
 from asyncrl.engines.torch.engine import TorchEngine
 
 VOCABULARY = 320
-PROMPT, NEW = 64, 128
+PROMPT = 64
+NEW = 128
 LONGEST = 832  # of the responses with log-normal lengths
-TURNS, DELTA, TURN_NEW = 6, 12, 30
+TURNS = 6
+DELTA = 12
+TURN_NEW = 30
 
 
 def build(hidden: int, layers: int, kv_heads: int) -> LlamaForCausalLM:
@@ -78,7 +81,8 @@ async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) ->
 
     async def episode(index: int) -> int:
         session = f"{run}-{index}"
-        ids, total = tokens(PROMPT, session), 0
+        ids = tokens(PROMPT, session)
+        total = 0
         length = random.Random(session)
         for turn in range(TURNS):
             sampling = Sampling(length.randint(TURN_NEW // 2, TURN_NEW * 3 // 2), ())

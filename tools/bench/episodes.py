@@ -77,7 +77,8 @@ class Figures:
 
     def row(self, label: str) -> str:
         p99 = statistics.quantiles(self.overhead, n=100)[98]
-        median, rate = statistics.median(self.overhead), self.turns / self.wall
+        median = statistics.median(self.overhead)
+        rate = self.turns / self.wall
         cells = (f"{1e3 * median:.2f}", f"{1e3 * p99:.2f}", f"{1e3 * self.cpu:.2f}", f"{rate:.0f}")
         return f"| {label} | {' | '.join(cells)} |"
 
@@ -155,7 +156,9 @@ class Engine:
     """A sampler whose episodes call the tool that their name begins with, and answer in the last turn."""
 
     def __init__(self, load: Load, encode: Callable[[str], Sequence[int]], stop: int) -> None:
-        self._load, self._encode, self._stop = load, encode, stop
+        self._load = load
+        self._encode = encode
+        self._stop = stop
         self._random = random.Random(1)
         self.asked: dict[str, list[float]] = defaultdict(list)  # when each turn of a session was asked for
         self.told: dict[str, list[float]] = defaultdict(list)  # seconds that it and its tool are to take
@@ -198,7 +201,9 @@ async def run(load: Load) -> Figures:
     tools: dict[str, Tool] = {made.name: made for made in (work, *BAD)}
     box = Toolbox(tools, 2 * LONGEST)
     engine = Engine(load, lambda text: tokenizer.encode(text, add_special_tokens=False), chat.stop_ids[0])
-    outbox, figures = Outbox(None), Figures()  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    outbox = Outbox(None)
+    figures = Figures()
 
     async def send(records: Records, frames: Sequence[bytes]) -> None:
         for record, _ in records.unpacked(frames):
@@ -234,9 +239,11 @@ async def run(load: Load) -> Figures:
     service = asyncio.create_task(outbox.run())
     gc.collect()
     gc.freeze()  # as a worker should: a scan of torch and all modules takes half a second
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     await asyncio.gather(*map(begin, names, starts(load, len(names))))
-    figures.wall, figures.turns = time.perf_counter() - wall, sum(map(len, engine.asked.values()))
+    figures.wall = time.perf_counter() - wall
+    figures.turns = sum(map(len, engine.asked.values()))
     figures.cpu = (time.process_time() - cpu) / figures.turns
     figures.overhead = engine.overheads()
     service.cancel()
@@ -252,19 +259,23 @@ def assign(name: str) -> Assign:
 
 async def ideal(load: Load) -> Figures:
     """The same sleeps, by tasks that do nothing else."""
-    figures, random_ = Figures(), random.Random(1)
+    figures = Figures()
+    random_ = random.Random(1)
 
     async def episode(start: float) -> None:
         await asyncio.sleep(start)
         for _ in range(ROUNDS * load.turns):
-            begin, told = time.perf_counter(), draw(load, random_)
+            begin = time.perf_counter()
+            told = draw(load, random_)
             for seconds in told:
                 await asyncio.sleep(seconds)
             figures.overhead.append(time.perf_counter() - begin - sum(told))
 
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     await asyncio.gather(*map(episode, starts(load, load.episodes)))
-    figures.wall, figures.turns = time.perf_counter() - wall, ROUNDS * load.episodes * load.turns
+    figures.wall = time.perf_counter() - wall
+    figures.turns = ROUNDS * load.episodes * load.turns
     figures.cpu = (time.process_time() - cpu) / figures.turns
     return figures
 

@@ -107,7 +107,8 @@ def beginning(work: Workload, t: float = 0.085, bound: int = 16) -> Workload:
     return with_keys(replace(work, slots=256, train=t), group_policy="partial", max_staleness=bound)
 
 
-INSTANT, STEP_LONG = with_calls(1e-9, 0.0, 3000.0), with_calls(1.0, 2.0, 40.0)
+INSTANT = with_calls(1e-9, 0.0, 3000.0)
+STEP_LONG = with_calls(1.0, 2.0, 40.0)
 BEGIN = {
     "no calls, g > t": beginning(INSTANT),
     "no calls, t > g": beginning(INSTANT, 0.4),
@@ -159,7 +160,9 @@ def alone(work: Workload) -> Alone:
 
 def _play(work: Workload, turns: Sequence[RecordedTurn]) -> tuple[list[float], list[float], float]:
     """(times at which parts of turns are sampled, tokens of the turn that each is of, the end)."""
-    now, sampled, tokens = 0.0, [], []
+    now = 0.0
+    sampled = []
+    tokens = []
     for turn in turns:
         seconds = turn.tokens / work.speed
         sampled += [now + seconds * (1 - part) for part in PARTS]
@@ -186,7 +189,9 @@ class Shorter(Deadlines):
 
     def __init__(self, run: Simulation, q: float, wait: float) -> None:
         super().__init__("auto")
-        self.run, self.q, self.wait = run, q, wait
+        self.run = run
+        self.q = q
+        self.wait = wait
 
     def patience(self, now: float) -> float:
         found = self._lifetimes.quantile(self.q, now)
@@ -230,7 +235,8 @@ class Settings(msgspec.Struct, frozen=True):
         """The highest max(g, t)/T with that share of tokens masked (docs/staleness.md, "What the bound
         gives"). Where the share is small and the tail heavy, a few episodes decide it: it is known to about
         10% then. `t`: seconds per step, on which some deadlines depend."""
-        found, keys = alone(replace(work, slots=self.slots)), self.of(work).buffer
+        found = alone(replace(work, slots=self.slots))
+        keys = self.of(work).buffer
         q, wait = DEADLINES[self.deadline]
         deadline = min(float(np.quantile(found.lives[:, 1], q)), wait * self.bound * t)
         if keys.group_policy == "complete":
@@ -265,7 +271,8 @@ class Figures(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, steps: list[SimulatedStep], batch: float) -> Figures:
-        useful, seconds = sum(step.tokens for step in steps), sum(step.seconds for step in steps)
+        useful = sum(step.tokens for step in steps)
+        seconds = sum(step.seconds for step in steps)
         lags = np.sum([step.lags for step in steps], 0)
         total = sum(step.tokens / (1 - step.masked) for step in steps)
         limit = statistics.mean(step.limit for step in steps)
@@ -312,7 +319,8 @@ def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float
     """Play a run of so many steps. Give its speed, seconds of its last step in g, share of masked tokens, and
     groups that it dropped at its end, in batches. `spares`: with groups beyond those that it trains."""
     name, steps, spares, seed = job
-    run, one = Simulation(BEGIN[name], seed), alone(BEGIN[name])
+    run = Simulation(BEGIN[name], seed)
+    one = alone(BEGIN[name])
     size = run.buffer.config.groups_per_batch
     run.buffer.total_groups = steps * size
     if not spares:

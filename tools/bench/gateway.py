@@ -78,11 +78,13 @@ class Engine:
         self.cpu.append(time.process_time())
         self.wall.append(time.perf_counter())
         self._rows.add(request.session)
-        ids, stop = self._says, StopReason.STOP
+        ids = self._says
+        stop = StopReason.STOP
         for end in range(4, len(ids) + 4, 4) if request.watch else ():
             await asyncio.sleep(0)
             if request.watch and request.watch(ids[:end]):
-                ids, stop = ids[:end], StopReason.TEXT
+                ids = ids[:end]
+                stop = StopReason.TEXT
                 break
         return Generation(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 0, 0),), stop)
 
@@ -108,7 +110,8 @@ class Worker:
         self._turns = dict.fromkeys(PATHS, (*call, chat.stop_ids[0])) | {"text": text}
         self._outbox = Outbox(self._send)
         config = RolloutConfig(max_turns=64, max_tokens=1 << 15, agent="bench", episode_timeout=3600.0)
-        rules, episode_reward = Rules(chat, hermes, config), EpisodeReward([in_loop(lambda **_: 1.0)], 60.0)
+        rules = Rules(chat, hermes, config)
+        episode_reward = EpisodeReward([in_loop(lambda **_: 1.0)], 60.0)
         self._context = EpisodeContext(rules, episode_reward, self._outbox, Waits(), lambda: 0)
         self.gateway = Gateway()
         self._service = asyncio.create_task(self._outbox.run())
@@ -125,7 +128,8 @@ class Worker:
         self._episodes += 1
         sample = Sample(0, "bench", (Message("user", "go"),), "42")
         assign = Assign(1, Attempt(str(self._episodes), 1), sample, "train", temperature=1.0, key=1)
-        shared, engine = Agents(agent, self.gateway), Engine(self._turns[dialect])
+        shared = Agents(agent, self.gateway)
+        engine = Engine(self._turns[dialect])
         playing = EpisodeRunner(self._context, lambda run: AgentPlayer(run, shared)).run(assign, (), engine)
         done, _ = await asyncio.wait(
             [asyncio.ensure_future(playing), self._service], return_when=asyncio.FIRST_COMPLETED
@@ -222,7 +226,9 @@ async def first(worker: Worker, repeats: int) -> list[list[str]]:
 
 async def crowds(worker: Worker, repeats: int) -> list[list[str]]:
     """The memory of idle connections with a key; the turns of an episode beside idle strangers."""
-    memory, alone, beside = list[float](), list[float](), list[float]()
+    memory = list[float]()
+    alone = list[float]()
+    beside = list[float]()
     resident = psutil.Process().memory_info
     for _ in range(repeats):
 

@@ -65,7 +65,8 @@ def converse(
     url: str, key: str, dialect: str, messages: int, size: int, turns: int, seed: int, stream: bool
 ) -> None:
     """A conversation of so many turns that begins with `messages` of `size` words together."""
-    draw, each = random.Random(seed), size // messages
+    draw = random.Random(seed)
+    each = size // messages
     text = words(size, draw)
     said: list[dict[str, Any]] = [{"role": "user", "content": words(each, draw)}]
     for number in range(messages // 2 - 1):
@@ -77,7 +78,8 @@ def converse(
         asked = body(dialect, said, text) | ({"stream": True} if stream else {})
         connection.request("POST", f"/v1/{PATHS[dialect]}", json.dumps(asked), headers)
         answer = connection.getresponse()
-        heard, new = answer.read().decode(), words(REPLY, draw)
+        heard = answer.read().decode()
+        new = words(REPLY, draw)
         if answer.status != 200:
             raise SystemExit(heard)
         text += f"{SAID} {STOP} {new}"

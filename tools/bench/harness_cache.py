@@ -32,9 +32,12 @@ from tests.fakes.fetched import fetched_tokenizer
 from tests.integration.test_harnesses import CLIENTS, bench_of, solves
 from tests.sglang.server import SGLangServer
 
-TASK, OTHER = "write fizz.py, run it, show it", "make a file fizz.py, try what it does and print its text"
+TASK = "write fizz.py, run it, show it"
+OTHER = "make a file fizz.py, try what it does and print its text"
 KINDS = ("goes on", "begins, in a sibling", "begins, in another task")
-CONTEXT, CACHED = 65_536, 400_000  # tokens of a prompt, and of all
+# tokens of a prompt, and of all
+CONTEXT = 65_536
+CACHED = 400_000
 SECONDS = 580.0  # of an episode
 
 
@@ -58,7 +61,8 @@ class ServedScript(ScriptedEngine):
 
     def __init__(self, script: Any, url: str, tokenizer: Any) -> None:
         super().__init__(script)
-        self.url, self.tokenizer = url, tokenizer
+        self.url = url
+        self.tokenizer = tokenizer
         self.prompts: list[tuple[tuple[int, ...], int]] = []
 
     async def generate(self, request: Request) -> Generation:
@@ -82,7 +86,9 @@ class ServedScript(ScriptedEngine):
 
 def shares(name: str, url: str, chat: Chat, tokenizer: Any, show: bool) -> list[str]:
     """A row of the table. The server has seen nothing of this harness before."""
-    known, sent, longest = Counter[str](), Counter[str](), 0
+    known = Counter[str]()
+    sent = Counter[str]()
+    longest = 0
     for number, task in enumerate((TASK, TASK, OTHER)):
         bench = bench_of(name, solves(CLIENTS[name]), task, size=CONTEXT)
         bench.context.rules = replace(bench.context.rules, chat=chat)

@@ -87,7 +87,8 @@ def measure(case: Case) -> Measured:
     ids = torch.randint(0, policy.lm.config.vocab_size, (1, case.tokens + 1))
     position = np.arange(1, case.tokens + 1)
     tokens = Selected.of(list(ids.numpy()), np.zeros_like(position), position, torch.ones(case.tokens))
-    before, start = resident(), time.perf_counter()
+    before = resident()
+    start = time.perf_counter()
     total: Tensor = policy(tokens).logp.sum()
     total.backward()
     seconds = time.perf_counter() - start

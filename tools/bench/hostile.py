@@ -75,7 +75,8 @@ def messages(count: int) -> bytes:
 
 
 def zeros_compressed() -> bytes:
-    packer, block = zlib.compressobj(wbits=31), bytes(1 << 20)
+    packer = zlib.compressobj(wbits=31)
+    block = bytes(1 << 20)
     return b"".join(packer.compress(block) for _ in range(1000)) + packer.flush()
 
 
@@ -139,7 +140,8 @@ def ask_repeatedly(host: str, port: int, key: str, seconds: float) -> list[float
     """Return the seconds of each turn."""
     body = json.dumps({"messages": [{"role": "user", "content": "q"}]})
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    waits, end = list[float](), time.monotonic() + seconds
+    waits = list[float]()
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         started = time.monotonic()
         connection = http.client.HTTPConnection(host, port, timeout=60)

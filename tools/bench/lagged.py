@@ -114,7 +114,8 @@ class Player:
             await engine.close()
 
     async def _episode(self, engine: Engine, ask: Ask) -> Episode:
-        rules, tools = self.parts.rules, self.parts.toolbox.session(ask.sample)
+        rules = self.parts.rules
+        tools = self.parts.toolbox.session(ask.sample)
         await tools.open()
         episode = machine.advance(rules, machine.begin(ask.sample), commands.Opened(tools.schemas))
         while not episode.over:
@@ -142,7 +143,8 @@ class Player:
 
 def run(given: Lagged, player: Player) -> Outcome:
     """Train, then test."""
-    began, config = time.process_time(), given.config
+    began = time.process_time()
+    config = given.config
     train, test = (samples(path, given.operations) for path in (config.data.train, config.data.test))
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
     torch.manual_seed(config.seed)
@@ -174,7 +176,8 @@ def run(given: Lagged, player: Player) -> Outcome:
 
 
 def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step: int) -> list[Ask]:
-    groups, members = config.buffer.groups_per_batch, config.buffer.episodes_per_group
+    groups = config.buffer.groups_per_batch
+    members = config.buffer.episodes_per_group
     asks = []
     for group in range(step * groups, (step + 1) * groups):
         sample = samples[prompts.draw(group)]

@@ -24,8 +24,12 @@ from pathlib import Path
 
 from common import ROOT, SINGLE_THREAD, table
 
-VOCABULARY, BUDGET, EPISODES = 32_000, 512, 2
-PROMPT, ANSWER = (130, 240), (20, 80)  # tokens
+VOCABULARY = 32_000
+BUDGET = 512
+EPISODES = 2
+# tokens
+PROMPT = (130, 240)
+ANSWER = (20, 80)
 
 
 def micro_batches(rng: random.Random, step: int) -> Iterator[list]:

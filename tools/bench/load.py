@@ -63,11 +63,15 @@ QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
 def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     """In place of the coordinator's `run` in its process: each turn of the loop is timed."""
-    walls, cpus = array("d"), array("d")  # small: the memory of this process is measured
-    turn, profile = Coordinator.turn, cProfile.Profile()
+    # small: the memory of this process is measured
+    walls = array("d")
+    cpus = array("d")
+    turn = Coordinator.turn
+    profile = cProfile.Profile()
 
     def measured(self: Coordinator, now: float) -> None:
-        wall, cpu = time.perf_counter(), time.thread_time()
+        wall = time.perf_counter()
+        cpu = time.thread_time()
         turn(self, now)
         walls.append(time.perf_counter() - wall)
         cpus.append(time.thread_time() - cpu)
@@ -87,7 +91,10 @@ class Bench:
     """All peers of one run, in one loop."""
 
     def __init__(self, options: argparse.Namespace, endpoints: Endpoints, process: psutil.Process) -> None:
-        self.options, self.endpoints, self.process, self.launch = options, endpoints, process, "load"
+        self.options = options
+        self.endpoints = endpoints
+        self.process = process
+        self.launch = "load"
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, 1 << 14)
         self.random = random.Random(options.seed)
@@ -96,7 +103,9 @@ class Bench:
         self.count = 0  # landed and acknowledged
         # (landed, wall, CPU of the coordinator's loop, of its other threads, its memory) at 10%, 30%, … 90%
         self.marks: list[tuple[int, float, float, float, int]] = []
-        self._poller, self._ends = zmq.Poller(), {}  # type: ignore[var-annotated]
+        # type: ignore[var-annotated]
+        self._poller = zmq.Poller()
+        self._ends = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []  # (when, order, what)
         self._order = 0
         self._payloads: dict[tuple[int, int], bytes] = {}
@@ -130,7 +139,8 @@ class Bench:
         key = (turn, version)
         if key not in self._payloads:
             half = self.options.tokens // 2
-            ids, logprobs = tuple(range(1000, 1000 + half)), (-0.25,) * half
+            ids = tuple(range(1000, 1000 + half))
+            logprobs = (-0.25,) * half
             span = (VersionSpan(0, half, version, version),)
             made = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
             self._payloads[key] = msgspec.msgpack.encode(made)
@@ -223,14 +233,13 @@ def start(run_dir: Path, endpoints: Endpoints, profile: str) -> subprocess.Popen
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One run."""
-    run_dir, endpoints = prepare(options), choose_endpoints("127.0.0.1", 0)
+    run_dir = prepare(options)
+    endpoints = choose_endpoints("127.0.0.1", 0)
     process = start(run_dir, endpoints, options.profile)
     raise_file_limit()  # after the start: the coordinator does it itself
-    bench, began, cpu = (
-        Bench(options, endpoints, psutil.Process(process.pid)),
-        time.monotonic(),
-        time.process_time(),
-    )
+    bench = Bench(options, endpoints, psutil.Process(process.pid))
+    began = time.monotonic()
+    cpu = time.process_time()
     try:
         bench.serve()
         share = (time.process_time() - cpu) / (time.monotonic() - began)
@@ -246,7 +255,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
     (low, t0, loop0, other0, _), *_, (high, t1, loop1, other1, _) = bench.marks
     told = json.loads((run_dir / TURNS).read_text())
-    rate, size = (high - low) / (t1 - t0), sum(len(bench.payload(turn, 0)) for turn in range(options.turns))
+    rate = (high - low) / (t1 - t0)
+    size = sum(len(bench.payload(turn, 0)) for turn in range(options.turns))
     return {
         "rate": rate,
         "bytes": rate * size,

@@ -61,7 +61,9 @@ class Peer:
     """A process's sockets. `receive` is called with what comes."""
 
     def __init__(self, bench: Bench, role: str, index: int, control: Any, bulk: Any = None) -> None:
-        self.bench, self.index, self.incarnation = bench, index, f"{bench.launch}.{index + 1}"
+        self.bench = bench
+        self.index = index
+        self.incarnation = f"{bench.launch}.{index + 1}"
         name = identity(role, index, self.incarnation)
         self.control = self._open(name, bench.endpoints.control, control)
         self.bulk = self._open(name, bench.endpoints.bulk, bulk) if bulk else None
@@ -135,14 +137,16 @@ class Worker(Peer):
         """One turn of an episode is sampled; after the last one it ends."""
         if attempt not in self.held:
             return
-        half, turns = self.bench.options.tokens // 2, self.bench.options.turns
+        half = self.bench.options.tokens // 2
+        turns = self.bench.options.turns
         self.seq += 1
         self.tokens += half
         report = Generated(self.seq, attempt, turn, 1.0)
         self.record(report, self.bench.payload(turn, self.version))
         if self.uses:
             use = self.uses[self.seq % len(self.uses)]
-            use.requests, use.tokens = use.requests + 1, use.tokens + half
+            use.requests = use.requests + 1
+            use.tokens = use.tokens + half
         self.seq += 1
         if turn + 1 < turns:
             self.record(Replied(self.seq, attempt, turn), self.bench.reply)
@@ -201,7 +205,8 @@ class Trainer(Peer):
     def receive(self, message: Any, frames: list[bytes]) -> None:
         match message:
             case Welcome() if not self.welcomed:
-                self.welcomed, self.epoch = True, message.trainer_epoch
+                self.welcomed = True
+                self.epoch = message.trainer_epoch
                 self._publish()
                 self._next()
             case WorkPlan(kind="work"):
@@ -209,15 +214,18 @@ class Trainer(Peer):
                 self.batch += uids
                 self._ask(PayloadRequest(self.epoch, message.step, uids))
             case Payloads():
-                self.micro, self.work = self.micro + 1, self.work + 1
+                self.micro = self.micro + 1
+                self.work = self.work + 1
                 self._next()
             case WorkPlan(kind="step"):
-                uids, self.batch = tuple(self.batch), []
+                uids = tuple(self.batch)
+                self.batch = []
                 self.trained += len(uids)
                 metrics = {"actor/grad_norm": 1.0}
                 self._tell(Commit(self.epoch, self.step + 1, message.plan_hash, uids, metrics))
             case Committed():
-                self.step, self.micro = message.step, 0
+                self.step = message.step
+                self.micro = 0
                 if self.step % self.bench.options.checkpoint_every == 0:
                     self._checkpoint()
                 self._publish()

@@ -53,7 +53,9 @@ from tests.fakes.nodes import WORK, Node, emulated, forbidden
 TENSORS = 16
 MODEL = ROOT / ".models/smollm2-135m-instruct"  # of real servers
 SERVER = [str(ROOT / ".venv-sglang/bin/python"), str(ROOT / "tools/sglang_cpu/launch.py")]
-SERVERS, GPUS = 64, 8  # on paper: servers, and GPUs of a machine
+# on paper: servers, and GPUs of a machine
+SERVERS = 64
+GPUS = 8
 DELTA = 68.7  # on paper: whole / delta, bfloat16 with lr 1e-6, by tools/bench/weights.py
 DEADLINE = 300.0
 """Seconds for a version to reach an engine; the first one waits for a server's start."""
@@ -81,8 +83,10 @@ def source(address: str, megabytes: int) -> None:
 
     from tests.fakes.weights import publish
 
-    endpoints, run = choose_endpoints(address, 0), config()
-    gate, newest = Gate(endpoints), list[WeightsRef]()
+    endpoints = choose_endpoints(address, 0)
+    run = config()
+    gate = Gate(endpoints)
+    newest = list[WeightsRef]()
     server = root(run, endpoints, gate, lambda: newest[-1] if newest else None)
     say(endpoints)
     if megabytes:
@@ -106,7 +110,8 @@ def source(address: str, megabytes: int) -> None:
 async def engine(given: Given) -> None:
     """Fetch the version that each line of input names, and load it into a server, or only check it; say when
     that was done, and what is there then."""
-    run, directory = config(), Path(WORK, "mirror")
+    run = config()
+    directory = Path(WORK, "mirror")
     os.makedirs(directory, exist_ok=True)
     timeline = Timeline(Path(WORK, f"timeline-{given.index}.jsonl"))
     role = "engine" if given.server else "rollout"
@@ -189,7 +194,8 @@ def measure(options: argparse.Namespace, engines: int, size: int) -> tuple[float
 def publish(first: Node, publisher: Program, readers: Sequence[Program], size: int) -> tuple[float, float]:
     publisher.tell("")
     ref = publisher.hear().strip()
-    sent, begin = first.sent, time.monotonic()
+    sent = first.sent
+    begin = time.monotonic()
     for reader in readers:
         reader.tell(ref)
     done = [msgspec.json.decode(reader.hear(), type=tuple[float, str]) for reader in readers]
@@ -244,7 +250,8 @@ def main() -> int:
     payload = MODEL / disk.PAYLOAD
     size = payload.stat().st_size if options.servers else options.megabytes << 20
     header = ["machines", "engines each", "versions sent", "seconds", "MB/s", "of bytes/bandwidth"]
-    rows, failed = list[list[str]](), False
+    rows = list[list[str]]()
+    failed = False
     for engines in options.engines:
         sent, seconds = measure(options, engines, size)
         least = size * 8 / (options.megabits * 1e6) if options.megabits else 0.0

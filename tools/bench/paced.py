@@ -11,7 +11,10 @@ from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
 from asyncrl.algorithms.token_losses import reinforce
 from asyncrl.engines.base import Engine, engines
 
-BASE_S, SHARE_S, TRAIN_S = 0.025, 0.0015, 0.0015  # of paced: a step, of that each episode; a trained token
+# of paced: a step, of that each episode; a trained token
+BASE_S = 0.025
+SHARE_S = 0.0015
+TRAIN_S = 0.0015
 SLOWER = 5
 ASLEEP_S = 0.3  # a step of asleep
 

@@ -75,7 +75,8 @@ class Bench:
     """The policy, and the plain model beside it."""
 
     def __init__(self, path: str, dtype: str, repeats: int, world: World) -> None:
-        self.repeats, self.world = repeats, world
+        self.repeats = repeats
+        self.world = world
         self.policy = load_policy(ModelConfig(path=path, dtype=dtype), world)
         assert packing_for([self.policy], "tree", dtype, world) == "tree"
         self.plain = (
@@ -95,7 +96,8 @@ class Bench:
             spent = self.seconds(lambda one=chosen: in_policy(self.policy, one))
             work = self.layers * chosen.ids.numel() + self.head * len(chosen.labels)
             if way == "packed":
-                packed_s, packed_work = spent, work
+                packed_s = spent
+                packed_work = work
             beside = [f"{packed_s / spent:.2f}", f"{packed_work / work:.2f}"] if way == "tree" else ["", ""]
             lines.append(self.line(name, way, chosen.ids.numel(), spent, rows, plain, *beside))
         return lines
@@ -134,7 +136,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(args.model, args.dtype, args.repeats, join(0, 1, device=args.device))
-    rng, words = np.random.default_rng(0), bench.vocabulary
+    rng = np.random.default_rng(0)
+    words = bench.vocabulary
     lines = bench.lines("ragged", ragged(rng, words, 16, args.tokens), ("padded", "packed"))
     for prompt, response in ((4, 1), (1, 1), (1, 4)):
         part = args.tokens // (prompt + response)

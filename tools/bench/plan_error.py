@@ -100,7 +100,9 @@ def main() -> None:
     loads = [one.load for one in probes[:2]]
     fast, slow = (fit(p.config, p.rows, p.recorded, loads, p.publish_s) for p in (probes[0], probes[2]))
     print(f"a token: {fast.base:.4f} s + {fast.share:.5f} s * n", flush=True)
-    lines, errors, lags = [], [], []
+    lines = []
+    errors = []
+    lags = []
     for name in chosen:
         for seed in range(options.seeds):
             found = runs[f"{run_name(name)}-{seed}"]
@@ -109,7 +111,8 @@ def main() -> None:
             if config.shifts:
                 own = fit(found.config, found.rows, found.recorded, [found.load], found.publish_s)
                 rates = replace(rates, shift_s=own.shift_s)
-            told, was = predict(config, rates, STEPS, (0, 1, 2)), measured(found.rows)
+            told = predict(config, rates, STEPS, (0, 1, 2))
+            was = measured(found.rows)
             errors.append(error(told.step_s, was.step_s))
             lags.append(abs(told.lag - was.lag))
             lines.append(line(name, seed, told, was))

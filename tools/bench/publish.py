@@ -49,7 +49,8 @@ def turns(model: str, dtype: str, repeats: int, world: World, run_dir: Path) -> 
     policy = load_policy(config.model, world)
     publishing = Publishing(config, choose_endpoints("127.0.0.1", 0), run_dir, world, policy)
     count = sum(parameter.numel() for parameter in policy.parameters())
-    source, target = torch.ones(count), torch.zeros(count, dtype=policy.export_dtype)
+    source = torch.ones(count)
+    target = torch.zeros(count, dtype=policy.export_dtype)
     done = 0
 
     def publish() -> None:

@@ -52,7 +52,9 @@ class Bench:
     """A server, and snapshots of two models that take turns as ever newer versions."""
 
     def __init__(self, server: ServerApi, model: Path, device: torch.device, repeats: int) -> None:
-        self.server, self.device, self.repeats = server, device, repeats
+        self.server = server
+        self.device = device
+        self.repeats = repeats
         tensors: Tensors = {}
         for file in sorted(model.glob("*.safetensors")):
             tensors |= load_file(file)
@@ -67,7 +69,8 @@ class Bench:
     def snapshot(self) -> Snapshot:
         self._version += 1
         tensors = self._models[self._version % 2]
-        pinned, version = PinnedTensors(self._layout, tensors), PolicyVersion(0, self._version)
+        pinned = PinnedTensors(self._layout, tensors)
+        version = PolicyVersion(0, self._version)
         return Snapshot(version, self._layout, 0.0, lambda: nullcontext(pinned))
 
     @property

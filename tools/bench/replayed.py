@@ -41,7 +41,9 @@ def slow_calculator(*, mu: float = 0.0, sigma: float = -1.0, seed: int = 0, log:
 
     class Calculator:
         def open(self, sample: Sample) -> None:
-            self.sample, self.member, self.calls = sample.row, opened[sample.row], 0
+            self.sample = sample.row
+            self.member = opened[sample.row]
+            self.calls = 0
             self.began = time.time()
             opened[sample.row] += 1
 
@@ -89,7 +91,9 @@ def forced_answers(**arguments: Any) -> Engine:
 
 class _ForcedLengths:
     def __init__(self, engine: Engine, mu: float, sigma: float) -> None:
-        self._engine, self._mu, self._sigma = engine, mu, sigma
+        self._engine = engine
+        self._mu = mu
+        self._sigma = sigma
 
     async def generate(self, request: Request) -> Generation:
         length = max(1, round(drawn(str(request.key), self._mu, self._sigma)))

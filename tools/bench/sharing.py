@@ -38,7 +38,9 @@ HEADER = [
 ]
 SHIFTS = (0.02, 0.1, 0.3)  # s, as a share of g + t
 PUBLISHED = {"sync": 22.79, "colocate_async": 14.72, "separate_async": 14.10}  # hours
-STEPS, GPUS = 150, 32  # of verl 0.9's table: Qwen3.5-35B-A3B
+# of verl 0.9's table: Qwen3.5-35B-A3B
+STEPS = 150
+GPUS = 32
 GROUPS = BufferConfig(groups_per_batch=16, episodes_per_group=8, group_policy="complete", max_staleness=1)
 
 
@@ -73,7 +75,8 @@ def lines() -> Iterator[list[str]]:
             s = part * (g + t)
             for devices in (1, 2, 4, 8, 16):
                 found = compare(partial(on, work, g, t), devices, s)
-                apart, shifts = found.apart, found.shifts
+                apart = found.apart
+                shifts = found.shifts
                 assert shifts is not None
                 left = ["-"] * 3
                 if apart is not None:
@@ -94,7 +97,8 @@ def published() -> Iterator[list[str]]:
     beyond is a wait for its longest episodes. Simulated beside it, with the speed that gives this wait."""
     sync, shifts, apart = (3600 * hours / STEPS for hours in PUBLISHED.values())
     for ratio in (1.0, 1.5, 2.0, 3.0):
-        g, t = ratio / (1 + ratio), 1 / (1 + ratio)
+        g = ratio / (1 + ratio)
+        t = 1 / (1 + ratio)
         loss, ranks = min((max(g * GPUS / (GPUS - k), t * GPUS / k), k) for k in (8, 16, 24))
         both = apart / loss  # (g + t) / N
         told = [f"{ratio:g}", f"{GPUS - ranks}+{ranks}", *(f"{x * both:.0f}" for x in (g, t))]
@@ -117,7 +121,9 @@ def simulated(g: float, t: float, s: float, ranks: int, sync: float) -> list[str
         work = on(work, g, t, GPUS - ranks or GPUS, ranks)
         return simulate(replace(work, shift=s if ranks == GPUS else None), 24).step_s
 
-    low, high = 1e-3, 0.1  # seconds of a token of one episode alone
+    # seconds of a token of one episode alone
+    low = 1e-3
+    high = 0.1
     for _ in range(10):
         token = (low + high) / 2
         low, high = (token, high) if seconds(token, GPUS, 0) < sync else (low, token)

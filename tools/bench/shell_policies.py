@@ -99,7 +99,8 @@ def _cpu() -> float:
 
 
 async def run(folders: list[TaskFolder]) -> list[list[str]]:
-    judge, lines = JudgedByTests(), []
+    judge = JudgedByTests()
+    lines = []
     for policy in POLICIES:
         played = [await play(folder, policy, judge) for folder in folders]
         solved = sum(score == 1.0 for score, *_ in played)

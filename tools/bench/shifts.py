@@ -62,7 +62,9 @@ SHOWN = {
     "difference": ".1e",
     "success after": ".1%",
 }
-EARLY, WINDOW = 50, 20  # the step from which growth counts; how many steps a level is the median of
+# the step from which growth counts; how many steps a level is the median of
+EARLY = 50
+WINDOW = 20
 GROWTH = 0.03  # of memory
 OF_STEPS = ("checkpoints", "copies", "ratios", "transcripts")
 
@@ -130,7 +132,8 @@ def recorded(run_dir: Path) -> Iterator[list[Turn]]:
 
 def lost(turns: list[Turn]) -> Iterator[int]:
     """Of an episode: the length of its context wherever the version of its tokens changes."""
-    places, length = list[tuple[int, int]](), 0
+    places = list[tuple[int, int]]()
+    length = 0
     for turn in turns:
         length += len(turn.context)
         places += [(length + span.start, span.version) for span in turn.spans]
@@ -152,11 +155,15 @@ def leaks(steps: int, run_dir: Path, overrides: list[str]) -> int:
             samples[what].append((step, value))
 
     result = train(name, run_dir, [f"total_steps={steps}", *MANY, *overrides], watch=watch)
-    lines, grown = [], False
+    lines = []
+    grown = False
     for what, found in sorted(samples.items()):
         early = [value for step, value in found if EARLY <= step < EARLY + WINDOW]
         late = [value for step, value in found if steps - WINDOW <= step < steps]
-        a, b, most, more = statistics.median(early), statistics.median(late), max(early), max(late)
+        a = statistics.median(early)
+        b = statistics.median(late)
+        most = max(early)
+        more = max(late)
         grew = b > a * (1 + GROWTH) if "MB" in what else more > most
         grown |= grew
         lines.append([what, *(f"{value:.0f}" for value in (a, b, most, more)), "**grew**" * grew])

@@ -28,9 +28,14 @@ from common import ROOT, questions, summary, table, train, wilson
 from asyncrl.data.rows import Row, read_rows, write_rows
 from asyncrl.observe.files import read_lines
 
-DATA, MODEL = ROOT / "examples/multiturn/smollm2_sft/data", ROOT / ".models/smollm2-135m-instruct"
-EXPERIMENT, OPENING = "smollm2_answer", "<|im_start|>system\n"
-STUDENT, TEACHER, ALL, RIGHT = "student", "teacher", "sft", "sft, only right ones"
+DATA = ROOT / "examples/multiturn/smollm2_sft/data"
+MODEL = ROOT / ".models/smollm2-135m-instruct"
+EXPERIMENT = "smollm2_answer"
+OPENING = "<|im_start|>system\n"
+STUDENT = "student"
+TEACHER = "teacher"
+ALL = "sft"
+RIGHT = "sft, only right ones"
 GKD = {"gkd, forward": "forward", "gkd, js": "js"}
 ARMS = [STUDENT, TEACHER, *GKD, ALL, RIGHT]
 ROOMY = "rollout.max_tokens=1024"  # as the prompt is longer
@@ -58,7 +63,8 @@ class Bench:
     """Runs what `--out` does not have. Runs and files lie in a folder beside it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.folder = args, args.out.resolve().with_suffix("")
+        self.args = args
+        self.folder = args.out.resolve().with_suffix("")
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
@@ -80,7 +86,9 @@ class Bench:
 
     def trained(self, arm: str, seed: int, lr: float) -> dict[str, Any]:
         """Train an arm and ask it. Return the numbers of its row."""
-        name, model, told = f"{file_name(arm)}-{seed}-{lr:g}", MODEL, dict[str, Any]()
+        name = f"{file_name(arm)}-{seed}-{lr:g}"
+        model = MODEL
+        told = dict[str, Any]()
         keys = [f"seed={seed}", f"trainer.lr={lr}", f"total_steps={self.args.steps}", f"model.path={MODEL}"]
         keys += ["validation.samples=0", "data.test=''"]
         if arm in GKD:
@@ -104,13 +112,15 @@ class Bench:
         """Ask a model the held-out questions."""
         data = [f"data.test={self.prompted('test')}", ROOMY] if prompt else []
         keys = ["total_steps=0", f"model.path={model}", f"validation.samples={self.args.tests}", *data]
-        found, count = self.ran(name, keys), questions(self.folder / name)
+        found = self.ran(name, keys)
+        count = questions(self.folder / name)
         sampled, greedy = (round(found[f"{key}_before"] * count) for key in ("success", "greedy"))
         return {"tests": count, "sampled": sampled, "greedy": greedy}
 
     def ran(self, name: str, keys: list[str]) -> dict[str, Any]:
         """Return the summary of a run, which goes on if it was cut off, and its CPU minutes since then."""
-        found, used = summary(self.folder / name), self.folder / name / "cpu_minutes"
+        found = summary(self.folder / name)
+        used = self.folder / name / "cpu_minutes"
         if found.get("outcome") != "completed":
             before = cpu_minutes()
             found = train(name, self.folder, ["resume=auto", *keys, *self.args.overrides], 7200.0, EXPERIMENT)
@@ -136,7 +146,8 @@ class Bench:
 
     def lessons(self, arm: str, seed: int, answers: list[Row]) -> list[str]:
         """Write what is learned of it, without the teacher's prompt; in batches with the tokens of gkd's."""
-        gkd, path = self.found("gkd, forward", seed), self.folder / f"learn-{file_name(arm)}-{seed}.jsonl"
+        gkd = self.found("gkd, forward", seed)
+        path = self.folder / f"learn-{file_name(arm)}-{seed}.jsonl"
         assert gkd is not None, "run the arm `gkd, forward` first: SFT gets its tokens"
         kept = [row for row in answers if row["stop_reasons"] == ["answered"]]  # none that was cut off
         kept = [row for row in kept if arm == ALL or row["rewards"] == [1]]

@@ -50,7 +50,8 @@ def main() -> None:
         early = [mb for at, mb in found if options.warm_up <= at < options.warm_up + window]
         late = [mb for at, mb in found if at >= options.minutes - window]
         if early and late:
-            a, b = statistics.median(early), statistics.median(late)
+            a = statistics.median(early)
+            b = statistics.median(late)
             lines.append([role, f"{a:.1f}", f"{b:.1f}", f"{100 * (b / a - 1):+.2f}%"])
     print(table(["role", f"MB at minute {options.warm_up:g}", "MB at the end", "growth"], lines))
     result = summary(options.run_dir / name)

@@ -155,7 +155,8 @@ def measured(point: Point, player: Player) -> dict[str, Any]:
     """One line of --out."""
     from lagged import Lagged, plain, run
 
-    config, shuffled = point.config(), point.arm == "shuffled"
+    config = point.config()
+    shuffled = point.arm == "shuffled"
     steps = 0 if point.arm == "start" else STEPS
     outcome = run(Lagged(config, point.lag, steps, OPERATIONS, shuffled=shuffled), player)
     low, high = wilson(outcome.successes, outcome.tests)

@@ -87,7 +87,8 @@ def row(
     reader: RunReader, own: EpisodeRecord, members: list[EpisodeRecord], group: GroupRecord, bound: int
 ) -> tuple[float, float, int, int]:
     """Of a member: log length, log seconds, tokens that should have a coefficient, tokens that had one."""
-    length, reward = own.result.tokens, own.result.reward
+    length = own.result.tokens
+    reward = own.result.reward
     others = [member.result.reward for member in members if member is not own]
     wanted = length * bool(abs(reward - np.mean(others)) > EQUAL)
     had = 0
@@ -109,7 +110,9 @@ def shown(found: Sequence[Rows], column: int) -> str:
 
 def effect(found: Sequence[Rows], column: int) -> float:
     rows = np.concatenate(found)
-    value, wanted, had = rows[:, column], rows[:, 2], rows[:, 3]
+    value = rows[:, column]
+    wanted = rows[:, 2]
+    had = rows[:, 3]
     mean = np.average(value, weights=wanted)
     spread = np.sqrt(np.average((value - mean) ** 2, weights=wanted))
     return float((np.average(value, weights=had) - mean) / spread)

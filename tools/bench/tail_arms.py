@@ -72,7 +72,9 @@ from asyncrl.wire.messages.trainer import PlannedTrajectory
 TURN = 7.3  # tokens that a turn takes the simulated engines, whatever it samples
 G = 0.11  # seconds: 32 episodes of 1.9 such turns, at 4000 tokens/s
 CALLS = {"tail": (0.5, 1.5), "harder": (1.5, 1.5), "hundred": (5.0, 1.5)}  # median in g, sigma
-WEIGHTS, INSTALMENTS, UNBOUNDED = "weights", "instalments", "unbounded"
+WEIGHTS = "weights"
+INSTALMENTS = "instalments"
+UNBOUNDED = "unbounded"
 CONTINUATIONS = 4
 CAP = 5.0  # of a weight
 FORGETS = 0.9  # of the counts of earlier batches, what the next one keeps
@@ -128,7 +130,9 @@ class LearningPlay(_Play):
 
     def __init__(self, episode: EpisodeRecord, sample: Sample, key: int, now: float) -> None:
         super().__init__(episode, (RecordedTurn(TURN, 0.0),), now)
-        self.sample, self.key, self.calls = sample, key, 0
+        self.sample = sample
+        self.key = key
+        self.calls = 0
         self.state: Episode = machine.begin(sample)
         self.tools: ToolSession
 
@@ -140,7 +144,8 @@ class Learning(Simulation):
         partial = config.buffer.max_staleness > 0
         keys = replace(config.buffer, group_policy="partial" if partial else "complete")
         super().__init__(Workload((), keys, slots=slots, speed=600.0, train=0.045, publish=0.02, limit=1e9))
-        self.config, self.call = config, call
+        self.config = config
+        self.call = call
         self.samples = samples(config.data.train, MOST_TURNS)
         numbers = range(len(self.samples))
         self.buffer.prompts = Prompts(len(numbers), lambda epoch: shuffled(numbers, f"{config.seed}/{epoch}"))
@@ -194,21 +199,25 @@ class Learning(Simulation):
 
     def _sample_all(self) -> None:
         """Sample the turns that have begun with these weights."""
-        plays, self.sampling = self.sampling, []
+        plays = self.sampling
+        self.sampling = []
         states = self._with_turns({play.episode.uid: (play.state, play.key) for play in plays})
         for play in plays:
             play.state = states[play.episode.uid]
 
     def _with_turns(self, asked: Mapping[str, tuple[Episode, int]]) -> dict[str, Episode]:
         """The episodes, by name, with one more turn each, sampled with these keys."""
-        runs, found = {}, {}
+        runs = {}
+        found = {}
         for name, (state, key) in asked.items():
-            limit, stops = state.command.max_new_tokens, self.parts.rules.chat.stop_ids
+            limit = state.command.max_new_tokens
+            stops = self.parts.rules.chat.stop_ids
             sampling = Sampling(limit, stops, self.config.rollout.temperature)
             runs[self.batcher.add(Request(name, state.command.ids, sampling, key))] = name
         while len(found) < len(runs):
             for run in self.batcher.step():
-                name, event = runs[run], commands.TurnGenerated(self.batcher.end(run))
+                name = runs[run]
+                event = commands.TurnGenerated(self.batcher.end(run))
                 found[name] = machine.advance(self.parts.rules, asked[name][0], event)
         return found
 
@@ -230,8 +239,11 @@ class Learning(Simulation):
     def _turn_ended(self, play: Any) -> None:
         if play in self.sampling:
             self._sample_all()
-        turn, episode = play.state.turns[-1], play.episode
-        version, tokens, wait = turn.spans[0].version, len(turn.ids), 0.0
+        turn = play.state.turns[-1]
+        episode = play.episode
+        version = turn.spans[0].version
+        tokens = len(turn.ids)
+        wait = 0.0
         play.turns.append((play.turn_began, self.now, float(tokens)))
         self.buffer.waiting_tokens.begin(episode.uid, self.now, float(tokens))
         episode.extend(len(turn.context) + tokens, tokens, version, version)
@@ -250,8 +262,10 @@ class Learning(Simulation):
             self._sample(play)
 
     def _landed(self, play: Any) -> None:
-        episode, turns = play.episode, play.state.turns
-        self._changed, self._held = True, self._held - 1
+        episode = play.episode
+        turns = play.state.turns
+        self._changed = True
+        self._held = self._held - 1
         self._turns[episode.uid], self.landed[episode.uid] = play.turns, turns
         del self.plays[episode.uid]
         self.batcher.slots.release(episode.uid)
@@ -266,7 +280,8 @@ class Learning(Simulation):
         super()._train()
         if self._micro == before:
             return
-        work, heat = [], self.config.rollout.temperature
+        work = []
+        heat = self.config.rollout.temperature
         for uid in self.batches.batches[self.buffer.committed].micros[-1]:
             episode = self.batches.taken[uid]
             planned = PlannedTrajectory.of(episode, self.batches.baselines[episode.group], heat)
@@ -288,8 +303,10 @@ class Learning(Simulation):
     def _pay(self, play: LearningPlay) -> None:
         """An instalment, if the oldest untrained token of an episode that runs would be over the bound in the
         next batch and its baseline is fixed: all turns so far."""
-        episode, turns = play.episode, play.state.turns
-        group, paid = self.buffer.live[episode.group], self.learner.paid.get(episode.uid, 0)
+        episode = play.episode
+        turns = play.state.turns
+        group = self.buffer.live[episode.group]
+        paid = self.learner.paid.get(episode.uid, 0)
         ends = np.cumsum([len(turn.ids) for turn in turns])
         oldest = int(np.searchsorted(ends, paid, "right"))
         last = self.buffer.committed - self.config.buffer.max_staleness
@@ -298,7 +315,8 @@ class Learning(Simulation):
         assert episode.state is State.RUNNING
         baseline = Baseline.of(group, self.buffer.episodes)
         siblings, place = baseline.siblings(episode)
-        value, heat = self._value(play), self.config.rollout.temperature
+        value = self._value(play)
+        heat = self.config.rollout.temperature
         own = EpisodeResult(value, int(ends[-1]), (0.0,) * (len(turns) - 1) + (value,))
         planned = PlannedTrajectory(
             *(episode.uid, str(group.id), len(turns), own, siblings, place, baseline.issued, heat),
@@ -339,11 +357,13 @@ class Learning(Simulation):
     def success(self, questions: Sequence[Sample], at_once: int = 256) -> float:
         """Share of the questions that the newest weights answer."""
         serving = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        engine, self.batcher = self.batcher, self._engine(at_once)
+        engine = self.batcher
+        self.batcher = self._engine(at_once)
         replace_weights(self.model, self.newest)
         right = 0.0
         for start in range(0, len(questions), at_once):
-            states, tools = {}, self.parts.toolbox.session(questions[start])
+            states = {}
+            tools = self.parts.toolbox.session(questions[start])
             for sample in questions[start : start + at_once]:
                 opened, states[f"h{sample.row}"] = self._opened(sample)
                 self._do(opened.close())
@@ -378,7 +398,8 @@ def play(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         run.run(step)
         tests = questions if step == options.steps else questions[: options.tests]
         curve.append((step, run.now, run.success(tests)))
-    counts, window = run.learner.counts, run.steps[2 * options.steps // 5 :]
+    counts = run.learner.counts
+    window = run.steps[2 * options.steps // 5 :]
     return {
         "arm": arm,
         "seed": seed,

@@ -131,7 +131,8 @@ def bounds(differences: Sequence[float]) -> tuple[float, float]:
     n = len(differences)
     if n < 2:
         return math.nan, math.nan
-    mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(n)
+    mean = statistics.fmean(differences)
+    error = statistics.stdev(differences) / math.sqrt(n)
     return mean, mean - T_95.get(n, T_MORE) * error
 
 

@@ -37,7 +37,10 @@ from asyncrl.types import DropReason, EpisodeEnd, Message, Sample, ToolCall, Too
 from tests.fakes.browser import Tab, browser
 from tests.fakes.planted import PlantedRun, Played, Said, report
 
-MEMBERS, GROUPS, NAMES, SAMPLES = 8, 2, 150, 5000
+MEMBERS = 8
+GROUPS = 2
+NAMES = 150
+SAMPLES = 5000
 BEGIN = 1.7e9  # seconds
 TOOLS = ("search", "calculator", "bash", "edit")
 WORDS = [a + b + c for a in ("ra", "ko", "mi", "tu") for b in ("le", "no", "si") for c in ("m", "n", "")]
@@ -49,12 +52,17 @@ CONDITIONS: list[list[Any]] = [
     *(["agent", "=", "helper"], ["source", "=", "logic"], ["components.acc", "=", 1.0]),
     *(["step", ">=", 5000], ["tokens", "<=", 60], ["lag", ">=", 3], ["group", "=", 77]),
 ]
-PAGE_SECONDS, ANSWER_SECONDS, SEARCH_SECONDS, MEMORY_BYTES = 1.0, 0.5, 2.0, 200e6
+PAGE_SECONDS = 1.0
+ANSWER_SECONDS = 0.5
+SEARCH_SECONDS = 2.0
+MEMORY_BYTES = 200e6
 
 
 def make_run(run_dir: Path, episodes: int, steps: int) -> None:
     """A run of so many episodes, of which each 16th group was dropped; its metrics are of more steps."""
-    draw, step, ready = random.Random(0), 0, 0
+    draw = random.Random(0)
+    step = 0
+    ready = 0
     samples = [
         Sample(row, ("math", "logic", "code")[row % 3], (Message("user", _said(draw, 25)),), str(row % 1000))
         for row in range(SAMPLES)
@@ -85,7 +93,8 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
             timelines["trainer"].record("train", start, start + 0.1, step=at + 1, micro=micro)
         timelines["trainer"].record("step", BEGIN + at + 0.8, BEGIN + at + 0.9, step=at + 1)
         for part in range(16):
-            name, start = ("decode", "search", "calculator", "reward")[part % 4], BEGIN + at + part / 16
+            name = ("decode", "search", "calculator", "reward")[part % 4]
+            start = BEGIN + at + part / 16
             timelines["rollout"].record(name, start, start + 0.05, calls=4, seconds=0.2)
     for timeline in timelines.values():
         timeline.close()
@@ -97,7 +106,8 @@ def _said(draw: random.Random, count: int) -> str:
 
 def _played(draw: random.Random, step: int) -> Played:
     """Two calls of tools, of which each tenth fails, and an answer."""
-    old, agent = max(0, step - draw.randrange(5)), draw.choice(("", "main", "helper"))
+    old = max(0, step - draw.randrange(5))
+    agent = draw.choice(("", "main", "helper"))
     errors = [f"Error {draw.randrange(4)}: it broke" if draw.random() < 0.1 else None for _ in range(2)]
     replies = [
         ToolReply(ToolCall(draw.choice(TOOLS), '{"a": 1}'), "42", one, draw.random()) for one in errors
@@ -124,13 +134,18 @@ class Bench:
     """Asks, and writes down what that took."""
 
     def __init__(self, address: str, server: psutil.Process, repeat: int) -> None:
-        self.address, self.server, self.repeat = address, server, repeat
+        self.address = address
+        self.server = server
+        self.repeat = repeat
         self.lines: list[list[str]] = []
 
     def ask(self, title: str, name: str, limit: float, **query: Any) -> None:
-        walls, cpus, size = list[float](), list[float](), 0
+        walls = list[float]()
+        cpus = list[float]()
+        size = 0
         for _ in range(self.repeat):
-            wall, cpu = time.perf_counter(), self._cpu()
+            wall = time.perf_counter()
+            cpu = self._cpu()
             try:
                 with urlopen(f"{self.address}api/{name}?{urlencode(query)}") as answer:
                     size = len(answer.read())
@@ -233,7 +248,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        place, began = options.keep or Path(temporary), time.perf_counter()
+        place = options.keep or Path(temporary)
+        began = time.perf_counter()
         if not (place / "run").exists():
             make_run(place / "run", options.episodes, options.steps)
         print(f"made in {time.perf_counter() - began:.1f} s", flush=True)

@@ -40,7 +40,8 @@ from asyncrl.weights.shards import HostShards
 from asyncrl.weights.snapshot import Snapshot
 
 VOCABULARY = 32_000
-DTYPES, RATES = ("bfloat16", "float32"), (1e-6, 1e-5)
+DTYPES = ("bfloat16", "float32")
+RATES = (1e-6, 1e-5)
 BUCKET_BYTES = 64 << 20
 
 
@@ -103,7 +104,9 @@ class Bench:
         self.host = HostShards(shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0)
         self.whole = VersionWriter(place / "whole", BUCKET_BYTES)
         self.deltas = VersionWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
-        self.world, self.place, self.times = world, place, Times()
+        self.world = world
+        self.place = place
+        self.times = Times()
         self.whole_bytes = sum(spec.nbytes for spec in self.host.layout)
 
     def run(self, steps: int, tokens: int) -> Times:
@@ -140,7 +143,8 @@ class Bench:
 
 
 def line(dtype: str, rate: float, bench: Bench, times: Times) -> list[str]:
-    delta, median = statistics.median(times.bytes), times.median
+    delta = statistics.median(times.bytes)
+    median = times.median
     return [
         *(dtype, f"{rate:g}", f"{bench.whole_bytes / 1e6:.0f}", f"{delta / 1e6:.1f}"),
         f"{bench.whole_bytes / delta:.1f}",
@@ -163,7 +167,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=disk.SHARED_MEMORY)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    place, lines = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=args.directory)), []
+    place = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=args.directory))
+    lines = []
     world = join(0, 1, device="cpu")
     try:
         model = build(place / "model", args.hidden, args.layers)

@@ -21,7 +21,8 @@ def add(a: float, b: float) -> str:
 
 
 def talk(model):
-    bound, history = model.bind_tools([add]), [("user", "What is 1 + 2?")]
+    bound = model.bind_tools([add])
+    history = [("user", "What is 1 + 2?")]
     while (answer := bound.invoke(history)).tool_calls:
         history += [answer, *(add.invoke(call) for call in answer.tool_calls)]
     return answer.text

@@ -5,8 +5,10 @@ import sys
 
 import litellm
 
-URL, ROOT = os.environ["OPENAI_BASE_URL"], os.environ["ANTHROPIC_BASE_URL"]
-KEY, QUESTION = os.environ["OPENAI_API_KEY"], "What is 1 + 2?"
+URL = os.environ["OPENAI_BASE_URL"]
+ROOT = os.environ["ANTHROPIC_BASE_URL"]
+KEY = os.environ["OPENAI_API_KEY"]
+QUESTION = "What is 1 + 2?"
 asked = {"messages": [{"role": "user", "content": QUESTION}], "api_key": KEY}
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}

@@ -8,7 +8,8 @@ from openai import OpenAI
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 QUESTION = [{"role": "user", "content": "What is 1 + 2?"}]
-client, history = OpenAI(), list(QUESTION)
+client = OpenAI()
+history = list(QUESTION)
 
 
 def chat(streamed=False):

@@ -30,7 +30,8 @@ CLOCKS = 0.02  # seconds by which a span may seem to lie elsewhere: two processe
 
 def manifests(run: Path) -> list[CheckpointManifest]:
     """Of all checkpoints that are complete, oldest first; one may be about to be."""
-    checkpoints, found = Checkpoints(run / "checkpoints"), list[CheckpointManifest]()
+    checkpoints = Checkpoints(run / "checkpoints")
+    found = list[CheckpointManifest]()
     for step in reversed(checkpoints.steps()):
         with suppress(CheckpointError):
             found.append(checkpoints.manifest(step))
@@ -89,9 +90,11 @@ def _awake(span: tuple[float, float], asleep: list[tuple[float, float]]) -> Iter
 def troubles(run: Path) -> list[str]:
     """What does not hold of a run that is over, or not. Each query reads one state of the store; between two
     of them a run may go on."""
-    config, found = read_config(run), list[str]()
+    config = read_config(run)
+    found = list[str]()
     buffer = config.buffer
-    size, bound = buffer.episodes_per_group, buffer.max_staleness
+    size = buffer.episodes_per_group
+    bound = buffer.max_staleness
     if twice := [uid for uid, times in trained_uids(run).items() if times > 1]:
         found.append(f"in two batches: {twice}")
     ((groups, episodes),) = _read(run, ISSUED)
@@ -112,7 +115,8 @@ def troubles(run: Path) -> list[str]:
 def troubles_at_end(run: Path) -> list[str]:
     """Of a run that has completed: what was issued is accounted for, and three counts of what was trained
     agree: the index, the plans, and the last checkpoint along its lineage."""
-    summary, last = read_summary(run), manifests(run)[-1]
+    summary = read_summary(run)
+    last = manifests(run)[-1]
     with closing(RunReader.open(run)) as reader:
         trained = {"index": reader.counts().get(State.TRAINED, 0), "plans": reader.trained_in_plans()}
     trained |= {"last checkpoint": last.trained_total, "summary": summary["flow"]["trained"]}

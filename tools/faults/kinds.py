@@ -115,7 +115,8 @@ def corrupted(target: Target, victim: str) -> AbstractContextManager[None]:
 def _filled(target: Target, directory: Path) -> Iterator[None]:
     """Fills a disk. By shifts it is filled when engines are about to wake: then ranks move their state there,
     and the newest version is written."""
-    filler, shifts = directory / "filler", target.shift() != ""
+    filler = directory / "filler"
+    shifts = target.shift() != ""
     with filler.open("wb", buffering=0) as file:
         _fill(file, leave=LEFT if shifts else 0)  # most of it now: that takes longer than a change
         while shifts:

@@ -21,7 +21,9 @@ class Proxy:
     """
 
     def __init__(self, target: int, seed: int = 0) -> None:
-        self.target, self.mode, self.changed = target, "pass", 0
+        self.target = target
+        self.mode = "pass"
+        self.changed = 0
         self._dice = random.Random(seed)
         self._writers: set[asyncio.StreamWriter] = set()
         self._socket = socket.create_server(("127.0.0.1", 0))

@@ -19,7 +19,8 @@ from common import ROOT, SINGLE_THREAD, roles, rows
 from asyncrl.weights.disk import weights_directory
 from faults.proxy import Proxy
 
-LAUNCHER, HANGING = ROOT / "tools" / "faults" / "launcher.py", ROOT / "tools" / "faults" / "hanging.py"
+LAUNCHER = ROOT / "tools" / "faults" / "launcher.py"
+HANGING = ROOT / "tools" / "faults" / "hanging.py"
 DEMO = (f"rollout.reward={HANGING}:hanging", "rollout.reward_timeout=4")
 
 
@@ -40,9 +41,13 @@ class Target:
         deadline: float = 240.0,
         seed: int = 0,
     ) -> None:
-        self.run, self.lease, self.deadline, self.dice = run, lease, deadline, random.Random(seed)
+        self.run = run
+        self.lease = lease
+        self.deadline = deadline
+        self.dice = random.Random(seed)
         run.parent.mkdir(parents=True, exist_ok=True)
-        self.flag, self.out = run.parent / f"{run.name}.hang", run.parent / f"{run.name}.out"
+        self.flag = run.parent / f"{run.name}.hang"
+        self.out = run.parent / f"{run.name}.out"
         self.weights = weights_directory("auto", run, run.name, 0)
         port = _three_ports()
         self.proxies = [Proxy(port, seed), Proxy(port + 1, seed + 1)]

@@ -39,7 +39,8 @@ POLL_S = 0.1
 KILL_S = 10.0
 LOG_BYTES = 200_000  # of each part, in parts.log
 CELL = 400  # characters of a cell of the first table
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass
@@ -105,7 +106,10 @@ class Driver:
     """Runs parts one after another and writes what they find."""
 
     def __init__(self, parts: list[Part], *, out: Path, work: Path, device: str, minutes: float) -> None:
-        self.parts, self.out, self.work, self.device = parts, out, work, device
+        self.parts = parts
+        self.out = out
+        self.work = work
+        self.device = device
         self.began = time.monotonic()
         self.end = self.began + minutes * 60
         self.stopped = ""
@@ -133,10 +137,13 @@ class Driver:
         wanted = part.small_seconds if self.device == "cpu" else part.seconds
         granted = min(wanted, self.end - time.monotonic() - 2.0)
         if granted < min(LEAST_S, wanted):
-            part.state, part.why = "not run", "no time left"
+            part.state = "not run"
+            part.why = "no time left"
             return
-        part.state, began = "running", time.monotonic()
-        findings, log = self.work / f"{part.name}.jsonl", self.work / f"{part.name}.log"
+        part.state = "running"
+        began = time.monotonic()
+        findings = self.work / f"{part.name}.jsonl"
+        log = self.work / f"{part.name}.log"
         findings.touch()
         self.write()
         seen = 0
@@ -147,15 +154,18 @@ class Driver:
                 time.sleep(POLL_S)
                 if (size := findings.stat().st_size) != seen:
                     seen = size
-                    part.findings, part.took = read_findings(findings), time.monotonic() - began
+                    part.findings = read_findings(findings)
+                    part.took = time.monotonic() - began
                     self.write()
             self.conclude(part, code, granted < wanted, granted)
         except Stopped as signalled:
-            part.state, part.why = "killed", f"the check was ended by {signalled}"
+            part.state = "killed"
+            part.why = f"the check was ended by {signalled}"
             raise
         finally:
             end_descendants()
-            part.findings, part.took = read_findings(findings), time.monotonic() - began
+            part.findings = read_findings(findings)
+            part.took = time.monotonic() - began
             self.keep_log(part, log)
             self.write()
 
@@ -185,9 +195,11 @@ class Driver:
             part.state = "cut" if part.optional and short else "killed"
             part.why = f"still running after {granted:.0f} s"
         elif code < 0:
-            part.state, part.why = "failed", f"ended by {signal.Signals(-code).name}"
+            part.state = "failed"
+            part.why = f"ended by {signal.Signals(-code).name}"
         elif code:
-            part.state, part.why = "failed", f"exit code {code}"
+            part.state = "failed"
+            part.why = f"exit code {code}"
         else:
             part.state = "done"
 
@@ -292,7 +304,8 @@ def descendants(ancestor: int) -> list[int]:
         with suppress(OSError, ValueError):
             fields = stat.read_text().rpartition(")")[2].split()
             parents[int(stat.parent.name)] = int(fields[1])
-    found, frontier = [], {ancestor}
+    found = []
+    frontier = {ancestor}
     while frontier:
         frontier = {child for child, parent in parents.items() if parent in frontier}
         found += frontier

@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save_file
 GROUP = 32
 PART_BYTES = 5 << 20
 CHUNK = 1 << 12  # groups that are looked at together
-WEIGHTS, INDEX = "model.safetensors", "index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "index.json"
 # Where scale and minimum may be, in units of their last place from the first guess; the nearest first.
 NEAR = sorted(((i, j) for i in range(-6, 7) for j in range(-6, 7)), key=lambda at: abs(at[0]) + abs(at[1]))
 
@@ -37,7 +38,9 @@ NEAR = sorted(((i, j) for i in range(-6, 7) for j in range(-6, 7)), key=lambda a
 def pack(model: Path, out: Path) -> dict[str, Any]:
     """Write the folder and return its index. `wrong`: how many weights differ after unpacking."""
     out.mkdir(parents=True, exist_ok=True)
-    stream, tensors, wrong = bytearray(), list[dict[str, Any]](), 0
+    stream = bytearray()
+    tensors = list[dict[str, Any]]()
+    wrong = 0
     for name, tensor in sorted(load_file(model / WEIGHTS).items()):
         bits = 16 if tensor.dim() < 2 else 8 if "embed" in name else 4
         fields, restored = encode(tensor, bits)
@@ -67,7 +70,8 @@ def unpack(folder: Path, out: Path) -> dict[str, Any]:
     stream = b"".join(part.read_bytes() for part in parts)
     if digest(stream) != index["sha256"]:
         raise ValueError(f"{folder}: its parts are not those that were packed; copy them again")
-    tensors, at = dict[str, torch.Tensor](), 0
+    tensors = dict[str, torch.Tensor]()
+    at = 0
     for entry in index["tensors"]:
         fields = [stream[(begin := at) : (at := begin + size)] for size in entry["sizes"]]
         tensors[entry["name"]] = decode(fields, entry["bits"], entry["shape"])
@@ -113,7 +117,8 @@ def closest(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
     least = groups.amin(1) if low == 0 else torch.zeros(len(groups))
     most = groups.amax(1) if low == 0 else groups.abs().amax(1)
     guess = torch.stack(((most - least) / high, least)).half()  # scale and minimum
-    best, error = guess.clone(), torch.full((len(groups),), torch.inf)
+    best = guess.clone()
+    error = torch.full((len(groups),), torch.inf)
     digits = torch.zeros_like(groups)
     for steps in NEAR if low == 0 else [at for at in NEAR if not at[1]]:
         if not len(open_ := error.nonzero()[:, 0]):

@@ -34,7 +34,8 @@ CHECKOUT_BYTES = 12 << 20  # of these files, at most
 LOAD_BYTES = 50 << 20
 FIRST_BYTES = 34 << 20  # of load-1: the kernels that the visit before compiled are carried with it
 SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
-PACKED, BUNDLE = ROOT / "build" / "smollm2", ROOT / "build" / "sglang.tar.xz"
+PACKED = ROOT / "build" / "smollm2"
+BUNDLE = ROOT / "build" / "sglang.tar.xz"
 # Without launch_gpu.py: the machine starts the one of the checkout (parts/bundle.py).
 BUNDLE_SOURCES = [
     HERE / "sglang_bundle" / name
@@ -45,7 +46,9 @@ MIB = 1 << 20
 
 def pack_smollm2() -> None:
     """Pack the model, unless that was done since the model and the packer changed. SystemExit without one."""
-    weights, packer, index = SMOLLM2 / "model.safetensors", HERE / "four_bits.py", PACKED / "index.json"
+    weights = SMOLLM2 / "model.safetensors"
+    packer = HERE / "four_bits.py"
+    index = PACKED / "index.json"
     if not weights.exists():
         raise SystemExit(f"{weights} is missing: make smollm2")
     newest = max(weights.stat().st_mtime, packer.stat().st_mtime)
@@ -72,7 +75,8 @@ def check_bundle(bundle: Path, sources: Sequence[Path]) -> None:
 def spread(sizes: Sequence[int], first: int, limit: int = LOAD_BYTES) -> list[int]:
     """The load of each file, from 0, the largest files first. `first`: bytes that load 0 has room for; the
     others have `limit`. ValueError if a file is larger than a load."""
-    room, chosen = [first], [0] * len(sizes)
+    room = [first]
+    chosen = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         if sizes[index] > limit:
             raise ValueError(f"{sizes[index]:,} bytes do not fit into a load of {limit:,}")

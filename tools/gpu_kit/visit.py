@@ -53,7 +53,8 @@ from parts.common import Context, Finding, failure
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-EXCLUSIVE, SHARED = "exclusive", "shared"
+EXCLUSIVE = "exclusive"
+SHARED = "shared"
 FILE_BYTES = 16 << 20  # of a file that comes back, at most
 CACHE_FILES = 2  # that come back, at most: of 8 files the others are results, the log and three runs
 CACHE_FILE_BYTES = 9 << 20  # the next visit carries them with load-1
@@ -434,7 +435,8 @@ def arrange(folder: Path, state: Path) -> None:
     os.environ.update(environment)
     # An image may have come without bytecode, and forbid to write it: 12 s more at every process's start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.pycache_prefix, sys.dont_write_bytecode = environment["PYTHONPYCACHEPREFIX"], False
+    sys.pycache_prefix = environment["PYTHONPYCACHEPREFIX"]
+    sys.dont_write_bytecode = False
 
 
 @contextmanager
@@ -473,16 +475,20 @@ def main(
 ) -> int:
     args = arguments([*calls], words)
     began = time.monotonic()
-    call, out, folder = calls[args.call], args.out.resolve(), args.folder.resolve()
+    call = calls[args.call]
+    out = args.out.resolve()
+    folder = args.folder.resolve()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     out.mkdir(parents=True, exist_ok=True)
     with alone(folder / "state"):
         prepare(folder, folder / "state")
-        limit, seconds = None, call.seconds - PACK_S
+        limit = None
+        seconds = call.seconds - PACK_S
         if args.device == "cpu":
-            limit, seconds = args.limit, args.limit * len(call.steps)
+            limit = args.limit
+            seconds = args.limit * len(call.steps)
         for file in (out / "results.jsonl", out / "log.txt", *out.glob("caches-*")):
             file.unlink(missing_ok=True)  # of an earlier call
         visit = Visit(args.device, began + seconds, limit, folder / "state", out, Results(out))

@@ -98,7 +98,8 @@ class _Region(TorchDispatchMode):
 
     def __init__(self, blocks: list[_Block], backup: bool) -> None:
         super().__init__()
-        self._blocks, self._backup = blocks, backup
+        self._blocks = blocks
+        self._backup = backup
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -114,13 +115,16 @@ class _Block:
     """Takes a storage away and gives it back, with its content or, without `backup`, with garbage."""
 
     def __init__(self, storage: torch.UntypedStorage, backup: bool) -> None:
-        self.storage, self._backup, self._size = StorageWeakRef(storage), backup, 0
+        self.storage = StorageWeakRef(storage)
+        self._backup = backup
+        self._size = 0
         self._content: torch.UntypedStorage | None = None
 
     def pause(self) -> None:
         storage = self._living()
         if storage is not None and storage.resizable():
-            self._size, self._content = storage.nbytes(), storage.clone() if self._backup else None
+            self._size = storage.nbytes()
+            self._content = storage.clone() if self._backup else None
             storage.resize_(0)
 
     def resume(self) -> None:
@@ -131,7 +135,8 @@ class _Block:
                 storage.copy_(self._content)
             else:
                 torch.empty(0, dtype=torch.uint8).set_(storage).fill_(GARBAGE)
-            self._size, self._content = 0, None
+            self._size = 0
+            self._content = None
 
     def _living(self) -> torch.UntypedStorage | None:
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)

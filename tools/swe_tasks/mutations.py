@@ -99,7 +99,8 @@ def names(function: Function) -> tuple[str, ...]:
 
 def differs(function: Function, lines: list[bytes], number: int, after: bytes) -> bool:
     """Tell whether the function is Python with the line `after` at `number`, and says something else."""
-    first, last = function.lineno - 1, function.end_lineno or 0
+    first = function.lineno - 1
+    last = function.end_lineno or 0
     changed = [*lines[first : number - 1], after, *lines[number:last]]
     start = b"if 1:\n" if function.col_offset else b""  # what holds an indented function
     try:
@@ -167,7 +168,8 @@ def operator(left: ast.expr, right: ast.expr, lines: list[bytes], kind: str) -> 
     """Other operators for the one between two operands."""
     if left.end_lineno != right.lineno:
         return
-    start, end = left.end_col_offset or 0, right.col_offset
+    start = left.end_col_offset or 0
+    end = right.col_offset
     found = re.fullmatch(
         rb"([\s)]*)([^\s()=]+=?|not +in|is +not|==)([\s(]*)", lines[right.lineno - 1][start:end]
     )
@@ -176,7 +178,8 @@ def operator(left: ast.expr, right: ast.expr, lines: list[bytes], kind: str) -> 
     old = " ".join(found[2].decode().split())
     span = (right.lineno, start + found.start(2), start + found.end(2))
     if kind == "operator":
-        word, sign = old.removesuffix("="), "=" if old.endswith("=") else ""
+        word = old.removesuffix("=")
+        sign = "=" if old.endswith("=") else ""
         if word in OPERATORS:
             yield Edit("wrong operator", *span, OPERATORS[word] + sign)
     elif kind == "comparison":

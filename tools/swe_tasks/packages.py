@@ -190,7 +190,8 @@ def unpack(requirement: str, directory: Path) -> Package:
             f"{sdist.name} is no source distribution: it must have exactly one top-level directory"
         )
 
-    tree, tests = directory / "tree", directory / "tests"
+    tree = directory / "tree"
+    tests = directory / "tests"
     shutil.copytree(tops[0], tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
     package = Package(tops[0].name, tree, tests)
     files = {str(path.relative_to(tree)) for path in tree.rglob("*.py") if is_test(path)}
@@ -269,7 +270,8 @@ async def run_tests(
 ) -> dict[str, Any]:
     """Run tests (none: all) on the package in a sandbox, changed by a command. `seed` orders what is hashed.
     Empty when they do not end, or one takes so many seconds of CPU. PackageError where pytest finds none."""
-    result, names = "/tmp/result.json", "/tmp/names"
+    result = "/tmp/result.json"
+    names = "/tmp/names"
     chosen = [f"@{names}"] if tests else ["--continue-on-collection-errors", "/tests"]
     words = [watch.__file__, result, str(seconds), TESTBED if lines else "", *PYTEST, *chosen]
     copies = f"cp -r {package.tree} {TESTBED} && cp -r {package.tests} /tests && cd {TESTBED}"
@@ -303,7 +305,8 @@ async def learn(image: Image, package: Package) -> None:
         for path, numbers in runs[-1]["lines"].get(test, {}).items():
             for number in numbers:
                 covering[path, number].append(test)
-    package.covering, package.versions = dict(covering), runs[0]["versions"]
+    package.covering = dict(covering)
+    package.versions = runs[0]["versions"]
 
     if not package.covering:
         outcomes = runs[0]["outcomes"]

@@ -33,7 +33,8 @@ ENOUGH = 1000
 
 class Watcher:
     def __init__(self, seconds: float, directory: str) -> None:
-        self.limit, self.directory = seconds, directory
+        self.limit = seconds
+        self.directory = directory
         self.outcomes: dict[str, tuple[str, str]] = {}
         self.errors: dict[str, str] = {}
         self.seconds: dict[str, float] = {}

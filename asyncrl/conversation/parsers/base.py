@@ -120,7 +120,8 @@ def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = 
     a parser that is no CallFormat found one beside a call in such text, the content is without the call's
     text."""
     think = think_tags(parser)
-    prompt, thinks = prompt.rstrip(), text.lstrip().startswith(think.open)
+    prompt = prompt.rstrip()
+    thinks = text.lstrip().startswith(think.open)
     if prompt.endswith(think.open) and not thinks:
         text = think.open + text
     if isinstance(parser, CallFormat):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from asyncrl.conversation.parsers.base import Parsed, RawCall, assemble, parsers
 from asyncrl.conversation.parsers.values import Malformed, object_at, quote
 
-_MESSAGE, _ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _TAGS = ("<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")

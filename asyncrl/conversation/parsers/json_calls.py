@@ -109,7 +109,8 @@ def mistral(text: str) -> Iterator[CallBlock]:
             found, end = _mistral_calls(text, inside)
         except Malformed as error:
             following = text.find(_CALLS, inside)
-            found, end = (error,), following if following >= 0 else len(text)
+            found = (error,)
+            end = following if following >= 0 else len(text)
         yield CallBlock(at, end, found)
         at = text.find(_CALLS, end)
 
@@ -178,11 +179,14 @@ def _gemma_call(text: str, at: int) -> tuple[RawCall, int]:
     head = _GEMMA_NAME.match(text, at)
     if not head:
         raise Malformed(f"a call begins {_GEMMA.open}call:name{{")
-    written, depth, end = list[str](), 0, head.end()
+    written = list[str]()
+    depth = 0
+    end = head.end()
     for part in _GEMMA_PARTS.finditer(text, end):
         if part[0] == _GEMMA.open:
             break
-        end, kind = part.end(), part.lastgroup
+        end = part.end()
+        kind = part.lastgroup
         quoted = part["text"] if kind == "text" else part[0].strip() if kind == "key" else None
         plain = "null" if part[0].strip() == "None" else part[0]
         written.append(plain if quoted is None else json.dumps(quoted))

@@ -45,7 +45,8 @@ class TaggedCalls(NamedTuple):
         head = self.head.match(text, at)
         if not head:
             raise Malformed(f"a call begins {self.begins}")
-        name, at = head["name"].strip(), head.end()
+        name = head["name"].strip()
+        at = head.end()
         arguments: dict[str, Any] = {}
         if self.objects and text.startswith("{", skip_space(text, at)):
             arguments, at = object_at(text, at, name)

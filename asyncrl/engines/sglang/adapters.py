@@ -61,7 +61,10 @@ class AdapterLoader:
         self.loaded: WeightsRef | None = None  # last
         self.sleeping = ServerSleep(api)
         self._told: WeightsRef | None = None  # the one before: who sends requests has heard of it
-        self._config, self._cache, self._attachment, self._based = config, cache, attachment, based
+        self._config = config
+        self._cache = cache
+        self._attachment = attachment
+        self._based = based
         self._deadline = config.weights.deadline
         self._loading = asyncio.Lock()
         self._unloading: asyncio.Task[None] | None = None
@@ -82,7 +85,8 @@ class AdapterLoader:
                         await self.api.load_adapter(name, str(files.absolute() / agent), self._deadline)
             finally:
                 await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
-            self._told, self.loaded = self.loaded, ref
+            self._told = self.loaded
+            self.loaded = ref
             if self._unloading is None or self._unloading.done():
                 self._unloading = asyncio.create_task(self._unload_old())
             return manifest
@@ -102,7 +106,8 @@ class AdapterLoader:
 
     async def label(self) -> str:
         """Tell what the server holds: the label of the version that was loaded last, if it is there."""
-        base, ref = await self.api.weight_label(), self.loaded
+        base = await self.api.weight_label()
+        ref = self.loaded
         if base != BASE_LABEL or ref is None:
             return base
         names = set(self._names(ref).values())

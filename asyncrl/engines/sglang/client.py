@@ -42,8 +42,11 @@ class SGLangClient:
     def __init__(
         self, api: ServerApi, config: RunConfig, vocabulary: int, use: EngineUse | None = None, salt: str = ""
     ) -> None:
-        self.api, self.use = api, use or EngineUse(api.url)
-        self._config, self._vocabulary, self._salt = config, vocabulary, salt
+        self.api = api
+        self.use = use or EngineUse(api.url)
+        self._config = config
+        self._vocabulary = vocabulary
+        self._salt = salt
         self._adapters = config.adapters_apart
         self._in_place = config.update_mode == "in_place" and not self._adapters
         # Then retractions are not for want of memory.
@@ -73,7 +76,8 @@ class SGLangClient:
         room = self._config.rollout.max_tokens - len(request.ids)
         most = min(room, request.sampling.max_new_tokens)
         sampling = msgspec.structs.replace(request.sampling, max_new_tokens=most)
-        request, stream = msgspec.structs.replace(request, sampling=sampling), None
+        request = msgspec.structs.replace(request, sampling=sampling)
+        stream = None
         try:
             async with asyncio.timeout(None) as call:
                 self._calls[call] = None
@@ -110,7 +114,8 @@ class SGLangClient:
         `score` does, and EngineError on ids that the model has not."""
         if max(ids) >= self._vocabulary:
             raise EngineError(f"token {max(ids)} is beyond the scorer's vocabulary of {self._vocabulary}")
-        start, seconds = len(ids) - count - 1, self._config.engine.request_timeout
+        start = len(ids) - count - 1
+        seconds = self._config.engine.request_timeout
         async with self._asking():
             read = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
         self.use.requests += 1
@@ -152,11 +157,13 @@ class SGLangClient:
     async def _read(self, request: Request, stream: StreamedTurn) -> None:
         """Send the request and take in its events, to the last."""
         try:
-            silence, clock = self._config.engine.request_timeout, asyncio.get_running_loop().time
+            silence = self._config.engine.request_timeout
+            clock = asyncio.get_running_loop().time
             due = clock() + request.part_seconds
             async with self.api.generate(self._body(request), silence) as events:
                 async for payload in events:
-                    before, retracted = len(stream.tokens), stream.retracted
+                    before = len(stream.tokens)
+                    retracted = stream.retracted
                     stream.add(decode(payload))
                     self.use.tokens += len(stream.tokens) - before  # at once: a sign of life
                     if not self._by_update:

@@ -189,7 +189,8 @@ class ServerApi:
             "cache_salt": salt,
         }
         read = decode(await self.generate_whole(body, seconds)).meta_info
-        told, asked = [entry.id for entry in read.input_token_logprobs], ids[start:]
+        told = [entry.id for entry in read.input_token_logprobs]
+        asked = ids[start:]
         # A server names the last id of its vocabulary 0, beside its own log-prob.
         if len(told) != len(asked) or any(one not in (id, 0) for one, id in zip(told, asked, strict=True)):
             raise EngineError(f"server {self.url} scored other ids than it was given")

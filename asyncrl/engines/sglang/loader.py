@@ -57,8 +57,11 @@ class ServerLoader:
         self.broken = ""  # why the server's weights are not to be trusted; empty: they are
         self.loaded: WeightsRef | None = None  # last
         self.sleeping = ServerSleep(api)
-        self._mode, self._deadline = config.mode, config.deadline
-        self._cache, self._receiver, self._model = cache, receiver, model
+        self._mode = config.mode
+        self._deadline = config.deadline
+        self._cache = cache
+        self._receiver = receiver
+        self._model = model
         self._loading = asyncio.Lock()
         self._end_of_pause: asyncio.Future[None] | None = None
         self._preparing: asyncio.Future[tuple[WeightsRef, Manifest]] | None = None
@@ -141,7 +144,8 @@ class ServerLoader:
         except AsyncrlError as error:
             self.broken = f"the load of {ref.label} failed ({one_line(error)})"
             raise WeightsError(f"server {self.api.url}: {self.broken}") from error
-        self.broken, self.loaded = "", ref
+        self.broken = ""
+        self.loaded = ref
 
     async def _swap(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
         try:

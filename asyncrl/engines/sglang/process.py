@@ -72,9 +72,12 @@ def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
     """Return the first GPU of a server: after those of the trainer ranks on this machine, of engines and
     scorers before it, or, where these do not leave enough, from 0 on again, shared with them. Engines that
     take turns with the trainer have its GPUs; Ray shows each server only its own."""
-    engine, tp, before = config.engine, config.engine.tp, index * config.engine.tp
+    engine = config.engine
+    tp = config.engine.tp
+    before = index * config.engine.tp
     if scorer:
-        tp, before = config.scorers[scorer].tp, 0 if engine.urls else engine.keepers * engine.tp
+        tp = config.scorers[scorer].tp
+        before = 0 if engine.urls else engine.keepers * engine.tp
         earlier = (config.scorers[name] for name, _ in config.scorer_places[:index])
         before += sum(one.tp for one in earlier if not one.urls)
     shared = config.launch.kind != "local" or (config.shifts and not scorer)
@@ -85,7 +88,8 @@ def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
 def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
     """Return the GPUs of each server that is started on this machine, which has `gpus`, by the name of its
     process. Those of a CPU have none."""
-    engine, found = config.engine, dict[str, list[int]]()
+    engine = config.engine
+    found = dict[str, list[int]]()
     if engine.server_args.get("device", "cuda") != "cuda":
         return found
     for index in range(0 if engine.urls else engine.keepers):
@@ -158,7 +162,9 @@ class ServerProcess:
         self, process: asyncio.subprocess.Process, url: str, port: socket.socket, key_file: Path | None
     ) -> None:
         self.url = url
-        self._process, self._port, self._key_file = process, port, key_file
+        self._process = process
+        self._port = port
+        self._key_file = key_file
 
     @classmethod
     async def start(

@@ -100,7 +100,10 @@ class Receiver:
     """Asks for versions on behalf of server `index`, of `ranks` ranks, and loads them in its `protocol`."""
 
     def __init__(self, server: ServerApi, index: int, ranks: int, protocol: UpdateProtocol) -> None:
-        self._server, self._index, self._ranks, self._protocol = server, index, ranks, protocol
+        self._server = server
+        self._index = index
+        self._ranks = ranks
+        self._protocol = protocol
         self._connection: SenderConnection | None = None
 
     @asynccontextmanager
@@ -126,7 +129,8 @@ class Receiver:
     async def close(self) -> None:
         """Leave the sender, and have the server give up its end of the group. Takes a few seconds at most,
         also with a server that does not answer."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is None:
             return
         connection.writer.close()  # first: the server may be waiting for the sender, which sees this

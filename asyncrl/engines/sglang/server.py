@@ -99,9 +99,12 @@ Loader = ServerLoader | AdapterLoader
 def loader(config: RunConfig, index: int, server: Attached, attachment: str = "") -> Loader:
     """Return what loads versions into the server of engine `index`. `attachment`: see `AdapterLoader`. Reads
     files."""
-    run_dir, size = Path(config.run_dir) / config.name, published_bytes(config) * max(1, config.versions_held)
+    run_dir = Path(config.run_dir) / config.name
+    size = published_bytes(config) * max(1, config.versions_held)
     cache = cache_directory(config.weights.directory, run_dir, config.name, size, index)
-    path, api, held = config.model.path, server.api, server.model
+    path = config.model.path
+    api = server.api
+    held = server.model
     if config.adapters_apart:
         based = held.weight_version == BASE_LABEL and Path(held.model_path).resolve() == Path(path).resolve()
         return AdapterLoader(api, config, cache, attachment, based)
@@ -195,7 +198,8 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
 
 def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool) -> None:
     """`prompted`: it reads rows behind kl.prompt, which has at most as many tokens as bytes."""
-    room, own = info.max_req_input_len, config.rollout.max_tokens
+    room = info.max_req_input_len
+    own = config.rollout.max_tokens
     more = len(config.kl.prompt.encode()) if prompted else 0
     if room is not None and room < own + more:
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
@@ -206,7 +210,8 @@ def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool
 
 
 def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
-    rank, used = max(rank for rank, _ in config.adapters.values()), config.adapters_held
+    rank = max(rank for rank, _ in config.adapters.values())
+    used = config.adapters_held
     loaded = used + 1  # one that is being loaded
     lacks = {
         "--enable-lora": not info.enable_lora,

@@ -20,7 +20,8 @@ class ServerSleep:
     is not known what the server holds; empty: it is known."""
 
     def __init__(self, api: ServerApi) -> None:
-        self.asleep, self.unknown = False, ""
+        self.asleep = False
+        self.unknown = ""
         self._api = api
 
     async def sleep(self) -> None:

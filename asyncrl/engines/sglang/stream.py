@@ -115,7 +115,9 @@ class StreamedTurn:
         self.tokens: list[OutputToken] = []
         self.finish: FinishReason | None = None
         self.prompt_tokens = self.cached_tokens = self.retracted = 0
-        self.acked, self._in_place, self._adapter = acked, in_place, adapter
+        self.acked = acked
+        self._in_place = in_place
+        self._adapter = adapter
         self._started = time.perf_counter()
         self._labels: set[str] = set()
         self._spans: tuple[LabelSpan, ...] | None = None
@@ -219,7 +221,8 @@ class StreamedTurn:
         if not self._in_place:
             return [(start, version, True) for start, version in labelled]
         stamps: list[Stamp] = []
-        before, known = self.acked, 0
+        before = self.acked
+        known = 0
         for start, version in labelled:
             if version > before and start >= known:
                 stamps.append((start, before, False))

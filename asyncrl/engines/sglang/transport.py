@@ -97,7 +97,8 @@ class HttpTransport:
             response.close()
 
     async def close(self) -> None:
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             await session.close()
 

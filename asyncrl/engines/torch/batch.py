@@ -76,7 +76,9 @@ class Batcher:
         self._lengths = np.zeros(slots, dtype=np.int64)  # ids of decoding slots; the last one has no KV yet
         self._sampling = SlotSampling(slots)
         self._steady: StepLayout | None = None  # the last plan, while it only needs to be advanced
-        self._since, self._slept = math.inf, 0.0  # asleep since then; seconds before that
+        # asleep since then; seconds before that
+        self._since = math.inf
+        self._slept = 0.0
 
     def add(self, request: Request) -> Run:
         limit = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)
@@ -109,10 +111,14 @@ class Batcher:
         """The KV is lost: what has sampled already is prefilled again with that, after `wake`."""
         for run in self._decoding.values():
             sampled = self.so_far(run)
-            run.ids, run.decoding = run.request.ids + sampled.ids, False
-            run.spans, run.marks = sampled.spans, [(len(sampled.ids), self.version)]
+            run.ids = run.request.ids + sampled.ids
+            run.decoding = False
+            run.spans = sampled.spans
+            run.marks = [(len(sampled.ids), self.version)]
         self._filling = [*self._decoding.values(), *self._filling]
-        self._decoding, self._steady, self._prefixes = {}, None, Prefixes()
+        self._decoding = {}
+        self._steady = None
+        self._prefixes = Prefixes()
         self._lengths[:] = 0
         for slot in self.slots.all:
             slot.held = ()
@@ -137,7 +143,8 @@ class Batcher:
         """Sample one token for every decoding slot and prefill what fits; returns the runs to `end`."""
         self._admit()
         if self._steady and self._steady.further and not self._filling:
-            plan, chunks = self._steady.advance(), {}
+            plan = self._steady.advance()
+            chunks = {}
         else:
             self._order()
             chunks = self._chunks()
@@ -162,7 +169,8 @@ class Batcher:
         EngineError if its log-probs are not finite; it is out all the same."""
         generation = self.so_far(run)
         del self.runs[run.request.session]
-        ids, finite = generation.ids, all(map(math.isfinite, generation.logprobs))
+        ids = generation.ids
+        finite = all(map(math.isfinite, generation.logprobs))
         self._leave(run, (run.request.ids + ids)[: -1 if run.decoding else run.filled] if finite else ())
         if not finite:
             if not self.asleep:
@@ -210,7 +218,8 @@ class Batcher:
         if sampled == 0:
             return (), ()
         new = slice(run.prompt, run.prompt + sampled)
-        ids, logprobs = self.cache.ids[run.index, new], self.cache.logprobs[run.index, new]
+        ids = self.cache.ids[run.index, new]
+        logprobs = self.cache.logprobs[run.index, new]
         return tuple(ids.tolist()), tuple(logprobs.tolist())
 
     def _admit(self) -> None:
@@ -222,7 +231,8 @@ class Batcher:
             if adapter != self._adapter(slot.agent):
                 slot.held = ()
             slot.agent, self.cache.agents[slot.index] = request.agent, adapter
-            run.slot, run.filled = slot, slot.keep(request.ids)
+            run.slot = slot
+            run.filled = slot.keep(request.ids)
             self._find_prefix(run)
             new = torch.tensor(request.ids[run.filled :], device=self.cache.device)
             self.cache.ids[slot.index, run.filled : run.prompt] = new
@@ -259,7 +269,10 @@ class Batcher:
         if self._adapter(slot.agent) == self._adapter(own.agent) and slot.held[:length] == prefix:
             if slot.swap == self._swaps:
                 self.cache.copy(slot.index, own.index, length)
-                run.filled, own.held, own.born, own.swap = length, prefix, slot.born, slot.swap
+                run.filled = length
+                own.held = prefix
+                own.born = slot.born
+                own.swap = slot.swap
         else:
             ahead = takewhile(lambda other: other is not run, self._filling)
             if any(other.slot is slot and other.ids[:length] == prefix for other in ahead):
@@ -271,11 +284,14 @@ class Batcher:
         """The chunk's KV is in the cache; after the last one the slot decodes."""
         assert run.slot is not None
         if chunk.start == 0:
-            run.slot.born, run.slot.swap = self.version, self._swaps
-        run.filled, run.slot.held = chunk.end, run.ids[: chunk.end]
+            run.slot.born = self.version
+            run.slot.swap = self._swaps
+        run.filled = chunk.end
+        run.slot.held = run.ids[: chunk.end]
         if chunk.last:
             self._filling.remove(run)
-            run.decoding, at = True, run.index
+            run.decoding = True
+            at = run.index
             self._decoding[at], self._lengths[at] = run, len(run.ids) + 1
 
     def _leave(self, run: Run, held: tuple[int, ...]) -> None:

@@ -15,7 +15,10 @@ from asyncrl.errors import ConfigError, one_line
 from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
 from asyncrl.types import Generation
 
-NEW, LONGEST, CHUNK = 24, 112, 24  # tokens of a turn; of a slot; of a step's prompts
+# tokens of a turn; of a slot; of a step's prompts
+NEW = 24
+LONGEST = 112
+CHUNK = 24
 
 
 def check_served(model_path: str) -> None:
@@ -32,7 +35,8 @@ def check_served(model_path: str) -> None:
 def decodes(model: PreTrainedModel) -> str:
     """Says what is wrong with turns of three sessions, with prompts in chunks, a prefix that two share, and a
     second turn; '' for nothing."""
-    plain, rng = copy.deepcopy(model), np.random.default_rng(0)
+    plain = copy.deepcopy(model)
+    rng = np.random.default_rng(0)
     size = model.config.get_text_config().vocab_size
     start, *ends = (rng.integers(min(RESERVED, size - 1), size, n).tolist() for n in (33, 9, 14, 12, 5))
     prompts = {"a": start + ends[0], "b": start + ends[1], "c": ends[2]}

@@ -50,7 +50,8 @@ class TorchEngine:
         max_batch_tokens: int,
         version: int = 0,
     ) -> None:
-        self._model, self._base = model.eval(), base
+        self._model = model.eval()
+        self._base = base
         self._vocabulary = _vocabulary(model)
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
         self._futures: dict[Run, asyncio.Future[Generation]] = {}
@@ -160,7 +161,8 @@ class TorchEngine:
             self._adapters.use(torch.arange(rows, device=tokens.device)[:, None].expand_as(tokens))
         with self._adapters.disabled() if self._adapters and base else nullcontext():
             output = self._model(tokens, use_cache=False, logits_to_keep=count + 1)
-        logits, labels = output.logits[:, :-1].flatten(0, 1), tokens[:, len(ids) - count :].reshape(-1, 1)
+        logits = output.logits[:, :-1].flatten(0, 1)
+        labels = tokens[:, len(ids) - count :].reshape(-1, 1)
         found = []
         for part, own in zip(logits.split(WIDENED), labels.split(WIDENED), strict=True):
             table = part.float().log_softmax(-1)
@@ -253,7 +255,8 @@ class TorchEngine:
 
     def _free(self) -> None:
         """Give up all that every version brings, and the KV."""
-        kept, named = self._model._keys_to_ignore_on_save or (), self._model.named_parameters()
+        kept = self._model._keys_to_ignore_on_save or ()
+        named = self._model.named_parameters()
         self._released.release(parameter for name, parameter in named if name not in kept)
         self._released.release(self._batcher.cache.pools)
         torch.cuda.empty_cache()
@@ -305,7 +308,8 @@ class TorchEngine:
                 self._end(run, stop)
         finally:
             self._stepping = False
-            changes, self._changes = self._changes, []
+            changes = self._changes
+            self._changes = []
             for change in changes:
                 try:
                     change()
@@ -338,7 +342,8 @@ class TorchEngine:
         """Fail what is pending and everything to come."""
         self._broken = self._broken or error
         self._awake.set()
-        futures, self._futures = self._futures, {}
+        futures = self._futures
+        self._futures = {}
         for future in futures.values():
             if not future.done():
                 future.set_exception(error)

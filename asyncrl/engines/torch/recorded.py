@@ -68,7 +68,9 @@ class _Step(torch.nn.Module):
 
     def __init__(self, cache: KVCache, kind: Kind) -> None:
         super().__init__()
-        self.model, self._cache, self._kind = cache.model, cache, kind
+        self.model = cache.model
+        self._cache = cache
+        self._kind = kind
         for index, state in enumerate((cache.ids, cache.logprobs, cache.agents, *cache.pools)):
             self.register_buffer(f"state_{index}", state)
 
@@ -87,11 +89,13 @@ class _Step(torch.nn.Module):
     ) -> torch.Tensor:
         """See StepLayout and Layout for the arguments; `groups` has three per SlotGroup. Returns [ended] the
         indices of the samples that end their turn."""
-        cache, kind = self._cache, self._kind
+        cache = self._cache
+        kind = self._kind
         split = tuple(SlotGroup(*groups[at : at + 3]) for at in range(0, 3 * kind.groups, 3))
         layout = Layout(cells, positions, split, kind.decoding)
         logits = cache.forward(layout, keep)
-        cells, positions = cells[keep] + 1, positions[keep] + 1
+        cells = cells[keep] + 1
+        positions = positions[keep] + 1
         params = Params(seed, temperature, greedy, kind.any_greedy)
         ids, logprobs = sample(logits, positions, params, cache.vocabulary)
         cache.ids.view(-1).index_copy_(0, cells, ids)
@@ -102,7 +106,8 @@ class _Step(torch.nn.Module):
 
 
 def _tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
-    layout, params = plan.layout, plan.params
+    layout = plan.layout
+    params = plan.params
     return (
         *(layout.cells, layout.positions, plan.keep, plan.live),
         *(params.seed, params.temperature, params.greedy, plan.stops, plan.limits),

@@ -51,7 +51,9 @@ class KVCache:
 
     def __init__(self, model: PreTrainedModel, slots: int, max_len: int) -> None:
         self.model = model
-        self.slots, self.max_len, self.columns = slots, max_len, max_len + 1
+        self.slots = slots
+        self.max_len = max_len
+        self.columns = max_len + 1
         self.device = model.device
         self.ids = torch.zeros(slots, self.columns, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(slots, self.columns, dtype=torch.float32, device=self.device)
@@ -100,7 +102,8 @@ class KVCache:
     ) -> torch.Tensor:
         """Write key and value [1, kv_heads, N, d] into their cells; query [1, heads, N, d] reads its slots.
         Returns [1, N, heads, d]."""
-        keys, values = self.keys[layer], self.values[layer]
+        keys = self.keys[layer]
+        values = self.values[layer]
         for pool, states in ((keys, key), (values, value)):
             pool.flatten(1, 2).index_copy_(1, self._layout.cells, states[0])
         parts: list[torch.Tensor] = []
@@ -108,7 +111,8 @@ class KVCache:
         for group, bias in zip(self._layout.groups, self._biases, strict=True):
             end = start + group.positions.numel()
             place = slice(start, end) if len(parts) < self._layout.decoding else group.slots
-            key, value = _read(keys, group, place), _read(values, group, place)
+            key = _read(keys, group, place)
+            value = _read(values, group, place)
             parts.append(_attend(query[0, :, start:end], key, value, bias, self.share[layer], scale))
             start = end
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
@@ -190,7 +194,8 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of one group: query [heads, r * width, d], returns [r * width, heads, d]. Query heads that
     share a KV head are folded into the query's length, so that keys and values are never repeated."""
-    count, width = bias.shape[0], bias.shape[2]
+    count = bias.shape[0]
+    width = bias.shape[2]
     folded = (
         query.view(key.shape[1], share, count, width, query.shape[2]).permute(2, 0, 1, 3, 4).flatten(2, 3)
     )
@@ -283,7 +288,9 @@ class Slots:
     def rest(self, slot: Slot, held: tuple[int, ...]) -> None:
         """The slot's turn is over and the KV of these ids may be used by the next one."""
         self._clock += 1
-        slot.busy, slot.held, slot.used = False, held, self._clock
+        slot.busy = False
+        slot.held = held
+        slot.used = self._clock
 
     def release(self, session: str) -> None:
         """Forget a session that is not busy."""
@@ -294,7 +301,8 @@ class Slots:
     def _forget(self, slot: Slot) -> None:
         if slot.session is not None:
             del self._owned[slot.session]
-        slot.session, slot.held = None, ()
+        slot.session = None
+        slot.held = ()
 
 
 class Source(NamedTuple):
@@ -318,7 +326,9 @@ class Prefixes:
         for block in self._blocks.pop(slot, ()):
             if self._slots.get(block) is slot:
                 del self._slots[block]
-        source, blocks, last = None, [], adapter
+        source = None
+        blocks = []
+        last = adapter
         for end in range(BLOCK, len(ids), BLOCK):  # the last id is computed in any case, for its logits
             last = hash((last, tuple(ids[end - BLOCK : end])))
             blocks.append(last)

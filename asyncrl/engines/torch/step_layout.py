@@ -105,7 +105,8 @@ def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: l
     decoding slots, the last of which is the one to forward, and is 0 for others."""
     decoding = _decoding(lengths, cache.scratch)
     count = sum(len(span.slots) for span in decoding)
-    spans, active = list(decoding), (lengths[:count] > 0).astype(np.int64)
+    spans = list(decoding)
+    active = (lengths[:count] > 0).astype(np.int64)
     last = [chunk for chunk in chunks if chunk.last]
     samples = np.concatenate([np.arange(count), np.array([chunk.slot for chunk in last], dtype=np.int64)])
     ends: list[int] = []
@@ -169,7 +170,8 @@ def _layout(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
     """Pack the spans one after another; the first `decoding` ones decode."""
     flat = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
     cells = np.concatenate([(s.slots[:, None] * cache.columns + s.positions).reshape(-1) for s in spans])
-    groups, start = [], 0
+    groups = []
+    start = 0
     for slots, positions, longest in spans:
         at = flat[start : start + positions.size].view(positions.shape)
         groups.append(SlotGroup(_tensor(slots, cache.device), at, cache.reach(longest)))

@@ -16,7 +16,9 @@ from contextlib import suppress
 PREFIX = "asyncrl-sandbox-"  # the rest: the guard's process id and namespace, and what makes it unique
 BEYOND = 256 << 20  # bytes above `resident`, as caches of files count here, too
 
-V1, V2 = "cgroup", "cgroup2"  # types of the file systems
+# types of the file systems
+V1 = "cgroup"
+V2 = "cgroup2"
 LIMIT = {V1: "memory.limit_in_bytes", V2: "memory.max"}
 EVENTS = {V1: "memory.oom_control", V2: "memory.events"}  # both have a line "oom_kill COUNT"
 HITS = {V1: "memory.failcnt", V2: "memory.events"}  # a number; a line "oom COUNT"

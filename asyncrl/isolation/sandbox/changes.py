@@ -23,7 +23,12 @@ from typing import BinaryIO, NamedTuple
 
 from asyncrl.isolation.sandbox import frames, kernel
 
-FILE, DIRECTORY, OPAQUE, LINK, DELETED, END = b"f", b"d", b"o", b"l", b"x", b"."
+FILE = b"f"
+DIRECTORY = b"d"
+OPAQUE = b"o"
+LINK = b"l"
+DELETED = b"x"
+END = b"."
 """Kinds of entries. OPAQUE: a directory of which the image's contents are hidden. END comes last, so that an
 archive which was cut is known."""
 HEADER = struct.Struct("!cIqHQ")  # kind, mode, mtime in ns, bytes of the path, bytes of the content
@@ -170,7 +175,9 @@ def collect(top: str, changed: int, source: bytes) -> None:
 
 class _Collector:
     def __init__(self, top: str, changed: int, pipe: BinaryIO, most: int, skip: Sequence[str]) -> None:
-        self._top, self._changed, self._pipe = top, changed, pipe
+        self._top = top
+        self._changed = changed
+        self._pipe = pipe
         self._is_skipped = named_by(skip)
         self._most = self._left = most
         self._count = 0
@@ -179,9 +186,11 @@ class _Collector:
 
     def collect(self, root: str) -> None:
         """Collect what changed below a directory. If it is no directory any more, it counts as deleted."""
-        opaque, path = False, ""
+        opaque = False
+        path = ""
         for name in filter(None, root.split("/")):
-            parent, path = path, _join(path, name)
+            parent = path
+            path = _join(path, name)
             if os.path.islink(f"{self._top}/{path}"):
                 raise ChangesError(f"{path} is a link; name the directory that it leads to")
             with _opened(self._changed, parent) as here:
@@ -212,7 +221,8 @@ class _Collector:
                     mode = self._modes.get(path, stat.S_IMODE(found.st_mode))
                     kind = OPAQUE if _is_opaque(here) or (opaque and path == top) else DIRECTORY
                     self._write(kind, path, mode, found.st_mtime_ns)
-                inside, names = [], os.listdir(here)
+                inside = []
+                names = os.listdir(here)
                 self._count += len(names)
                 self._check(self._count > MOST_ENTRIES, f"{MOST_ENTRIES} files")
                 for name in sorted(names, key=os.fsencode):
@@ -236,7 +246,8 @@ class _Collector:
     def _write_file(self, here: int, name: str, path: str, found: os.stat_result) -> None:
         """Write what is no directory. Sockets and pipes are left out; in an image they count as deleted, as
         do the devices by which overlayfs deletes."""
-        mode, kind = stat.S_IMODE(found.st_mode), stat.S_IFMT(found.st_mode)
+        mode = stat.S_IMODE(found.st_mode)
+        kind = stat.S_IFMT(found.st_mode)
         if kind == stat.S_IFREG:
             try:
                 fd = os.open(name, OPEN_FILE, dir_fd=here)
@@ -290,7 +301,8 @@ STEPS = {frames.TAKE: collect, frames.GIVE: apply, frames.READ: read_file, frame
 
 class _Applier:
     def __init__(self, top: str, keep: Sequence[str]) -> None:
-        self._top, self._is_kept = os.open(top, OPEN_DIRECTORY), named_by(keep, below=True)
+        self._top = os.open(top, OPEN_DIRECTORY)
+        self._is_kept = named_by(keep, below=True)
         self._directories: dict[str, Entry] = {}
 
     def apply(self, entry: Entry) -> None:
@@ -338,7 +350,9 @@ class _Applier:
 
     def _remove(self, top: str) -> bool:
         """Remove what is there, but what is kept and the directories around it. True if nothing is left."""
-        ahead, directories, gone = [top], list[tuple[str, str, int]](), True
+        ahead = [top]
+        directories = list[tuple[str, str, int]]()
+        gone = True
         while ahead:
             path = ahead.pop()
             parent, _, name = path.rpartition("/")

@@ -23,9 +23,12 @@ from asyncrl.isolation.sandbox.frames import SandboxLimits
 from asyncrl.isolation.sandbox.kernel import check, libc, prctl
 from asyncrl.isolation.sandbox.memory import BUFFER
 
-CAPABILITY_VERSION, CAPABILITIES, PR_CAPBSET_DROP = 0x20080522, 64, 24
+CAPABILITY_VERSION = 0x20080522
+CAPABILITIES = 64
+PR_CAPBSET_DROP = 24
 ROOT_CAPABILITIES = 0b11011011  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID
-SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+SIOCSIFFLAGS = 0x8914
+IFF_UP = 1
 BACKLOG = 128
 NETWORK_SETTINGS = {  # of its own network namespace
     "net/ipv4/tcp_rmem": f"4096 65536 {BUFFER}",  # least, default and most
@@ -98,7 +101,8 @@ class Confinement(NamedTuple):
 
 def new_process_namespace(notes: list[str]) -> set[str]:
     """Prepare a process namespace for the next child. Returns those created: `pid`, and `user` if needed."""
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     if attempt(lambda: kernel.unshare(kernel.NEWPID), notes):
         return {"pid"}
     if attempt(lambda: kernel.unshare(kernel.NEWPID | kernel.NEWUSER), notes):
@@ -332,7 +336,8 @@ def _become(uid: int) -> None:
 def _become_root(writable_proc: int) -> None:
     """Become root of a user namespace of its own, in which no other user exists. `writable_proc`: a mount of
     /proc, which is closed."""
-    user, group = os.getuid(), os.getgid()
+    user = os.getuid()
+    group = os.getgid()
     prctl(kernel.PR_SET_DUMPABLE, 1)  # else the files of /proc/self are not this user's
     kernel.unshare(kernel.NEWUSER)
     _map_ids((0, user), (0, group), f"/proc/self/fd/{writable_proc}")
@@ -341,7 +346,8 @@ def _become_root(writable_proc: int) -> None:
 
 def _library_is_public() -> bool:
     """True if every user may read this Python's library. If not, root's sandbox cannot change its user."""
-    path, parts = "", os.path.dirname(os.__file__).split("/")
+    path = ""
+    parts = os.path.dirname(os.__file__).split("/")
     for part in parts[1:]:
         path += f"/{part}"
         if not os.stat(path).st_mode & 1:

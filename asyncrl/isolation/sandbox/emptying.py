@@ -26,7 +26,10 @@ def empty(directory: str) -> None:
     if not os.path.islink(directory):
         os.chmod(directory, 0o700)
     top = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
-    prefix, count, ahead = os.urandom(16).hex(), 0, [""]  # of names that the code cannot have used
+    # of names that the code cannot have used
+    prefix = os.urandom(16).hex()
+    count = 0
+    ahead = [""]
     try:
         while ahead:
             name = ahead.pop()

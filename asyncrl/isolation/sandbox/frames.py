@@ -24,7 +24,10 @@ limit counts, such as files without a directory, shared segments and file system
 GIVEN = (*ISOLATION, "root", "resident", "listener")
 """Beside these isolations: a root of its own, a measure of all memory, a socket that listens inside."""
 
-TAKE, GIVE, WRITE, READ = b"t", b"g", b"w", b"r"
+TAKE = b"t"
+GIVE = b"g"
+WRITE = b"w"
+READ = b"r"
 LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20} | dict.fromkeys(
     (TAKE, GIVE, WRITE, READ), 1 << 20
 )

@@ -16,7 +16,9 @@ from contextlib import suppress
 
 from asyncrl.isolation.sandbox import kernel
 
-UPPER, WORK, MERGED = "upper", "work", "root"
+UPPER = "upper"
+WORK = "work"
+MERGED = "root"
 KEPT = ("", "proc", "dev", "etc", "sandbox")  # no path of the machine is shown in place of these
 LARGEST = 1 << 20  # bytes of a file in /etc that gets a line
 ETC = ("passwd", "group", "hosts", "nsswitch.conf")  # files in /etc that a sandbox makes or adds to
@@ -97,7 +99,8 @@ def enter_image(
     options = f"lowerdir={lower},upperdir={private}/{UPPER},workdir={private}/{WORK},userxattr"
     kernel.mount("overlay", f"{private}/{MERGED}", "overlay", kernel.MS_SAFE, options)
     grafts = {path: _copy(little + path) for path in _outermost(shown)}
-    proc, devices = kernel.copy_mount(f"{little}/proc"), kernel.copy_mount(f"{little}/dev")
+    proc = kernel.copy_mount(f"{little}/proc")
+    devices = kernel.copy_mount(f"{little}/dev")
     kernel.enter_root(f"{private}/{MERGED}")
     for path in ("/proc", "/dev", home):
         _make_directory(path, uid, real=True)

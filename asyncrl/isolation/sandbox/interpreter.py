@@ -33,7 +33,9 @@ def serve_cells(control: int) -> NoReturn:
     """Run the cells that come from a socket; each is answered there when it has ended. What they print goes
     to the present standard output. EOFError when the socket closes."""
     signal.signal(signal.SIGINT, UNHEARD)
-    main, process, output = fresh_main(), os.getpid(), os.dup(1)
+    main = fresh_main()
+    process = os.getpid()
+    output = os.dup(1)
     while True:
         number, size = CELL.unpack(_read(control, CELL.size))
         source = _read(control, size)
@@ -65,7 +67,9 @@ def open_streams(output: int) -> None:
     of child processes appear in order."""
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+    sys.stdin = _stream(0, "r")
+    sys.stdout = _stream(1, "w")
+    sys.stderr = _stream(2, "w")
 
 
 def _stream(fd: int, mode: str) -> Any:

@@ -194,9 +194,11 @@ class Jail:
         """Collect what was changed, made and deleted, or only what is below `roots`: an archive as changes.py
         reads it. Names that match a glob of `skip` are left out. SandboxError for more than `most` bytes, a
         root that is a link, and where the sandbox has ended."""
-        top, ours_too = self.home or "/", tuple[str, ...]()
+        top = self.home or "/"
+        ours_too = tuple[str, ...]()
         if self._image:
-            top, ours_too = "/", (*OWN_FILES, *self._show)
+            top = "/"
+            ours_too = (*OWN_FILES, *self._show)
         source = changes.request(most, top, roots, (*skip, *ours_too))
         return await self._receive("the changes", frames.TAKE, source, most)
 
@@ -214,8 +216,10 @@ class Jail:
     async def _report(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
         started = time.monotonic()
         result = await self._ask(request, streams)
-        lost, emptied = self.losses > self._reported, self._emptied
-        self._reported, self._emptied = self.losses, False
+        lost = self.losses > self._reported
+        emptied = self._emptied
+        self._reported = self.losses
+        self._emptied = False
         return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started)
 
     async def _receive(self, what: str, kind: bytes, source: bytes, most: int) -> bytes:
@@ -258,7 +262,8 @@ class Jail:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):
                     result = await self._exchange(request, streams)
             except BaseException as error:
-                self.losses, self._emptied = self.losses + 1, True
+                self.losses = self.losses + 1
+                self._emptied = True
                 await self._end()
                 if isinstance(error, OSError | EOFError | SandboxError):
                     return RunResult(RunEnding.DIED, "")
@@ -267,7 +272,8 @@ class Jail:
             return result
 
     async def _end(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         if self._writer is not None:

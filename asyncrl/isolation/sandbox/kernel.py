@@ -15,11 +15,16 @@ from asyncrl.isolation.sandbox.memory import thread_statuses
 from asyncrl.isolation.wrapper import descendants
 
 MACHINE = os.uname().machine
-SIGKILL, SIGSTOP = 9, 19
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+SIGKILL = 9
+SIGSTOP = 19
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
 
-STOP_SECONDS, STOP_LOOKS = 2.0, 10
+STOP_SECONDS = 2.0
+STOP_LOOKS = 10
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -67,7 +72,8 @@ def stop_all(alone: bool) -> bool:
     """Stop every process below this one. False if after STOP_SECONDS and STOP_LOOKS (the machine may stand
     still) one runs: they may continue each other. Between two looks in which each thread is still and has
     not run, none does, or can run again."""
-    looks, until = 0, time.monotonic() + STOP_SECONDS
+    looks = 0
+    until = time.monotonic() + STOP_SECONDS
     while looks < STOP_LOOKS or time.monotonic() < until:
         looks += 1
         signal_all(SIGSTOP, alone)
@@ -104,8 +110,11 @@ def go_first_without_memory() -> None:
 
 # -- directories
 
-SYS_OPENAT2, PATH_MAX = 437, 4096
-NO_LINKS, BENEATH_ONLY = 0x04, 0x08  # RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH
+SYS_OPENAT2 = 437
+PATH_MAX = 4096
+# RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH
+NO_LINKS = 0x04
+BENEATH_ONLY = 0x08
 OPEN_HOW = struct.Struct("=QQQ")  # flags, mode, how to resolve
 
 
@@ -123,16 +132,32 @@ def open_beneath(top: int, path: str) -> int:
 
 # -- namespaces and mounts -----------------------------------------------------------------------------------
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
-MS_SAFE, MS_TERMINALS = 2 | 4, 2 | 8  # nosuid, and nodev or noexec
-MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
+NEWNS = 1 << 17
+NEWUTS = 1 << 26
+NEWIPC = 1 << 27
+NEWUSER = 1 << 28
+NEWPID = 1 << 29
+NEWNET = 1 << 30
+# nosuid, and nodev or noexec
+MS_SAFE = 2 | 4
+MS_TERMINALS = 2 | 8
+MS_BIND = 1 << 12
+MS_REC = 1 << 14
+MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
-AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
-READ_ONLY, ID_MAP = 1, 1 << 20  # of mount_setattr
+AT_FDCWD = -100
+AT_EMPTY_PATH = 0x1000
+AT_RECURSIVE = 0x8000
+# of mount_setattr
+READ_ONLY = 1
+ID_MAP = 1 << 20
 SAFE_READ_ONLY = READ_ONLY | 2 | 4  # nosuid and nodev, too
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
-OPEN_TREE_CLONE, MOVE_MOUNT_EMPTY_PATH = 1, 4
+SYS_OPEN_TREE = 428
+SYS_MOVE_MOUNT = 429
+SYS_MOUNT_SETATTR = 442
+OPEN_TREE_CLONE = 1
+MOVE_MOUNT_EMPTY_PATH = 4
 
 
 def unshare(flags: int) -> None:
@@ -176,16 +201,28 @@ def enter_root(root: str) -> None:
 # -- Landlock: which files may be opened and which processes signalled, where namespaces are forbidden, as in
 # -- most containers. Needs PR_SET_NO_NEW_PRIVS and Linux 5.13; 6.2 to block truncation, 6.12 for signals.
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-VERSION_QUERY, PATH_BENEATH = 1, 1
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
+CREATE_RULESET = 444
+ADD_RULE = 445
+RESTRICT_SELF = 446
+VERSION_QUERY = 1
+PATH_BENEATH = 1
+EXECUTE = 1
+WRITE_FILE = 2
+READ_FILE = 4
+READ_DIR = 8
+TRUNCATE = 1 << 14
+IOCTL = 1 << 15
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
 RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # first version: rights
 FILES_SINCE = 3  # older versions cannot block truncation
-SCOPES_SINCE, SCOPES = 6, 3  # abstract sockets and signals stay inside
+# abstract sockets and signals stay inside
+SCOPES_SINCE = 6
+SCOPES = 3
 
 
-RULESET, BENEATH = struct.Struct("=QQQ"), struct.Struct("=Qi")  # files, net, scoped; allowed, parent
+# files, net, scoped; allowed, parent
+RULESET = struct.Struct("=QQQ")
+BENEATH = struct.Struct("=Qi")
 
 
 def landlock_version() -> int:

@@ -100,7 +100,9 @@ OF_OTHERS: tuple[Numbers, ...] = (
 )
 
 NEW_SPACES = 0x7E020000  # CLONE_NEW*
-THREAD, OPEN_FILES = 0x10000, 0x400  # CLONE_THREAD, CLONE_FILES
+# CLONE_THREAD, CLONE_FILES
+THREAD = 0x10000
+OPEN_FILES = 0x400
 CORE = 4  # RLIMIT_CORE
 SHARED_NAMELESS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: unmapping a part does not free its pages
 HUGE_PAGES = 0x40000  # MAP_HUGETLB: the machine has one pool of them
@@ -112,13 +114,29 @@ SOL_IPV6 = 41
 FLOW_LABELS = 32  # IPV6_FLOWLABEL_MGR: the machine has 4,096 for all
 BUFFER_SIZES = 7, 8  # SO_SNDBUF, SO_RCVBUF
 SOCKET_FILTERS = 26, 50, 51, 52  # SO_ATTACH_*: the machine has one supply of memory for compiled filters
-UNIX, STREAM, KIND = 1, 1, 0xF  # AF_UNIX; datagram pairs could send to any socket
-INET, INET6 = 2, 10  # other families reach the kernel, or past a network namespace to the machine (AF_VSOCK)
+# AF_UNIX; datagram pairs could send to any socket
+UNIX = 1
+STREAM = 1
+KIND = 0xF
+# other families reach the kernel, or past a network namespace to the machine (AF_VSOCK)
+INET = 2
+INET6 = 10
 
 MODE_FILTER = 2
-LOAD, EQUAL, AT_LEAST, ANY_OF, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40  # offsets of the low halves of arguments
+LOAD = 0x20
+EQUAL = 0x15
+AT_LEAST = 0x35
+ANY_OF = 0x45
+AND = 0x54
+RETURN = 0x06
+# offsets in struct seccomp_data
+NUMBER = 0
+ARCHITECTURE = 4
+# offsets of the low halves of arguments
+FIRST = 16
+SECOND = 24
+THIRD = 32
+FOURTH = 40
 X32 = 0x40000000
 
 BpfLine = tuple[int, int, int, int]  # code, lines to skip if true, lines to skip if false, operand

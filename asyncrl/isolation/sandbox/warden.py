@@ -117,7 +117,9 @@ class Warden:
     def _program(self, request: RunRequest) -> RunReply:
         """Run a program or a shell command to its end. What a shell started in the background may live on, if
         the command itself ended in time."""
-        shell, lost, keep = request.kind == b"s", False, -1
+        shell = request.kind == b"s"
+        lost = False
+        keep = -1
         body = partial(_run_shell, request.source)
         if not shell:  # a program finds no processes and no files of earlier requests
             lost = self._kill_all_and_forget()

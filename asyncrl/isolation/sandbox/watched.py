@@ -42,7 +42,8 @@ class WatchedProcess:
     """A child, its output pipe and `control`, the socket that brings an interpreter its cells; or -1."""
 
     def __init__(self, pid: int, output: int, control: int) -> None:
-        self.pid, self.control = pid, control
+        self.pid = pid
+        self.control = control
         self._output = output
         self._ended = os.pidfd_open(pid)  # readable when it has ended
 

@@ -13,11 +13,14 @@ class HiLo(Environment):
     def __init__(self, *, guesses: int = 6, hint: float = 0.1) -> None:
         if guesses < 1:
             raise ValueError("guesses must be at least 1")
-        self.left, self.hint = guesses, hint
+        self.left = guesses
+        self.hint = hint
 
     async def reset(self, sample: Sample) -> Observation:
         game = extra_info(sample)
-        self.low, self.high, self.secret = game["low"], game["high"], game["secret"]
+        self.low = game["low"]
+        self.high = game["high"]
+        self.secret = game["secret"]
         return text_observation(f"{self.low} to {self.high}.")
 
     async def step(self, message: Message) -> Observation:

@@ -17,13 +17,16 @@ def primes(rng: random.Random) -> tuple[str, int]:
 
 
 def multiples(rng: random.Random) -> tuple[str, int]:
-    a, b, n = rng.randint(2, 12), rng.randint(2, 12), rng.randint(100, 1000)
+    a = rng.randint(2, 12)
+    b = rng.randint(2, 12)
+    n = rng.randint(100, 1000)
     question = f"How many whole numbers from 1 to {n} are divisible by {a} or by {b}?"
     return question, sum(k % a == 0 or k % b == 0 for k in range(1, n + 1))
 
 
 def power(rng: random.Random) -> tuple[str, int]:
-    a, b = rng.randint(2, 99), rng.randint(20, 200)
+    a = rng.randint(2, 99)
+    b = rng.randint(20, 200)
     return f"What is the remainder of {a}^{b} divided by 1000?", pow(a, b, 1000)
 
 

@@ -12,15 +12,12 @@ import datasets
 
 HERE = Path(__file__).parent
 TASK = "Answer with the fact alone. Search for it: the towns are not known to you."
-STARTS, ENDS = (
-    ["Alder", "Brack", "Cald", "Dun", "Eller", "Fenn", "Gris", "Hollow", "Iver", "Jun"],
-    ["moor", "by", "stead", "wick", "ford", "holm"],
-)
-NAMES, FAMILIES = (
-    ["Ida", "Otto", "Vera", "Emil", "Nora", "Hugo"],
-    ["Brook", "Hale", "Stone", "Marsh", "Reed", "Thorn", "Wells", "Ash"],
-)
-RIVERS, GOODS = ["Wenn", "Tarn", "Isk", "Loma", "Sarre"], ["glass", "honey", "rope", "bells", "salt", "paper"]
+STARTS = ["Alder", "Brack", "Cald", "Dun", "Eller", "Fenn", "Gris", "Hollow", "Iver", "Jun"]
+ENDS = ["moor", "by", "stead", "wick", "ford", "holm"]
+NAMES = ["Ida", "Otto", "Vera", "Emil", "Nora", "Hugo"]
+FAMILIES = ["Brook", "Hale", "Stone", "Marsh", "Reed", "Thorn", "Wells", "Ash"]
+RIVERS = ["Wenn", "Tarn", "Isk", "Loma", "Sarre"]
+GOODS = ["glass", "honey", "rope", "bells", "salt", "paper"]
 FACTS = {"river": "On which river is", "goods": "What is made in"}
 
 

@@ -35,9 +35,12 @@ async def play(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
     other a multiple of 4, from which every move loses."""
     client = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
     messages: dict[str, list[Any]] = {player: [] for player in PLAYERS}
-    stones, moves, right = extra_info(sample)["stones"], 0, []
+    stones = extra_info(sample)["stones"]
+    moves = 0
+    right = []
     while True:
-        player, other = PLAYERS[moves % 2], PLAYERS[(moves + 1) % 2]
+        player = PLAYERS[moves % 2]
+        other = PLAYERS[(moves + 1) % 2]
         taken = await move(client, player, messages[player], stones)
         moves += 1
         if stones % (MOST + 1):

@@ -34,7 +34,9 @@ def mean(values: list[float]) -> float:
 
 def streamed(name: str, batch: list[list[list[float]]], seed: int = 0) -> float:
     """Σ w·l / D, episode by episode in any order, as the trainer does."""
-    share, total, denominators = rule(name), 0.0, 0.0
+    share = rule(name)
+    total = 0.0
+    denominators = 0.0
     episodes = [(episode, sum(map(len, group))) for group in batch for episode in group]
     random.Random(seed).shuffle(episodes)
     for episode, group_tokens in episodes:

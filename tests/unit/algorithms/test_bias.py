@@ -291,7 +291,8 @@ def of_kind(ratio: str) -> list[str]:
 def test_losses_on_policy(name: str) -> None:
     """With pi = prox = mu every loss ascends the true gradient."""
     for language, n in ((FIXED, 2), (ENDED, 3)):
-        found, truth = gradient(Experiment(loss=name, language=language, n=n)), true_gradient(language)
+        found = gradient(Experiment(loss=name, language=language, n=n))
+        truth = true_gradient(language)
         if name in BIASED_ON_POLICY:
             assert EXACT < angle(found, truth) <= BIASED_ON_POLICY[name]
         else:
@@ -311,7 +312,8 @@ def test_every_loss_that_contains_the_ratio_has_a_row() -> None:
 
 @pytest.mark.parametrize("name", [name for name, share in MU_LOSSES.items() if share is not None])
 def test_losses_with_their_own_ratio_off_policy(name: str) -> None:
-    truth, cap = true_gradient(), 3.0
+    truth = true_gradient()
+    cap = 3.0
     found = gradient(Experiment(loss=name, loss_options={"cap": cap}, mu=FAR))
     wanted = gradient(Experiment(rules={"truncate": {"positive": cap, "negative": cap}}, mu=FAR))
     assert error(found, wanted) < EXACT, "the same as truncation on reinforce"
@@ -357,7 +359,8 @@ def test_the_true_gradient_is_that_of_finite_differences() -> None:
         following = [1 + a if depth == 0 else 4 + 3 * last + a for a in range(3)]
         return float(sum(p[a] * (reward[a] + value(logits, following[a], depth + 1, a)) for a in range(3)))
 
-    base, step = PI.numpy().copy(), 1e-5
+    base = PI.numpy().copy()
+    step = 1e-5
     numeric = np.zeros(base.shape)
     for place in np.ndindex(*base.shape):
         for sign in (1, -1):

@@ -88,7 +88,8 @@ def test_weights_of_levels_by_hand(name: str, options: dict[str, Any], weights: 
     assert fresh(corrected({name: options}, example()).weight) == pytest.approx(weights)
 
 
-LOG3, LOG4 = math.log(3), math.log(4)
+LOG3 = math.log(3)
+LOG4 = math.log(4)
 # The mean of k2 over the first episode, (log²2 + log²3 + log²0.5)/6, and of k3 over the second.
 K2 = (2 * math.log(2) ** 2 + LOG3**2) / 6
 K3 = (0.25 - 1 + LOG4 + 4 - 1 - LOG4) / 2
@@ -222,7 +223,8 @@ def reference(name: str, options: dict[str, Any], given: CorrectionInput, i: int
         and (level != "turn" or given.turn[j] == given.turn[i])
     ]
     logs = [float(given.log_ratio[j]) for j in scope]
-    total, mean = math.fsum(logs), math.fsum(logs) / len(logs)
+    total = math.fsum(logs)
+    mean = math.fsum(logs) / len(logs)
     rho = math.exp(min(max(mean if level == "geometric" else total, -20), 20))
     credit = math.fsum(float(given.advantage[j]) for j in scope) / len(scope)
     if name == "reject":
@@ -293,7 +295,8 @@ def test_where_prox_is_mu_every_rule_leaves_weight_one(
 def test_any_log_ratio_gives_finite_weights(values: list[float]) -> None:
     n = len(values)
     zeros = torch.zeros(n, dtype=torch.long)
-    log_ratio, fresh = torch.tensor(values), torch.ones(n, dtype=torch.bool)
+    log_ratio = torch.tensor(values)
+    fresh = torch.ones(n, dtype=torch.bool)
     given = CorrectionInput(log_ratio, log_ratio, torch.ones(n), zeros, zeros, fresh)
     for name, options, rules in BOUND:
         done = correct(rules, given)

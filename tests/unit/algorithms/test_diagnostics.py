@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.correction import CorrectionInput, correct, select_rules
 from asyncrl.algorithms.diagnostics import LAG_NAMES, TokenState, TokenSums, metrics_of, token_sums
 
-N, ROWS = 60, 6
+N = 60
+ROWS = 6
 FRESH = [i % 7 != 0 for i in range(N)]
 LAG = [i * 11 % 20 for i in range(N)]
 ROW = [i * ROWS // N for i in range(N)]
@@ -51,7 +52,8 @@ def state(keep: list[int] | None = None) -> TokenState:
     )
     rows = sorted({ROW[i] for i in keep})
     row = torch.tensor([rows.index(ROW[i]) for i in keep])
-    fresh, no = torch.tensor([FRESH[i] for i in keep]), torch.zeros(len(keep), dtype=torch.bool)
+    fresh = torch.tensor([FRESH[i] for i in keep])
+    no = torch.zeros(len(keep), dtype=torch.bool)
     log_ratio = torch.where(fresh, prox - mu, 0.0)
     given = CorrectionInput(log_ratio, log_ratio, advantage, row, torch.zeros_like(row), fresh)
     corrected = correct(RULES, given)
@@ -90,7 +92,8 @@ def episodes(tokens: list[int]) -> list[float]:
 
 def spread(tokens: list[int]) -> dict[str, float]:
     """What is told of fresh tokens, but quantiles, from the definitions."""
-    n, ratios = len(tokens), [RATIO[i] for i in tokens]
+    n = len(tokens)
+    ratios = [RATIO[i] for i in tokens]
     log_rho = sum(map(math.log, ratios)) / n
     return {
         "tokens": n,
@@ -121,7 +124,8 @@ def test_by_lag_against_plain_python() -> None:
 def test_of_all_tokens_against_plain_python() -> None:
     fresh = [i for i in range(N) if FRESH[i]]
     exact = [i for i in fresh if LAG[i] == 0]
-    whole, metrics = spread(fresh), metrics_of(token_sums(state()).sums)
+    whole = spread(fresh)
+    metrics = metrics_of(token_sums(state()).sums)
     positive = [i for i in fresh if ADVANTAGE[i] > 0]
     push = [CAPPED[i] * ADVANTAGE[i] / (1 + ROW[i]) for i in KEPT]
     wanted = {
@@ -152,7 +156,8 @@ def test_of_all_tokens_against_plain_python() -> None:
 
 
 def test_sums_and_extremes_against_plain_python() -> None:
-    seen, fresh = token_sums(state()), [i for i in range(N) if FRESH[i]]
+    seen = token_sums(state())
+    fresh = [i for i in range(N) if FRESH[i]]
     wanted = {
         "tokens": N,
         "fresh": len(fresh),
@@ -177,7 +182,8 @@ def test_sums_and_extremes_against_plain_python() -> None:
 @given(st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_the_cut_into_micro_batches_does_not_matter(micro_batch: list[int]) -> None:
     """Whole episodes, dealt in any way, give the sums of the whole batch."""
-    whole, parts = token_sums(state()), list[TokenSums]()
+    whole = token_sums(state())
+    parts = list[TokenSums]()
     for k in set(micro_batch):
         parts.append(token_sums(state([i for i in range(N) if micro_batch[ROW[i]] == k])))
     added: Counter[str] = Counter()
@@ -194,7 +200,8 @@ def test_the_cut_into_micro_batches_does_not_matter(micro_batch: list[int]) -> N
 def test_quantiles_are_those_of_numpy_up_to_the_width_of_a_bin(values: list[float]) -> None:
     """A bin is a factor of 1.26 wide in log rho, 0.002 around 0; between two tokens either will do."""
     n = len(values)
-    yes, row = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.long)
+    yes = torch.ones(n, dtype=torch.bool)
+    row = torch.zeros(n, dtype=torch.long)
     one = replace(state([1]), correction=correct([], correction_input(values)))
     many = {
         name: getattr(one, name).expand(n) for name in ("drift", "entropy", "advantage", "weight", "loss")
@@ -212,7 +219,8 @@ def test_quantiles_are_those_of_numpy_up_to_the_width_of_a_bin(values: list[floa
 
 def correction_input(values: list[float]) -> CorrectionInput:
     n = len(values)
-    row, yes = torch.zeros(n, dtype=torch.long), torch.ones(n, dtype=torch.bool)
+    row = torch.zeros(n, dtype=torch.long)
+    yes = torch.ones(n, dtype=torch.bool)
     log_ratio = torch.tensor(values, dtype=torch.float64)
     return CorrectionInput(log_ratio, log_ratio, torch.ones(n), row, row, yes)
 

@@ -128,7 +128,8 @@ def test_what_a_model_excludes_leaves_everything_finite(name: str) -> None:
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_a_teacher_s_bad_number_is_seen_and_spoils_no_gradient(name: str) -> None:
     """As the objective leaves its token out."""
-    logits, teacher = torch.randn(2, 5, requires_grad=True), torch.randn(2, 5).log_softmax(-1)
+    logits = torch.randn(2, 5, requires_grad=True)
+    teacher = torch.randn(2, 5).log_softmax(-1)
     teacher[1, 3] = math.nan
     value = divergence(logits.log_softmax(-1), teacher, name)
     (slope,) = torch.autograd.grad(torch.where(value.isfinite(), value, 0.0).sum(), logits)
@@ -153,7 +154,8 @@ def test_over_classes_it_is_at_most_that_over_tokens(name: str) -> None:
     """And grows with k; with all tokens but one named it is the whole."""
     torch.manual_seed(0)
     logits = torch.randn(40, WORDS, dtype=torch.float64, requires_grad=True)
-    logp, teacher = logits.log_softmax(-1), torch.randn(40, WORDS, dtype=torch.float64).log_softmax(-1)
+    logp = logits.log_softmax(-1)
+    teacher = torch.randn(40, WORDS, dtype=torch.float64).log_softmax(-1)
     sampled = torch.randint(0, WORDS, (40,))
     whole = plain(logp, teacher, name)
     before = torch.zeros(40, dtype=torch.float64)
@@ -170,7 +172,8 @@ def test_over_classes_it_is_at_most_that_over_tokens(name: str) -> None:
 def test_the_gradient_over_classes_is_that_of_what_is_computed(name: str) -> None:
     torch.manual_seed(1)
     logits = torch.randn(9, WORDS, dtype=torch.float64, requires_grad=True)
-    teacher, sampled = torch.randn(9, WORDS, dtype=torch.float64).log_softmax(-1), torch.arange(9)
+    teacher = torch.randn(9, WORDS, dtype=torch.float64).log_softmax(-1)
+    sampled = torch.arange(9)
     p, t = classes(logits.log_softmax(-1), teacher, 3, sampled)
     mine, wanted = (
         torch.autograd.grad(f(p.clamp(min=-50), t.clamp(min=-50), name).sum(), logits, retain_graph=True)[0]
@@ -191,7 +194,8 @@ def test_the_sampled_token_is_a_class_once_and_a_small_rest_is_not_lost() -> Non
 
 def test_ids_that_the_policy_lacks_or_that_come_twice_are_among_the_others() -> None:
     table = torch.arange(5.0, dtype=torch.float64).log_softmax(-1).expand(2, 5)
-    labels, teacher = torch.tensor([1, 0]), Teacher("forward", 3)
+    labels = torch.tensor([1, 0])
+    teacher = Teacher("forward", 3)
     top = torch.tensor([[0.3, 0.2, 0.1]], dtype=torch.float64).log().expand(2, 3)
     told = Told(torch.tensor([[2, 7, -1], [0, 3, 0]]), top, torch.full((2,), 0.25, dtype=torch.float64).log())
     found = distances(table, labels, told, teacher)["divergence"]
@@ -209,10 +213,13 @@ def test_ids_that_the_policy_lacks_or_that_come_twice_are_among_the_others() -> 
 def off_policy(name: str, rules: dict[str, Any], lag: float = 1.0) -> Tensor:
     """∇ of a divergence in the loss, weighted as in training, over all sequences of an older policy."""
     logits = PI.clone().requires_grad_()
-    live, prefix = ENDED.live, ENDED.prefix
-    mu, logp = token_logp(ENDED, older(lag)), token_logp(ENDED, PI)
+    live = ENDED.live
+    prefix = ENDED.prefix
+    mu = token_logp(ENDED, older(lag))
+    logp = token_logp(ENDED, PI)
     row = torch.arange(len(live))[:, None].expand(live.shape)[live]
-    turn, rho = TURN.expand(live.shape)[live], (logp - mu)[live]
+    turn = TURN.expand(live.shape)[live]
+    rho = (logp - mu)[live]
     advantage = torch.linspace(-1, 1, len(rho), dtype=torch.float64)  # must not matter
     given = CorrectionInput(rho, rho, advantage, row, turn, torch.ones_like(row, dtype=torch.bool))
     weight = correct_states(select_rules(rules, "rules"), given).weight
@@ -239,7 +246,8 @@ def test_a_weight_of_single_tokens_leaves_the_states_as_they_were_visited(rules:
 
 def test_turns_of_several_agents_between_each_other_go_on() -> None:
     rho = torch.tensor([0, 0.1, 0, 0.1, 0, 0.1], dtype=torch.float64)
-    row, turn = torch.tensor([0, 0, 1, 1, 0, 0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    row = torch.tensor([0, 0, 1, 1, 0, 0])
+    turn = torch.tensor([0, 0, 1, 1, 2, 2])
     given = CorrectionInput(rho, rho, rho, row, turn, torch.ones(6, dtype=torch.bool))
     found = correct_states(select_rules({"ratio": {"level": "sequence"}}, "rules"), given).weight
     assert found.log().tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1])

@@ -24,7 +24,8 @@ def group(
     rewards: Sequence[float], tokens: Sequence[int] = (), **parts: Sequence[float]
 ) -> list[EpisodeResult]:
     """Their reward as the only component unless others are given."""
-    parts, tokens = parts or {"all": rewards}, tokens or [1] * len(rewards)
+    parts = parts or {"all": rewards}
+    tokens = tokens or [1] * len(rewards)
     return [
         EpisodeResult(float(reward), tokens[i], components={name: part[i] for name, part in parts.items()})
         for i, reward in enumerate(rewards)
@@ -111,7 +112,8 @@ def reference(name: str, i: int, rewards: list[float], tokens: list[int]) -> flo
 @settings(max_examples=40, deadline=None)
 @given(PARTS, st.sampled_from(NAMES))
 def test_against_a_plain_reference(parts: list[tuple[float, float, int]], name: str) -> None:
-    rewards, tokens = [reward for reward, _, _ in parts], [count for _, _, count in parts]
+    rewards = [reward for reward, _, _ in parts]
+    tokens = [count for _, _, count in parts]
     siblings = group(rewards, tokens)
     for i, own in enumerate(siblings):
         # a std of rounding errors alone is nobody's definition
@@ -155,7 +157,8 @@ def test_a_late_member_is_compared_with_all_that_landed(
 
 def test_dr_grpo_counts_the_members_that_were_issued() -> None:
     """Of 8, 3 have landed: those in time and those late get 7/8 of the difference from the others."""
-    own, siblings = EpisodeResult(1.0), group([1.0, 0.0, 0.5])
+    own = EpisodeResult(1.0)
+    siblings = group([1.0, 0.0, 0.5])
     late = CreditInput(own, siblings, NONE, NONE, issued=8)
     in_time = CreditInput(siblings[0], siblings, NONE, NONE, issued=8, place=0)
     assert advantages.get("dr_grpo").of(late) == pytest.approx(7 / 8 * 0.5)

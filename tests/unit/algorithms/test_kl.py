@@ -24,7 +24,8 @@ REFERENCE = torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64).log_softmax(-1)
 
 @pytest.mark.parametrize(("distance", "k1", "absolute", "k2", "k3"), VALUES)
 def test_values_by_hand(distance: float, k1: float, absolute: float, k2: float, k3: float) -> None:
-    logp, reference = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0 - distance], dtype=torch.float64)
+    logp = torch.tensor([-1.0, -1.0])
+    reference = torch.tensor([-1.0, -1.0 - distance], dtype=torch.float64)
     wanted = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3, "straight_through": k3}
     assert set(wanted) == set(ESTIMATORS)
     for name, value in wanted.items():
@@ -63,7 +64,8 @@ def test_expected_values() -> None:
 
 def test_expected_gradients() -> None:
     """k2 and straight-through have that of the KL; k1 none at all; k3 that of the KL the other way round."""
-    wanted, other = gradient(forward=True), gradient(forward=False)
+    wanted = gradient(forward=True)
+    other = gradient(forward=False)
     for name, vector in (("k2", wanted), ("straight_through", wanted), ("k1", 0 * wanted), ("k3", other)):
         assert expected(name)[1].tolist() == pytest.approx(vector.tolist(), rel=1e-10, abs=1e-12), name
     assert (expected("k3")[1] - wanted).norm() > 0.1 * wanted.norm()
@@ -75,7 +77,8 @@ def test_off_policy_the_ratio_restores_the_gradient() -> None:
     mu = torch.tensor([-0.5, 0.9, 0.1], dtype=torch.float64).log_softmax(-1)
     logits = LOGITS.clone().requires_grad_()
     logp = logits.log_softmax(-1)
-    k2, rho = kl_tokens(logp, REFERENCE, "k2"), (logp - mu).exp().detach()
+    k2 = kl_tokens(logp, REFERENCE, "k2")
+    rho = (logp - mu).exp().detach()
     weighted = torch.autograd.grad((mu.exp() * rho * k2).sum(), logits, retain_graph=True)[0]
     plain = torch.autograd.grad((mu.exp() * k2).sum(), logits)[0]
     assert weighted.tolist() == pytest.approx(gradient(forward=True).tolist(), rel=1e-10)

@@ -125,7 +125,8 @@ def test_episode_losses(name: str, seed: int) -> None:
 def geo_mean(episode: list[Token]) -> Tensor:
     """verl's: the geometric mean of ratios, times the mean of the advantages and the geometric mean of the
     weights, over the tokens of an episode."""
-    a, size = sum(t.advantage for t in episode) / len(episode), len(episode)
+    a = sum(t.advantage for t in episode) / len(episode)
+    size = len(episode)
     bounded = [(t.pi - t.prox).clamp(max=0.3) if a > 0 else (t.pi - t.prox).clamp(min=-0.3) for t in episode]
     weight = math.exp(sum(math.log(t.weight) for t in episode) / size)
     return -a * weight * (torch.stack(bounded).sum() / size).exp()

@@ -50,7 +50,8 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example as pip would install it, its entry points read from its pyproject.toml."""
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
-    name, version = project["name"], project["version"]
+    name = project["name"]
+    version = project["version"]
     info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -73,7 +74,8 @@ def section(prefix: str) -> dict[str, Any]:
 
 def batch_loss(model: Any, episodes: list[Episode]) -> torch.Tensor:
     """The example's formulas once more, token by token."""
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
     for episode in episodes:
         row, _ = episode
         a = row.own.reward - statistics.median(member.reward for member in row.siblings)

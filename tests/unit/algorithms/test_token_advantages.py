@@ -58,7 +58,8 @@ def test_a_turn_without_model_tokens_is_discounted_as_well() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(NUMBER, st.floats(0, 1)), max_size=70))
 def test_returns_are_the_recursion(pairs: list[tuple[float, float]]) -> None:
-    after, wanted = 0.0, []
+    after = 0.0
+    wanted = []
     for reward, discount in reversed(pairs):
         after = reward + discount * after
         wanted.insert(0, after)
@@ -191,7 +192,8 @@ def test_turns_are_compared_with_the_same_turn_of_siblings_that_have_it() -> Non
 
 def test_turns_by_their_std() -> None:
     """Variances: 1, 1, 0, 3 have (1 + 1 + 25 + 49)/16 / 3; 0, 1, 3 have (16 + 1 + 25)/9 / 2."""
-    first, second = math.sqrt(76 / 48) + 1e-6, math.sqrt(42 / 18) + 1e-6
+    first = math.sqrt(76 / 48) + 1e-6
+    second = math.sqrt(42 / 18) + 1e-6
     found = by_turn(FOUR[3], FOUR, std=True)
     assert found == pytest.approx([7 / 4 / first, 5 / 3 / second, 7 / 4 / first], rel=1e-12)
 

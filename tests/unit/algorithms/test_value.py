@@ -40,16 +40,19 @@ def test_by_hand(
 
 
 def reference(v: torch.Tensor, old: float, returns: float, clip: float) -> torch.Tensor:
-    low, high = old - clip, old + clip
+    low = old - clip
+    high = old + clip
     held = v if low <= v.item() <= high else tensor(low if v.item() < low else high)
-    free_loss, held_loss = (v - returns) ** 2 / 2, (held - returns) ** 2 / 2
+    free_loss = (v - returns) ** 2 / 2
+    held_loss = (held - returns) ** 2 / 2
     return held_loss if held_loss.item() > free_loss.item() else free_loss
 
 
 @pytest.mark.parametrize("clip", [0.05, 0.5, 2.0])
 def test_values_and_gradients_of_a_plain_reference(clip: float) -> None:
     value, old, returns = torch.randn(3, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    v, w = value.clone().requires_grad_(), value.clone().requires_grad_()
+    v = value.clone().requires_grad_()
+    w = value.clone().requires_grad_()
     found, clipped = value_loss(v, old, returns, clip)
     wanted = torch.stack([reference(w[i], old[i].item(), returns[i].item(), clip) for i in range(100)])
     gradients = torch.autograd.grad(found.sum(), v)[0], torch.autograd.grad(wanted.sum(), w)[0]

@@ -85,9 +85,12 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
     with equal rewards or not. `@5`: it is 5 s. `T`: the next batch is trained; `M`: a micro-batch is there;
     `?`: none is.
     """
-    now, trained = 0.0, []
+    now = 0.0
+    trained = []
     for word in events.split():
-        first, rest, last = word[0], word[1:], word[-1]
+        first = word[0]
+        rest = word[1:]
+        last = word[-1]
         uid, _, reward = word.partition("=")
         if first == "+":
             admit(buffer, int(rest))
@@ -120,7 +123,9 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
 
 def count_again(buffer: ReplayBuffer) -> None:
     """What the buffer keeps as it goes is what a look at all groups and episodes finds."""
-    tally, groups, episodes = buffer.tally, list(buffer.live.values()), buffer.episodes
+    tally = buffer.tally
+    groups = list(buffer.live.values())
+    episodes = buffer.episodes
     assert +tally.states == Counter(episode.state for episode in episodes.values())
     for state in State:
         members = {episode.group for episode in episodes.values() if episode.state is state}
@@ -134,13 +139,15 @@ def count_again(buffer: ReplayBuffer) -> None:
     assert tally.ranks(list(buffer.live), buffer.committed) == ranks
     over = [all(episodes[uid].state.over for uid in group.members) for group in groups]
     assert not any(over) and not any(map(tally.over, groups))
-    kept, buffer.floors = buffer.floors, {}
+    kept = buffer.floors
+    buffer.floors = {}
     assert all(floor_of(buffer, buffer.live[number]) == floor for number, floor in kept.items())
 
 
 def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:
     """Take and commit batch `step`; the uids in it."""
-    micro, uids = 0, []
+    micro = 0
+    uids = []
     while plan := batches.plan(step, micro, ranks):
         uids += plan
         micro += 1

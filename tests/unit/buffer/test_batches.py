@@ -30,7 +30,8 @@ def test_a_trainer_that_waits_is_given_what_is_worth_a_micro_batch(ranks: int, g
 def test_what_a_group_shares_counts_once() -> None:
     """30 members of 90 tokens, of which they share 89: nine such groups have 1,000, eight have not."""
     buffer, batches = make(groups_per_batch=40, episodes_per_group=30)
-    batches.packing, batches.micro_tokens = "tree", 1000
+    batches.packing = "tree"
+    batches.micro_tokens = 1000
     land_groups(buffer, 8, 89, *[90] * 30)
     assert batches.plan(0, 0, 1) is None
     land_groups(buffer, 1, 89, *[90] * 30)
@@ -157,7 +158,8 @@ def land_groups(buffer: ReplayBuffer, groups: int, prompt: int, *tokens: int) ->
     for group in range(first, first + groups):
         for member, count in enumerate(tokens):
             episode = land(buffer, f"{group}.{member}")
-            episode.tokens, episode.stats = count, EpisodeStats(1, longest_row=count, prompt=prompt)
+            episode.tokens = count
+            episode.stats = EpisodeStats(1, longest_row=count, prompt=prompt)
 
 
 def test_ranks_are_given_what_is_ready_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

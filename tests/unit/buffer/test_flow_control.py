@@ -80,7 +80,8 @@ def test_a_step_by_hand(shares: list[tuple[float, float]], grows: bool, factor: 
 
 def test_it_begins_quickly_where_all_wait_until_something_is_measured() -> None:
     """The example of the docs: with a bound of 16 groups live for 4 steps when 32 of them are live."""
-    control, levels = control_of(16), [12.0]
+    control = control_of(16)
+    levels = [12.0]
     for _ in range(6):
         control.update([(0.0, BUDGET)], True, 0.4)
         levels.append(control.level)
@@ -137,7 +138,8 @@ def test_the_limit_is_read_by_admission() -> None:
 
 def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batch_is_full() -> None:
     buffer, batches = make(total_groups=4, groups_per_batch=2, max_staleness=4)
-    buffer.live_limit, buffer.spare = 10, 1
+    buffer.live_limit = 10
+    buffer.spare = 1
 
     def admitted() -> int:
         while buffer.can_admit(100, 100):
@@ -280,7 +282,8 @@ def test_no_run_beats_the_ceiling(name: str, keys: dict[str, Any], nearest: floa
     """By more than chance: each of 50 groups is drawn about ten times, so the tail is about the recorded one.
     Each of the ceiling's terms is nearly reached where it is the highest."""
     work = (WORKLOADS | BENCH.TAILS)[name]
-    work, settings = replace(work, recorded=work.recorded[:50]), BENCH.Settings(**keys)
+    work = replace(work, recorded=work.recorded[:50])
+    settings = BENCH.Settings(**keys)
     own = BENCH.alone(replace(work, slots=settings.slots))
     found = BENCH.Figures.of(settings.run(work, 100, seed=2), own.batch)
     reached = max(own.g, own.t) / found.t / settings.ceiling(work, found.masked, found.t)
@@ -364,7 +367,9 @@ def test_it_settles_between_the_two_thresholds(groups: int, bound: int, full: fl
     """`full`: batches' worth of groups that fill the caches. A group's KV grows while it is live, for as many
     steps as there are batches' worth of groups. So each change is seen late; even so the cap ends with one
     value, or, where single groups matter, with two that are a change apart."""
-    cap, ages, seen = KvCap(groups, bound), deque[int](), []
+    cap = KvCap(groups, bound)
+    ages = deque[int]()
+    seen = []
     for _ in range(60 * (bound + 2)):
         while len(ages) < cap.limit:
             ages.append(0)
@@ -454,7 +459,8 @@ def test_a_batch_that_closed_short_leaves_fewer_groups_live() -> None:
 def test_tokens_count_when_they_cross_the_bound_not_when_they_are_trained() -> None:
     """25 tokens sampled at 3.5 s are within a bound of 4 until the commit at 8 s. A batch has them, masked,
     two steps later: they do not count again."""
-    limit, levels = limit_of(buffer__max_staleness=4), []
+    limit = limit_of(buffer__max_staleness=4)
+    levels = []
     limit.buffer.waiting_tokens.begin("slow", 3.5, 25)
     for now in range(3, 12):
         if now == 10:

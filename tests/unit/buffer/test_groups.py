@@ -19,7 +19,8 @@ LATE = {"group_policy": "partial", "group_deadline": 5.0, "groups_per_batch": 1}
 FILTER = {"filter_zero_variance": True, "max_refill": 3, "max_staleness": 8, "target_staleness": 8}
 GREEDY = {"greedy": True, "groups_per_batch": 1, "max_staleness": 4}
 DATA = {"epochs": 1, "max_staleness": 4}
-PAIR, NEXT = ["0.0", "0.1"], ["1.0", "1.1"]
+PAIR = ["0.0", "0.1"]
+NEXT = ["1.0", "1.1"]
 
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = {
     # admission
@@ -216,7 +217,8 @@ def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     for member, state in enumerate(states):
         act[state](buffer, f"0.{member}")
     running = give_up(buffer, "0.2")
-    found, failed = flow(buffer), states.count("failed")
+    found = flow(buffer)
+    failed = states.count("failed")
     assert [episode.member for episode in running] == [i for i in (0, 1) if states[i] == "running"]
     assert (found.failed, found.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed

@@ -67,7 +67,8 @@ def test_delayed_entry_is_at_risk_only_from_then() -> None:
 
 def test_a_window_over_a_steady_stream_is_unbiased() -> None:
     """10,000 exponential lives of mean 5 begin ten a second: the newest 2,000 give its quantiles."""
-    rng, now = np.random.default_rng(1), 1000.0
+    rng = np.random.default_rng(1)
+    now = 1000.0
     began = np.arange(10_000) / 10
     ended = began + rng.exponential(5.0, began.size)
     window = Lifetimes(2000)

@@ -60,7 +60,8 @@ def ours(arms: Arms, times: tuple[float, ...], filtering: bool) -> Trained:
     def take() -> None:
         while buffer.flow().ready:
             for uid in batches.plan(0, len(batches.batches[0].micros) if batches.batches else 0, 1) or ():
-                own, group = batches.taken[uid], batches.baselines[0]
+                own = batches.taken[uid]
+                group = batches.baselines[0]
                 trained.append((own.member, given(own.result, *group.siblings(own))))
 
     for time in TIMES:

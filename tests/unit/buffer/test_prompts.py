@@ -14,7 +14,8 @@ from asyncrl.types import EpisodeResult
 from tests.unit.buffer.machine import admit, give_up, land, land_group, make, train
 
 Turns = tuple[float, ...]
-TURNS, PARTS = ComparedParts(turns=True), ComparedParts(components=True)
+TURNS = ComparedParts(turns=True)
+PARTS = ComparedParts(components=True)
 rewards = st.sampled_from([0.0, 0.5, 1.0])
 groups = st.lists(st.lists(rewards, min_size=1, max_size=3).map(tuple), min_size=2, max_size=4)
 
@@ -83,7 +84,8 @@ def advantages_of(name: str, group: list[EpisodeResult], greedy: float | None) -
 def test_a_group_is_left_out_if_and_only_if_all_its_advantages_are_zero(
     turns: list[Turns], name: str, greedy: float
 ) -> None:
-    entry, group = advantages.load(name), results(*turns)
+    entry = advantages.load(name)
+    group = results(*turns)
     baseline = greedy if entry.greedy else None
     trains = any(abs(value) > 1e-9 for value in advantages_of(name, group, baseline))
     reads = ComparedParts(turns=entry.turns, components=entry.components)

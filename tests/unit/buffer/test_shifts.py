@@ -16,7 +16,8 @@ READY = Outlook(ready=True, share=1.0, complete=False)
 
 def test_a_shift_after_the_other() -> None:
     """Each state waits for what the other side reports, and for nothing else."""
-    shifts, found = Shifts("auto", 0.0, Shift.SLEEPING), []
+    shifts = Shifts("auto", 0.0, Shift.SLEEPING)
+    found = []
     for situation in (
         Situation(asked=True, outlook=READY),
         Situation(asleep=True),
@@ -29,7 +30,10 @@ def test_a_shift_after_the_other() -> None:
     ):
         shifts.move(1.0 * len(found), situation)
         found.append(shifts.shift)
-    asleep, train, waking, rollout = Shift.SLEEPING, Shift.TRAIN, Shift.WAKING, Shift.ROLLOUT
+    asleep = Shift.SLEEPING
+    train = Shift.TRAIN
+    waking = Shift.WAKING
+    rollout = Shift.ROLLOUT
     assert found == [asleep, train, train, waking, waking, rollout, rollout, asleep]
     assert shifts.seconds == {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0} and shifts.count == 1
 
@@ -100,7 +104,8 @@ class World:
             keys["group_deadline"] = 5.0
         if keys["episodes_per_group"] == 1:
             keys["filter_zero_variance"] = False
-        self.steps, self.ranks = random.choice([1, 3, 6]), random.choice([1, 2, 4])
+        self.steps = random.choice([1, 3, 6])
+        self.ranks = random.choice([1, 2, 4])
         epochs, rows = random.choice([(0, 50), (1, random.randint(1, 20))])
         self.buffer, self.batches = make(
             rows, self.steps * keys["groups_per_batch"], epochs, greedy=random.random() < 0.2, **keys
@@ -112,7 +117,10 @@ class World:
         self.slots = random.choice([1, 4, 100])
         self.now = self.sampled_at = 0.0
         self.version = self.micro = self.moves = self.idle_moves = 0
-        self.starting, self.asked, self.awake, self.resting = True, False, False, True
+        self.starting = True
+        self.asked = False
+        self.awake = False
+        self.resting = True
 
     @property
     def over(self) -> bool:
@@ -175,13 +183,16 @@ class World:
             case Shift.WAKING if not self.resting:
                 self.resting = True
             case Shift.WAKING:
-                self.awake, self.version = True, self.buffer.committed
+                self.awake = True
+                self.version = self.buffer.committed
         assert not (self.awake and not self.resting), "both sides have the devices"
         assert self.awake or self.shifts.shift is not Shift.ROLLOUT
 
     def _train(self) -> None:
         if self.starting:
-            self.starting, self.asked, self.resting = False, True, False
+            self.starting = False
+            self.asked = True
+            self.resting = False
             self.progress()
             return
         uids = self.batches.plan(self.buffer.committed, self.micro, self.ranks)
@@ -202,7 +213,9 @@ class World:
         running = [e for e in self.buffer.episodes.values() if e.state is State.RUNNING]
         engines = self.shifts.shift is Shift.ROLLOUT
         if self.random.random() < 0.02 and self.shifts.shift in (Shift.ROLLOUT, Shift.TRAIN):
-            self.starting, self.asked, self.resting = True, False, True
+            self.starting = True
+            self.asked = False
+            self.resting = True
             self.progress()  # a start is a reason
         elif running and engines:
             self.sampled_at = self.now

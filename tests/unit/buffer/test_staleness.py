@@ -55,7 +55,8 @@ def test_no_token_over_the_bound_is_left(values: list[int], bound: int) -> None:
 @settings(deadline=None)
 @given(lags)
 def test_the_histogram_counts_every_token(values: list[int]) -> None:
-    histogram, ordered = LagHistogram(Counter(values)), sorted(values)
+    histogram = LagHistogram(Counter(values))
+    ordered = sorted(values)
     assert histogram.total == len(ordered)
     if ordered:
         assert histogram.max == ordered[-1] and histogram.quantile(1.0) == ordered[-1]
@@ -86,7 +87,8 @@ def test_quarters_cover_the_response(stale: list[bool]) -> None:
 # -- hold: it keeps the bound and never waits for ever ------------------------------------------------------
 
 
-STEPS, SEEDS = 12, 3
+STEPS = 12
+SEEDS = 3
 
 
 class HeldRun:
@@ -100,10 +102,15 @@ class HeldRun:
         self.random = random.Random(seed)
         self.buffer, self.batches = make(**{"on_stale": "hold"} | keys)
         self.strict = True  # from its first step the run has had one rule
-        self.held, self.leased, self.loading = [0] * servers, [False] * servers, [False] * servers
+        self.held = [0] * servers
+        self.leased = [False] * servers
+        self.loading = [False] * servers
         self.events: list[tuple[float, int, Any]] = []
         self.numbers = itertools.count()
-        self.now, self.worst, self.training, self.published = 0.0, 0, False, 0
+        self.now = 0.0
+        self.worst = 0
+        self.training = False
+        self.published = 0
         self.turns: list[tuple[str, int, int]] = []  # that wait for a server: (uid, attempt, left)
         if servers > 1:
             self.after(self.random.uniform(1, 10), self.lease)
@@ -117,7 +124,8 @@ class HeldRun:
 
     def until(self, steps: int, every: int = 1) -> None:
         """Until so many batches are committed; every so many are published."""
-        self.every, limit = every, self.now + 2000
+        self.every = every
+        limit = self.now + 2000
         while self.buffer.committed < steps:
             self.go_on()
             assert self.now < limit and self.events, f"step {self.buffer.committed} waits for ever"
@@ -173,7 +181,8 @@ class HeldRun:
 
     def take(self) -> None:
         count_again(self.buffer)
-        step, plan = self.buffer.committed, None
+        step = self.buffer.committed
+        plan = None
         while not self.training:
             batch = self.batches.batches.get(step)
             if (plan := self.batches.plan(step, len(batch.micros) if batch else 0, 1)) is None:
@@ -236,7 +245,8 @@ def test_a_resumed_run_with_a_stricter_rule_drops_what_is_late_and_goes_on(
         run = HeldRun(seed, **before)
         run.until(STEPS, every=2)
         run.buffer.config = msgspec.structs.replace(run.buffer.config, **after, target_staleness=1)
-        run.worst, run.strict = 0, False
+        run.worst = 0
+        run.strict = False
         run.until(2 * STEPS)
         assert run.worst <= run.bound
         dropped += run.stale
@@ -258,7 +268,8 @@ def test_a_group_that_starts_late_leaves_room_for_the_older_one() -> None:
 
 def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
     buffer, batches = make(on_stale="hold", max_staleness=1, target_staleness=1, max_refill=1)
-    buffer.committed, buffer.refills = 1, 2
+    buffer.committed = 1
+    buffer.refills = 2
     admit(buffer, 2, step=1)
     land_group(buffer, 0, 1.0, 0.0, version=1)
     assert len(batches.plan(1, 0, 1) or []) == 2
@@ -286,7 +297,8 @@ def test_places_are_what_a_schedule_by_due_time_leaves(
     free: int, per_batch: int, bound: int, ages: list[int], age: int | None
 ) -> None:
     """`needed`: the oldest version on which a group with this floor may start; against all schedules."""
-    step, free = 10, min(free, per_batch)
+    step = 10
+    free = min(free, per_batch)
     floors = [step - min(age, bound) for age in ages]
     floor = NEVER if age is None else step - min(age, bound)
     rest = [*floors, floor]

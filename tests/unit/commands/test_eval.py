@@ -93,7 +93,8 @@ def test_the_same_command_names_the_same_run_and_another_another() -> None:
 def test_files_that_were_edited_are_another_run(tmp_path: Path) -> None:
     folder = tmp_path / "a:b [x] ü=(1)'"
     folder.mkdir()
-    data, reward = folder / "[rows].jsonl", folder / "mine.py"
+    data = folder / "[rows].jsonl"
+    reward = folder / "mine.py"
     given = (*CALCULATOR, f"data={data}", f"rollout.reward={reward}:score")
     names = []
     for path in (data, reward, data):

@@ -25,8 +25,13 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeStats, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
 
-BASE, SHARE = 0.02, 0.001  # seconds of a token, and for each episode beside
-TOKENS, WAIT, TRAIN, COMMIT = 10, 0.5, 1.6, 0.2
+# seconds of a token, and for each episode beside
+BASE = 0.02
+SHARE = 0.001
+TOKENS = 10
+WAIT = 0.5
+TRAIN = 1.6
+COMMIT = 0.2
 ROW = {
     "timing_s/step": 4.0,
     "timing_s/wait_data": 4.0 - TRAIN - COMMIT,
@@ -198,13 +203,15 @@ def test_a_probe_that_fails_keeps_its_directory_and_one_that_is_interrupted_does
 
     monkeypatch.setattr("asyncrl.launch.start.train", ended)
     assert cli.main(["plan", f"run_dir={tmp_path}", "name=n", "model.path=m", "data.train=t"]) == exits
-    told, kept = capsys.readouterr().err, list(tmp_path.glob("plan-*/all-slots/logs"))
+    told = capsys.readouterr().err
+    kept = list(tmp_path.glob("plan-*/all-slots/logs"))
     assert len(kept) == (code != INTERRUPTED) and all(str(path) in told for path in kept)
     assert not list(tmp_path.glob("plan-*/few-slots"))
 
 
 def test_splits_use_the_devices() -> None:
-    embedded, servers = configured({}), configured({"engine": {"name": "sglang", "tp": 4}})
+    embedded = configured({})
+    servers = configured({"engine": {"name": "sglang", "tp": 4}})
     assert splits(embedded, 3) == [
         {"rollout.workers": 1, "trainer.ranks": 2},
         {"rollout.workers": 2, "trainer.ranks": 1},

@@ -49,7 +49,8 @@ ROWS = [
 def make_run(parent: Path, name: str, over: bool = True, **more: object) -> Path:
     run_dir = parent / name
     run_dir.mkdir(parents=True)
-    model, data = {"path": "m"}, {"train": "t"}
+    model = {"path": "m"}
+    data = {"train": "t"}
     config: RunConfig = parse({"name": name, "model": model, "data": data, **more})
     (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -87,7 +88,8 @@ def test_the_page_of_a_run_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     found = recorded(page)["overview?run=0"]
     assert found["outcome"] == "Held-out success 25% → 75% in 2 steps: no clear change (12 questions)"
     (judged,) = found["held_out"]  # the score is the success
-    before, after = judged["before"], judged["after"]
+    before = judged["before"]
+    after = judged["after"]
     assert (before["value"], after["value"], after["step"]) == (0.25, 0.75, 2)
     low, high = after["interval"]
     assert low == pytest.approx(0.4677, abs=1e-4) and high == pytest.approx(0.9110, abs=1e-4)

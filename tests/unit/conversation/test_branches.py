@@ -19,7 +19,8 @@ from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
 from tests.fakes.chat import FakeChat, call, encode, rules
 from tests.fakes.engine import generation
 
-USER, AGAIN = Message("user", "q"), Message("user", "and?")
+USER = Message("user", "q")
+AGAIN = Message("user", "and?")
 TOOLS = ("",)  # there are tools; the prompt does not show them
 
 
@@ -66,10 +67,8 @@ def look(arguments: str = "{}", *, content: str = "look", name: str = "a", **fie
 
 
 SAID = Message("assistant", "42")
-CALLING, REPLY = (
-    "look" + call("a", '{"x": 1, "y": [2]}'),
-    Message("tool", "7", tool_call_id="other", name="a"),
-)
+CALLING = "look" + call("a", '{"x": 1, "y": [2]}')
+REPLY = Message("tool", "7", tool_call_id="other", name="a")
 SAME = '{"y":[2],"x":1}'
 REQUESTS: dict[str, tuple[str, tuple[Message, ...], int | None]] = {
     "the same and more": ("42", (USER, SAID, AGAIN), 0),
@@ -205,7 +204,8 @@ def test_a_turn_that_was_cut_has_no_end_to_go_on_from() -> None:
 def test_of_two_requests_that_extend_a_row_the_first_gets_it() -> None:
     branches = Branches(rules())
     said = say(branches, "42", USER)
-    first, second = placed(branches, USER, said, AGAIN), placed(branches, USER, said, AGAIN)
+    first = placed(branches, USER, said, AGAIN)
+    second = placed(branches, USER, said, AGAIN)
     assert (first.row, second.row) == (0, None)
     assert first.session != second.session
     answered(branches, second, "b")
@@ -302,7 +302,8 @@ def test_text_that_no_row_can_hold_is_refused_unread(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(FakeChat, "prompt_ids", lambda *given: read.append(given) or (1,))
     monkeypatch.setattr(FakeChat, "delta_ids", lambda *given: read.append(given) or (1,))
     most = CHARACTERS * 100
-    long, call_ids = Message("user", "x" * most), ToolCall("t", "{}", "x" * most)
+    long = Message("user", "x" * most)
+    call_ids = ToolCall("t", "{}", "x" * most)
     for ask in (
         AgentRequest((long,)),
         AgentRequest((USER, said, long)),
@@ -477,7 +478,8 @@ def test_twins_are_recalled_one_by_one() -> None:
     say(first, "a", USER)
     say(first, "b", USER)
     second = Branches(rules(), first.turns)
-    one, two = placed(second, USER), placed(second, USER)
+    one = placed(second, USER)
+    two = placed(second, USER)
     for place, text in ((two, "a"), (one, "b")):
         turn = second.recorded_turn(place)
         assert turn is not None
@@ -486,7 +488,8 @@ def test_twins_are_recalled_one_by_one() -> None:
 
 def test_a_turn_of_another_place_changes_nothing() -> None:
     branches = Branches(rules())
-    one, two = placed(branches, USER), placed(branches, AGAIN)
+    one = placed(branches, USER)
+    two = placed(branches, AGAIN)
     with pytest.raises(ProtocolError, match="does not continue"):
         branches.add(one, branches.turn(two, generation("a")))
     assert branches.turns == []
@@ -603,7 +606,8 @@ def test_answers_that_were_lost_leave_no_trace(
 ) -> None:
     """Every turn is heard once; neither losses before a crash nor after it change the episode."""
     made = rules(max_turns=8, max_rows=8)
-    first, second = Branches(made), Branches(made)
+    first = Branches(made)
+    second = Branches(made)
     heard = converse(first, plan, lossy)
     assert [turn.index for turn in heard] == list(range(len(plan)))
     assert heard == first.turns == converse(second, plan, not lossy)

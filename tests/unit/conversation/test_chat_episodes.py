@@ -113,7 +113,8 @@ def check_row(rules: Rules, episode: Episode) -> None:
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_answers_extend_the_row_or_begin_one_where_the_template_rewrites(name: str, role: str) -> None:
-    family, rules = FAMILIES[name], rules_of(name, environment=role == "user", history="fork")
+    family = FAMILIES[name]
+    rules = rules_of(name, environment=role == "user", history="fork")
     episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
     for n in range(3):
         plain = Message("assistant", f"Rain in Ulm {n}.", reasoning="Hm." * family.thinks)

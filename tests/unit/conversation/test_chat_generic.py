@@ -62,7 +62,8 @@ class Template:
                 yield OPENERS[message["role"]] + number + before + message["content"] + "\n"
 
     def words(self, message: Any, kept: bool) -> str:
-        thought, content = message.get("reasoning_content", ""), message["content"]
+        thought = message.get("reasoning_content", "")
+        content = message["content"]
         if self.thoughts == "cut" and not kept:
             content = content.rpartition("</think>")[2]
         calls = [call["function"] for call in message.get("tool_calls", [])] if self.calls else []

@@ -30,7 +30,8 @@ class Counting:
     """A tokenizer that counts the characters it reads."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.read = tokenizer, 0
+        self.tokenizer = tokenizer
+        self.read = 0
         self.added_tokens_decoder = tokenizer.added_tokens_decoder
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -73,7 +74,8 @@ def test_no_piece_begins_where_the_whole_text_is_read_otherwise(token: Any) -> N
 
 def test_a_history_that_grows_is_read_once() -> None:
     tokenizer = Counting(tokenizer_of("qwen2.5"))
-    encode, text = ChunkEncoder(tokenizer, controls("qwen2.5")), ""
+    encode = ChunkEncoder(tokenizer, controls("qwen2.5"))
+    text = ""
     for n in range(60):
         text += f"<|im_start|>user\nSure about {n}?<|im_end|>\n"
         encode(text)

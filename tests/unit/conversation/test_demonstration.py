@@ -19,7 +19,8 @@ from tests.fakes.families import tokenizer_of
 from tests.unit.conversation.test_chat import REPLY, TODAY, TOOL
 
 CALL = ToolCall("weather", '{"city": "Ulm"}', REPLY.tool_call_id)
-ASK, ANSWER = Message("user", "Rain in Ulm?"), Message("assistant", "Yes.")
+ASK = Message("user", "Rain in Ulm?")
+ANSWER = Message("assistant", "Yes.")
 TALK = (ASK, Message("assistant", "", (CALL,)), REPLY, ANSWER)
 
 

@@ -74,7 +74,8 @@ WRONG: tuple[Event, ...] = (
 
 # -- what may happen -----------------------------------------------------------------------------------
 
-BAD, OTHER_BAD = "<tool_call>{nonsense</tool_call>", '<tool_call>{"name": 1}</tool_call>'
+BAD = "<tool_call>{nonsense</tool_call>"
+OTHER_BAD = '<tool_call>{"name": 1}</tool_call>'
 CALLING = (
     call("a"),
     "<think>hm</think>so " + call("b", '{"x": 1}'),
@@ -154,7 +155,8 @@ def answer(draw: st.DrawFn, command: Command) -> Event:
         case Generate():
             return generated(draw(st.sampled_from(TEXTS)), command)
         case CallTools(calls=calls):
-            text, reward = draw(said), draw(rewards)
+            text = draw(said)
+            reward = draw(rewards)
             return ToolsReplied(
                 tuple(ToolReply(c, f"{k}{text}", reward=reward + k) for k, c in enumerate(calls))
             )
@@ -203,7 +205,8 @@ def most_events(made: Rules) -> int:
 
 
 def every_episode_ends_within_its_limits(play: Played) -> None:
-    made, last = play.made, play.last
+    made = play.made
+    last = play.last
     assert last.over and len(play.events) <= most_events(made)
     assert len(last.turns) <= made.config.max_turns
     assert len(last.rows) <= made.config.max_rows
@@ -361,11 +364,13 @@ def rewards_are_all_counted_once(play: Played) -> None:
 
 def an_agent_gets_the_same_rows_and_limits(play: Played) -> None:
     """Its requests are the conversation as the machine has it; rows of an agent are never folded."""
-    made, branches = play.made, Branches(play.made)
+    made = play.made
+    branches = Branches(play.made)
     if made.config.history != "fork":
         return
     for state, event in zip_longest(play.states, play.events):
-        messages, ends = conversation(made, state), EpisodeEnd
+        messages = conversation(made, state)
+        ends = EpisodeEnd
         match state.command:
             case Generate() as asked:
                 place = branches.place(AgentRequest(messages, state.opened.tools))

@@ -76,7 +76,9 @@ def test_a_parser_of_the_user_takes_the_tools(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tools", [(), ("",)])
 def test_the_end_of_the_prompt_says_whether_the_turn_begins_in_a_thought(tools: tuple[str, ...]) -> None:
-    opened, closed, other = "<|im_start|>assistant\n<think>\n", "<think>\n\n</think>\n\n", "assistant\n"
+    opened = "<|im_start|>assistant\n<think>\n"
+    closed = "<think>\n\n</think>\n\n"
+    other = "assistant\n"
     for text, prompt, reasoning, content in (
         ("It is </think> so.", opened, "It is", "so."),
         ("It is", opened, "It is", ""),
@@ -184,7 +186,8 @@ def cut_somewhere(texts: list[str]) -> st.SearchStrategy[str]:
 @few
 @given(data=st.data())
 def test_any_text_is_read_without_raising(name: str, data: st.DataObject) -> None:
-    text, tools = data.draw(pieces | cut_somewhere(TEXTS[name])), data.draw(shown)
+    text = data.draw(pieces | cut_somewhere(TEXTS[name]))
+    tools = data.draw(shown)
     parsed = parse_turn(
         parsers.get(name), text, tools, data.draw(st.sampled_from(["", "<think>", "</think>"]))
     )

@@ -58,7 +58,8 @@ def rendered(name: str, calls: Calls) -> str:
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     elif not name.startswith("mistral"):
         turn["content"] = ""
-    question, template = {"role": "user", "content": "q"}, tokenizer_of(name).apply_chat_template
+    question = {"role": "user", "content": "q"}
+    template = tokenizer_of(name).apply_chat_template
     prompt = template([question], tokenize=False, add_generation_prompt=True)
     text = template([question, turn], tokenize=False)
     assert text.startswith(prompt)

@@ -103,7 +103,8 @@ class Talk:
     """A random conversation: who answers what."""
 
     def __init__(self, name: str, seed: int) -> None:
-        self.family, self.random = (REAL | LEARNED)[name].family, Random(f"{name} {seed}")
+        self.family = (REAL | LEARNED)[name].family
+        self.random = Random(f"{name} {seed}")
         self.silent = "mistral" not in name  # their templates refuse a turn of nothing
 
     def words(self) -> str:
@@ -140,11 +141,14 @@ class Talk:
 
 
 def check(name: str, seed: int) -> None:
-    chat, tokenizer, talk = chat_of(name), tokenizer_of(name), Talk(name, seed)
+    chat = chat_of(name)
+    tokenizer = tokenizer_of(name)
+    talk = Talk(name, seed)
     family = talk.family
     tools = (TOOL,) * (talk.random.random() < 0.8)
     said = talk.prompt()
-    row, appends = chat.prompt_ids(said, tools), True
+    row = chat.prompt_ids(said, tools)
+    appends = True
     for _ in range(talk.random.randint(1, 4)):
         turn = talk.turn()
         answer = talk.answer(turn)
@@ -171,7 +175,9 @@ def same(one: str, other: str) -> bool:
     return normalize("NFC", one) == normalize("NFC", other)
 
 
-FEW, MORE, MANY = range(10), range(10, 50), range(50, 1000)
+FEW = range(10)
+MORE = range(10, 50)
+MANY = range(50, 1000)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +219,8 @@ def test_ends_of_turns(name: str) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_nothing_that_a_template_writes_passes_through_a_reply(name: str) -> None:
     """As one reply, forged turns have no token that the template's own turns are made of."""
-    chat, tokenizer = chat_of(name), tokenizer_of(name)
+    chat = chat_of(name)
+    tokenizer = tokenizer_of(name)
     said = (*Talk(name, 0).prompt(), Message("assistant", "So."), Message("user", "Why?"))
     added = {n for text, n in tokenizer.get_added_vocab().items() if not text.isspace()}
     own = added & {*chat.prompt_ids(said, (TOOL,)), *chat.stop_ids}
@@ -235,7 +242,8 @@ def test_a_real_configuration_that_misnames_its_class() -> None:
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in FETCHED.glob("*") if path.is_dir()))
 def test_the_text_of_ids_that_come_one_by_one_is_their_text(folder: str) -> None:
-    tokenizer, rng = fetched_tokenizer(folder), Random(folder)
+    tokenizer = fetched_tokenizer(folder)
+    rng = Random(folder)
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in SAID]
     for ids in (*texts, *(rng.choices(range(len(tokenizer)), k=40) for _ in range(10))):
         growing = GrowingText(functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False))
@@ -248,12 +256,14 @@ def test_the_text_of_ids_that_come_one_by_one_is_their_text(folder: str) -> None
 @pytest.mark.parametrize("folder", ["gemma3", "llama3.1", "qwen3"])
 def test_the_text_of_a_row_that_grows_is_that_of_its_ids(folder: str) -> None:
     """In steps that may split characters: a prompt that continues the row is found out as by decoding all."""
-    tokenizer, rng = fetched_tokenizer(folder), Random(folder)
+    tokenizer = fetched_tokenizer(folder)
+    rng = Random(folder)
     chat = Chat(tokenizer)
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in SAID]
     request = AgentRequest((), prompt="")
     for ids in (*texts, *(rng.choices(range(len(tokenizer)), k=60) for _ in range(20))):
-        growing, count = TextRows(chat), 0
+        growing = TextRows(chat)
+        count = 0
         while count < len(ids):
             count = min(len(ids), count + rng.randint(1, 12))
             span = VersionSpan(0, count, 0, 0)

@@ -21,7 +21,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
@@ -96,7 +97,8 @@ def test_short_text_is_not_tokenised() -> None:
 
 @pytest.mark.parametrize("where", ["head", "middle", "tail"])
 def test_long_text_is_tokenised_at_its_ends_only(where: Cut) -> None:
-    codec, text = Counting(), "0123456789" * 1_000_000
+    codec = Counting()
+    text = "0123456789" * 1_000_000
     begun = time.process_time()
     short = shorten(codec, text, 128, where)
     assert "characters cut" in short

@@ -32,7 +32,8 @@ def test_the_class_that_the_configuration_names_changes_nothing(model: Path) -> 
     (model / "config.json").write_text('{"model_type": "llama"}')
     wrong = AutoTokenizer.from_pretrained(model, local_files_only=True)
     assert " " not in wrong.decode(wrong.encode("What is 12 plus 30?"), skip_special_tokens=True)
-    loaded, own = load_tokenizer(str(model)), Tokenizer.from_file(str(model / "tokenizer.json"))
+    loaded = load_tokenizer(str(model))
+    own = Tokenizer.from_file(str(model / "tokenizer.json"))
     for text in (*TEXTS, "<｜User｜>What is 12 plus 30?<｜end▁of▁sentence｜>"):
         ids = loaded.encode(text, add_special_tokens=False)
         assert ids == own.encode(text, add_special_tokens=False).ids

@@ -16,7 +16,8 @@ from tests.unit.conversation.call_writers import WRITERS, values
 
 FORMATS = ("glm", "qwen3_coder")
 ANY_TYPE: dict[str, Any] = {}
-TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+TEXT = {"type": "string"}
+NUMBER = {"type": "number"}
 MAYBE = {"anyOf": [TEXT, {"type": "null"}]}
 LEVEL = {"$ref": "#/$defs/Level"}
 DEFS = {"Level": {"enum": [1, 2]}, "Loop": {"$ref": "#/$defs/Loop"}}

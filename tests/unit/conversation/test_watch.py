@@ -113,7 +113,8 @@ def test_a_parser_that_fails_does_not_break_the_engine() -> None:
     def broken(text: str, tools: tuple[str, ...]) -> Parsed:
         raise IndexError
 
-    made, told = replace(rules(), parse=broken), []
+    made = replace(rules(), parse=broken)
+    told = []
     watch = TurnWatch(made, TOOLS, ("42",), "", lambda *new: told.append(new))
     ids = encode("It is 42")
     assert [watch(ids[:n]) for n in range(1, 9)] == [False] * 7 + [True]

@@ -23,7 +23,8 @@ from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import make
 
-A, B = b"engine/0/a", b"engine/1/b"
+A = b"engine/0/a"
+B = b"engine/1/b"
 WORKER = b"rollout/0/w"
 HEALTHY = KeeperBeat(healthy=True, starting=False)
 
@@ -117,7 +118,8 @@ class Script:
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        self.setup, self.names = setup, {"A": A, "B": B}
+        self.setup = setup
+        self.names = {"A": A, "B": B}
 
     def play(self, events: str) -> None:
         for event in events.split("; "):
@@ -129,7 +131,9 @@ class Script:
         return self.names[name]
 
     def act(self, verb: str, what: str = "", *more: str) -> None:
-        setup, handler, versions = self.setup, self.setup.handler, self.setup.state.versions
+        setup = self.setup
+        handler = self.setup.handler
+        versions = self.setup.state.versions
         match verb:
             case "serve":
                 setup.serve(int(what))
@@ -231,7 +235,8 @@ def test_without_rolling_all_are_updated_at_once(tmp_path: Path) -> None:
 def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSetup) -> None:
     """Each server is compared with the trainer before its first token; the version that it loaded first came
     without a probe. A newer one without is not loaded meanwhile; the others load it."""
-    versions, probe = setup.state.versions, Probe((1, 2), (-1.0,))
+    versions = setup.state.versions
+    probe = Probe((1, 2), (-1.0,))
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0} and not versions.lacks_probe(first.version)
     setup.ack(A, first)
@@ -307,7 +312,8 @@ class Tables:
     """What workers know of the servers."""
 
     def __init__(self, setup: EngineSetup) -> None:
-        self.setup, self.now = setup, 0.0
+        self.setup = setup
+        self.now = 0.0
         self.known: dict[bytes, dict[str, EngineEntry]] = {}
 
     def send(self, *workers: bytes, after: float = 10.0, lost: bytes = b"") -> int:
@@ -327,7 +333,8 @@ class Tables:
 
 
 def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup: EngineSetup) -> None:
-    other, tables = b"rollout/1/x", Tables(setup)
+    other = b"rollout/1/x"
+    tables = Tables(setup)
     assert tables.send(WORKER) == 2 and tables.know(WORKER)
     assert tables.send(WORKER) == 0
     ref = setup.serve(0)
@@ -348,7 +355,8 @@ def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup
 
 def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup) -> None:
     workers = [f"rollout/{number}/w".encode() for number in range(512)]
-    tables, pause = Tables(setup), 512 / TABLES_PER_SECOND
+    tables = Tables(setup)
+    pause = 512 / TABLES_PER_SECOND
     tables.send(*workers)
     setup.serve(0)
     assert tables.send(*workers) == 2 * 512

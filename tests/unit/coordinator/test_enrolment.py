@@ -141,7 +141,8 @@ def test_who_dials_while_a_coordinator_restarts_is_not_refused(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZeroMQ would never dial again."""
-    given, links = joining.enrol(), list[Link]()
+    given = joining.enrol()
+    links = list[Link]()
     joining.coordinator.close()
 
     def slow(*loaded: Any) -> RunState:
@@ -183,7 +184,8 @@ def test_each_one_is_told_what_it_is_in_the_run(joining: Joining) -> None:
     """Also by a coordinator that was restarted: no index is given twice in a launch."""
     (joining.coordinator.run_dir / "started").write_text("2026-11-23 00ff")
 
-    first, second = joining.enrolled()[1], joining.enrolled()[1]
+    first = joining.enrolled()[1]
+    second = joining.enrolled()[1]
     joining.coordinator.close()
     joining.start("launch")
     third = joining.enrolled()[1]
@@ -209,7 +211,8 @@ def test_who_leaves_gives_its_episodes_back_at_once(joining: Joining) -> None:
 
 def test_servers_are_counted_apart_and_one_that_leaves_is_gone_at_once(tmp_path: Path) -> None:
     joining = Joining(tmp_path, engine={"name": "sglang", "servers": 2})
-    engines, workers = joining.coordinator.engines, joining.coordinator.workers
+    engines = joining.coordinator.engines
+    workers = joining.coordinator.workers
     (_, first), (_, worker), (given, second) = (
         joining.enrolled(role) for role in ("engine", "rollout", "engine")
     )

@@ -57,7 +57,8 @@ def test_a_launch_goes_on_until_a_tenth_lands(alike: int) -> None:
     """200 launches; each ends at the first attempt that lands. `alike` attempts share their fate."""
     draw = random.Random(0)
     for _ in range(200):
-        first, place = FirstAttempts(1000), 0
+        first = FirstAttempts(1000)
+        place = 0
         while draw.random() < 0.9:
             for _ in range(alike):
                 first.fail(place, place // EPISODES, FailReason.TOOL_ERROR)

@@ -46,7 +46,10 @@ from tests.fakes.data import give, rows
 from tests.unit.buffer.machine import count_again, land, land_group, turn_payload
 
 ROWS = rows(50)
-WORKER, OTHER, OBSERVER, TRAINER = b"rollout/0/w", b"rollout/1/v", b"observer/0/x", b"trainer/0/a"
+WORKER = b"rollout/0/w"
+OTHER = b"rollout/1/v"
+OBSERVER = b"observer/0/x"
+TRAINER = b"trainer/0/a"
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +109,8 @@ class LoopSetup:
 
     def received(self, peer: bytes, kind: type) -> int:
         """How many messages of a kind have come to a peer; waits a moment for the first."""
-        socket, count = self.peers[peer], 0
+        socket = self.peers[peer]
+        count = 0
         while socket.poll(500 if not count else 0):
             tag = msgspec.msgpack.decode(socket.recv_multipart()[0])["type"]
             count += tag == kind.__name__
@@ -212,7 +216,8 @@ def test_a_peer_that_writes_without_end_does_not_hold_up_the_end(
 ) -> None:
     monkeypatch.setattr("asyncrl.coordinator.loop.LAST_SECONDS", 0.02)
     setup = LoopSetup(tmp_path)
-    coordinator, begin = setup.coordinator, time.monotonic()
+    coordinator = setup.coordinator
+    begin = time.monotonic()
 
     def more() -> tuple[bytes, WrittenBytes, list[bytes]]:
         assert time.monotonic() < begin + 5, "it takes what comes for ever"
@@ -235,7 +240,8 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
     setup = LoopSetup(tmp_path, buffer=sizes)
     coordinator = setup.coordinator
     setup.join(slots=64)
-    running, more = [], []
+    running = []
+    more = []
     for _ in range(8):
         running.append(len(coordinator.workers.peers.get(WORKER).running))
         more.append(coordinator._more)
@@ -278,7 +284,8 @@ def test_a_version_of_an_earlier_launch_is_sent_to_nobody(setup: LoopSetup) -> N
 
 def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -> None:
     """Its files are damaged: the trainer waits for what would be sampled with it, and is replaced, once."""
-    coordinator, ref = setup.coordinator, WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
+    coordinator = setup.coordinator
+    ref = WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
     setup.say(OBSERVER, ObserverHello())
     setup.join()
     setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), Published(ref, 0.0, 0.0))
@@ -303,7 +310,8 @@ def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -
 
 def test_many_engines_that_miss_a_version_once_are_no_damage(setup: LoopSetup) -> None:
     """It was deleted while they loaded it, as there is a newer one, which they are sent next."""
-    coordinator, ref = setup.coordinator, WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
+    coordinator = setup.coordinator
+    ref = WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
     setup.say(OBSERVER, ObserverHello())
     setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), Published(ref, 0.0, 0.0))
     coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0))
@@ -384,7 +392,8 @@ def test_an_error_in_mid_turn_undoes_the_turn(
     assert setup.coordinator.state.store.read.counts() == {State.TRAINED: 2}
 
 
-READ_ONLY, DROPPED = "PRAGMA query_only=ON", "DROP TABLE groups"
+READ_ONLY = "PRAGMA query_only=ON"
+DROPPED = "DROP TABLE groups"
 
 
 @pytest.mark.parametrize("fault", [READ_ONLY, DROPPED, "locked"])
@@ -392,7 +401,8 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
     """Episodes are trained, taken, ready, landed, running and pending, and the turn that fails has moved some
     of each. Where the store cannot be read either, nothing is said of the account."""
     coordinator = setup.coordinator
-    state, buffer = coordinator.state, coordinator.state.buffer
+    state = coordinator.state
+    buffer = coordinator.state.buffer
     commit = planned(coordinator)
     setup.turn()
     setup.say(TRAINER, commit)
@@ -404,7 +414,8 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
     buffer.fail(buffer.episodes["3.1"], FailReason.PROMPT_TOO_LONG, 0.0)
     assert state.batches.plan(1, 0, 1) == ["1.0", "1.1"]
     setup.turn()
-    stored, reasons = buffer.flow(), dict(buffer.reasons)
+    stored = buffer.flow()
+    reasons = dict(buffer.reasons)
     assert reasons == {"failed/prompt_too_long": 1}
     assert stored.conserved and stored.trained == stored.taken == 2 and stored.in_flight
 
@@ -436,7 +447,8 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
 
 
 def test_the_status_counts_the_steps_that_the_data_are_enough_for(setup: LoopSetup) -> None:
-    state, asked = setup.coordinator.state, setup.coordinator.config.total_steps
+    state = setup.coordinator.state
+    asked = setup.coordinator.config.total_steps
     assert setup.coordinator.reporter.write_status("running").total_steps == asked > 1
     state.buffer.prompts.limit = 1
     assert setup.coordinator.reporter.write_status("running").total_steps == 1
@@ -470,7 +482,8 @@ def limit_of_files(size: int) -> Iterator[None]:
 
 def test_a_full_disk_keeps_the_rows_of_the_metrics(setup: LoopSetup) -> None:
     """Whole ones: whoever reads the file meanwhile, or after a run that ends so, finds no half line."""
-    reporter, path = setup.coordinator.reporter, setup.run_dir / "metrics.jsonl"
+    reporter = setup.coordinator.reporter
+    path = setup.run_dir / "metrics.jsonl"
     reporter.write({"a": 0.0})
     whole = path.read_bytes()
     with limit_of_files(len(whole) + 5):

@@ -47,7 +47,8 @@ def play(state: RunState, uid: str, turns: int, end: bool = False) -> None:
         episode.extend(20, 10, episode.turns, episode.turns)
         state.buffer.touch(episode)
     if end:
-        result, stats = EpisodeResult(1.0, 10 * episode.turns), EpisodeStats(episode.turns)
+        result = EpisodeResult(1.0, 10 * episode.turns)
+        stats = EpisodeStats(episode.turns)
         state.buffer.finish(episode, result, stats, 0.0)
 
 
@@ -141,7 +142,8 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
         play(state, "2.1", 1, end=True), play(state, "3.0", 1, end=True)
         state.persist()
     again = power.cut(state, kept="run.db*")
-    flow, found = again.buffer.flow(), again.buffer.episodes
+    flow = again.buffer.flow()
+    found = again.buffer.episodes
     assert flow.conserved and flow.issued == 8
     uids = ("0.0", "0.1", "1.0", "3.0")
     cut = {uid: (found[uid].state, found[uid].turns, found[uid].attempt) for uid in uids}
@@ -192,7 +194,8 @@ class Training:
     """A trainer's requests to a state."""
 
     def __init__(self, state: RunState, incarnation: str, step: int = 0) -> None:
-        self.state, self.sent = state, Sent()
+        self.state = state
+        self.sent = Sent()
         state.outbox = self.sent  # type: ignore[assignment]
         self.handler = TrainerHandler(state, lambda commit: None)
         self.handler.hello(PEER, TrainerHello(0, 1, incarnation, step), 0.0)
@@ -311,7 +314,8 @@ class Trainer(Training):
     def __init__(self, state: RunState, incarnation: str, at: CheckpointManifest | None = None) -> None:
         super().__init__(state, incarnation, at.step if at else 0)
         self.step, self.total = (at.step, at.trained_total) if at else (0, 0)
-        self.parent, self.uids = (at.step if at else -1), list[str]()
+        self.parent = at.step if at else -1
+        self.uids = list[str]()
         self.checkpoints = state.run_dir / "checkpoints"
 
     def step_on(self) -> None:
@@ -343,7 +347,8 @@ class Trainer(Training):
         path = self.checkpoints / f"step-{self.step}"
         path.mkdir(parents=True)
         (path / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-        self.parent, self.uids = self.step, []
+        self.parent = self.step
+        self.uids = []
         return manifest
 
     def tell(self, manifest: CheckpointManifest) -> None:
@@ -383,7 +388,8 @@ def test_what_the_checkpoints_say_is_trained_and_the_run_goes_on(
             manifest = trainer.save()
         state.buffer.admit(trainer.step, 0.0)
         state.persist()
-    steps, old_epoch = trainer.step, state.trainer_epoch
+    steps = trainer.step
+    old_epoch = state.trainer_epoch
     again = cut(power, state)
     assert again.batches.committed == (1 if told else 0)
     again.buffer.admit(0, 0.0)  # by a coordinator that does not know yet
@@ -436,7 +442,8 @@ def test_episodes_that_ended_otherwise_before_the_trainer_came_are_trained(
     state = build(tmp_path, filter_zero_variance=True)
     trainer = Trainer(state, "a")
     state.persist()
-    trainer.step, trainer.uids = 1, ["0.0", "0.1"]
+    trainer.step = 1
+    trainer.uids = ["0.0", "0.1"]
     manifest = trainer.save()  # of a step that the store has lost
     group = state.buffer.admit(0, 0.0)
     if ending.startswith("filtered"):
@@ -465,7 +472,8 @@ def test_a_store_that_no_manifest_fits_is_refused(tmp_path: Path, wrong: str) ->
     trainer = Trainer(state, "a")
     trainer.step_on()
     state.persist()
-    trainer.step, trainer.uids = 3, ["1.0", "1.1"]
+    trainer.step = 3
+    trainer.uids = ["1.0", "1.1"]
     manifest = trainer.save()  # which does not know the batch that the store has
     if wrong == "gone":
         (tmp_path / "checkpoints" / "step-3" / "manifest.json").unlink()

@@ -26,7 +26,9 @@ from asyncrl.wire.sockets import choose_endpoints
 from tests.fakes.data import rows, stored
 from tests.fakes.mail import Sent
 
-OBSERVER, WORKER, RANK = b"observer/0/a", b"rollout/0/launch.1", b"trainer/0/launch.2"
+OBSERVER = b"observer/0/a"
+WORKER = b"rollout/0/launch.1"
+RANK = b"trainer/0/launch.2"
 
 
 @pytest.fixture
@@ -90,7 +92,9 @@ def test_a_stop_before_the_first_step_ends_at_once(coordinator: Coordinator) -> 
 
 # -- stalls --------------------------------------------------------------------------------------------
 
-SILENCE, PROGRESS = 300.0 + 120.0, 300.0 + 120.0 + 3 * 660.0  # of the default deadlines
+# of the default deadlines
+SILENCE = 300.0 + 120.0
+PROGRESS = 300.0 + 120.0 + 3 * 660.0
 
 
 def sent(coordinator: Coordinator, kind: type) -> list[Any]:
@@ -101,7 +105,8 @@ def sent(coordinator: Coordinator, kind: type) -> list[Any]:
 def beats(coordinator: Coordinator, until: float, **beat: Any) -> None:
     """A worker's heartbeats, one a second of the test's clock; `tokens` a second, if given."""
     coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
-    rate, fields = beat.pop("tokens", 0), {"assigned": 0, "held": (), "busy_s": 0.0, "idle_s": 0.0}
+    rate = beat.pop("tokens", 0)
+    fields = {"assigned": 0, "held": (), "busy_s": 0.0, "idle_s": 0.0}
     for now in range(int(until) + 1):
         message = Heartbeat(**fields, tokens=rate * now, **beat)
         coordinator._on_control(WORKER, message, [], float(now))
@@ -179,7 +184,8 @@ def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
 
 def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinator) -> None:
     """To start, and to repeat steps, takes the next one longer than engines to refuse the version again."""
-    state, replaced = coordinator.state, []
+    state = coordinator.state
+    replaced = []
     for now in range(0, 60, 5):
         if now in (0, 30):  # the first trainer, and the next one
             coordinator._on_control(RANK, TrainerHello(0, 1, f"launch.{now}", 0), [], float(now))
@@ -295,7 +301,8 @@ def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinato
 
 def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
     trained(coordinator, 3)
-    coordinator.state.buffer.untrained, coordinator.state.buffer.untrained_reason = 10_000, "tool_error"
+    coordinator.state.buffer.untrained = 10_000
+    coordinator.state.buffer.untrained_reason = "tool_error"
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING and "tool_error" in coordinator.lifecycle.error
 
@@ -315,7 +322,8 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 64, 1), [], 0.0)
     buffer = coordinator.state.buffer
     buffer.prompts = Prompts(4, order)
-    needed, buffer.total_groups = buffer.total_groups, 3 * buffer.config.groups_per_batch + 4
+    needed = buffer.total_groups
+    buffer.total_groups = 3 * buffer.config.groups_per_batch + 4
     buffer.spare = 1  # a group more would be of use, but is not needed
     coordinator._turn(0.0)
     assert len(buffer.live) == 4 and coordinator.lifecycle.phase is Phase.RUNNING
@@ -331,8 +339,10 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
 
 
 def test_a_run_begins_as_late_as_a_trainer_that_repeats_steps_needs(coordinator: Coordinator) -> None:
-    life, start = coordinator.lifecycle, coordinator.state.liveness.start
-    life.phase, life._deadline = Phase.STARTING, 10.0
+    life = coordinator.lifecycle
+    start = coordinator.state.liveness.start
+    life.phase = Phase.STARTING
+    life._deadline = 10.0
     coordinator.state.liveness.alive(20.0)
     life.advance(20.0 + start)
     with pytest.raises(ProtocolError, match=r"^not started within .*: "):

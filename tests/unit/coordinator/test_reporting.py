@@ -109,7 +109,8 @@ def test_before_any_step_the_status_has_the_score_and_why_nothing_is_learned(
     for at in range(episodes):
         landed(reporter, scores[at % 2])
     reporter.state.buffer.settled.update({State.FILTERED: 64})
-    found, written = reporter.write_status("running"), read_status(reporter.state.run_dir)
+    found = reporter.write_status("running")
+    written = read_status(reporter.state.run_dir)
     assert [alert.what for alert in found.alerts if alert.name == "constant reward"] == [said] * bool(said)
     assert [one["name"] for one in written["alerts"]] == [alert.name for alert in found.alerts]
     assert written["gauges"][REWARD] == sum(scores) / 2 and written["gauges"][FILTERED] == 1.0
@@ -134,7 +135,8 @@ def test_demonstrations_earn_no_reward_and_none_is_missed(reporter: Reporter) ->
 
 
 def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -> None:
-    state, trainer = reporter.state, reporter.trainer
+    state = reporter.state
+    trainer = reporter.trainer
     for rank in range(4):
         trainer.hello(f"trainer/{rank}/x".encode(), TrainerHello(rank, 4, "x", 0), 0.0)
         waiting = "trajectories of step 0" if rank < 3 else ""  # the last one computes
@@ -151,7 +153,8 @@ def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -
 def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: Reporter) -> None:
     """Reason first, the directory, the newest step; on console and status, page (status.json) and summary. A
     trainer that was just started, and a rank whose beat comes late, do not end or renew the alert."""
-    trainer, told = reporter.trainer, list[str]()
+    trainer = reporter.trainer
+    told = list[str]()
     problem = "OSError: [Errno 28] No space left on device; checkpoint /runs/t/checkpoints/step-5"
 
     def alerts() -> list[str]:
@@ -223,7 +226,9 @@ def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
 ) -> None:
     """Each step has 0.2 seconds for the engine, whose beats come after every third one. After it the trainer
     takes another batch at once. At last the engine is idle."""
-    now, busy, sampled = 0.0, 0.0, 0.0
+    now = 0.0
+    busy = 0.0
+    sampled = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(reporter, "_totals", lambda: {"one": (busy, 0.0)})
     monkeypatch.setattr(reporter.workers, "peers", ["one"])
@@ -259,7 +264,8 @@ def test_questions_are_spread_over_the_file_and_always_the_same() -> None:
 
 def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(tmp_path: Path) -> None:
     """The first to end are the short ones, and the short ones are right: 8 of 9 shown were, at 36%."""
-    training, setup = Training(tmp_path / "weights"), WorkerSetup(tmp_path)
+    training = Training(tmp_path / "weights")
+    setup = WorkerSetup(tmp_path)
     training.publish(1)
     setup.state.versions.ref = training.ref(0)
     limits = ValidationConfig(samples=64)

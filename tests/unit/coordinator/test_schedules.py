@@ -103,7 +103,8 @@ def damage_segment(world: World) -> None:
 def damage_checkpoint(world: World) -> None:
     """The newest is not as written, where there is another; then the trainer resumes. Not the last one, after
     which nothing is trained again, and not one that is all that is left of its steps after a power cut."""
-    place, kept = Checkpoints(world.run_dir / "checkpoints"), world.coordinator.state.batches.batches
+    place = Checkpoints(world.run_dir / "checkpoints")
+    kept = world.coordinator.state.batches.batches
     if len(steps := place.steps()) < 2 or not kept.keys() >= {*range(steps[1], steps[0])}:
         return
     if steps[0] < world.config.total_steps:
@@ -118,7 +119,8 @@ def damage_store(world: World) -> None:
 
 
 def cut_power(world: World) -> None:
-    world.crash_in, world.power_goes = world.dice.randint(1, POINTS), True
+    world.crash_in = world.dice.randint(1, POINTS)
+    world.power_goes = True
 
 
 FAULTS = {
@@ -225,7 +227,8 @@ def test_a_last_version_that_no_engine_can_load(root: Path, seed: int, mended: b
     is complete without it."""
 
     def happen(world: World) -> None:
-        newest, steps = world.coordinator.state.versions.newest, world.config.total_steps
+        newest = world.coordinator.state.versions.newest
+        steps = world.config.total_steps
         if newest.step == steps:
             damaged.setdefault("epoch", newest.epoch)
         bad = newest.step == steps and (newest.epoch == damaged["epoch"] or not mended)
@@ -242,8 +245,10 @@ def test_a_last_version_that_no_engine_can_load(root: Path, seed: int, mended: b
 
 def test_the_last_validation_waits_for_the_last_version(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written long after its step, as where the disk is slow: longer than `weights.deadline`."""
-    publish, start = PlayedTrainer._publish, Validation._start
-    judged, late = list[tuple[int, int]](), list[float]()
+    publish = PlayedTrainer._publish
+    start = Validation._start
+    judged = list[tuple[int, int]]()
+    late = list[float]()
 
     def happen(world: World) -> None:
         if late and world.now > late[0] + 100:
@@ -270,7 +275,8 @@ def test_the_last_validation_waits_for_the_last_version(root: Path, monkeypatch:
 
 def restored(root: Path, seed: int, faults: list[str]) -> int:
     """How often the store was damaged, beside other faults, and made anew from a copy."""
-    others, dice = happening(f"store {seed}", faults, 4), random.Random(seed)
+    others = happening(f"store {seed}", faults, 4)
+    dice = random.Random(seed)
 
     def happen(world: World) -> None:
         others(world)

@@ -30,7 +30,8 @@ def test_engines_idle_once_all_workers_have_said_so_twice() -> None:
     handler = ShiftHandler(state, places, places, places, places, lambda message: None)
 
     def beat(worker: int, at: float, busy: float) -> float:
-        workers[worker].beat_at, workers[worker].beat.busy_s = at, busy
+        workers[worker].beat_at = at
+        workers[worker].beat.busy_s = busy
         return handler._idle()
 
     assert beat(0, 10.0, 3.0) <= 0 and beat(1, 10.2, 3.0) <= 0

@@ -64,7 +64,8 @@ def test_a_peer_that_a_message_does_not_reach_is_named() -> None:
 
 
 def test_nothing_is_sent_before_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, order = build(tmp_path), list[str]()
+    state = build(tmp_path)
+    order = list[str]()
     hub: Any = SimpleNamespace(send=lambda *_: order.append("sent") or True)
     state.outbox = TransactionalOutbox(hub, hub)
     state.outbox.to_control(b"peer", Stop(""))

@@ -113,7 +113,8 @@ def test_rank_0_alone_is_given_a_plan_and_each_rank_its_payloads(
 
 
 def test_ranks_that_have_yet_to_meet_are_named_until_their_hello(setup: TrainerSetup) -> None:
-    handler, lease = setup.handler, setup.state.config.launch.lease
+    handler = setup.handler
+    lease = setup.state.config.launch.lease
     waits = TrainerBeat(1, 0.0, 0.0, "trainer ranks meet: of 2, not there yet: 0")
     setup.hello("2")
     handler.beat(b"trainer/1/1", waits, 0.0)
@@ -127,7 +128,8 @@ def test_ranks_that_have_yet_to_meet_are_named_until_their_hello(setup: TrainerS
 
 def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(setup: TrainerSetup) -> None:
     """An engine was started: without the probe it may not sample, and nothing may ever become ready."""
-    versions, kinds = setup.state.versions, list[str]()
+    versions = setup.state.versions
+    kinds = list[str]()
 
     def asked(micro: int) -> str:
         plan = setup.take(0, micro)
@@ -239,7 +241,8 @@ def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -
 
 def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSetup) -> None:
     """Of several steps a batch, one that was taken is enough."""
-    skipping, stepping = {"actor/skipped_steps": 2.0}, {"actor/skipped_steps": 1.0, "actor/grad_norm": 0.5}
+    skipping = {"actor/skipped_steps": 2.0}
+    stepping = {"actor/skipped_steps": 1.0, "actor/grad_norm": 0.5}
     counts = []
     for step, metrics in enumerate((skipping, skipping, stepping, {}), start=1):
         setup.state.batches.batches[step - 1] = Batch(step - 1)
@@ -250,7 +253,8 @@ def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSe
 
 
 def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSetup) -> None:
-    plan, old_epoch = setup.take(0, 0), setup.state.trainer_epoch
+    plan = setup.take(0, 0)
+    old_epoch = setup.state.trainer_epoch
     setup.hello("y")
     assert setup.state.trainer_epoch == old_epoch + 1
     setup.handler.plan_requested(PEERS[0], PlanRequest(old_epoch, 0, 0))
@@ -431,12 +435,14 @@ def spiked(setup: TrainerSetup, step: int, epoch: int | None = None) -> None:
 
 def batch_of(setup: TrainerSetup, groups: int = 2) -> set[str]:
     """What is taken for the batch under way, of new groups."""
-    buffer, step = setup.state.buffer, setup.state.batches.committed
+    buffer = setup.state.buffer
+    step = setup.state.batches.committed
     admit(buffer, groups)
     for uid in [uid for uid, e in buffer.episodes.items() if e.state is State.PENDING]:
         land(buffer, uid)
         setup.state.store.put_frame(uid, 0, "generated", turn_payload())
-    plan, end = setup.take(step, 0), setup.take(step, 1)
+    plan = setup.take(step, 0)
+    end = setup.take(step, 1)
     assert plan is not None and end is not None and end.kind == "step"
     return uids(plan)
 

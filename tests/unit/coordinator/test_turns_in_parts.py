@@ -33,7 +33,8 @@ def setup(tmp_path: Path) -> WorkerSetup:
 def part(
     start: int, count: int = 4, session: int = 0, prompt: bytes = b"p", version: int = 0, **changed: Any
 ) -> bytes:
-    ids, spans = tuple(range(start, start + count)), (VersionSpan(0, count, version, version),)
+    ids = tuple(range(start, start + count))
+    spans = (VersionSpan(0, count, version, version),)
     sampled = Generation(ids, (-0.5,) * count, spans if count else (), StopReason.ABORT)
     return msgspec.msgpack.encode(TurnPart(session, prompt, start, replace(sampled, **changed)))
 

@@ -47,7 +47,8 @@ def test_a_version_and_what_it_builds_upon_is_kept_until_the_session_ends(tmp_pa
 
 
 def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
-    training, setup = Training(tmp_path / "weights"), WorkerSetup(tmp_path)
+    training = Training(tmp_path / "weights")
+    setup = WorkerSetup(tmp_path)
     validation = session(setup)
     training.publish(5)
     setup.state.versions.ref = training.ref(0)
@@ -79,7 +80,8 @@ def test_a_result_in_the_turn_in_which_a_session_goes_on_counts(tmp_path: Path) 
 
 def validating(run_dir: Path, *samples: Sample) -> tuple[WorkerSetup, WorkerRecord, Validation]:
     """A session of one sample, or of these, with a worker that is ready for it."""
-    training, setup = Training(run_dir / "weights"), WorkerSetup(run_dir)
+    training = Training(run_dir / "weights")
+    setup = WorkerSetup(run_dir)
     training.publish(1)
     setup.state.versions.ref = training.ref(0)
     setup.join(A)
@@ -271,7 +273,8 @@ def test_a_session_that_a_restart_cut_short_begins_again(tmp_path: Path) -> None
 
 
 def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path) -> None:
-    training, setup = Training(tmp_path / "weights"), WorkerSetup(tmp_path)
+    training = Training(tmp_path / "weights")
+    setup = WorkerSetup(tmp_path)
     training.publish(5)
     setup.state.versions.ref = training.ref(0)
     before = session(setup)
@@ -279,7 +282,8 @@ def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path
     setup.state.persist()
     before._held.close()  # as when its process ends
     disk.prune(training.directory, keep=1)
-    setup.state.versions.ref, setup.state.buffer.committed = training.ref(4), 5
+    setup.state.versions.ref = training.ref(4)
+    setup.state.buffer.committed = 5
     after = session(setup)
     after.resume(0.0, over=False)
     assert after.session is not None and (after.session.step, after.session.ref) == (5, training.ref(4))
@@ -376,7 +380,8 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
     resumed, left = again(B)
     assert left.keys() == first.keys() - over.keys()
     assert all(message.key == first[uid].key for uid, message in left.items())
-    episodes, seq = setup.state.held_out.episodes, 0
+    episodes = setup.state.held_out.episodes
+    seq = 0
     assert episodes["val1/sampled/1"].turns == 1
     for message in left.values():
         if not episodes[message.attempt.uid].turns:

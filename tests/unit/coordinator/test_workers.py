@@ -49,7 +49,8 @@ from asyncrl.wire.messages.worker import (
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import admit, make, turn_payload
 
-A, B = b"rollout/0/a", b"rollout/1/b"
+A = b"rollout/0/a"
+B = b"rollout/1/b"
 SAMPLE = Sample(0, "s", (Message("user", "?"),), "1")
 
 
@@ -147,7 +148,8 @@ def test_many_episodes_are_assigned_over_several_turns_of_the_loop(
     setup = WorkerSetup(tmp_path)
     setup.join(A, 0), setup.join(B, 1)
     admit(setup.state.buffer, 3)
-    given, more = [], []
+    given = []
+    more = []
     for _ in range(4):
         given.append([(peer, attempt.uid) for peer, attempt in setup.tick()])
         more.append(setup.handler.more)
@@ -174,7 +176,8 @@ def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetu
     began = "1:00 INFO asyncrl.launch: rollout-0 starts, pid 7, incarnation {}\n".format
     log.write_text(began(A.decode().rpartition("/")[2]) + "Killed: too much memory\n" + began("later"))
     setup.handler.peers.lose(A, "killed", 0.0)
-    state, lost = setup.state, "worker 0 in step 1 (killed): Killed: too much memory"
+    state = setup.state
+    lost = "worker 0 in step 1 (killed): Killed: too much memory"
     assert state.failed == FailedAttempts({"reward_error": 1, "worker_lost": 1}, cause, lost)
     assert [episode.uid for episode in setup.landed] == [first.uid]
     state.store.commit()
@@ -182,7 +185,8 @@ def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetu
 
 
 def test_first_attempts_are_judged_until_one_lands(setup: WorkerSetup) -> None:
-    state, seq = setup.state, 0
+    state = setup.state
+    seq = 0
     for _ in range(100):  # groups of failing attempts follow each other
         for _, attempt in setup.tick():
             seq += 1
@@ -230,7 +234,8 @@ def test_a_hello_that_its_acks_have_overtaken_stops_no_record(setup: WorkerSetup
 
 def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerSetup) -> None:
     setup.state.launch = "l"
-    late, living = b"rollout/0/l.2", b"rollout/0/l.10"
+    late = b"rollout/0/l.2"
+    living = b"rollout/0/l.10"
     setup.join(living), setup.tick()
     setup.join(late)
     assert setup.sent.take(Stop) == [(late, Stop("another process has taken its place"))]
@@ -338,7 +343,8 @@ def test_a_side_turn_has_no_part_in_staleness_and_sizes(setup: WorkerSetup) -> N
     side = turn_payload(untrained=True)
     setup.records.record(A, Generated(1, first, 0), [side], 0.0)
     buffer = setup.state.buffer
-    episode, age = buffer.episodes[first.uid], buffer.waiting_tokens.quantile(0.5, 9.0)
+    episode = buffer.episodes[first.uid]
+    age = buffer.waiting_tokens.quantile(0.5, 9.0)
     assert (episode.oldest, episode.tokens, age) == (-1, 0, math.inf)
     setup.records.record(A, Generated(2, first, 1), [turn_payload(1, 3, row=1)], 0.0)
     assert (episode.oldest, episode.newest, episode.floor) == (3, 3, 0)

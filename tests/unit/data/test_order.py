@@ -124,7 +124,8 @@ def test_the_order_of_an_epoch_outlives_a_change_of_the_hook(tmp_path: Path) -> 
     """Otherwise samples would be drawn twice, and others not at all, after a restart within the epoch."""
     (tmp_path / "hook.py").write_text(HOOK)
     (tmp_path / "run").mkdir()
-    name, samples = f"{tmp_path}/hook.py:easy_first", stored(rows(15))
+    name = f"{tmp_path}/hook.py:easy_first"
+    samples = stored(rows(15))
     before = EpochOrder(samples, DataConfig("d", order=name), 0, tmp_path / "run")
     orders = [list(before(epoch)) for epoch in range(4)]
     changed = EpochOrder(samples, DataConfig("d", order={name: {"reverse": True}}), 0, tmp_path / "run")

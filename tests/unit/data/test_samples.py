@@ -65,7 +65,8 @@ def test_json_text_columns_and_other_ground_truths(tmp_path: Path) -> None:
 
 
 TEXT = pa.array([b"128"], pa.binary())
-DECIMAL, MAP = pa.decimal128(4, 1), pa.map_(pa.string(), pa.int64())
+DECIMAL = pa.decimal128(4, 1)
+MAP = pa.map_(pa.string(), pa.int64())
 TALK_IN_BYTES = pa.array([[{"role": b"user", "content": b"1 plus 1?"}]])
 
 
@@ -209,7 +210,8 @@ def write_jsonl(path: Path, *rows: Any) -> Path:
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
 def test_demonstrations_are_whole_conversations(tmp_path: Path, suffix: str) -> None:
-    path, tools = tmp_path / f"a.{suffix}", [{"type": "function", "function": {"name": "add"}}]
+    path = tmp_path / f"a.{suffix}"
+    tools = [{"type": "function", "function": {"name": "add"}}]
     if suffix == "parquet":
         flat = [TALK[0] | {"content": "Use add."}, *TALK[1:]]  # a column has one type
         pq.write_table(pa.table({"messages": [flat], "tools": [json.dumps(tools)]}), path)

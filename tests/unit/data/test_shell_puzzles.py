@@ -22,10 +22,14 @@ def say(command: str, directory: Path) -> str:
 
 
 def test_a_real_shell_says_the_same(tmp_path: Path) -> None:
-    rng, words = random.Random(0), puzzles.split_words()["train"]
+    rng = random.Random(0)
+    words = puzzles.split_words()["train"]
     for number in range(2):
         puzzle = puzzles.make_puzzle(rng, words)
-        wrong, found, wanted, source = puzzle.wrong, puzzle.found, puzzle.wanted, f"{puzzle.package}.sh"
+        wrong = puzzle.wrong
+        found = puzzle.found
+        wanted = puzzle.wanted
+        source = f"{puzzle.package}.sh"
         edits = [
             f"/{wrong}/s/{found}/{wanted}/ {source}",
             f"s/{found}/{wanted}/ {source}",
@@ -35,7 +39,8 @@ def test_a_real_shell_says_the_same(tmp_path: Path) -> None:
             f"s/{found}/{wanted}/ missing.sh",
         ]
         for at, edit in enumerate(edits):
-            shell, place = puzzles.Shell(puzzle), tmp_path / f"{number}-{at}"
+            shell = puzzles.Shell(puzzle)
+            place = tmp_path / f"{number}-{at}"
             place.mkdir()
             for name, text in puzzle.files.items():
                 (place / name).write_text(text)
@@ -52,7 +57,8 @@ def test_no_held_out_word_is_trained_on_and_none_has_two_meanings() -> None:
 
 
 def test_what_is_wanted_is_in_no_question() -> None:
-    rng, words = random.Random(0), puzzles.split_words()["test"]
+    rng = random.Random(0)
+    words = puzzles.split_words()["test"]
     for package in words.packages:
         puzzle = puzzles.make_puzzle(rng, words, package)
         assert puzzle.wanted not in puzzle.question and puzzle.found not in puzzle.question

@@ -53,7 +53,8 @@ async def test_rows_of_several_agents_in_one_step(
     monkeypatch.setattr(recorded, "RECORD_AFTER", after)
     monkeypatch.setattr(step_layout, "_WORTH", 32)
     monkeypatch.setattr(step_layout, "_SHORT", 8)
-    engine, same = serve(slots=6, budget=64), prompt(40)
+    engine = serve(slots=6, budget=64)
+    same = prompt(40)
     await engine.generate(ask(same, 8))  # recorded without adapters
 
     async def turns(index: int, agent: str, alone: dict[str, PreTrainedModel]) -> None:
@@ -72,7 +73,8 @@ async def test_rows_of_several_agents_in_one_step(
         assert manifest.adapters.keys() == SIZES.keys()
         agents = ["planner", "other", "coder"] * 3
         await asyncio.gather(*(turns(index, agent, alone) for index, agent in enumerate(agents)))
-        scored, row = await engine.score(same), torch.tensor([same])
+        scored = await engine.score(same)
+        row = torch.tensor([same])
         with torch.no_grad():
             tables = [alone[agent](row).logits[0, :-1].log_softmax(-1) for agent in SIZES]
         wanted = torch.cat([table.gather(1, row[0, 1:, None])[:, 0] for table in tables])

@@ -60,7 +60,8 @@ def by_token(sampled: Generation) -> list[tuple[int, float, int, int]]:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
 def test_the_parts_of_a_turn_are_the_turn(sizes: list[int], data: st.DataObject) -> None:
-    request, whole = Request("s", (1,), Sampling(100, ())), NOTHING
+    request = Request("s", (1,), Sampling(100, ()))
+    whole = NOTHING
     for version, size in enumerate(sizes):
         whole = extended(request, whole, part(*range(size), version=version))
     cuts = data.draw(st.lists(st.integers(0, len(whole.ids)), max_size=4).map(sorted))

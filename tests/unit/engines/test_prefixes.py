@@ -19,7 +19,8 @@ from .tiny import FAMILIES, Forwarded, ask, assert_logprobs, generated, prompt, 
 async def test_a_groups_prompt_is_computed_once(family: str):
     model = tiny(family)
     forwarded = Forwarded(model)
-    engine, same = serve(model), prompt(70)
+    engine = serve(model)
+    same = prompt(70)
     requests = [ask(same, 4, f"member {member}", member) for member in range(8)]
     for request, generation in zip(
         requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
@@ -39,7 +40,8 @@ async def test_a_groups_prompt_is_computed_once(family: str):
 async def test_only_what_the_present_weights_computed_is_copied(tmp_path: Path, version: int):
     new = tiny(seed=1)
     ref = fake_weights.publish(dict(new.named_parameters()), tmp_path, PolicyVersion(1, version))
-    engine, same = serve(tiny(), stepwise=True), prompt(40)
+    engine = serve(tiny(), stepwise=True)
+    same = prompt(40)
     first = asyncio.create_task(engine.generate(ask(same, 30, "first")))
     await generated(engine, 5)
     await engine.load(ref)
@@ -70,7 +72,8 @@ async def test_requests_that_come_and_go_while_others_wait_for_their_prompts(see
             ids += generation.ids + prompt(2, turn)
         engine.release(str(index))
 
-    rng, reference = random.Random(seed), tiny()
+    rng = random.Random(seed)
+    reference = tiny()
     engine = serve(tiny(), slots=4, max_len=112, budget=24)
     await asyncio.wait_for(asyncio.gather(*(turns(engine, index) for index in range(16))), 60)
     await engine.close()

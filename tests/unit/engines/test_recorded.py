@@ -77,7 +77,8 @@ async def test_a_model_whose_code_looks_at_values_is_played_from_its_code(caplog
     caplog.set_level("INFO")
     model = tiny()
     model.model.norm.register_forward_hook(lambda _module, _args, out: out * 2 if out.any() else out)
-    request, engine = ask(prompt(5), 8), serve(model)
+    request = ask(prompt(5), 8)
+    engine = serve(model)
     await engine.generate(request)
     assert made(engine) and not any(made(engine).values())
     assert "issued by Python" in caplog.text

@@ -43,7 +43,8 @@ def test_uniform_is_splitmix64_of_key_and_position():
 
 def test_chi_square_against_softmax():
     torch.manual_seed(0)
-    row, count = torch.randn(20) * 1.5, 40_000
+    row = torch.randn(20) * 1.5
+    count = 40_000
     for temperature in (1.0, 0.7):
         ids, logprobs = draw(row, count, temperature=temperature)
         expected = torch.log_softmax(row / temperature, -1)
@@ -68,7 +69,8 @@ def test_a_token_is_the_first_whose_cumulative_weight_is_above_the_draw(vocabula
     torch.manual_seed(vocabulary)
     logits = 3 * torch.randn(500, vocabulary)
     logits[:, 1::3] = -torch.inf
-    positions, how = torch.arange(500), params(500)
+    positions = torch.arange(500)
+    how = params(500)
     ids, logprobs = sample(logits, positions, how, vocabulary)
     cumulative = logits.log_softmax(-1).exp().double().cumsum(-1)
     target = uniform(how.seed, positions)[:, None] * cumulative[:, -1:]

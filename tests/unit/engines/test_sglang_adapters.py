@@ -45,8 +45,11 @@ class Server:
     """Keeps adapters by name, with what was in their directories."""
 
     def __init__(self, script: Script) -> None:
-        self.script, self.adapters, self.path = script, dict[str, dict[str, torch.Tensor]](), Path()
-        self.label, self.unloaded = "default", asyncio.Event()
+        self.script = script
+        self.adapters = dict[str, dict[str, torch.Tensor]]()
+        self.path = Path()
+        self.label = "default"
+        self.unloaded = asyncio.Event()
         script.answers |= {
             "/v1/models": self._models,
             "/model_info": self._info,
@@ -140,7 +143,10 @@ async def test_what_is_no_version_of_adapters_or_is_refused_changes_nothing(tmp_
 async def test_a_cancelled_load_leaves_no_files_and_nobody_who_writes_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, writing, go_on, write = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), write_file
+    loop = asyncio.get_running_loop()
+    writing = asyncio.Event()
+    go_on = threading.Event()
+    write = write_file
 
     def slowly(*given: Any) -> None:
         loop.call_soon_threadsafe(writing.set)
@@ -281,7 +287,8 @@ async def test_a_server_without_the_adapter_has_lost_the_turn(part: bytes, why: 
 
 async def test_a_turn_with_an_outdated_adapter_ends_where_it_is() -> None:
     async with connected() as (script, client):
-        heard, never = asyncio.Event(), asyncio.Event()
+        heard = asyncio.Event()
+        never = asyncio.Event()
 
         async def on_part(sampled: object) -> None:
             heard.set()

@@ -25,7 +25,8 @@ class Server:
     url = "http://server"
 
     def __init__(self) -> None:
-        self.label, self.calls = "default", list[str]()
+        self.label = "default"
+        self.calls = list[str]()
 
     async def pause(self, mode: str) -> None:
         self.calls.append("pause")
@@ -46,8 +47,11 @@ async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refs = [publish({"w": torch.ones(2) * at}, tmp_path, PolicyVersion(0, at)) for at in range(2)]
-    server, inside, most = Server(), list[int](), list[int]()
-    entered, go = threading.Event(), threading.Event()
+    server = Server()
+    inside = list[int]()
+    most = list[int]()
+    entered = threading.Event()
+    go = threading.Event()
     loader = loader_of(server, WeightsConfig(), cache=tmp_path / "cache")  # type: ignore[arg-type]
     prepare = loader._whole
 

@@ -83,7 +83,8 @@ def test_a_scorer_has_the_policys_vocabulary(tmp_path: Path) -> None:
         given = config(tmp_path, **{name: {"path": path, "urls": [URL]}})
         check_scorer(given, name, URL, info, ModelInfo(theirs, architectures=("Qwen2ForCausalLM",)))
 
-    same, other = saved(tmp_path / "same", VOCABULARY, 72), saved(tmp_path / "other", {"a": 0, "c": 1})
+    same = saved(tmp_path / "same", VOCABULARY, 72)
+    other = saved(tmp_path / "other", {"a": 0, "c": 1})
     check("reference", "", same)
     check("reference", same, same)
     check("reference", "", saved(tmp_path / "bare"))  # no tokenizer.json: the sizes are the same

@@ -67,7 +67,8 @@ def test_other_versions_and_too_little_room_are_refused(
 
 def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teachers_prompt(tmp_path: Path):
     """Another server has other weights after a restart, until its keeper has seen it."""
-    own, teacher = model(tmp_path / "own"), {"scorers": {"teacher": {"urls": ["engines"]}}}
+    own = model(tmp_path / "own")
+    teacher = {"scorers": {"teacher": {"urls": ["engines"]}}}
     lent = parse(
         {
             "name": "x",

@@ -21,8 +21,11 @@ from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.fakes.sglang import Script, loader_of, scripted
 from tests.fakes.weights import publish
 
-PAUSE, CONTINUE, DISK = "/pause_generation", "/continue_generation", "/update_weights_from_disk"
-RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+PAUSE = "/pause_generation"
+CONTINUE = "/continue_generation"
+DISK = "/update_weights_from_disk"
+RELEASE = "/release_memory_occupation"
+RESUME = "/resume_memory_occupation"
 
 
 @asynccontextmanager
@@ -39,7 +42,8 @@ async def loading(tmp_path: Path) -> AsyncIterator[tuple[Script, ServerLoader, W
 
 def told(script: Script) -> list[str]:
     """What was changed, in the order in which it was asked for since the last look."""
-    asked, script.asked = [(path, body) for path, body, _ in script.asked if path != "/model_info"], []
+    asked = [(path, body) for path, body, _ in script.asked if path != "/model_info"]
+    script.asked = []
     return [path + (f" {' '.join(body['tags'])}" if "tags" in body else "") for path, body in asked]
 
 

@@ -149,7 +149,8 @@ def test_events_are_found_wherever_the_stream_was_cut(size: int):
 
 async def test_a_server_that_sleeps_may_be_silent_and_then_has_its_time_anew():
     async with connected() as (script, server):
-        begun, wakes = asyncio.Event(), asyncio.Event()
+        begun = asyncio.Event()
+        wakes = asyncio.Event()
         script.streams(event([1], 1), then=wakes)
 
         async def read() -> None:

@@ -119,7 +119,8 @@ def test_turns_go_on_as_if_it_had_not_slept(
 
 def test_it_takes_no_more_steps_than_needed(tmp_path: Path):
     """What is prefilled again shares its prefix again."""
-    awake, slept = Stepped(), Stepped()
+    awake = Stepped()
+    slept = Stepped()
     asyncio.run(awake.all(iter(()), None))
     asyncio.run(slept.all(iter([8]), publish(tiny(), tmp_path, 0)))
     assert awake.steps < slept.steps <= awake.steps + 6
@@ -127,7 +128,8 @@ def test_it_takes_no_more_steps_than_needed(tmp_path: Path):
 
 async def test_a_recording_serves_after_a_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recorded, "RECORD_AFTER", 2)
-    engine, new = serve(stepwise=True), tiny(seed=1)
+    engine = serve(stepwise=True)
+    new = tiny(seed=1)
     await engine.generate(ask(prompt(9), 12))
     made = engine._batcher._forward._steps
     recordings = {kind: one for kind, one in made.items() if isinstance(one, torch.jit.ScriptModule)}
@@ -147,7 +149,8 @@ async def test_a_recording_serves_after_a_sleep(tmp_path: Path, monkeypatch: pyt
 async def test_the_version_that_wakes_it_computes_all_kv_anew(family: str, tmp_path: Path):
     from .test_weights import publish as published
 
-    engine, request = serve(tiny(family), stepwise=True), ask(prompt(8), 30)
+    engine = serve(tiny(family), stepwise=True)
+    request = ask(prompt(8), 30)
     new = tiny(family, seed=1)
     task = asyncio.create_task(engine.generate(request))
     await generated(engine, 5)
@@ -179,7 +182,8 @@ async def test_tied_weights_wake(tmp_path: Path):
 
 
 async def test_a_load_that_fails_leaves_it_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    engine, request = serve(stepwise=True), ask(prompt(8), 30)
+    engine = serve(stepwise=True)
+    request = ask(prompt(8), 30)
     task = asyncio.create_task(engine.generate(request))
     await generated(engine, 5)
     await engine.sleep()
@@ -222,9 +226,12 @@ async def test_memory_that_could_not_be_given_up_is_not_said_to_be(
 
 @pytest.mark.parametrize("first", [True, False], ids=["the first version", "a later one"])
 async def test_adapters_alone_wake_it_with_the_base_of_its_directory(tmp_path: Path, first: bool):
-    alone, both = tiny(), tiny()
-    sizes, draw = {"": (3, 6.0)}, torch.Generator().manual_seed(1)
-    adapters, own = Adapters(both, sizes), Adapters(alone, sizes)
+    alone = tiny()
+    both = tiny()
+    sizes = {"": (3, 6.0)}
+    draw = torch.Generator().manual_seed(1)
+    adapters = Adapters(both, sizes)
+    own = Adapters(alone, sizes)
     tensors = {}
     with torch.no_grad():
         for piece in adapters.published:
@@ -271,7 +278,8 @@ async def test_what_is_asked_of_a_sleeper(tmp_path: Path):
     await generated(engine, 12)
     await engine.sleep()
     tasks["new"] = asked(ask(prompt(5), 6, "new"))
-    score, read = asyncio.create_task(engine.score(prompt(7))), asyncio.create_task(engine.read((1, 2), 1, 1))
+    score = asyncio.create_task(engine.score(prompt(7)))
+    read = asyncio.create_task(engine.read((1, 2), 1, 1))
     await settle()
     before = engine.tokens
     engine.release("released")
@@ -325,7 +333,8 @@ async def test_memory_is_given_back_and_does_not_grow(tmp_path: Path):
     del model
     await engine.load(ref)
     await engine.generate(ask(prompt(5), 2))  # the first forward reads libraries
-    asleep, awake = list[int](), list[int]()
+    asleep = list[int]()
+    awake = list[int]()
 
     def used() -> int:
         """Without what is mapped from files, as versions are until they have been copied."""

@@ -35,7 +35,8 @@ from .tiny import (
 async def test_multi_turn_logprobs_with_kept_prefixes(family: str):
     model = tiny(family)
     forwarded = Forwarded(model)
-    engine, ids = serve(model), prompt(17)
+    engine = serve(model)
+    ids = prompt(17)
     for turn, temperature in enumerate((1.0, 0.7, 1.3)):
         request = ask(ids, temperature=temperature, key=turn)
         before = forwarded.tokens
@@ -51,7 +52,8 @@ async def test_multi_turn_logprobs_with_kept_prefixes(family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_ragged_streams_share_slots_with_chunked_prefill(family: str):
     async def stream(engine: TorchEngine, index: int) -> None:
-        rng, ids = random.Random(index), prompt(1 + index % 30, index)
+        rng = random.Random(index)
+        ids = prompt(1 + index % 30, index)
         for turn in range(2):
             temperature = rng.choice((0.0, 0.7, 1.0))
             request = ask(ids, rng.randint(1, 20), str(index), 100 * index + turn, temperature=temperature)
@@ -101,7 +103,8 @@ async def test_abort_and_cancel_give_back_what_there_is():
     engine.release("a")
     engine.release("c")  # still waits for a slot
     engine.release("unknown")
-    partial, nothing = await tasks["a"], await tasks["c"]
+    partial = await tasks["a"]
+    nothing = await tasks["c"]
     assert partial.stop is nothing.stop is StopReason.ABORT
     assert len(partial.ids) in (5, 6) and nothing.ids == nothing.spans == ()  # a step may be under way
     assert_logprobs(tiny(), requests["a"], partial)
@@ -145,7 +148,8 @@ async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_hav
 
 
 async def test_a_turn_that_is_cancelled_while_its_part_is_taken_leaves():
-    engine, taken = serve(slots=1, stepwise=True), asyncio.Event()
+    engine = serve(slots=1, stepwise=True)
+    taken = asyncio.Event()
 
     async def on_part(sampled: Generation) -> None:
         taken.set()
@@ -182,7 +186,8 @@ async def test_the_same_request_gives_the_same_ids_in_any_company():
 async def test_idle_sessions_are_evicted_and_prefilled_again():
     model = tiny()
     forwarded = Forwarded(model)
-    engine, ids = serve(model, slots=2), {name: prompt(10, name) for name in "abc"}
+    engine = serve(model, slots=2)
+    ids = {name: prompt(10, name) for name in "abc"}
     for name in "abac":  # c takes the slot of b, the least recently used
         request = ask(ids[name], 4, name)
         generation = await engine.generate(request)
@@ -205,9 +210,11 @@ async def test_idle_sessions_are_evicted_and_prefilled_again():
 
 
 async def test_padding_near_max_len_stays_in_its_row():
-    engine, ids = serve(slots=2, max_len=40), prompt(20)
+    engine = serve(slots=2, max_len=40)
+    ids = prompt(20)
     ids += (await engine.generate(ask(ids, 14, "low"))).ids
-    wide, narrow = ask(prompt(16, 1), 20, "high"), ask(ids + prompt(4), 20, "low")
+    wide = ask(prompt(16, 1), 20, "high")
+    narrow = ask(ids + prompt(4), 20, "low")
     answers = await asyncio.gather(engine.generate(wide), engine.generate(narrow))
     for request, generation in zip((wide, narrow), answers, strict=True):
         assert_logprobs(tiny(), request, generation)
@@ -285,7 +292,8 @@ def test_built_by_name_and_the_module_still_serves_plain_calls(tmp_path: Path):
     )
     request = ask(prompt(5))
     assert_logprobs(tiny(seed=5), request, asyncio.run(engine.generate(request)))
-    ids, mask = torch.tensor([prompt(6), prompt(6, 1)]), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    ids = torch.tensor([prompt(6), prompt(6, 1)])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     with torch.no_grad():
         plain = engine._model(ids, attention_mask=mask).logits
         expected = tiny(seed=5)(ids, attention_mask=mask).logits
@@ -299,7 +307,8 @@ def test_a_sliding_window_is_refused():
 
 
 async def test_a_watch_hears_every_id_and_ends_the_turn_with_the_one_it_chooses():
-    engine, asked = serve(), [ask(prompt(9, n), 20, f"{n}", n) for n in range(3)]
+    engine = serve()
+    asked = [ask(prompt(9, n), 20, f"{n}", n) for n in range(3)]
     whole = await asyncio.gather(*map(engine.generate, asked))
     heard: dict[int, list[tuple[int, ...]]] = {0: [], 1: []}
 
@@ -323,9 +332,14 @@ async def test_a_watch_hears_every_id_and_ends_the_turn_with_the_one_it_chooses(
 
 async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monkeypatch: pytest.MonkeyPatch):
     """A score waits for the step under way, not for the end of a turn."""
-    engine, fifth, asked, scored = serve(), threading.Event(), threading.Event(), threading.Event()
-    steps, returns = 0, []
-    step, in_thread = engine._batcher.step, engine._in_thread
+    engine = serve()
+    fifth = threading.Event()
+    asked = threading.Event()
+    scored = threading.Event()
+    steps = 0
+    returns = []
+    step = engine._batcher.step
+    in_thread = engine._in_thread
 
     def counted() -> list[Run]:
         nonlocal steps

@@ -38,9 +38,11 @@ def mixed_logprobs(
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 async def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
-    old, new = tiny(family), tiny(family, seed=1)
+    old = tiny(family)
+    new = tiny(family, seed=1)
     ref = publish(new, tmp_path, 3)
-    engine, request = serve(tiny(family), stepwise=True), ask(prompt(8), 80)
+    engine = serve(tiny(family), stepwise=True)
+    request = ask(prompt(8), 80)
     task = asyncio.create_task(engine.generate(request))
     await generated(engine, 5)
     assert await engine.load(ref) == disk.read_manifest(ref)
@@ -77,7 +79,8 @@ async def test_tied_weights_load_under_one_name_or_both(tmp_path: Path, both: bo
     if not both:
         del tensors["lm_head.weight"]
     ref = fake_weights.publish(tensors, tmp_path, PolicyVersion(0, 1))
-    engine, request = serve(tiny(tie_word_embeddings=True)), ask(prompt(5))
+    engine = serve(tiny(tie_word_embeddings=True))
+    request = ask(prompt(5))
     await engine.load(ref)
     assert_logprobs(new, request, await engine.generate(request))
     await engine.close()
@@ -88,7 +91,8 @@ async def test_not_finite_weights_fail_their_requests_and_leave_no_trace(tmp_pat
     poisoned = tiny()
     torch.nn.init.constant_(poisoned.get_input_embeddings().weight, torch.nan)
     nan = publish(poisoned, tmp_path, 1)
-    engine, request = serve(slots=4, stepwise=True), ask(prompt(5), 80)
+    engine = serve(slots=4, stepwise=True)
+    request = ask(prompt(5), 80)
     lengths = enumerate((80, 1, 80))  # the row in the middle sits out when the weights go bad
     others = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(i)))) for i, n in lengths]
     await others.pop(1)

@@ -105,7 +105,8 @@ def test_agents_get_the_address_that_is_named() -> None:
 
 
 CLONE_NEWNET = 0x40000000
-SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41
+SET_FLAGS = 0x8914
+UP_AND_RUNNING = 0x41
 
 
 def listening() -> socket.socket:
@@ -151,9 +152,11 @@ async def test_an_episode_has_a_listener_of_its_own_in_another_namespace(gateway
 @served
 async def test_own_listeners_end_with_the_episode(gateway: Gateway) -> None:
     """Also those that were asked for in the agents' loop, and while a request is under way."""
-    host, agents = FakeHost(), LoopThread("agents")
+    host = FakeHost()
+    agents = LoopThread("agents")
     async with gateway.admit(FakeHost()) as other, gateway.admit(host) as endpoint:
-        kept, left = listening(), listening()
+        kept = listening()
+        left = listening()
 
         async def agent() -> list[Endpoint]:
             return [await endpoint.through(kept), await endpoint.through(left)]

@@ -16,7 +16,9 @@ from asyncrl.gateway.exchange import ApiError
 from asyncrl.types import Message, StopReason, ToolCall
 from tests.fakes.dialects import DIALECTS, FUNCTION, LOOK, Dialect, Said, reply
 
-CHAT, RESPONSES, MESSAGES = DIALECTS["chat"], DIALECTS["responses"], DIALECTS["messages"]
+CHAT = DIALECTS["chat"]
+RESPONSES = DIALECTS["responses"]
+MESSAGES = DIALECTS["messages"]
 USER = Message("user", "q")
 CALLS = (ToolCall("look", "{}", "call_0"), ToolCall("see", '{"a": 1}', "call_1"))
 BOTH = (*CALLS[:1], replace(CALLS[1], name="look"))
@@ -109,7 +111,8 @@ def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
 @every_dialect
 def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
     form = {"schema": {"type": "object"}, "tool_choice": "required", "parallel_tool_calls": False}
-    asked, body = dialect.asked([USER], [LOOK], **form), dialect.body([USER], [LOOK], **form)
+    asked = dialect.asked([USER], [LOOK], **form)
+    body = dialect.body([USER], [LOOK], **form)
     assert asked.ask == dialect.asked([USER], [LOOK]).ask
     told = exchange.without_effect(json.dumps(body).encode(), asked.request)
     assert set(told) == body.keys() & set(exchange.FORMS) and set(told.values()) == {exchange.HINT}
@@ -221,7 +224,8 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
     """Its calls have ids that no other turn gives."""
     calls = [replace(call, id=f"{call.id}-t3") for call in message.tool_calls]
     said = Said(message.reasoning, message.content, calls, end, (5, 2))
-    answer, asked = reply(message, stop), dialect.asked([USER])
+    answer = reply(message, stop)
+    asked = dialect.asked([USER])
     assert dialect.whole(asked.whole([answer])) == said
     for bit_by_bit in (False, True):
         asked = dialect.asked([USER], stream=True)
@@ -403,10 +407,8 @@ def test_what_does_no_harm_is_read_or_left_out() -> None:
         RESPONSES.read(json.dumps({"input": [{"type": "web_search_call"}, refusal, BRIEF]}).encode()),
     ):
         assert asked.ask.messages == (Message("assistant", "no"), Message("system", "be brief"))
-    thought, call = (
-        {"type": "reasoning", "summary": []},
-        {"type": "web_search_call", "id": "ws", "action": {}},
-    )
+    thought = {"type": "reasoning", "summary": []}
+    call = {"type": "web_search_call", "id": "ws", "action": {}}
     items = [thought, call, {"role": "assistant", "content": "so"}, {"role": "user", "content": "q"}]
     assert len(RESPONSES.read(json.dumps({"input": items}).encode()).ask.messages) == 2  # one turn
     for fine in ({"best_of": 1, "echo": False}, {"n": 2, "best_of": 2}):

@@ -62,7 +62,8 @@ def test_an_error_of_our_own_is_logged_with_its_place_and_without_its_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Once for each type; debug records do not count."""
-    unread, text = server._UnreadRequests(), "k" + "ey"
+    unread = server._UnreadRequests()
+    text = "k" + "ey"
     for _ in range(3):
         unread.logger.debug("Error handling request", exc_info=ValueError(text))
         try:
@@ -233,7 +234,8 @@ def hold(gateway: Gateway, endpoint: Endpoint) -> None:
 
 
 def release(gateway: Gateway, endpoint: Endpoint) -> None:
-    held, episode = gateway._connections, gateway.admitted[endpoint.api_key]
+    held = gateway._connections
+    episode = gateway.admitted[endpoint.api_key]
     held.take(episode, -1e7)
     held._release(episode, held._loop_times[episode])
 
@@ -285,7 +287,8 @@ async def test_an_episode_is_held_for_a_bounded_time_before_it_is_decided_anew(g
 async def test_an_ended_episode_is_let_go(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not kept in memory, and does not hold others for longer; none of its waiting requests is
     decoded."""
-    host, decoded = FakeHost(), list[bytes]()
+    host = FakeHost()
+    decoded = list[bytes]()
     alive = weakref.ref(host)
 
     def check(body: bytes) -> None:

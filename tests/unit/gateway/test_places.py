@@ -208,7 +208,8 @@ def test_episodes_in_sandboxes_cannot_read_each_others_files_or_the_users(tmp_pa
     (tmp_path / "tree" / "given").write_text("given")
     line = f"python {tmp_path}/spy.py {user} {PLACES}"
     options = {"sandbox": "jail", "files": str(tmp_path / "tree"), "setup_seconds": 300, "starts": 64}
-    command, hosts = load_agent({"command": {"line": line, **options}}), [FakeHost() for _ in range(count)]
+    command = load_agent({"command": {"line": line, **options}})
+    hosts = [FakeHost() for _ in range(count)]
 
     async def play(gateway: Gateway, host: FakeHost) -> Any:
         async with gateway.admit(host) as endpoint:
@@ -306,7 +307,8 @@ def test_a_program_whose_time_is_up_is_ended() -> None:
 
 async def test_a_programs_time_stands_while_the_episodes_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The episode waits for a scorer until the clock has been read a few times."""
-    reads, over = itertools.count(), asyncio.Event()
+    reads = itertools.count()
+    over = asyncio.Event()
 
     def clock(_: Endpoint) -> float:
         if next(reads) == 5:
@@ -328,11 +330,14 @@ async def test_a_programs_time_stands_while_the_episodes_does(monkeypatch: pytes
 
 async def test_so_many_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start is over with the first request: the second begins while the first goes on."""
-    begun, over = asyncio.Queue[int](), asyncio.Event()
+    begun = asyncio.Queue[int]()
+    over = asyncio.Event()
 
     class Asking:
         def __init__(self, name: int) -> None:
-            self.name, self.first, self.clock = name, asyncio.Event(), time.monotonic
+            self.name = name
+            self.first = asyncio.Event()
+            self.clock = time.monotonic
 
         async def wait_for_first_request(self) -> None:
             await self.first.wait()
@@ -342,7 +347,8 @@ async def test_so_many_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         await over.wait()
         return endpoint.name
 
-    command, both = Command(line="true", starts=1), [Asking(0), Asking(1)]
+    command = Command(line="true", starts=1)
+    both = [Asking(0), Asking(1)]
     monkeypatch.setattr(command, "_run", run)
     playing = [asyncio.ensure_future(command(SAMPLE, one)) for one in both]  # type: ignore[arg-type]
     assert await begun.get() == 0

@@ -34,7 +34,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @served
 async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None:
-    one, two = FakeHost("one"), FakeHost("two")
+    one = FakeHost("one")
+    two = FakeHost("two")
     async with gateway.admit(one) as first, gateway.admit(two) as second:
         assert first.api_key != second.api_key
         for endpoint, text in ((first, "one"), (second, "two")):
@@ -145,7 +146,8 @@ async def test_the_models_are_listed_for_guests(gateway: Gateway) -> None:
 @served
 async def test_what_claude_code_asks_beside_messages(gateway: Gateway) -> None:
     async with gateway.admit(FakeHost()) as endpoint:
-        url, headers = endpoint.anthropic_url, {"x-api-key": endpoint.api_key}
+        url = endpoint.anthropic_url
+        headers = {"x-api-key": endpoint.api_key}
         body = {"messages": [{"role": "user", "content": "four"}], "model": "policy"}
         async with aiohttp.ClientSession() as session:
             async with session.head(url) as answer:
@@ -176,10 +178,12 @@ async def test_a_stream_says_that_its_turn_goes_on(
     host = FakeHost(streamed="")
     host.gate.clear()
     async with gateway.admit(host) as endpoint, aiohttp.ClientSession() as session:
-        headers, body = {"x-api-key": endpoint.api_key}, dialect.body([USER], stream=True)
+        headers = {"x-api-key": endpoint.api_key}
+        body = dialect.body([USER], stream=True)
         async with session.post(endpoint.base_url + dialect.path, json=body, headers=headers) as answer:
             beats = {"/messages": "event: ping", "/responses": "in_progress"}
-            said, beat = "", beats.get(dialect.path, "\n:")
+            said = ""
+            beat = beats.get(dialect.path, "\n:")
             while said.count(beat) < 5:
                 said += (await answer.content.readany()).decode()
             host.gate.set()
@@ -198,7 +202,8 @@ async def test_a_whole_answer_that_takes_long_begins_with_line_breaks(
     host = FakeHost(found)
     host.gate.clear()
     async with gateway.admit(host) as endpoint, aiohttp.ClientSession() as session:
-        headers, body = {"x-api-key": endpoint.api_key}, dialect.body([USER])
+        headers = {"x-api-key": endpoint.api_key}
+        body = dialect.body([USER])
         async with session.post(endpoint.base_url + dialect.path, json=body, headers=headers) as answer:
             assert (answer.status, await answer.content.readexactly(5)) == (200, b"\n" * 5)
             host.gate.set()

@@ -33,7 +33,8 @@ def never_awaited(main: Callable[[], Coroutine[Any, Any, None]]) -> list[str]:
 
 
 def test_a_call_that_is_cancelled_while_its_loop_is_blocked_never_begins() -> None:
-    blocked, go_on = threading.Event(), threading.Event()
+    blocked = threading.Event()
+    go_on = threading.Event()
     begun: list[str] = []
 
     async def blocking() -> None:
@@ -63,7 +64,8 @@ def test_a_call_may_be_cancelled_after_the_end_of_its_loop(monkeypatch: pytest.M
     monkeypatch.setattr(calls, "CLOSE_SECONDS", 0.0)
 
     async def main() -> None:
-        thread, running = LoopThread("test"), threading.Event()
+        thread = LoopThread("test")
+        running = threading.Event()
 
         async def endless() -> None:
             running.set()

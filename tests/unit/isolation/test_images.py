@@ -58,7 +58,8 @@ def test_python_and_packages_of_a_small_image_run_in_it(images: Path) -> None:
 
 
 def test_import_list_and_remove(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, task = tree(tmp_path / "base"), tree(tmp_path / "task", "work/code.py")
+    base = tree(tmp_path / "base")
+    task = tree(tmp_path / "task", "work/code.py")
     assert main(["image", "import", base]) == 0
     assert main(["image", "import", task, "--over", "base", "--name", "t-1"]) == 0
     assert main(["image", "import", base, "--name", "other"]) == 0
@@ -93,7 +94,8 @@ def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
 
 
 def test_a_directory_over_a_link_is_refused_unless_the_link_is_deleted(own: Path, tmp_path: Path) -> None:
-    base, top = Path(tree(tmp_path / "base", "usr/bin/sh", "usr/lib/x")), tree(tmp_path / "top", "usr/lib/y")
+    base = Path(tree(tmp_path / "base", "usr/bin/sh", "usr/lib/x"))
+    top = tree(tmp_path / "top", "usr/lib/y")
     shutil.rmtree(base / "bin")
     (base / "bin").symlink_to("usr/bin")
     import_image(str(base), "base")
@@ -109,7 +111,8 @@ def test_a_directory_over_a_link_is_refused_unless_the_link_is_deleted(own: Path
 
 def test_a_name_as_long_as_the_kernel_takes_inside(own: Path, tmp_path: Path) -> None:
     """Outside, below the directory of images, it is too long. The image below may have it, too."""
-    base, archive = tree(tmp_path / "base"), tmp_path / "deep.tar"
+    base = tree(tmp_path / "base")
+    archive = tmp_path / "deep.tar"
     import_image(base, "base")
     with tarfile.open(archive, "w") as tar:
         tar.add(base, ".")

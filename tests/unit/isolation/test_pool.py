@@ -216,7 +216,9 @@ async def test_closing_ends_a_start_that_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_a_process_that_comes_after_the_end_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, spawn, spawned = threading.Event(), child._spawn, list[int]()
+    held = threading.Event()
+    spawn = child._spawn
+    spawned = list[int]()
 
     def late(*about: Any) -> subprocess.Popen[bytes]:
         held.wait(20)

@@ -37,7 +37,8 @@ def plant(path: str, tree: object, outside: str) -> None:
 @given(st.dictionaries(NAMES, TREES))
 def test_nothing_is_left_and_nothing_else_is_touched(tmp_path_factory, tree) -> None:  # type: ignore[no-untyped-def]
     base = tmp_path_factory.mktemp("tree")
-    outside, home = base / "outside", base / "home"
+    outside = base / "outside"
+    home = base / "home"
     outside.mkdir()
     (outside / "kept").write_text("")
     plant(str(home), tree, str(outside))
@@ -59,7 +60,8 @@ def test_a_tree_deeper_than_any_path_or_stack() -> None:
 def test_a_tree_that_is_moved_meanwhile_leads_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home, other = tmp_path / "home", tmp_path / "other"
+    home = tmp_path / "home"
+    other = tmp_path / "other"
     (home / "a" / "b").mkdir(parents=True)
     (other / "b").mkdir(parents=True)
     delete_files = emptying._delete_files
@@ -80,7 +82,8 @@ def test_a_tree_that_is_moved_meanwhile_leads_nowhere_else(
 
 def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     """Another user, who sees its name in the list of processes, can make one in /tmp."""
-    other, home = tmp_path / "other", tmp_path / "home"
+    other = tmp_path / "other"
+    home = tmp_path / "home"
     other.mkdir(0o755)
     (other / "kept").touch()
     home.symlink_to(other)

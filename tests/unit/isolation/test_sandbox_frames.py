@@ -17,7 +17,8 @@ PARTS = st.lists(st.binary(max_size=300), max_size=20)
 
 @given(PARTS, st.integers(2, 400))
 def test_head_and_tail_are_kept_and_the_rest_counted(parts: list[bytes], limit: int) -> None:
-    kept, all_of_it = BoundedOutput(limit), b"".join(parts)
+    kept = BoundedOutput(limit)
+    all_of_it = b"".join(parts)
     for part in parts:
         kept.add(part)
     omitted, shown = kept.join()

@@ -46,7 +46,8 @@ class Unpacker:
     """Unpacks archives, each in a process that is forked from one that has all imports."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.count = directory, 0
+        self.directory = directory
+        self.count = 0
         command = [sys.executable, "-c", FORKS]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.root = directory
@@ -99,10 +100,12 @@ def tar(*entries: Entry, mode: str = "w") -> bytes:
             name, contents = entry
             info = made(name, tarfile.DIRTYPE if contents is None else tarfile.REGTYPE, mode=0o755)
             if isinstance(contents, str):
-                info.type, info.linkname = tarfile.SYMTYPE, contents
+                info.type = tarfile.SYMTYPE
+                info.linkname = contents
             file: IO[bytes] | None = None
             if isinstance(contents, bytes):
-                info.size, file = len(contents), io.BytesIO(contents)
+                info.size = len(contents)
+                file = io.BytesIO(contents)
             archive.addfile(info, file)
     return buffer.getvalue()
 
@@ -285,7 +288,8 @@ def deep() -> list[Entry]:
     """Directories in each other, by names that are short."""
     entries: list[Entry] = []
     for level in range(18):
-        above, name = f"{level}/" if level else "", "n" * 250
+        above = f"{level}/" if level else ""
+        name = "n" * 250
         entries += [(f"{above}{name}", None), (f"{level + 1}", f"{above}{name}")]
     return entries
 

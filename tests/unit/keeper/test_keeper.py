@@ -57,7 +57,8 @@ class Server:
     sleeping = SimpleNamespace(asleep=False, unknown="")
 
     def __init__(self, *labels: str | Exception) -> None:
-        self.labels, self.api = list(labels), self
+        self.labels = list(labels)
+        self.api = self
 
     async def label(self) -> str:
         found = self.labels.pop(0)
@@ -72,7 +73,9 @@ class Server:
 class Answers:
     """In place of a WeightLoader: what its loads come to. After them the run ends."""
 
-    changed, waiting, pending = None, True, False
+    changed = None
+    waiting = True
+    pending = False
 
     def __init__(self, answers: Sequence[Loaded]) -> None:
         self._answers = [*answers]
@@ -300,7 +303,9 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
 class Sleeper(Server):
     """Falls asleep, unless `fails`."""
 
-    fails, url, description = "", "http://server", "a server"
+    fails = ""
+    url = "http://server"
+    description = "a server"
 
     def __init__(self, *labels: str | Exception) -> None:
         super().__init__(*labels)
@@ -316,7 +321,8 @@ class Sleeper(Server):
 
     async def load(self, ref: WeightsRef) -> Manifest:
         self.done.append(ref.label)
-        self.loaded, self.sleeping.asleep = ref, False
+        self.loaded = ref
+        self.sleeping.asleep = False
         return Manifest(ref.version, (), 0, "sum")
 
 
@@ -383,7 +389,9 @@ async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_ther
     keep_tokens(tmp_path / "t", 0, 1024)  # less was free then
     assert kept_tokens(tmp_path / "t", 0) == 4096
     async with asyncio.timeout(10), keeper_of(tmp_path, "http://nowhere", shifts=True) as keeper:
-        control, versions, started = keeper._control, keeper._versions, asyncio.Event()
+        control = keeper._control
+        versions = keeper._versions
+        started = asyncio.Event()
         assert versions is not None
 
         async def start() -> Attached:

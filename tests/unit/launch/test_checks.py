@@ -195,10 +195,12 @@ def like_gpt2(**values: int) -> Spoil:
     return edit(max_position_embeddings=None, num_attention_heads=None, **values)
 
 
-FOUR, UNTRUE = questions(4), rows(4, ground_truth=None)
+FOUR = questions(4)
+UNTRUE = rows(4, ground_truth=None)
 WORDS = [{"prompt": "?", "ground_truth": truth} for truth in ("rain", "2 + 3 = 5\n#### 5")]
 LONG = {"prompt": "7 plus 8? " * 60, "ground_truth": 1}
-YES, LONG_TALK = [{"content": "yes"}] * 4, {"content": 60 * "8 plus 9? "}
+YES = [{"content": "yes"}] * 4
+LONG_TALK = {"content": 60 * "8 plus 9? "}
 OTHER_TOOLS = rows(4, extra_info={"tools": [{"type": "function"}]})
 TOOL_CALL = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 MODEL_REWARD = rows(4, reward_model={"style": "model"})
@@ -209,7 +211,8 @@ NO_SGLANG = patched("asyncrl.launch.servers.importlib.util.find_spec", lambda na
 CORES = {n: patched("os.sched_getaffinity", lambda pid, n=n: range(n)) for n in (2, 4)}
 MEMORY = patched("asyncrl.launch.memory.main_memory", lambda: MainMemory(1_500_000_000, 0))
 TEMPLATE = "model/chat_template.jinja"
-MISTRAL, PLAIN = file(TEMPLATE, "{{ '[TOOL_CALLS]' }}"), file(TEMPLATE, "{{ messages }}")
+MISTRAL = file(TEMPLATE, "{{ '[TOOL_CALLS]' }}")
+PLAIN = file(TEMPLATE, "{{ messages }}")
 MINIMAX = file(TEMPLATE, "{% set ns = ']<]minimax[>[' %}{{ ns }}<tool_call>{{ messages }}")
 NO_CALLS = "rollout.parser is hermes.*gemma4, glm, harmony, hermes, kimi"
 COMPARED: list[Any] = ["final_number", "exact", {"gsm8k": {}, "format": {}}, f"{__name__}:comparing"]

@@ -270,7 +270,8 @@ def test_escape_sequences_of_agents_do_not_reach_the_terminal(
 ) -> None:
     """The newest cause of failed attempts is an agent's last line; components of rewards have names of its
     choice."""
-    said, shown = "\x1b]0;t\x07\x9b2J", "^[]0;t^G^[2J"
+    said = "\x1b]0;t\x07\x9b2J"
+    shown = "^[]0;t^G^[2J"
     error = describe(AsyncrlError(f"agent ended with code 1: {said}"))
     assert (
         error == f"agent ended with code 1: {shown}" and one_line(ValueError(said)) == f"ValueError: {shown}"

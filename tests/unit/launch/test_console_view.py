@@ -49,7 +49,8 @@ def state(steps: int = 300) -> ConsoleState:
     for step in range(1, steps + 1):
         row = {REWARD: step / 7, LAG: step % 5, ENTROPY: 12345.678, LENGTH: 98765.0}
         made.committed(step, figures | row)
-    made.progress.began, made.progress.origin = time.monotonic() - 360_000, (time.monotonic() - 3000, 0)
+    made.progress.began = time.monotonic() - 360_000
+    made.progress.origin = (time.monotonic() - 3000, 0)
     return made
 
 
@@ -165,7 +166,8 @@ def test_keys_show_a_transcript_and_the_terminal_is_given_back(tmp_path: Path) -
 
 def until(terminal: int, part: bytes, seconds: float = 120.0) -> bytes:
     """What is written up to `part`."""
-    deadline, seen = time.monotonic() + seconds, b""
+    deadline = time.monotonic() + seconds
+    seen = b""
     while part not in seen:
         left = deadline - time.monotonic()
         assert left > 0 and select.select([terminal], [], [], left)[0], seen

@@ -118,7 +118,8 @@ def test_what_is_checked_is_what_the_coordinator_finds(given: Given) -> None:
     given.write([*questions(4), LONG, *questions(1)])
     test = given.write(questions(3), given.folder / "test.jsonl")
     given.keys |= {"data.filter_overlong": True, "data.test": test}
-    found, run_dir = check_data(EpisodeParts(given.config())), given.runs / "x"
+    found = check_data(EpisodeParts(given.config()))
+    run_dir = given.runs / "x"
     assert not run_dir.exists()
     found.save(run_dir)
     for split, count in (("train", 5), ("test", 3)):

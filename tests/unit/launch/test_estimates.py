@@ -134,7 +134,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def lora_8b(folder: Path, **trainer: Any) -> RunConfig:
     write_8b(folder)
-    model, rollout = {"lora_rank": 32, "dtype": "bfloat16"}, {"max_tokens": 16_384, "max_new_tokens": 1024}
+    model = {"lora_rank": 32, "dtype": "bfloat16"}
+    rollout = {"max_tokens": 16_384, "max_new_tokens": 1024}
     return config(folder, model=model, rollout=rollout, trainer={"micro_batch_tokens": 16_384} | trainer)
 
 
@@ -383,7 +384,8 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
     buckets = 2 if transport == "collective" else 0
     wanted = (copies / 4 + buckets) * 100_000_001 * 2
     assert memory.version_bytes(found) == pytest.approx(wanted, rel=0.01)
-    buffers, readers = Buffers(20, pinned=False), copies - 1 - (full_every > 1)
+    buffers = Buffers(20, pinned=False)
+    readers = copies - 1 - (full_every > 1)
     with ExitStack() as reading:
         for copied in range(1, 2 * readers + 3):
             index = buffers.claim(buffers.begin_claim())

@@ -34,7 +34,8 @@ class Home:
     """The coordinator's end, and a machine elsewhere with one process."""
 
     def __init__(self, directory: Path) -> None:
-        self.run_dir, self.there = directory / "home/t", directory / "there/t"
+        self.run_dir = directory / "home/t"
+        self.there = directory / "there/t"
         self.run_dir.mkdir(parents=True)
         self.endpoints = choose_endpoints("127.0.0.1", 0)
         self.start()
@@ -122,7 +123,8 @@ def test_what_an_answer_was_lost_for_is_not_added_twice(home: Home, monkeypatch:
     home.write("timeline/rollout-1.jsonl", b"once")
     assert home.during(sender.send)
     home.write("timeline/rollout-1.jsonl", b", only")
-    answer, lost = home.state.outbox.to_bulk, list[Any]()
+    answer = home.state.outbox.to_bulk
+    lost = list[Any]()
 
     def lose_data(peer: bytes, message: Any) -> None:
         lost.append(message) if message.size == 10 and not lost else answer(peer, message)
@@ -231,7 +233,8 @@ def test_a_long_log_is_cut_at_both_ends_of_the_line(home: Home, monkeypatch: pyt
     ],
 )
 def test_names_that_are_no_files_of_the_sender_are_left_out(name: str, home: Home) -> None:
-    sender, taken = home.sender(), WrittenBytes("logs/rollout-1.log", 0)
+    sender = home.sender()
+    taken = WrittenBytes("logs/rollout-1.log", 0)
     sender.link.send(msgspec.structs.replace(taken, name=name), (b"x",))
     assert home.during(sender.send), "what is refused does not disturb others"
     assert not [path for path in home.run_dir.rglob("*") if path.is_file() and path.stat().st_size]
@@ -253,7 +256,8 @@ def test_what_a_killed_launch_has_left_is_removed_by_the_next_one(tmp_path: Path
     assert not (tmp_path / "killed-here").exists() and not cache.exists()
     claim(tmp_path / "other-here", "run", "here")
     assert {path.name for path in tmp_path.iterdir()} == {"alive-here", "other-here", "killed-there"}
-    again, run_dir = claim(tmp_path / "alive-here", "run", "here"), tmp_path / "alive-here/run"
+    again = claim(tmp_path / "alive-here", "run", "here")
+    run_dir = tmp_path / "alive-here/run"
     cache = weights_directory("shm", run_dir, "run", needed_bytes=0)
     cache.mkdir()
     release(alive, run_dir)
@@ -265,7 +269,9 @@ def test_what_a_killed_launch_has_left_is_removed_by_the_next_one(tmp_path: Path
 def test_a_directory_that_the_last_process_of_before_removes_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent, real, waited = tmp_path / "launch-here", fcntl.flock, list[int]()
+    parent = tmp_path / "launch-here"
+    real = fcntl.flock
+    waited = list[int]()
 
     def removed_meanwhile(lock: int, how: int) -> None:
         if not waited:

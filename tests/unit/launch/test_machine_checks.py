@@ -125,7 +125,8 @@ def two(named: str = "") -> list[Spoil]:
     return interfaces(named, "eth0", "ib0", "-eth1")
 
 
-OLD, ENOUGH = nvidia_smi("550.54", "12.4"), nvidia_smi("580.65", "13.0")
+OLD = nvidia_smi("550.54", "12.4")
+ENOUGH = nvidia_smi("580.65", "13.0")
 SMALL = 64 * MIB
 CUDA13, CUDA12, CUDA_NONE = (patched("torch.version.cuda", each) for each in ("13.0", "12.8", None))
 PYTHONS = [
@@ -316,7 +317,8 @@ def test_a_driver_that_does_not_answer_has_no_version(given: Given) -> None:
     assert gpu_checks.gpu_driver() == ("", "")
 
 
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
 
 
 def look_in_a_network_of_its_own(found: Any) -> None:

@@ -46,7 +46,8 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
-        self.commit, self.sent = COMMITS[0], list[str]()
+        self.commit = COMMITS[0]
+        self.sent = list[str]()
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -59,7 +60,8 @@ class _Answer(BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool) -> None:
-        path, commit = self.path.partition("?")[0], self.server.commit
+        path = self.path.partition("?")[0]
+        commit = self.server.commit
         if path.startswith("/api/models/o/m/tree/"):
             tree = [{"type": "file", "path": n, "size": len(b), "oid": n} for n, b in FILES.items()]
             return self.send(json.dumps(tree).encode(), body)
@@ -208,7 +210,8 @@ def started(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
 def test_a_role_that_lacks_the_directory_fetches_it(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launcher, where = resolve_models(config(tmp_path, "o/m")), Endpoints("tcp://c", "tcp://b")
+    launcher = resolve_models(config(tmp_path, "o/m"))
+    where = Endpoints("tcp://c", "tcp://b")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "here"))
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     target = f"{__name__}:started"

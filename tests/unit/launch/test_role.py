@@ -39,7 +39,8 @@ def test_a_socket_that_was_left_open_does_not_keep_a_process(memory: int) -> Non
 @pytest.fixture
 def own_logging() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     yield
     logging.captureWarnings(False)
     root.handlers[:] = handlers

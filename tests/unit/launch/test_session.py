@@ -25,7 +25,9 @@ DEADLINE = 60.0
 
 class Process:
     def __init__(self, name: str, polled: Callable[[], None]) -> None:
-        self.name, self.code, self.polled = name, None, polled
+        self.name = name
+        self.code = None
+        self.polled = polled
 
     def poll(self) -> int | None:
         self.polled()
@@ -129,7 +131,8 @@ def test_what_the_coordinator_tells_is_shown_and_its_end_is_the_end(play: Play) 
 
 
 def test_a_role_that_crashes_while_the_coordinator_takes_last_words_changes_nothing(play: Play) -> None:
-    polls, looked = list[int](), threading.Event()
+    polls = list[int]()
+    looked = threading.Event()
 
     def polled() -> None:
         polls.extend([1] * (play.processes["rollout-0"].code is not None))
@@ -294,7 +297,8 @@ def test_a_coordinator_that_stops_by_itself_is_given_the_same_time(play: Play) -
 def test_a_run_that_begins_behind_an_interrupt_was_not_asked_to_stop(play: Play) -> None:
     """It was not waited for, then, and did not fail to stop in time."""
     peers: list[bytes] = []
-    signals, messages = [signal.SIGINT], [Status("running", 1, 9, {}, ())]
+    signals = [signal.SIGINT]
+    messages = [Status("running", 1, 9, {}, ())]
 
     def polled() -> None:
         if peers and signals:

@@ -30,7 +30,8 @@ CHECKED = RunData(stored(rows(1)), None, [])
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    model, data = {"path": str(tmp_path)}, {"train": "t"}
+    model = {"path": str(tmp_path)}
+    data = {"train": "t"}
     return parse({"name": "x", "run_dir": str(tmp_path), "model": model, "data": data})
 
 

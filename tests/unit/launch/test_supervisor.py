@@ -18,7 +18,10 @@ class Fake:
     """A process; `kill` takes effect at once unless it `lingers`."""
 
     def __init__(self, order: ProcessSpec) -> None:
-        self.name, self.order, self.code, self.lingers = order.place.name, order, None, False
+        self.name = order.place.name
+        self.order = order
+        self.code = None
+        self.lingers = False
         self.killed = False
 
     def poll(self) -> int | None:
@@ -84,7 +87,8 @@ def test_what_hangs_is_ended_and_nothing_else(world: World, who: str, killed: li
 
 
 def test_all_ranks_go_together_and_wait_for_the_last_of_the_old(world: World) -> None:
-    first, second = world.newest("trainer-0"), world.newest("trainer-1")
+    first = world.newest("trainer-0")
+    second = world.newest("trainer-1")
     first.lingers = True
     second.code = 1
     world.supervisor.tick(0)
@@ -105,7 +109,8 @@ def test_ranks_that_will_try_with_less_memory_do_not_use_up_restarts(tmp_path: P
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer-1.log").write_text("out of memory: 512 tokens\n")
     for now in range(4):
-        world.newest("trainer-0").code, world.newest("trainer-1").code = 70, TRY_AGAIN
+        world.newest("trainer-0").code = 70
+        world.newest("trainer-1").code = TRY_AGAIN
         assert world.supervisor.tick(now) is None
         world.supervisor.tick(now)
         assert world.newest("trainer-1").code is None
@@ -235,7 +240,8 @@ def test_nobody_is_restarted_while_stopping(world: World) -> None:
 def test_how_others_end_is_no_matter_once_the_run_is_over(tmp_path: Path) -> None:
     world = World(tmp_path, restarts=0)
     world.supervisor.over = True  # the coordinator takes last words
-    world.newest("rollout-0").code, world.newest("rollout-1").code = -11, 0
+    world.newest("rollout-0").code = -11
+    world.newest("rollout-1").code = 0
     world.newest("trainer-1").code = 70
     for now in (0.0, LEAVE_SECONDS + 1.0):
         assert world.supervisor.tick(now) is None and len(world.started) == 5 and not world.notes
@@ -247,7 +253,8 @@ def test_how_others_end_is_no_matter_once_the_run_is_over(tmp_path: Path) -> Non
 
 def test_a_coordinator_that_is_killed_as_it_takes_last_words_needs_the_others_again(world: World) -> None:
     world.supervisor.over = True
-    world.newest("coordinator-0").code, world.newest("rollout-0").code = -9, 1
+    world.newest("coordinator-0").code = -9
+    world.newest("rollout-0").code = 1
     for now in (0.0, 1.0, 2.0, 3.0):
         world.supervisor.tick(now)
     assert len(world.started) == 7 and world.newest("rollout-0").code is None

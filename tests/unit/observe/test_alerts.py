@@ -7,7 +7,8 @@ import pytest
 from asyncrl.observe.alerts import RULES, WINDOW, alerts, ends, rules
 
 SUCCESS = "val-core/all/sampled/success"
-GAP, DISCARDED = "rollout_corr/logprob_diff_mean", "rollout/discarded_group_frac"
+GAP = "rollout_corr/logprob_diff_mean"
+DISCARDED = "rollout/discarded_group_frac"
 FAILED = "rollout/attempts_failed/"
 
 HEALTHY = {

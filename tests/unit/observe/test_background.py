@@ -15,7 +15,8 @@ from asyncrl.observe.background import Background
 def test_calls_that_raise_are_counted_and_told_once_and_the_next_one_is_made(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    calls, made = Background("calls", 10), threading.Event()
+    calls = Background("calls", 10)
+    made = threading.Event()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             calls.call(lambda: [][0])
@@ -26,7 +27,8 @@ def test_calls_that_raise_are_counted_and_told_once_and_the_next_one_is_made(
 
 
 def test_calls_beyond_the_most_are_lost() -> None:
-    calls, go = Background("calls", 1), threading.Event()
+    calls = Background("calls", 1)
+    go = threading.Event()
     begun = threading.Event()
     calls.call(lambda: (begun.set(), go.wait(30))[0])
     assert begun.wait(30)
@@ -38,7 +40,8 @@ def test_calls_beyond_the_most_are_lost() -> None:
 
 
 def test_a_call_that_hangs_is_waited_for_once_and_one_that_is_lost_not_at_all() -> None:
-    calls, go = Background("calls", 1), threading.Event()
+    calls = Background("calls", 1)
+    go = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
         calls.ask(lambda: go.wait(60), 0.05)
     assert calls._began is not None

@@ -19,8 +19,11 @@ KEYS = (
     "trainer_idle_frac rollout_idle_frac weights_stall_s_mean logprob_diff_max_same_version "
     "logprob_tokens_compared k3_same_version flow conserved"
 )
-SCORE, LAG, LAST = "rollout/score/mean", "staleness/lag/mean", "val-aux/policy_version"
-TOKENS, PAUSE = "trainer/model_tokens", "timing_s/update_weights"
+SCORE = "rollout/score/mean"
+LAG = "staleness/lag/mean"
+LAST = "val-aux/policy_version"
+TOKENS = "trainer/model_tokens"
+PAUSE = "timing_s/update_weights"
 DIFF, COMPARED, K3 = (
     f"rollout_corr/{name}" for name in ("logprob_diff_max", "logprob_diff_tokens", "k3_kl_same_version")
 )
@@ -109,7 +112,8 @@ def test_what_rows_add_up_to(rows: list[dict[str, float]], expected: dict[str, A
 
 def test_components_of_a_reward_stand_beside_the_score_in_training_and_held_out() -> None:
     """Partial credit is seen before anything succeeds: success stays 0 here."""
-    name, tested = "rollout/component/near/mean", "val-aux/all/sampled/near/mean@1"
+    name = "rollout/component/near/mean"
+    tested = "val-aux/all/sampled/near/mean@1"
     rows = [
         held_out(0, 0.0, **{tested: 0.1}),
         step(1, **{SCORE: 0.25, name: 0.5, "rollout/component/near/max": 1.0}),

@@ -42,7 +42,8 @@ def test_spans_are_appended_and_read_back(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
-    clock, ran = Clock(), []
+    clock = Clock()
+    ran = []
     timeline = Timeline(Path("/dev/full"), clock)
     for _ in range(2000):  # more than any buffer takes
         with timeline.span("train"):
@@ -54,7 +55,8 @@ def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
 
 
 def test_it_is_flushed_at_most_once_a_second(tmp_path: Path) -> None:
-    clock, path = Clock(), tmp_path / "a.jsonl"
+    clock = Clock()
+    path = tmp_path / "a.jsonl"
     timeline = Timeline(path, clock)
     timeline.record("train", 0, 1)
     assert path.read_text() == ""

@@ -112,7 +112,8 @@ def test_a_tracker_of_accelerate_that_hangs_at_its_start_is_refused_in_time(
 def test_a_tracker_that_hangs_in_its_last_row_costs_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, rows = threading.Event(), list[Any]()
+    answers = threading.Event()
+    rows = list[Any]()
     hanging = SimpleNamespace(
         name="mlflow",
         start=lambda: None,
@@ -332,7 +333,8 @@ def raising(error: BaseException) -> Any:
 def test_one_that_fails_is_left_out_and_the_others_go_on(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steps, closed = list[tuple[str, int]](), list[str]()
+    steps = list[tuple[str, int]]()
+    closed = list[str]()
 
     def tracker(name: str, log: Callable[[], Any]) -> Any:
         return SimpleNamespace(

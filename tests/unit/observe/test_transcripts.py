@@ -44,7 +44,8 @@ def test_the_newest_good_and_the_newest_bad_one(tmp_path: Path) -> None:
     save_transcripts(tmp_path, "validation", 2, [entry | {"score": 0.5, "success": True, "text": "c"}])
     for age, name in enumerate(("training/step-2", "validation/step-2", "training/step-1")):
         os.utime(tmp_path / "transcripts" / f"{name}.jsonl", (1000 - age, 1000 - age))
-    good, bad = newest(tmp_path, True, 2.0), newest(tmp_path, False, 2.0)
+    good = newest(tmp_path, True, 2.0)
+    bad = newest(tmp_path, False, 2.0)
     assert good and bad and (good.text, bad.text) == ("c", "b")
     assert good.title == (
         "newest good transcript: validation, step 2, u, score 0.5, ground truth 4, end answered"

@@ -13,7 +13,9 @@ from asyncrl.planning.devices import compare, halves
 from asyncrl.planning.simulator import RecordedTurn, Workload
 
 BUFFER = BufferConfig(groups_per_batch=4, episodes_per_group=2, max_staleness=4)
-G, T = 30.0, 10.0  # device-seconds of a batch: 3200 tokens
+# device-seconds of a batch: 3200 tokens
+G = 30.0
+T = 10.0
 BUFFER = replace(BUFFER, group_policy="complete")
 PLAIN = Workload((((RecordedTurn(400.0, 0.0),),) * 2,), BUFFER, speed=math.inf, publish=0.0)
 
@@ -28,7 +30,8 @@ def test_with_few_devices_shifts_are_faster_and_with_many_a_split() -> None:
         found = compare(work, number, shift=3.0)
         assert found.apart is not None and found.shifts is not None
         assert (found.apart.engines, found.apart.ranks) == split
-        apart, shifts = max(G / split[0], T / split[1]), (G + T) / number + 3.0
+        apart = max(G / split[0], T / split[1])
+        shifts = (G + T) / number + 3.0
         assert (found.apart.formula, found.shifts.formula) == (pytest.approx(apart), pytest.approx(shifts))
         assert found.apart.forecast.step_s == pytest.approx(apart, rel=0.03)
         assert found.shifts.forecast.step_s == pytest.approx(shifts, rel=0.02)

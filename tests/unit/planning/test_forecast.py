@@ -181,6 +181,7 @@ def test_only_what_is_longer_than_the_median_is_stretched() -> None:
 
 def test_a_longer_tail_takes_longer() -> None:
     groups = tuple(((RecordedTurn(100.0, wait),),) * 4 for wait in (1.0, 1.0, 1.0, 8.0))
-    config, rates = configured(bound=1), replace(RATES, recorded=groups)
+    config = configured(bound=1)
+    rates = replace(RATES, recorded=groups)
     longer = replace(rates, recorded=stretched(groups, 3.0))
     assert predict(config, longer, 20).step_s > 1.2 * predict(config, rates, 20).step_s

@@ -39,7 +39,9 @@ class Watched(Simulation):
 
     def _next(self) -> None:
         assert self.shifts is not None
-        busy, works, shift = self._busy, self._working, self.shifts.shift
+        busy = self._busy
+        works = self._working
+        shift = self.shifts.shift
         super()._next()
         if self._busy > busy:
             self.sampled += 1
@@ -55,7 +57,8 @@ def test_one_side_has_the_devices_and_nothing_is_lost(workload: Workload) -> Non
     run = Watched(workload)
     steps = run.run(25)
     assert run.sampled > 25 and run.trained >= 25 and run.shifts is not None
-    worked, changes = sum(step.train for step in steps), run.shifts.count * (workload.shift or 0)
+    worked = sum(step.train for step in steps)
+    changes = run.shifts.count * (workload.shift or 0)
     assert run.now == pytest.approx(run._clock + worked + changes)
     assert run.now == pytest.approx(sum(step.seconds for step in steps))
     flow = run.buffer.flow()

@@ -340,7 +340,8 @@ async def test_a_reward_that_is_late_says_what_kept_it(monkeypatch: pytest.Monke
 
 async def test_only_a_server_that_keeps_a_call_waiting_is_named() -> None:
     async with server() as script:
-        is_asked, never = asyncio.Event(), asyncio.Event()
+        is_asked = asyncio.Event()
+        never = asyncio.Event()
 
         async def silent(request: web.Request) -> web.Response:
             is_asked.set()

@@ -110,7 +110,8 @@ def test_f1(answer: str, truth: Any, options: dict[str, Any], reward: float) -> 
 
 @examples(st.text(), st.text())
 def test_f1_is_a_share_and_symmetric(left: str, right: str) -> None:
-    there, back = f1("s", left, right), f1("s", right, left)
+    there = f1("s", left, right)
+    back = f1("s", right, left)
     assert there == back and 0.0 <= there <= 1.0
     assert f1("s", left, left) == 1.0
 

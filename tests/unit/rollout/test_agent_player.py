@@ -244,7 +244,8 @@ def test_a_function_about_side_requests_that_raises_fails_the_episode_by_name(co
 
 async def completed(endpoint: Endpoint, prompt: Any, **options: Any) -> str:
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    url, body = f"{endpoint.base_url}/completions", {"prompt": prompt, **options}
+    url = f"{endpoint.base_url}/completions"
+    body = {"prompt": prompt, **options}
     async with aiohttp.ClientSession(headers=headers) as session, session.post(url, json=body) as answer:
         assert answer.status == 200, await answer.text()
         return str((await answer.json())["choices"][0]["text"])
@@ -454,7 +455,8 @@ def test_an_agent_that_hangs_before_its_first_turn_fails() -> None:
 
 
 async def test_an_episode_takes_one_thread_for_its_prompts_even_if_clients_leave() -> None:
-    begun, gates = [0], [threading.Event() for _ in range(3)]
+    begun = [0]
+    gates = [threading.Event() for _ in range(3)]
 
     class Slow:
         def rendering(self, request: AgentRequest) -> Any:
@@ -465,7 +467,8 @@ async def test_an_episode_takes_one_thread_for_its_prompts_even_if_clients_leave
             return 1
 
     unused: Any = None
-    host, slow = AgentHost(unused, cast(Branches, Slow()), unused), AgentRequest((Message("user", "q"),))
+    host = AgentHost(unused, cast(Branches, Slow()), unused)
+    slow = AgentRequest((Message("user", "q"),))
     asking = [asyncio.create_task(host.count(slow)) for _ in range(3)]
     await settle()
     assert begun == [1]
@@ -484,7 +487,8 @@ class Held(ScriptedEngine):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.entered, self.left = threading.Event(), threading.Event()
+        self.entered = threading.Event()
+        self.left = threading.Event()
 
     async def generate(self, request: Request) -> Generation:
         if not self.requests:
@@ -597,7 +601,9 @@ class Parted(ScriptedEngine):
 
     def __init__(self, script: Any, hold: int) -> None:
         super().__init__(script)
-        self.hold, self.parted, self.left = hold, threading.Semaphore(0), threading.Semaphore(0)
+        self.hold = hold
+        self.parted = threading.Semaphore(0)
+        self.left = threading.Semaphore(0)
 
     async def generate(self, request: Request) -> Generation:
         self.requests.append(request)
@@ -676,7 +682,8 @@ def test_requests_of_several_rows_that_come_again_go_on(meanwhile: bool) -> None
 
 def test_what_is_durable_of_a_turn_is_kept_until_the_turn_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client leaves while it waits for room among the records that are sent."""
-    full, waits = threading.Event(), threading.Event()
+    full = threading.Event()
+    waits = threading.Event()
 
     def is_full(outbox: Any) -> bool:
         if full.is_set():
@@ -712,7 +719,9 @@ class Leaver:
     knows."""
 
     def __init__(self, count: int) -> None:
-        self.count, self._posted, self._left = count, threading.Event(), threading.Event()
+        self.count = count
+        self._posted = threading.Event()
+        self._left = threading.Event()
 
     async def leave(self, endpoint: Endpoint, **body: Any) -> None:
         asking = asyncio.ensure_future(ask(endpoint, "q", **body))
@@ -743,7 +752,8 @@ def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
         said = await message(endpoint, "q")
         await message(endpoint, "q", said, "sure?")
 
-    leaver, bench = Leaver(1), AgentBench(agent)
+    leaver = Leaver(1)
+    bench = AgentBench(agent)
     asyncio.run(leaver.play(bench))
     assert bench.rows == ["q42sure?42"]
     assert len(bench.engine.requests) == 2
@@ -755,7 +765,8 @@ def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
         await leaver.leave(endpoint, n=2)
         assert (await ask(endpoint, "q", n=3))[0] == 200
 
-    leaver, bench = Leaver(2), AgentBench(several)
+    leaver = Leaver(2)
+    bench = AgentBench(several)
     asyncio.run(leaver.play(bench))
     assert len(bench.turns) == len(bench.engine.requests) == 3
 
@@ -854,7 +865,8 @@ def test_an_agent_that_does_something_else_starts_again(caplog: pytest.LogCaptur
         await asyncio.Event().wait()
 
     for first, agent in ((three_turns, other), (three_turns, silent), (duel, black)):
-        before, bench = AgentBench(first), AgentBench(agent)
+        before = AgentBench(first)
+        bench = AgentBench(agent)
         before.finished()
         end = bench.failed(before.record)
         assert (end.reason, "repeat" in end.detail) == (FailReason.NOT_REPEATED, True)
@@ -862,7 +874,8 @@ def test_an_agent_that_does_something_else_starts_again(caplog: pytest.LogCaptur
 
 
 def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
-    thinking, gate = threading.Event(), threading.Event()
+    thinking = threading.Event()
+    gate = threading.Event()
 
     def agent(sample: Sample, endpoint: Endpoint) -> None:
         asyncio.run(message(endpoint, "q"))

@@ -45,9 +45,12 @@ def ids(found: str) -> dict[str, Any]:
     return {"generation_config.json": f'{{"eos_token_id": {found}}}'}
 
 
-PICK, HI_LO = f"{__name__}:pick", {"rollout": {"environment": "hi_lo"}}
-MISNAMED, GIVEN = {"enable_thinkin": False}, {"tools": "none"}
-UNREADABLE, NO_IDS = r"generation_config\.json: .* JSON.*; write it anew", r"must be an id or a list of ids"
+PICK = f"{__name__}:pick"
+HI_LO = {"rollout": {"environment": "hi_lo"}}
+MISNAMED = {"enable_thinkin": False}
+GIVEN = {"tools": "none"}
+UNREADABLE = r"generation_config\.json: .* JSON.*; write it anew"
+NO_IDS = r"must be an id or a list of ids"
 REFUSED: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
     # gpt-oss joins the values of an enum as text
     "tools": ("gpt-oss", ("calculator", PICK), {}, r"rollout\.tools: .* 'pick', change its signature: "),

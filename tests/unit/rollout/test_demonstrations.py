@@ -28,7 +28,8 @@ from tests.fakes.episodes import TurnBench
 from tests.fakes.weights import publish
 from tests.unit.rollout.test_check_chat import parts_of, saved
 
-USER, WELL = Message("user", "q"), Message("assistant", "well")
+USER = Message("user", "q")
+WELL = Message("assistant", "well")
 TALK = (USER, WELL, Message("user", "more"), Message("assistant", "done"))
 
 
@@ -118,7 +119,8 @@ async def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -
 
 
 def test_conversations_are_written_before_the_start(tmp_path: Path) -> None:
-    parts, good = parts_of(saved("qwen2.5", tmp_path)), talked(*TALK)
+    parts = parts_of(saved("qwen2.5", tmp_path))
+    good = talked(*TALK)
     check_demonstrations(parts, "data.test", [good, Sample(0, "asked", TALK, "null"), good])
     with pytest.raises(ConfigError, match=r"data\.test, sample 2: message 2: the assistant speaks without"):
         check_demonstrations(parts, "data.test", [good, good, talked(USER, WELL, WELL, row=2)])
@@ -126,7 +128,8 @@ def test_conversations_are_written_before_the_start(tmp_path: Path) -> None:
 
 def test_only_some_of_many_are_looked_at(tmp_path: Path) -> None:
     """Spread over the data: the first and one near the end are among them."""
-    parts, seen = parts_of(saved("qwen2.5", tmp_path)), list[int]()
+    parts = parts_of(saved("qwen2.5", tmp_path))
+    seen = list[int]()
 
     class Watched(list[Sample]):
         def __getitem__(self, at: Any) -> Any:

@@ -70,7 +70,9 @@ class HoldingEngine(ScriptedEngine):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.holds, self.entered, self.left = False, threading.Event(), threading.Event()
+        self.holds = False
+        self.entered = threading.Event()
+        self.left = threading.Event()
 
     async def generate(self, request: Request) -> Generation:
         if self.holds:
@@ -89,10 +91,12 @@ class LeavingBench(AgentBench):
     def __init__(self, agent: Any) -> None:
         super().__init__(agent, lambda text: ANSWERS[zlib.crc32(text.encode()) % len(ANSWERS)])
         self.engine = self.holding = HoldingEngine(self.script)
-        self.posted, self.known = threading.Event(), threading.Event()
+        self.posted = threading.Event()
+        self.known = threading.Event()
 
     async def run(self, *given: Any, **assigned: Any) -> None:
-        self.loop, mark = asyncio.get_running_loop(), Branches.mark_undelivered
+        self.loop = asyncio.get_running_loop()
+        mark = Branches.mark_undelivered
 
         def marked(branches: Branches, turn: Turn) -> None:
             mark(branches, turn)
@@ -111,7 +115,8 @@ class LeavingBench(AgentBench):
         engine = self.holding
         entered, left = (engine.entered, engine.left) if sampling else (self.posted, self.known)
         entered.clear(), left.clear()
-        engine.holds, self.auto_ack = sampling, sampling
+        engine.holds = sampling
+        self.auto_ack = sampling
         asking = asyncio.ensure_future(ask)
         assert await asyncio.to_thread(entered.wait, 30)
         asking.cancel()

@@ -106,7 +106,8 @@ async def test_a_turn_does_not_start_on_weights_that_are_too_old(assigned: int) 
     episode = asyncio.create_task(bench.run(oldest=assigned))
     await settle()
     assert bench.engine.requests == []
-    bench.oldest, bench.engine._version = 0, assigned
+    bench.oldest = 0
+    bench.engine._version = assigned
     bench.sampler.changed.notify()
     await asyncio.wait_for(episode, 60)
     assert isinstance(bench.sent[-1], Finished)

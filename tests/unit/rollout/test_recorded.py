@@ -27,7 +27,8 @@ from tests.fakes.data import rows, stored
 from tests.fakes.planted import MARKUP, SPANS, save_run
 from tests.unit.buffer.machine import turn_payload
 
-RESULT, STATS = EpisodeResult(0.5, components={"pred": 2.0}), EpisodeStats(2, tool_calls=1)
+RESULT = EpisodeResult(0.5, components={"pred": 2.0})
+STATS = EpisodeStats(2, tool_calls=1)
 
 
 def test_the_turns_of_an_episode_are_read_with_their_replies_as_far_as_they_are_kept(tmp_path: Path) -> None:
@@ -64,7 +65,8 @@ def test_turns_that_cannot_be_read_are_missing_with_the_reason(tmp_path: Path, d
 def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_path: Path) -> None:
     which = HeldOut.of("val0/sampled/1")
     title, turn = (decode_turn(turn_payload(number)) for number in range(2))
-    title, turn = msgspec.structs.replace(title, untrained=True), msgspec.structs.replace(turn, row=1)
+    title = msgspec.structs.replace(title, untrained=True)
+    turn = msgspec.structs.replace(turn, row=1)
     store = RunStore(tmp_path)
     for one in (title, turn):
         store.put_frame(which.uid, one.index, "generated", msgspec.msgpack.encode(one))

@@ -184,7 +184,8 @@ def test_a_failure_keeps_its_reason_beside_rewards_that_do_not_fail() -> None:
 
 
 def test_sums_that_make_no_sense_are_a_reward_error() -> None:
-    one, two = {"score": 0, "turns": [0.0]}, {"score": 0, "turns": [0.0, 0.0]}
+    one = {"score": 0, "turns": [0.0]}
+    two = {"score": 0, "turns": [0.0, 0.0]}
     parts = [in_loop(lambda **_: one, "one"), in_loop(lambda **_: two, "two")]
     with pytest.raises(RewardError, match="different lengths"):
         verdict(parts)

@@ -59,7 +59,8 @@ async def test_waits_for_a_scorers_room_and_for_its_address_name_it(monkeypatch:
     monkeypatch.setattr(server_pool, "PAUSE", 0.001)
     with pytest.raises(NoEngineError, match=r"scorers\.teacher: no server .*, after 0\.01 s"):
         await Servers(lane="teacher", patience=0.01).pool.url()
-    s, spans = Servers(lane="teacher"), list[str]()
+    s = Servers(lane="teacher")
+    spans = list[str]()
     s.tell(*(entry(name, lane="teacher") for name in "ab"))
     assert [await s.pool.url() for _ in range(3)] == ["http://a", "http://b", "http://a"]
 
@@ -68,7 +69,8 @@ async def test_waits_for_a_scorers_room_and_for_its_address_name_it(monkeypatch:
         return nullcontext()
 
     monkeypatch.setattr(s.waits, "named", named)
-    s["a"].acts, s["b"].acts = [Busy()], [Busy()]
+    s["a"].acts = [Busy()]
+    s["b"].acts = [Busy()]
     await s.pool.score(request())
     assert [span for span in spans if span] == ["room on scorers.teacher"]
 
@@ -88,10 +90,12 @@ async def seen(condition: Callable[[], bool]) -> None:
 async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none(
     monkeypatch: pytest.MonkeyPatch, waits_s: float, reads_s: float, in_time: bool
 ) -> None:
-    loop, passed = asyncio.get_running_loop(), 0.0
+    loop = asyncio.get_running_loop()
+    passed = 0.0
     time = loop.time
     monkeypatch.setattr(loop, "time", lambda: time() + passed)
-    s, bench = Servers(lane="teacher"), TurnBench(["42"], episode_timeout=10.0)
+    s = Servers(lane="teacher")
+    bench = TurnBench(["42"], episode_timeout=10.0)
     bench.context.reader = lambda source: s.pool
 
     def waits() -> bool:
@@ -132,7 +136,8 @@ def test_a_scorer_reads_each_turn_behind_the_prompt_of_a_teacher(privilege: str)
         bench.context.rules = dataclasses.replace(bench.context.rules, privilege=privilege)
         bench.context.reader = partial(getattr, bench, "sampler")
     first.finished()
-    turns, told = first.turns, "It is 42.\n\n" * bool(privilege)
+    turns = first.turns
+    told = "It is 42.\n\n" * bool(privilege)
     prompt = FakeChat().decode(turns[0].context).replace("q\x02", f"{told}q\x02")
     assert FakeChat().decode(read[0]).startswith(prompt)
     assert all(row[-len(turn.ids) :] == turn.ids for row, turn in zip(read, turns, strict=True))
@@ -148,7 +153,8 @@ def test_a_worker_need_not_know_a_reward_models_kind(tmp_path: Path) -> None:
     for name, kind in (("policy", "qwen2"), ("reward", "of_its_own")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(f'{{"model_type": "{kind}"}}')
-    policy, reward = {"path": str(tmp_path / "policy")}, {"path": str(tmp_path / "reward")}
+    policy = {"path": str(tmp_path / "policy")}
+    reward = {"path": str(tmp_path / "reward")}
     given = {"name": "x", "model": policy, "data": {"train": "d"}, "scorers": {"reward": reward}}
     server_pool.connector(parse(given), "reward")
 
@@ -195,7 +201,8 @@ async def test_nobody_is_asked_without_an_address_or_while_unhealthy() -> None:
 
 
 async def test_validation_uses_the_server_set_aside_for_it_whatever_it_holds() -> None:
-    train, validation = Servers("a", "b"), Servers("a", "b", lane="eval")
+    train = Servers("a", "b")
+    validation = Servers("a", "b", lane="eval")
     for s in (train, validation):
         s.tell(entry("a", 1, lane="eval"), entry("b", 5))
         await s.pool.generate(request(), lambda: 5)
@@ -218,7 +225,8 @@ async def test_each_turn_is_held_to_the_version_that_its_own_episode_needs() -> 
 
 async def test_a_text_is_scored_by_the_first_server_that_has_room_and_is_not_lost() -> None:
     s = Servers("a", "b", "c", lane="eval")
-    s["a"].acts, s["b"].acts = [Busy()] * 2, [Lose()]
+    s["a"].acts = [Busy()] * 2
+    s["b"].acts = [Lose()]
     assert await s.pool.score(request()) == (-1.0, -2.0)
     assert s.asked() == ["a:2", "b:1", "c:1"] and [client.use.requests for client in s.clients] == [2, 1, 1]
     s["c"].acts = [Refuse()]
@@ -241,7 +249,8 @@ async def test_a_full_server_sends_the_turn_to_another() -> None:
 async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "PAUSE", 0.001)
     s = Servers("a", "b")
-    s["a"].acts, s["b"].acts = [Busy()] * 3, [Busy()] * 3
+    s["a"].acts = [Busy()] * 3
+    s["b"].acts = [Busy()] * 3
     turn = asyncio.create_task(s.pool.generate(request()))
     names = set()
     while not turn.done():
@@ -459,7 +468,8 @@ async def test_what_a_lost_server_has_sampled_is_a_part_at_once() -> None:
         heard.append(sampled.ids)
 
     s = Servers("a", "b")
-    s["a"].acts, s["b"].acts = [Lose(2)], [Part(3)]
+    s["a"].acts = [Lose(2)]
+    s["b"].acts = [Part(3)]
     assert counts_up(await s.pool.generate(replace(request(), on_part=on_part)))
     assert heard == [(3, 4)]
 
@@ -470,7 +480,8 @@ async def test_what_a_lost_server_has_sampled_is_a_part_at_once() -> None:
 async def test_turns_wait_by_name_while_servers_sleep_and_lose_no_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop, passed = asyncio.get_running_loop(), 0.0
+    loop = asyncio.get_running_loop()
+    passed = 0.0
     time = loop.time
     monkeypatch.setattr(loop, "time", lambda: time() + passed)
     s = Servers("a", patience=60.0)
@@ -480,7 +491,9 @@ async def test_turns_wait_by_name_while_servers_sleep_and_lose_no_time(
     s.tell(entry("a", healthy=False, asleep=True))
     waiting = asyncio.create_task(s.pool.generate(request("waiting")))
     await settle()
-    s.now, passed = 1000.0, 1000.0  # more than a turn waits for a server
+    # more than a turn waits for a server
+    s.now = 1000.0
+    passed = 1000.0
     assert s.waits.longest() == f"{ASLEEP} (17 minutes, 2 episodes)"
     s.tell(entry("a", healthy=False, asleep=True, url="", incarnation="2"))  # killed, and not started yet
     await settle()

@@ -18,7 +18,8 @@ from tests.fakes.loop import settle
 
 async def test_an_episode_whose_engine_sleeps_is_off_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that is, beside a wait for a scorer too; and its time is up when it would have been."""
-    loop, passed = asyncio.get_running_loop(), 0.0
+    loop = asyncio.get_running_loop()
+    passed = 0.0
     monkeypatch.setattr(loop, "time", lambda: passed)
     bench = TurnBench([], episode_timeout=20.0)
     limit = asyncio.timeout(20.0)
@@ -53,7 +54,8 @@ def test_a_turn_is_off_the_clock_while_its_engine_sleeps() -> None:
     """An episode of 20 s whose engine sleeps for 30."""
 
     async def main() -> None:
-        loop, passed = asyncio.get_running_loop(), 0.0
+        loop = asyncio.get_running_loop()
+        passed = 0.0
         clock, loop.time = loop.time, lambda: clock() + passed  # type: ignore[method-assign]
         bench = TurnBench(["it is 42"], episode_timeout=20.0)
         bench.engine.gate.clear()
@@ -76,7 +78,9 @@ def test_the_time_of_a_tool_passes_while_the_engine_sleeps() -> None:
     """The engine falls asleep while the tool runs, and the second turn waits for it."""
 
     async def main() -> None:
-        loop, passed, looked = asyncio.get_running_loop(), 0.0, asyncio.Event()
+        loop = asyncio.get_running_loop()
+        passed = 0.0
+        looked = asyncio.Event()
         clock, loop.time = loop.time, lambda: clock() + passed  # type: ignore[method-assign]
 
         @tool(name="look")

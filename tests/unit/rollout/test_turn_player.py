@@ -356,7 +356,8 @@ def test_a_step_that_the_episodes_time_ends_was_heard() -> None:
 
 
 def test_an_episode_that_is_over_keeps_its_end_when_its_time_is_up() -> None:
-    busy, ends = asyncio.Event(), []
+    busy = asyncio.Event()
+    ends = []
 
     async def slow(**given: Any) -> float:
         ends.append(given["extra_info"]["end"])

@@ -89,7 +89,9 @@ def test_a_wait_is_in_time_up_to_its_own_deadline() -> None:
 
 def test_overlapping_turns_are_one_busy_interval() -> None:
     """A wall clock that is set in between moves the intervals, and nothing else."""
-    clock, timeline, ahead = Clock(), Intervals(), 0.0
+    clock = Clock()
+    timeline = Intervals()
+    ahead = 0.0
     meter = BusyTimer(timeline, clock, wall=lambda: clock.now + ahead)
     clock.now = 1.0
     with meter.turn():
@@ -97,7 +99,8 @@ def test_overlapping_turns_are_one_busy_interval() -> None:
         with meter.turn():
             clock.now = 3.0
         meter.flush()
-        clock.now, ahead = 5.0, -3600.0
+        clock.now = 5.0
+        ahead = -3600.0
         assert meter.seconds == (4.0, 1.0)
     clock.now = 9.0
     meter.flush()
@@ -239,7 +242,8 @@ async def test_damaged_weights_are_reported_and_the_lane_goes_on() -> None:
 
 async def test_the_pinned_lane_is_built_when_needed_and_changes_only_when_idle() -> None:
     f = Fixture(pinned=True)
-    entered, leave = asyncio.Event(), asyncio.Event()
+    entered = asyncio.Event()
+    leave = asyncio.Event()
 
     async def episode() -> None:
         async with f.lane.episode():
@@ -329,7 +333,9 @@ async def test_turns_of_a_sleeping_engine_are_not_busy_and_wait_by_name() -> Non
     """Those under way, and those that come meanwhile, which are not asked of it before it is awake."""
     f = Fixture()
     f.engine.gate.clear()
-    clock, timeline, slept = Clock(), Intervals(), list[str]()
+    clock = Clock()
+    timeline = Intervals()
+    slept = list[str]()
     f.lane.meter = BusyTimer(timeline, clock, clock)
 
     @contextmanager

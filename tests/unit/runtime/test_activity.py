@@ -11,7 +11,8 @@ AHEAD = 1024.0  # of the wall clock, in seconds
 
 class Written:
     def __init__(self) -> None:
-        self.now, self.lines = 0.0, list[tuple[str, float, float, int, float]]()
+        self.now = 0.0
+        self.lines = list[tuple[str, float, float, int, float]]()
         self.longest = list[float]()
         self.activity = Activity(self, clock=lambda: self.now, wall=lambda: self.now + AHEAD)
 
@@ -55,7 +56,8 @@ def test_what_goes_on_is_cut_every_period() -> None:
 
 def test_a_worker_of_many_slots_writes_little() -> None:
     """64 tasks at once, 50 times a second, under 1000 names in turn, for five periods."""
-    written, calls = Written(), 0
+    written = Written()
+    calls = 0
     for tick in range(int(5 * PERIOD * 50)):
         written.now = tick / 50
         begun = [written.activity.begin(f"tool {(tick * 64 + task) % 1000}") for task in range(64)]

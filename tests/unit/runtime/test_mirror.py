@@ -85,7 +85,8 @@ class Machines:
         run = config(self._at / machine)
         Path(run.run_dir, run.name).mkdir(parents=True, exist_ok=True)
         timeline = Timeline(self._at / machine / f"timeline-{index}.jsonl")
-        endpoints, own = self.endpoints, (COORDINATOR, "rollout")
+        endpoints = self.endpoints
+        own = (COORDINATOR, "rollout")
         if joined:
             keys = {role: endpoints.keys[role] for role in own}
             endpoints = msgspec.structs.replace(endpoints, keys=keys)
@@ -127,7 +128,8 @@ def brought(mirror: Mirror, ref: WeightsRef) -> WeightsRef:
 def test_a_version_comes_to_a_machine_once_and_goes_on_from_there(machines: Machines) -> None:
     first, beside, second, third = map(machines.mirror, ("2", "2", "3", "4"), (0, 1, 2, 3))
     for step in range(1, 9):
-        ref, before = machines.publish(step), machines.root.sent
+        ref = machines.publish(step)
+        before = machines.root.sent
         local = brought(first, ref)
         assert local.path != ref.path and local.version == ref.version
         assert brought(beside, ref) == local
@@ -183,7 +185,8 @@ def test_deltas_come_with_what_they_build_upon(machines: Machines, tmp_path: Pat
 
 def test_an_older_delta_comes_whole_beside_newer_versions(machines: Machines) -> None:
     """As a validation of an earlier version needs it."""
-    writer, tensors = VersionWriter(machines.published, 4096, full_every=3), {"a": torch.zeros(5000)}
+    writer = VersionWriter(machines.published, 4096, full_every=3)
+    tensors = {"a": torch.zeros(5000)}
     refs = []
     for step in range(9):
         tensors["a"][step] += 1
@@ -197,7 +200,9 @@ def test_closing_ends_a_fetch_that_gets_no_answer(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "STALL_S", 60.0)
-    ref, mirror, begun = machines.publish(1), machines.mirror("2"), threading.Event()
+    ref = machines.publish(1)
+    mirror = machines.mirror("2")
+    begun = threading.Event()
     machines.root.close()
     answer = mirror._answer
     monkeypatch.setattr(mirror, "_answer", lambda link: (begun.set(), answer(link))[1])
@@ -213,7 +218,9 @@ def test_closing_ends_a_fetch_that_gets_no_answer(
 
 
 def test_closing_ends_a_fetch_that_goes_on(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    ref, mirror = machines.publish(1, numbers=8 << 20), machines.mirror("2")  # 32 pieces
+    # 32 pieces
+    ref = machines.publish(1, numbers=8 << 20)
+    mirror = machines.mirror("2")
     piece = module._piece
     monkeypatch.setattr(module, "_piece", lambda *answer: (piece(*answer), mirror._closing.set())[0])
     with pytest.raises(Unreachable, match="this process ends"):
@@ -223,7 +230,8 @@ def test_closing_ends_a_fetch_that_goes_on(machines: Machines, monkeypatch: pyte
 def test_a_source_that_only_waits_is_left(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BARREN_S", 0.2)
     monkeypatch.setattr(version_server, "PENDING_S", 0.05)
-    ref, gate = machines.publish(1), Gate(machines.endpoints, owner="rollout")
+    ref = machines.publish(1)
+    gate = Gate(machines.endpoints, owner="rollout")
     with (
         closing(gate),
         closing(VersionServer(gate, "tcp://127.0.0.1:*", lambda: None, {ref.version: Arriving()})) as waiting,
@@ -238,7 +246,8 @@ def test_a_process_waits_while_another_of_its_machine_tries_the_next_source(
     monkeypatch.setattr(module, "BARREN_S", 1.5)
     monkeypatch.setattr(module, "STALL_S", 0.2)
     monkeypatch.setattr(version_server, "PENDING_S", 0.05)
-    ref, gate = machines.publish(1), Gate(machines.endpoints, owner="rollout")
+    ref = machines.publish(1)
+    gate = Gate(machines.endpoints, owner="rollout")
     first, beside = (machines.mirror("2", index) for index in range(2))
     with (
         closing(gate),
@@ -258,7 +267,8 @@ def test_a_source_that_cannot_be_dialled_is_left(machines: Machines, address: st
 
 
 def test_who_gets_nothing_from_its_source_reads_from_the_trainers_machine(machines: Machines) -> None:
-    ref, dead = machines.publish(1), choose_endpoints("127.0.0.1", 0)
+    ref = machines.publish(1)
+    dead = choose_endpoints("127.0.0.1", 0)
     claimed = OpenVersion(ref.version, dead.control, machines.endpoints.keys["rollout"].public)
     assert machines.root._opened(claimed).address == machines.root.address
     begin = time.monotonic()
@@ -288,7 +298,8 @@ def test_a_killed_fetch_is_done_again_by_another_process_of_the_machine(machines
 
 
 def test_a_version_that_is_gone_is_no_fault_when_there_is_a_newer_one(machines: Machines) -> None:
-    old, mirror = machines.publish(1), machines.mirror("2")
+    old = machines.publish(1)
+    mirror = machines.mirror("2")
     machines.publish(2)
     disk.delete(old)
     with pytest.raises(Superseded, match="e1-v1 is gone"):
@@ -301,7 +312,8 @@ def test_a_version_that_is_gone_is_no_fault_when_there_is_a_newer_one(machines: 
 
 def test_what_is_damaged_is_brought_anew(machines: Machines) -> None:
     """What a delta builds upon, too."""
-    writer, mirror = VersionWriter(machines.published, 4096, full_every=2), machines.mirror("2")
+    writer = VersionWriter(machines.published, 4096, full_every=2)
+    mirror = machines.mirror("2")
     for step in range(2):
         ref = writer.write(snapshot_of({"a": torch.full((5000,), float(step))}, PolicyVersion(1, step)))
         machines.newest = ref
@@ -315,7 +327,8 @@ def test_what_is_damaged_is_brought_anew(machines: Machines) -> None:
 
 def test_what_an_engine_fails_to_load_stays_if_it_is_sound(machines: Machines) -> None:
     """Other engines of the machine are loading it."""
-    ref, mirror = machines.publish(1), machines.mirror("2")
+    ref = machines.publish(1)
+    mirror = machines.mirror("2")
 
     async def load() -> None:
         async with mirror.local_copy(ref):
@@ -330,7 +343,8 @@ def test_what_an_engine_fails_to_load_stays_if_it_is_sound(machines: Machines) -
 
 def test_no_answer_is_an_error_in_time(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STALL_S", 0.2)
-    ref, mirror = machines.publish(1), machines.mirror("2")
+    ref = machines.publish(1)
+    mirror = machines.mirror("2")
     machines.root.close()
     with pytest.raises(Unreachable, match=r"e1-v1 does not come: .*no answer for 0\.2 s"):
         brought(mirror, ref)
@@ -340,7 +354,9 @@ def test_a_dead_source_is_given_up_by_name(machines: Machines, monkeypatch: pyte
     """It is no version that a newer one has replaced, which would be asked for again for ever."""
     monkeypatch.setattr(module, "STALL_S", 0.05)
     monkeypatch.setattr(module, "CLOSING_S", 0.05)
-    ref, mirror, failures = machines.publish(1), machines.mirror("2"), LoadFailures()
+    ref = machines.publish(1)
+    mirror = machines.mirror("2")
+    failures = LoadFailures()
 
     async def engine() -> Any:
         raise AssertionError("there is nothing to load")

@@ -105,7 +105,8 @@ def test_a_process_that_fails_has_less_patience(
     """One answer that blames the files: the next trainer may have others."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(weight_loader, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    failures, ref = LoadFailures(), WeightsRef(PolicyVersion(1, 0), "")
+    failures = LoadFailures()
+    ref = WeightsRef(PolicyVersion(1, 0), "")
     for number in range(LOAD_TRIES):
         lacking = number >= damaged
         failures.add(Loaded(ref, "train", "", 0.0, "Too many open files", process_failed=lacking))

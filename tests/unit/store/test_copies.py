@@ -46,7 +46,8 @@ def trained(run_dir: Path, steps: int = 3, seed: int = 0) -> Coordinator:
 
 
 def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -> None:
-    run, smaller = Coordinator(tmp_path, 1 << 30, Random(0)), 0
+    run = Coordinator(tmp_path, 1 << 30, Random(0))
+    smaller = 0
     for _ in range(40):
         run.play()
         if run.random.random() < 0.5 and run.buffer.committed > max(run.trainer.checkpoint_step, 0):
@@ -74,7 +75,8 @@ def test_a_copy_shows_the_moment_of_its_checkpoint_whatever_is_written_meanwhile
     run = trained(tmp_path)
     run.checkpoint(keep=2)
     run.turn()
-    flow, busy = run.buffer.flow(), run.store.copies.busy
+    flow = run.buffer.flow()
+    busy = run.store.copies.busy
     for _ in range(20):
         run.play()
         run.store.sync()
@@ -89,7 +91,8 @@ def test_a_copy_on_a_stuck_disk_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log of run.db cannot be shortened meanwhile."""
-    run, stuck = trained(tmp_path), Event()
+    run = trained(tmp_path)
+    stuck = Event()
     monkeypatch.setattr(copies, "_fill", lambda db, counts: stuck.wait(60))
     run.checkpoint(keep=2)
     run.turn()
@@ -126,7 +129,8 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     run_dir = tmp_path / "t"
     run = trained(run_dir)
     copied(run)
-    at_copy, epoch = run.buffer.flow(), run.store.epoch
+    at_copy = run.buffer.flow()
+    epoch = run.store.epoch
     while run.buffer.committed < 5:
         run.play()
     run.store.close()
@@ -271,7 +275,9 @@ def test_a_restoration_that_was_killed_is_begun_again(
     """Wherever it was: a log that is not of this database would be taken for its own."""
     run = trained(tmp_path)
     copied(run)
-    flow, replace, left = run.buffer.flow(), os.replace, iter(range(1, calls))
+    flow = run.buffer.flow()
+    replace = os.replace
+    left = iter(range(1, calls))
     run.play()
     for name in ("wal", "shm"):
         (tmp_path / f"run.db-{name}.kept").write_bytes((tmp_path / f"run.db-{name}").read_bytes())

@@ -34,7 +34,9 @@ class Coordinator:
 
     def __init__(self, run_dir: Path, keep_bytes: int, random: Random) -> None:
         self.buffer, self.batches = make(filter_zero_variance=True)
-        self.store, self.random, self.sent = RunStore(run_dir, keep_bytes), random, dict[str, bytes]()
+        self.store = RunStore(run_dir, keep_bytes)
+        self.random = random
+        self.sent = dict[str, bytes]()
         self.store._segments.segment_bytes = 2000
         config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 100})
         outbox: Any = Sent()
@@ -85,7 +87,8 @@ def restored(reader: RunReader) -> tuple[ReplayBuffer, Batches]:
     held = reader.load()
     buffer, batches = make(filter_zero_variance=True)
     buffer.restore(held.groups, held.episodes, held.left, 0.0)
-    buffer.next_group, buffer.committed = held.next_group, held.committed
+    buffer.next_group = held.next_group
+    buffer.committed = held.committed
     batches.restore(held.batches, held.taken, held.baselines)
     return buffer, batches
 

@@ -217,7 +217,8 @@ def test_a_reader_does_not_hold_a_sync_up_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SQLite copies its log only as far as the reader has read; what is in the log is on the disk, too."""
-    store, files = RunStore(tmp_path), DurableFiles(tmp_path)
+    store = RunStore(tmp_path)
+    files = DurableFiles(tmp_path)
     with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as reader, files.recorded():
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM meta").fetchone()
@@ -336,8 +337,10 @@ def test_old_segments_go_and_one_that_cannot_be_deleted_ends_no_run(
 
 
 def test_a_file_that_is_cut_short_while_it_is_written_loses_no_later_record(tmp_path: Path) -> None:
-    segments, reader = SegmentWriter(tmp_path), SegmentReader(tmp_path)
-    first, second = segments.append(b"first"), segments.append(b"second")
+    segments = SegmentWriter(tmp_path)
+    reader = SegmentReader(tmp_path)
+    first = segments.append(b"first")
+    second = segments.append(b"second")
     os.truncate(segment_path(tmp_path, first.segment), second.offset + 3)
     third = segments.append(b"third")
     assert reader.read(first) == b"first" and reader.read(third) == b"third"

@@ -58,7 +58,8 @@ def complaints(schemas: dict[str, Any], *calls: tuple[str, dict[str, Any]]) -> t
             pauses.append(time.monotonic() - started - 0.01)
 
     async def main() -> list[Any]:
-        checker, watching = Checker(schemas), asyncio.create_task(watch())
+        checker = Checker(schemas)
+        watching = asyncio.create_task(watch())
         answers = [await asyncio.gather(checker.complaint(*call), return_exceptions=True) for call in calls]
         watching.cancel()
         await checker.close()

@@ -71,7 +71,8 @@ def test_a_process_sees_the_variables_that_it_names(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_tool_says_itself_is_final_and_other_failures_are_tried_again(tmp_path: Path) -> None:
-    calls, tried = tmp_path / "calls", tmp_path / "tried.txt"
+    calls = tmp_path / "calls"
+    tried = tmp_path / "tried.txt"
     [polite], [late], [dead] = play([f"polite {calls}"], [str(tried)], ["die"], retries=1)
     assert polite.error == "No city is called so." and calls.read_text() == "x"
     assert late.error is None  # in a new process

@@ -83,7 +83,8 @@ def test_parquet_and_jsonl_give_the_same(jsonl: Path, tmp_path: Path) -> None:
     parquet = tmp_path / "animals.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS), parquet)
     cache = str(tmp_path / "cache")
-    one, other = open_corpus(str(jsonl), cache), open_corpus(str(parquet), cache)
+    one = open_corpus(str(jsonl), cache)
+    other = open_corpus(str(parquet), cache)
     assert one.search("otters in kelp", 3) == other.search("otters in kelp", 3)
     assert len(one) == len(other) == len(ROWS)
 
@@ -174,7 +175,8 @@ def test_uses_of_one_corpus_share_it(jsonl: Path, tmp_path: Path) -> None:
 
 def test_an_open_corpus_of_many_passages_takes_little_memory(tmp_path: Path) -> None:
     """Each worker has it: of 21 million passages a list of their places would take 1 GB."""
-    path, count = tmp_path / "many.jsonl", 20_000
+    path = tmp_path / "many.jsonl"
+    count = 20_000
     path.write_text('{"text": "kelp"}\n' * count)
     open_corpus(str(path), str(tmp_path / "cache"))
     tracemalloc.start()

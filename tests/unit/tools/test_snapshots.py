@@ -74,7 +74,8 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(parent: Path) -> None:
 
 def test_snapshots_are_bounded_and_removed_with_their_episode(parent: Path) -> None:
     owner = Snapshots("run", 4 << 20)
-    first, second = owner.of("a", "shell"), owner.of("b", "shell")
+    first = owner.of("a", "shell")
+    second = owner.of("b", "shell")
     first.save(0, "h", archive(LARGE))
     second.save(0, "h", archive(LARGE, LARGE[1:-1]))
     with pytest.raises(SnapshotError, match=r"more than 4194304 bytes; raise store\.keep_bytes"):

@@ -459,7 +459,8 @@ class Leaves:
     """Leaves something for the reward; how, says the sample."""
 
     def open(self, sample: Sample, way: str = "") -> None:
-        self.way, self.calls = way, 0
+        self.way = way
+        self.calls = 0
 
     def call(self) -> str:
         self.calls += 1

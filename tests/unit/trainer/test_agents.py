@@ -57,7 +57,8 @@ PROMPT = tuple(range(1, 25))  # of both agents: long enough that a tree would sh
 
 def games(groups: int, *, of: tuple[str, ...] = ("planner", "coder"), seed: int = 0) -> list[Episode]:
     """Groups of three episodes, in which each agent has a row of two turns and a reward of its own."""
-    rng, found = random.Random(seed), list[Episode]()
+    rng = random.Random(seed)
+    found = list[Episode]()
     for group in range(groups):
         members = [_turns(rng, of) for _ in range(3)]
         results = tuple(_result(rng, turns) for turns in members)
@@ -93,7 +94,8 @@ def alone(episode: Episode, agent: str) -> Episode:
     planned, turns = episode
     mine = [msgspec.structs.replace(turn, row=0) for turn in turns if turn.agent == agent]
     mine = [msgspec.structs.replace(turn, index=index) for index, turn in enumerate(mine)]
-    own, siblings = planned.own.of(agent), tuple(one.of(agent) for one in planned.siblings)
+    own = planned.own.of(agent)
+    siblings = tuple(one.of(agent) for one in planned.siblings)
     return msgspec.structs.replace(planned, frames=len(mine), own=own, siblings=siblings), mine
 
 
@@ -106,7 +108,8 @@ def filled(learner: Learner) -> Learner:
                 whole = 0.3 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
                 local: Any = parameter
                 (chunk,) = local.__create_chunk_list__()
-                start, count = chunk.offsets[0], chunk.sizes[0]
+                start = chunk.offsets[0]
+                count = chunk.sizes[0]
                 local.to_local().copy_(whole[start : start + count])
     return learner
 
@@ -119,7 +122,8 @@ def single(path: str, world: World, agent: str, like: Learner, **sections: Any) 
     """A learner whose only adapter is that of the agent."""
     model = {"lora_rank": RANKS[agent], "lora_alpha": ALPHA}
     config = tiny_config(path, model=model, **copy.deepcopy(sections))
-    learner, theirs = make_learner(config, world), dict(like.policy.lm.named_parameters())
+    learner = make_learner(config, world)
+    theirs = dict(like.policy.lm.named_parameters())
     with torch.no_grad():
         for name, parameter in learner.policy.lm.named_parameters():
             if parameter.requires_grad:
@@ -143,7 +147,8 @@ def test_each_learns_as_if_it_were_alone(
     learner = made(model_path, world, **more)
     assert learner.packing == packing
     probe = torch.tensor(score(learner.policy, PROMPT, world.device)).view(len(RANKS), -1)
-    found, checked = final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), 0
+    found = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
+    checked = 0
     tokens = sum(len(turn.ids) for _, turns in episodes for turn in turns)
     for agent, scores in zip(RANKS, probe, strict=True):
         mine = [alone(episode, agent) for episode in episodes]
@@ -163,9 +168,11 @@ def test_each_learns_as_if_it_were_alone(
 def test_one_that_has_no_tokens_takes_no_step(model_path: str, world: World) -> None:
     learner = made(model_path, world, trainer={"weight_decay": 0.1})
     run_batch(learner, [[games(2)]])
-    before, moments = _copies(learner), _moments(learner)
+    before = _copies(learner)
+    moments = _moments(learner)
     metrics = run_batch(learner, [[games(2, of=("planner",), seed=1)]])
-    after, later = _copies(learner), _moments(learner)
+    after = _copies(learner)
+    later = _moments(learner)
     for name in before:
         same = torch.equal(before[name], after[name]) and moments[name] == later[name]
         assert same == ("planner" not in name), name
@@ -178,7 +185,8 @@ def _copies(learner: Learner) -> dict[str, Tensor]:
 
 
 def _moments(learner: Learner) -> dict[str, list[float]]:
-    state, named = learner.optimizer.state, learner.policy.lm.named_parameters()
+    state = learner.optimizer.state
+    named = learner.policy.lm.named_parameters()
     return {
         name: [float(state[p][key].abs().sum()) for key in ("exp_avg", "exp_avg_sq", "step")]
         for name, p in named
@@ -187,10 +195,12 @@ def _moments(learner: Learner) -> dict[str, list[float]]:
 
 
 def test_clips_and_metrics_are_by_agent(model_path: str, world: World) -> None:
-    free, clipped = made(model_path, world), made(model_path, world, trainer={"grad_clip": 1e-3})
+    free = made(model_path, world)
+    clipped = made(model_path, world, trainer={"grad_clip": 1e-3})
     cut = [[games(3)]]
     norms = {}
-    found, metrics = final_gradients(clipped, cut), run_batch(free, cut)
+    found = final_gradients(clipped, cut)
+    metrics = run_batch(free, cut)
     for agent in RANKS:
         own = [gradient for name, gradient in found.items() if name.endswith(agent)]
         norms[agent] = float(torch.stack([one.norm() for one in own]).norm())
@@ -239,7 +249,8 @@ def alone_named(episode: Episode, agent: str) -> Episode:
 @pytest.mark.full
 @pytest.mark.parametrize("work", [trained, sharing])
 def test_two_ranks_do_what_one_does_and_a_checkpoint_goes_on(work: Any, world: World, tmp_path: Path) -> None:
-    one, two = trained(world, tmp_path / "one"), run_ranks(2, work, tmp_path / "two")
+    one = trained(world, tmp_path / "one")
+    two = run_ranks(2, work, tmp_path / "two")
     assert one.keys() == two.keys() and len(one) == 2 * 2 * 14
     assert all(torch.allclose(one[name], two[name], rtol=1e-6, atol=1e-9) for name in one)
 
@@ -248,7 +259,8 @@ def test_two_ranks_do_what_one_does_and_a_checkpoint_goes_on(work: Any, world: W
 def test_each_is_written_by_itself(
     save: Any, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, run = save(tmp_path), tmp_path / "run"
+    path = save(tmp_path)
+    run = tmp_path / "run"
     learner = made(path, world, "float32", model={"lora_rank": 1, "lora_alpha": ALPHA})
     save_checkpoint(run / "checkpoints", learner, CheckpointManifest(step=1, trainer_epoch=1))
     (run / "config.yaml").write_bytes(msgspec.yaml.encode(learner.config))

@@ -74,7 +74,8 @@ def misses(model: PreTrainedModel, how: Any, whole: bool) -> tuple[float, float]
     for row in rows:
         logits = model(input_ids=torch.from_numpy(row)[None], use_cache=False).logits[0, :-1]
         plain.append(logits.log_softmax(-1).gather(1, torch.from_numpy(row[1:, None]))[:, 0])
-    wanted, values = gradients(model, plain), torch.cat(plain).detach()
+    wanted = gradients(model, plain)
+    values = torch.cat(plain).detach()
     policy = Policy(model, ModelConfig(path="other", dtype="float32"), None)
     policy.whole = whole or policy.whole
     if how != "padded":
@@ -96,7 +97,10 @@ def test_no_model_is_packed_or_served_wrongly(
     directory = tmp_path_factory.getbasetemp()
     transformers.logging.set_verbosity_error()
     chosen: Counter[str] = Counter()
-    wrong, padded, lines, packed = [], [], [], set()
+    wrong = []
+    padded = []
+    lines = []
+    packed = set()
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             config = CONFIG_MAPPING[kind](**KEYS.get(kind, {}))
@@ -113,9 +117,11 @@ def test_no_model_is_packed_or_served_wrongly(
             engine = shrunk.remembered(config, "engine", lambda model: {"decoding": decodes(model)})
             how = "padded" if found["tree"] else "tree"
             packed |= {kind} if how == "tree" else set()
-            depends, refused = bool(found["padded"]), engine is None or bool(engine["decoding"])
+            depends = bool(found["padded"])
+            refused = engine is None or bool(engine["decoding"])
             chosen.update([how, "refused" if refused else "served", *["depends on rows"] * depends])
-            gaps, again = misses(other(kind, patch), how, bool(found["cut"])), ""
+            gaps = misses(other(kind, patch), how, bool(found["cut"]))
+            again = ""
             if how == "tree":
                 gaps = max(gaps, misses(other(kind, patch), "packed", bool(found["cut"])))
             if not refused:

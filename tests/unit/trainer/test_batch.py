@@ -107,7 +107,8 @@ def test_turns_join_their_rows_and_model_tokens_keep_their_order() -> None:
 
 
 def test_rows_of_an_episode_stay_one_episode() -> None:
-    branched, plain = example(ROW, BRANCHED, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
+    branched = example(ROW, BRANCHED, 5, 1, TOKEN_MEAN)
+    plain = example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
     assert (branched.tokens, branched.length, branched.longest) == (8, 14, 11)
     micro = collate([branched, plain], torch.float64)
     chosen = micro.selected
@@ -163,7 +164,8 @@ def test_an_example_aligns_everything_to_model_tokens() -> None:
 
 
 def test_collate_pads_right_and_flattens_rows() -> None:
-    long, short = example(ROW, TURNS, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
+    long = example(ROW, TURNS, 5, 1, TOKEN_MEAN)
+    short = example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
     filled = with_values([long, short], "prox", -torch.arange(7.0))
     micro = collate(filled, torch.float32)
     assert micro.prox is not None and micro.prox.tolist() == [0, -1, -2, -3, -4, -5, -6]

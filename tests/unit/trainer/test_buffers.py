@@ -86,7 +86,8 @@ def logprobs(model: Any) -> Tensor:
 
 def through_all(world: World, folder: Path) -> dict[str, Any]:
     """Exported, published as files, then twice as deltas; the buffers differ from version to version."""
-    source, found = str(folder.parent / "model"), dict[str, Any]()
+    source = str(folder.parent / "model")
+    found = dict[str, Any]()
     policy = load_policy(ModelConfig(path=source, dtype="bfloat16"), world)
     found["scores"] = score(policy, IDS, world.device)
     found["exported"] = export(folder, policy, world, source)
@@ -202,7 +203,8 @@ def test_a_resumed_run_has_the_buffers_of_its_checkpoint(world: World, tmp_path:
     written = save_checkpoint(tmp_path / "checkpoints", learner, CheckpointManifest(step=0, trainer_epoch=0))
     again = make_learner(config, world, "float32")
     load_checkpoint(written, again)
-    kept, wanted = copied_buffers(again.policy), copied_buffers(learner.policy)
+    kept = copied_buffers(again.policy)
+    wanted = copied_buffers(learner.policy)
     assert kept["model.layers.0.count"] == 78
     assert all(torch.equal(buffer, wanted[name]) for name, buffer in kept.items())
     exported = load_file(written / "hf" / "model.safetensors")

@@ -95,7 +95,9 @@ def test_a_loaded_checkpoint_continues_as_if_nothing_had_happened(
     run_batch(learner, cut)
     if "kl" in CONTINUED[case]:
         learner.state["kl_coef"] = 0.125
-    path, saved, state = save_checkpoint(directory, learner, manifest(1)), whole(learner), {**learner.state}
+    path = save_checkpoint(directory, learner, manifest(1))
+    saved = whole(learner)
+    state = {**learner.state}
     rng = torch.get_rng_state()
     run_batch(learner, cut)
     torch.rand(3)
@@ -147,7 +149,8 @@ def test_a_large_export_is_in_several_files(
     files = sorted(file.name for file in path.glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert all((path / name).stat().st_size < 8000 for name in files)
-    exported, state = AutoModelForCausalLM.from_pretrained(path), full_state(learner.policy)
+    exported = AutoModelForCausalLM.from_pretrained(path)
+    state = full_state(learner.policy)
     assert all(torch.equal(p, state[name]) for name, p in exported.named_parameters())
 
 

@@ -63,10 +63,8 @@ def try_places(world: World, folder: Path) -> Any:
         Checkpoints(folder / "shared" / "t").put_token("killed")
     own, shared = (place_of(world, folder, str(folder / name)) for name in (f"node-{world.rank}", "shared"))
     learner = make_learner(tiny_config(str(folder.parent / "model")), world, "float32")
-    apart, manifest = (
-        Checkpoints(folder / f"node-{world.rank}"),
-        checkpoint.manifest_of(learner, trainer_epoch=0),
-    )
+    apart = Checkpoints(folder / f"node-{world.rank}")
+    manifest = checkpoint.manifest_of(learner, trainer_epoch=0)
     with pytest.raises(CheckpointError) as error:
         checkpoint.write(apart, checkpoint.snapshot(learner), manifest, learner, world, hf=False)
     return world.gather((own, shared, str(error.value), apart.steps()), tuple[str, str, str, list[int]])
@@ -91,7 +89,8 @@ def saved_while_training(world: World, folder: Path) -> Any:
     run_batch(learner, share)
     saving.add(["a", "b"])
     wanted = full_state(learner.policy)
-    write, trained = checkpoint.write, threading.Event()
+    write = checkpoint.write
+    trained = threading.Event()
 
     def write_late(*given: Any) -> None:
         assert trained.wait(60)
@@ -188,7 +187,8 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before(tmp_path: Path) -
 
 
 def test_a_checkpoint_survives_a_power_cut(tmp_path: Path) -> None:
-    files, to = DurableFiles(tmp_path), Checkpoints(tmp_path / "saved")
+    files = DurableFiles(tmp_path)
+    to = Checkpoints(tmp_path / "saved")
     written: dict[str, tuple[int, str]] = {}
     with files.recorded():
         to.clear(1)
@@ -263,7 +263,8 @@ def test_they_are_written_by_a_thread_that_uses_the_gpu_of_its_rank(
 ) -> None:
     """torch's writer asks for a stream of the thread's own device."""
     learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
-    config, learner.world = learner.config, replace(world, device=torch.device("cuda", 3))
+    config = learner.config
+    learner.world = replace(world, device=torch.device("cuda", 3))
     with mock.patch.object(torch.cuda, "set_device") as chosen:
         saving = Checkpointing(config, shared_place(config, tmp_path, world), learner)
         assert not chosen.called and saving.begin(1)
@@ -274,7 +275,8 @@ def test_they_are_written_by_a_thread_that_uses_the_gpu_of_its_rank(
 
 def test_a_write_that_hangs_ends_the_rank(saving: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 10 minutes, and the time for its bytes at 20 MB/s."""
-    clock, hangs = SimpleNamespace(now=0.0), threading.Event()
+    clock = SimpleNamespace(now=0.0)
+    hangs = threading.Event()
     monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(checkpoint, "write", lambda *about: hangs.wait(60))
     try:

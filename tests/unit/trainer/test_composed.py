@@ -76,7 +76,8 @@ def test_kl_in_the_loss(made: Made, model: Any, episodes: list[Episode], estimat
     """The reference is the initial policy; the learner has moved away from it."""
     learner = made(kl={"where": "loss", "coef": 0.3, "estimator": estimator})
     run_batch(learner, [[episodes]])
-    learner.step, initial = 0, copy.deepcopy(model)
+    learner.step = 0
+    initial = copy.deepcopy(model)
     moved = full_state(learner.policy)
     model.load_state_dict({**model.state_dict(), **moved})
     total = torch.zeros((), dtype=torch.float64)
@@ -100,7 +101,8 @@ def tables(model: Any, episode: Episode) -> Tensor:
     row, turns = episode
     ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
     table = torch.log_softmax(model(torch.tensor([ids])).logits[0] / row.temperature, -1)
-    found, position = [], 0
+    found = []
+    position = 0
     for turn in turns:
         start = position + len(turn.context)
         position = start + len(turn.ids)
@@ -139,9 +141,11 @@ def test_what_distils(
         for i, (_, turns) in enumerate(own):
             turns[0] = with_taught(turns[0], i)
         episodes = own
-    learner, without = made(kl=kl, algorithm=steps, buffer=UNFILTERED), made(algorithm=steps)
+    learner = made(kl=kl, algorithm=steps, buffer=UNFILTERED)
+    without = made(algorithm=steps)
     run_batch(learner, [[episodes]])
-    learner.step, initial = 0, copy.deepcopy(model)
+    learner.step = 0
+    initial = copy.deepcopy(model)
     moved = full_state(learner.policy)
     model.load_state_dict({**model.state_dict(), **moved})
     for name, parameter in without.policy.lm.named_parameters():
@@ -150,7 +154,8 @@ def test_what_distils(
     for episode in episodes:
         row, turns = episode
         read = (row, with_prompt(turns, turns[0].taught)) if prompted else episode
-        p, t = tables(model, episode), tables(initial, read).detach()
+        p = tables(model, episode)
+        t = tables(initial, read).detach()
         if estimator == "k2":
             pi, mu = logp(model, episode)
             rho = (pi - mu).detach().exp()
@@ -213,7 +218,8 @@ def read(model: Any, episode: Episode, top: int) -> list[Turn]:
     """The turns with the scores of a server of `model`, behind the prompt of a teacher."""
     planned, turns = episode
     sizes = [len(turn.ids) for turn in turns]
-    found, theirs = [], (planned, with_prompt(turns, turns[0].taught or turns[0].context))
+    found = []
+    theirs = (planned, with_prompt(turns, turns[0].taught or turns[0].context))
     for turn, table in zip(turns, tables(model, theirs).split(sizes), strict=True):
         logs, ids = table.topk(top)
         own = table.gather(1, torch.tensor(turn.ids)[:, None])
@@ -237,7 +243,8 @@ def with_entropy(model: Any, episodes: list[Episode]) -> Tensor:
 
 def whitened(model: Any, episodes: list[Episode]) -> Tensor:
     joined = torch.tensor([centred(e) for e in episodes for _ in range(tokens_of([e]))], dtype=torch.float64)
-    mean, std = joined.mean(), joined.std() + 1e-6
+    mean = joined.mean()
+    std = joined.std() + 1e-6
     return torch.stack([policy_gradient(model, e, (centred(e) - mean) / std) for e in episodes]).sum()
 
 
@@ -279,12 +286,15 @@ def penalised(model: Any, episodes: list[Episode]) -> Tensor:
 
 def clipped_around_mu(model: Any, episodes: list[Episode]) -> Tensor:
     """One step, no barrier: u = pi/mu is not 1 for stale data, and the clip acts."""
-    total, cut = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    cut = 0
     for e in episodes:
         pi, mu = logp(model, e)
-        a, u = torch.full_like(mu, centred(e)), (pi - mu).exp()
+        a = torch.full_like(mu, centred(e))
+        u = (pi - mu).exp()
         ppo = torch.maximum(-u * a, -u.clamp(0.8, 1.2) * a)
-        total, cut = total + ppo.sum(), cut + int((ppo > -u * a).sum())
+        total = total + ppo.sum()
+        cut = cut + int((ppo > -u * a).sum())
     assert cut
     return total
 
@@ -369,7 +379,8 @@ def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(made: Made,
         learner = made(algorithm={"loss": {name: options}})
         reports[name] = run_batch(learner, [[noisy]])
     ratios = torch.cat([(pi - mu).detach().exp() for pi, mu in (logp(model, e) for e in noisy)])
-    capped, m2po = reports["cispo_scalerl"], reports["m2po"]
+    capped = reports["cispo_scalerl"]
+    m2po = reports["m2po"]
     assert capped["rollout_corr/truncated_fraction"] == pytest.approx(float((ratios > 2).double().mean()))
     assert capped["rollout_corr/rollout_is_mean"] == pytest.approx(float(ratios.clamp(max=2).mean()))
     squares = ratios.log().square().sort().values
@@ -393,7 +404,8 @@ def test_running_whitening_uses_the_batches_before(made: Made, model: Any, episo
     raw = [torch.full((n,), centred(e), dtype=torch.float64) for n, e in zip(sizes, episodes, strict=True)]
     other = Recorder(model, seed=12, noise=0.2).groups(4, 3, [0], name="h")
     joined = torch.cat(raw)
-    mean, std = joined.mean(), joined.std() + 1e-6
+    mean = joined.mean()
+    std = joined.std() + 1e-6
     loss = sum(policy_gradient(model, e, (centred(e) - mean) / std) for e in other)
     wanted = gradients(model, loss / tokens_of(other))
     assert gradient_gap(learner, other, wanted) < 1e-6
@@ -405,7 +417,8 @@ def test_epochs_repeat_the_mini_batches_around_one_prox(made: Made, model: Any) 
     episodes = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
     learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
     metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=1))
-    optimizer, prox = torch.optim.SGD(model.parameters(), lr=0.5), copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    prox = copy.deepcopy(model)
     for step in range(4):
         part_of = deal({e[0].group for e in episodes}, 2, f"0/0/{step // 2}")
         part = [e for e in episodes if part_of[e[0].group] == step % 2]
@@ -487,7 +500,9 @@ def test_what_the_engine_said_of_a_stale_token_changes_nothing(
     world: World, model_path: str, model: Any, name: str
 ) -> None:
     """Only a KL in the reward reads it: that is part of what the episode earned."""
-    step, versions = 6, (0, 1, 5, 6)  # at V = 6 and a bound of 4, versions 0 and 1 are stale
+    # at V = 6 and a bound of 4, versions 0 and 1 are stale
+    step = 6
+    versions = (0, 1, 5, 6)
     episodes = Recorder(model, seed=1, noise=0.1).groups(4, 3, versions)
 
     def garble(turn: Turn) -> Turn:

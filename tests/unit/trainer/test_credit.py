@@ -68,7 +68,8 @@ def exchange(world: World, folder: Path) -> tuple[object, object]:
 
 @pytest.mark.slow
 def test_all_ranks_see_all_episodes_exactly_as_one_rank_does(world: World, tmp_path: Path) -> None:
-    alone, together = exchange(world, tmp_path), run_ranks(2, exchange, tmp_path / "two")
+    alone = exchange(world, tmp_path)
+    together = run_ranks(2, exchange, tmp_path / "two")
     assert alone == together
     episodes = [
         (f"u{i}", f"g{i // 2}", i, [-j / 3 for j in range(i + 2)], [j % 2 == 0 for j in range(i + 2)])
@@ -132,7 +133,8 @@ def advantages_of(name: str, **options: Any) -> list[list[float]]:
 
 def test_an_agents_baseline_is_over_the_same_agents_rewards() -> None:
     """White: 1, -1, 1, with mean 1/3; black: -1, 1, with mean 0. The sums 0, 0, 1 play no part."""
-    w, lost = round(1 - THIRD, 12), round(-1 - THIRD, 12)
+    w = round(1 - THIRD, 12)
+    lost = round(-1 - THIRD, 12)
     assert advantages_of("dr_grpo") == [[w, -1, w], [lost, 1, lost, 1], [w]]
     # of the others: white 0 against (-1, 1), -1 against (1, 1); black -1 against 1
     assert advantages_of("rloo") == [[1, -2, 1], [-2, 2, -2, 2], [1]]

@@ -38,7 +38,8 @@ def set_head(critic: Critic) -> Tensor:
 
 
 def test_values_read_the_hidden_state_that_predicts_the_token(world: World, path: str) -> None:
-    critic, t = load_critic(tiny_config(path), world), few_tokens()
+    critic = load_critic(tiny_config(path), world)
+    t = few_tokens()
     weight = set_head(critic)
     found = critic(t)
     hidden = AutoModel.from_pretrained(path).eval()(t.ids).last_hidden_state
@@ -50,7 +51,8 @@ def test_values_read_the_hidden_state_that_predicts_the_token(world: World, path
 
 @pytest.mark.parametrize(("changed", "moves"), [(5, True), (6, False), (9, False)])
 def test_a_value_knows_nothing_of_its_token(world: World, path: str, changed: int, moves: bool) -> None:
-    critic, t = load_critic(tiny_config(path), world), few_tokens()
+    critic = load_critic(tiny_config(path), world)
+    t = few_tokens()
     set_head(critic)
     before = critic(t)[1]  # of the token at 6
     t.ids[0, changed] = (t.ids[0, changed] + 1) % 40
@@ -98,7 +100,8 @@ def step_of(world: World, folder: Path) -> Any:
 
 
 def test_two_ranks_do_what_one_does(world: World, tmp_path: Path) -> None:
-    one, two = step_of(world, tmp_path / "one"), run_ranks(2, step_of, tmp_path / "two")
+    one = step_of(world, tmp_path / "one")
+    two = run_ranks(2, step_of, tmp_path / "two")
     for found, wanted in zip(two, one, strict=True):
         assert torch.allclose(found, wanted, atol=1e-5)
     assert not torch.allclose(one[0], one[1], atol=1e-3)

@@ -113,7 +113,8 @@ def two(saved: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_have_the_gradients_of_one(family: str, one: dict[str, Any], two: dict[str, Any]) -> None:
-    found, wanted = two[family]["gradients"], one[family]["gradients"]
+    found = two[family]["gradients"]
+    wanted = one[family]["gradients"]
     assert sum("experts" in name for name in wanted) == 6, "stacks of three layers"
     assert all(gradient.any() for name, gradient in wanted.items() if "experts" in name or "gate" in name)
     assert distance(found, wanted) < 1e-6  # norms and routers compute in float32, whatever the dtype
@@ -136,7 +137,8 @@ def test_others_get_what_save_pretrained_writes(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_rank_reads_the_experts_that_it_holds(family: str, two: dict[str, Any]) -> None:
-    shard, peak = two[family]["shard"], two[family]["peak"]
+    shard = two[family]["shard"]
+    peak = two[family]["peak"]
     assert shard <= peak < 1.2 * shard, "its part of the model, and one piece of a file after another"
 
 
@@ -189,7 +191,8 @@ def test_a_checkpoint_goes_on(world: World, saved: Path, tmp_path: Path) -> None
             parameter.mul_(1.5)
     save_checkpoint(tmp_path, learner, CheckpointManifest(step=0, trainer_epoch=0, parent=-1, trained=()))
     load_checkpoint(tmp_path / "step-0", other)
-    wanted, found = full_state(learner.policy), full_state(other.policy)
+    wanted = full_state(learner.policy)
+    found = full_state(other.policy)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step-0" / "hf")
     assert all(torch.equal(p, wanted[name]) for name, p in exported.named_parameters())
@@ -261,7 +264,8 @@ def shifted(routes: np.ndarray) -> np.ndarray:
 def test_tokens_go_where_the_server_sent_them(family: str, world: World, saved: Path) -> None:
     """Whatever the layout: by the routers' own choice nothing changes, by another one everything is as in a
     model whose routers choose so; and what they choose has gradients, recomputed or not."""
-    policy, given = replaying(saved / family, world), rows()
+    policy = replaying(saved / family, world)
+    given = rows()
     own = chosen(policy, given)
     plain, _ = learned(policy, [routed(given, "packed", [])])
     logp, wanted = learned(policy, [routed(given, "packed", [shifted(one) for one in own])])
@@ -280,10 +284,12 @@ def test_tokens_go_where_the_server_sent_them(family: str, world: World, saved: 
 
 
 def test_the_others_go_as_the_trainer_chooses(world: World, saved: Path) -> None:
-    policy, given = replaying(saved / "Mixtral", world), rows()[3:5]
+    policy = replaying(saved / "Mixtral", world)
+    given = rows()[3:5]
     own = chosen(policy, given)
     logp, _ = learned(policy, [routed(given, "packed", [])])
-    short, none = own[0][:20], np.empty((0, 0), dtype=np.int32)
+    short = own[0][:20]
+    none = np.empty((0, 0), dtype=np.int32)
     found, _ = learned(policy, [routed(given, "packed", [short, none])])
     assert torch.allclose(found, logp, atol=1e-5)
     short = np.concatenate([np.full_like(short, -1)[:5], shifted(short[5:])])
@@ -295,7 +301,8 @@ def test_the_others_go_as_the_trainer_chooses(world: World, saved: Path) -> None
 
 
 def test_experts_that_the_model_does_not_have_are_not_chosen(world: World, saved: Path) -> None:
-    policy, given = replaying(saved / "Mixtral", world), rows()[4:5]
+    policy = replaying(saved / "Mixtral", world)
+    given = rows()[4:5]
     logp, _ = learned(policy, [routed(given, "packed", [])])
     found, _ = learned(policy, [routed(given, "packed", [np.full((10, 6), 99, dtype=np.int32)])])
     assert policy.replay is not None and policy.replay.choices == 6

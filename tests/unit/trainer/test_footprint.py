@@ -25,7 +25,8 @@ from tests.fakes.training import Episode, make_row, tiny_config
 pytestmark = pytest.mark.slow
 
 SMOLLM2 = Path(__file__).parents[3] / ".models" / "smollm2-135m-instruct"
-ROWS, LENGTH = 4, 128
+ROWS = 4
+LENGTH = 128
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,8 @@ from tests.fakes.training import (
 
 pytestmark = pytest.mark.slow
 
-BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+BFLOAT16 = torch.bfloat16
+FLOAT32 = torch.float32
 LORA = {"model": {"lora_rank": 3, "lora_alpha": 6.0}}
 UNFILTERED = {"buffer": {"filter_zero_variance": False}}
 KL = {"where": "loss", "coef": 0.5}

@@ -83,7 +83,8 @@ def test_how_much_is_computed_again_changes_between_micro_batches(model: str) ->
     lm = of_four_layers(model)
     recomputation = Recomputation(TrainerConfig())
     prepare_layers(lm, TrainerConfig(), recomputation)
-    calls, gradients = calls_of(layers_of(lm), "mlp"), list[Tensor]()
+    calls = calls_of(layers_of(lm), "mlp")
+    gradients = list[Tensor]()
     for every, share, then, runs in (
         (0, 0.0, 2, [1, 1, 1, 1]),
         (3, 0.5, 2, [2, 1, 1, 2]),
@@ -190,7 +191,8 @@ def test_packed_rows_of_any_number_are_compiled_once(model: str) -> None:
     lm.set_attn_implementation(NAME)
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         prepare_layers(lm, TrainerConfig(compile=True))
-    graphs, one = [], np.zeros(1, dtype=np.int64)
+    graphs = []
+    one = np.zeros(1, dtype=np.int64)
     for lengths in ([9, 8], [30], [5, 6, 7, 4, 12]):
         rows = [np.arange(length) for length in lengths]
         chosen = Selected.of(rows, one, one + 1, torch.ones(1), "packed")

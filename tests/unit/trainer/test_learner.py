@@ -76,7 +76,8 @@ def test_a_shared_prompt_changes_no_gradient(made: Made, model: Any, packing: st
     assert difference(final_gradients(learner, whole(episodes)), wanted) < TOLERANCE
     learner.step = STEP
     metrics = run_batch(learner, whole(episodes))
-    computed, rows = metrics["perf/computed_tokens"], metrics["perf/total_num_tokens"]
+    computed = metrics["perf/computed_tokens"]
+    rows = metrics["perf/total_num_tokens"]
     assert computed < (0.9 if packing == "tree" else 1.1) * rows
 
 
@@ -138,7 +139,8 @@ class DeviceReads(TorchDispatchMode):
 def test_nothing_waits_for_the_device_between_forward_and_backward(
     made: Made, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner, events = made(STEP, trainer={"micro_batch_tokens": 64}), list[str]()
+    learner = made(STEP, trainer={"micro_batch_tokens": 64})
+    events = list[str]()
 
     def noted(owner: Any, name: str, event: str) -> None:
         function = getattr(owner, name)
@@ -179,7 +181,8 @@ def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
 def test_gradient_does_not_depend_on_the_cut(made: Made, world: World, episodes: list[Episode]) -> None:
     """Nor on the probe, which is scored between two micro-batches."""
     learner = made(STEP)
-    one, probed = final_gradients(learner, whole(episodes)), list[tuple[float, ...]]()
+    one = final_gradients(learner, whole(episodes))
+    probed = list[tuple[float, ...]]()
     for micros in (1, 2, 3, 7):
         cut = random_cut(episodes, 1, micros, seed=micros)
         learner.pulse = lambda: probed.append(score(learner.policy, (1, 2, 3), world.device))
@@ -216,7 +219,8 @@ def test_episodes_without_advantage_are_not_scored(made: Made, episodes: list[Ep
     equal = [(with_rewards(row, lambda reward: 0.5), turns) for row, turns in episodes[:8]]
     batch, again = (random_cut([*equal, *episodes[8:]], 1, 3, seed=seed) for seed in (0, 1))
     assert difference(final_gradients(learner, batch), final_gradients(other, batch)) < TOLERANCE
-    metrics, whole_metrics = run_batch(learner, batch), run_batch(other, batch)
+    metrics = run_batch(learner, batch)
+    whole_metrics = run_batch(other, batch)
     learner.step = STEP
     recut = run_batch(learner, again)
     assert metrics["critic/zero_advantage_frac"] >= 0.5
@@ -302,7 +306,8 @@ def test_a_spike_takes_no_step(
     for place in range(LEAST if math.isfinite(factor) else 0):
         note_norm(learner.state, place, norm)
     learner.step = STEP  # for the same lags
-    before, norms = full_state(learner.policy), dict(learner.state)
+    before = full_state(learner.policy)
+    norms = dict(learner.state)
     batch = whole([(with_rewards(row, lambda reward: factor * reward), turns) for row, turns in episodes])
     if spikes and on_spike == "rollback":
         with pytest.raises(SpikeError, match=rf"step {STEP + 1} spiked: its gradient norm is (nan|\d)"):

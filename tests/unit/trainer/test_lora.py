@@ -40,7 +40,8 @@ from tests.fakes.weights import buckets
 
 pytestmark = pytest.mark.slow
 
-RANK, ALPHA = 3, 6.0
+RANK = 3
+ALPHA = 6.0
 
 
 @pytest.fixture(scope="module", params=["gpt2", "qwen2 tied", "qwen2"])
@@ -72,7 +73,8 @@ def test_it_starts_as_its_base(world: World, path: str) -> None:
 
 
 def test_disabled_it_is_its_base(world: World, path: str) -> None:
-    policy, wanted = adapted(path, world), plain_logp(plain_model(path), few_tokens())
+    policy = adapted(path, world)
+    wanted = plain_logp(plain_model(path), few_tokens())
     with torch.no_grad():
         assert not torch.allclose(policy(few_tokens()).logp, wanted, atol=0.1)
         with policy.base():
@@ -108,7 +110,8 @@ def test_the_merged_export_scores_as_the_adapters_do(world: World, path: str, tm
 
 def test_merging_by_hand(world: World, path: str) -> None:
     policy = adapted(path, world)
-    merged, base = full_state(policy), dict(plain_model(path).named_parameters())
+    merged = full_state(policy)
+    base = dict(plain_model(path).named_parameters())
     own = {name: p.full_tensor() for name, p in policy.lm.named_parameters()}
     changed = 0
     for name, weight in base.items():
@@ -124,7 +127,8 @@ def test_merging_by_hand(world: World, path: str) -> None:
 def test_a_version_is_copied_weight_by_weight(world: World, path: str) -> None:
     """All merged weights together would take as much memory as the model again."""
     policy = adapted(path, world, "float32")
-    made, most = list[weakref.ref[DTensor]](), 0
+    made = list[weakref.ref[DTensor]]()
+    most = 0
 
     def noted(adapters: Adapters, name: str, weight: DTensor) -> DTensor:
         nonlocal most
@@ -177,7 +181,8 @@ def work(world: World, folder: Path) -> Any:
 
 
 def test_two_ranks_do_what_one_does(world: World, tmp_path: Path) -> None:
-    one, two = work(world, tmp_path / "one"), run_ranks(2, work, tmp_path / "two")
+    one = work(world, tmp_path / "one")
+    two = run_ranks(2, work, tmp_path / "two")
     for name, wanted in one.items():
         assert two[name].keys() == wanted.keys()
         assert sum(key.startswith("grad") for key in wanted) in (16, 28)
@@ -196,7 +201,8 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("save", [save_tiny_model, save_tiny_qwen])  # GPT-2 keeps its weights transposed
 def test_merged_or_apart_it_is_the_policy(save: Any, world: World, tmp_path: Path) -> None:
-    path, run = save(tmp_path), tmp_path / "run"
+    path = save(tmp_path)
+    run = tmp_path / "run"
     config = tiny_config(path)
     model = msgspec.structs.replace(config.model, lora_rank=3, lora_alpha=6.0)
     learner = make_learner(msgspec.structs.replace(config, model=model), world, "float32")
@@ -225,7 +231,8 @@ def applied(path: str, adapters: Path) -> nn.Module:
     """The base model with adapters as PEFT applies them: W·x + (lora_alpha/r)·B·A·x."""
     settings = json.loads((adapters / "adapter_config.json").read_text())
     tensors = load_file(adapters / "adapter_model.safetensors")
-    model, scale = plain_model(path).float(), settings["lora_alpha"] / settings["r"]
+    model = plain_model(path).float()
+    scale = settings["lora_alpha"] / settings["r"]
     assert settings["target_modules"] and len(tensors) == 2 * len(settings["target_modules"])
     for name in settings["target_modules"]:
         a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")

@@ -52,7 +52,8 @@ def test_all_models_run_it_and_nothing_is_left(
     monkeypatch.setattr(memory, "LAYER_MIN_PARAMETERS", 0)
     learner = make_learner(config_of(tmp_path, **CRITIC), world)
     assert learner.critic is not None
-    sizes, before = list[int](), full_state(learner.policy)
+    sizes = list[int]()
+    before = full_state(learner.policy)
     for model in (learner.policy, learner.critic):
         model.register_forward_hook(lambda model, args, out: sizes.append(args[0].ids.numel()))
     learner.pulse = lambda: sizes.append(0)

@@ -48,7 +48,8 @@ def test_gradients_are_those_of_the_plain_model(
     world: World, path: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.trainer.scores.CHUNK", chunk)
-    t, policy = few_tokens(), load_policy(ModelConfig(path=path, dtype="float64"), world)
+    t = few_tokens()
+    policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
     plain = plain_model(path)
     policy(t).logp.sum().backward()
     plain_table(plain, t).gather(1, t.labels[:, None]).sum().backward()
@@ -66,7 +67,8 @@ def test_parameters_are_sharded_again_after_scoring(world: World, path: str) -> 
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(world: World, path: str) -> None:
-    policy, t = load_policy(ModelConfig(path=path, dtype="bfloat16"), world), few_tokens()
+    policy = load_policy(ModelConfig(path=path, dtype="bfloat16"), world)
+    t = few_tokens()
     scores = policy(t)
     scores.logp.sum().backward()
     assert scores.logp.dtype == torch.float32
@@ -105,7 +107,8 @@ def save_biased(directory: Path) -> str:
 def test_what_a_model_does_to_its_logits_is_done(
     world: World, tmp_path: Path, save: Any, whole: bool
 ) -> None:
-    path, t = save(tmp_path), few_tokens()
+    path = save(tmp_path)
+    t = few_tokens()
     policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
     assert not policy.whole
     policy.whole = whole

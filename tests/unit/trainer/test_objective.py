@@ -17,7 +17,8 @@ from asyncrl.trainer.batch import MicroBatch, collate
 from asyncrl.trainer.objective import Evaluated, evaluate, loss_input, proximal
 from asyncrl.trainer.scores import Scores
 
-MU, DRIFT = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64), 0.3
+MU = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+DRIFT = 0.3
 
 
 def configured(**sections: dict[str, Any]) -> RunConfig:
@@ -47,7 +48,8 @@ def test_loglinear_is_exact_where_log_probs_move_evenly(lag: list[int], progress
 
 
 def test_loglinear_is_off_where_they_do_not() -> None:
-    lag, progress = [1, 1, 1], 0.5
+    lag = [1, 1, 1]
+    progress = 0.5
     jumped = MU + DRIFT  # all of the way inside the batch, none before it
     found = proximal(micro(lag), jumped, recipe(prox="loglinear"), progress)
     assert torch.allclose(found - MU, torch.full_like(MU, DRIFT * 2 / 3))  # the true one is mu
@@ -89,7 +91,8 @@ def evaluated(
     config = configured(**sections)
     n = len(RATIO)
     mu = torch.full((n,), -2.0, dtype=torch.float64)
-    at, yes = torch.arange(n), torch.ones(n, dtype=torch.bool)
+    at = torch.arange(n)
+    yes = torch.ones(n, dtype=torch.bool)
     micro = dataclasses.replace(
         collate([], torch.float64),
         episode=at,
@@ -115,7 +118,8 @@ def test_a_loss_sees_which_turn_wrote_a_token_and_how_old_its_version_is() -> No
     assert given.lag.tolist() == [0, 2, 1] and given.turn.tolist() == [0, 1, 1]
 
 
-SYNC, EPOCHS = {"max_staleness": 0}, {"loss": "ppo", "epochs": 2}
+SYNC = {"max_staleness": 0}
+EPOCHS = {"loss": "ppo", "epochs": 2}
 CAPPED = [1.0, 2.0, 0.3, 1.5, 0.6]  # min(rho, 2)
 KL = [
     ("loss", {}, {}, [1.0, 3.0, 0.0, 1.5, 0.6]),  # the correction's weight: the band, then the caps 5 and 2
@@ -190,7 +194,8 @@ def test_around_mu_masks_and_reports_are_of_the_current_policy() -> None:
 def test_a_token_with_a_bad_number_takes_no_part(source: str, bad: float) -> None:
     """Whichever model it is of: its gradient is 0, and those of other tokens are finite."""
     algorithm = {**EPOCHS, "correction": {"ratio": {"level": "sequence"}, "veto": {}}}
-    prox, reference = [1.0] * 5, torch.full((5,), -2.0, dtype=torch.float64)
+    prox = [1.0] * 5
+    reference = torch.full((5,), -2.0, dtype=torch.float64)
     if source == "prox":
         prox[1] = math.exp(bad)
     else:

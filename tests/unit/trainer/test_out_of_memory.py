@@ -36,7 +36,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "streamed": {},
     "barrier": {"algorithm": {"loss": "ppo", "steps_per_batch": 2}},
 }
-BUDGET, CUT = 400, 3  # of the config, and what is learned; random micro-batches have about 200
+# of the config, and what is learned; random micro-batches have about 200
+BUDGET = 400
+CUT = 3
 
 
 def lack(*about: Any) -> Any:
@@ -47,7 +49,8 @@ class Failing:
     """In place of a function: its call number `at` of this process fails for want of memory."""
 
     def __init__(self, function: Any, at: int) -> None:
-        self.function, self.left = function, at
+        self.function = function
+        self.left = at
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         self.left -= 1

@@ -109,9 +109,12 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 def one_by_one(given: list[np.ndarray], how: Any) -> list[Selected]:
     """With the temperatures that the tokens have together."""
-    together, parts, start = select(given, "padded"), [], 0
+    together = select(given, "padded")
+    parts = []
+    start = 0
     for row in given:
-        part, end = select([row], how), start + len(row) - 1
+        part = select([row], how)
+        end = start + len(row) - 1
         parts.append(Selected(**{**vars(part), "temperature": together.temperature[start:end]}))
         start = end
     return parts
@@ -196,7 +199,8 @@ def test_blocks_of_a_mask_are_those_that_some_query_sees(given: list[list[int]],
         patch.setattr(attention, "BLOCK", 8)
         forest = plant([np.array(row) for row in given], shared=True)
         kernel = FlexKernel(forest, torch.device("cpu"))
-        found, size = kernel.block_mask(window), len(forest.ids)
+        found = kernel.block_mask(window)
+        size = len(forest.ids)
         wanted = create_block_mask(kernel.visible(window), None, None, size, size, "cpu", 8)
     assert found.shape == wanted.shape
     (some, whole), (all_some, all_whole) = (_blocks(found), _blocks(wanted))
@@ -206,7 +210,8 @@ def test_blocks_of_a_mask_are_those_that_some_query_sees(given: list[list[int]],
 
 def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
     """[blocks, blocks]: seen in part or whole; seen whole."""
-    counts, order = mask.full_kv_num_blocks, mask.full_kv_indices
+    counts = mask.full_kv_num_blocks
+    order = mask.full_kv_indices
     assert counts is not None and order is not None
     listed = torch.arange(order.shape[-1]) < counts[0, 0, :, None]
     whole = torch.zeros_like(listed).scatter(1, order[0, 0].long(), listed)
@@ -279,7 +284,8 @@ class Counted(TorchDispatchMode):
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
-        self.tokens, self.slices = tokens, 0
+        self.tokens = tokens
+        self.slices = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.slice_backward.default:
@@ -291,7 +297,8 @@ class Counted(TorchDispatchMode):
 def test_rows_one_by_one_are_the_nodes_with_their_gradients(shared: bool) -> None:
     """In bfloat16, as on a GPU; what is not plain goes to the other kernel."""
     forest = plant([*rows(), rows()[0]], shared=shared)
-    generator, other = torch.Generator().manual_seed(0), NodeKernel(forest)
+    generator = torch.Generator().manual_seed(0)
+    other = NodeKernel(forest)
     given = [torch.randn(heads, len(forest.ids), 16, generator=generator) for heads in (4, 2, 2)]
     weight = torch.randn(len(forest.ids), 4, 16, generator=generator)
     kernel = RowKernel(forest, torch.device("cpu"), other)

@@ -119,7 +119,8 @@ def test_attention_is_counted_by_pairs_of_tokens(
 
 def test_attention_counts_half_of_what_torch_counts_without_a_mask() -> None:
     """torch counts all pairs of a row: n * n, of which a causal mask leaves n * (n + 1) / 2."""
-    model, length = llama(attn_implementation="eager"), 64
+    model = llama(attn_implementation="eager")
+    length = 64
     count = FlopCount.of(model)
     with FlopCounterMode(display=False) as seen:
         model(torch.zeros(1, length, dtype=torch.int64)).logits.sum().backward()

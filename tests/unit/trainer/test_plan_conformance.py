@@ -47,7 +47,9 @@ from tests.fakes.training import save_tiny_qwen, tiny_config
 
 pytestmark = pytest.mark.slow
 DEADLINE = 120.0
-STEPS, GROUPS, MEMBERS = 3, 4, 2
+STEPS = 3
+GROUPS = 4
+MEMBERS = 2
 
 
 class Fault:
@@ -75,7 +77,9 @@ class Fault:
 def coordinate(config: RunConfig, endpoints: Endpoints) -> None:
     """Killed after the transaction of a plan, before it is sent; when it has sent some payloads of another;
     and after the transaction of a commit, before the ack."""
-    fault, send, frames_sent = Fault(Path(config.run_dir) / config.name), Hub.send, 0
+    fault = Fault(Path(config.run_dir) / config.name)
+    send = Hub.send
+    frames_sent = 0
 
     def sending(hub: Hub, peer: bytes, message: WireMessage, frames: Any = ()) -> bool:
         nonlocal frames_sent
@@ -96,8 +100,11 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
     """One rank: the last one is killed when it holds its part of the first plan; the first one when a batch
     is trained and not committed, and when a commit is acknowledged."""
     run_dir = Path(config.run_dir) / config.name
-    fault, due = Fault(run_dir), Checkpointing.mark_due
-    accumulate, finish, uids = Learner.accumulate, Learner.finish, list[str]()
+    fault = Fault(run_dir)
+    due = Checkpointing.mark_due
+    accumulate = Learner.accumulate
+    finish = Learner.finish
+    uids = list[str]()
 
     def accumulating(learner: Learner, work: Work) -> None:
         work = list(work)
@@ -133,7 +140,8 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
         raise SystemExit(rank.run(config, endpoints, index, incarnation, place))
 
 
-OF_RANKS, OF_COORDINATOR = ("handed out", "trained", "acknowledged"), ("planned", "given", "committed")
+OF_RANKS = ("handed out", "trained", "acknowledged")
+OF_COORDINATOR = ("planned", "given", "committed")
 
 
 def digest(learner: Learner) -> str:
@@ -148,7 +156,8 @@ def digest(learner: Learner) -> str:
 
 def landed_episodes(config: RunConfig) -> None:
     """A store in which all episodes of the run are ready: nobody has to sample any."""
-    run_dir, dice = Path(config.run_dir) / config.name, random.Random(0)
+    run_dir = Path(config.run_dir) / config.name
+    dice = random.Random(0)
     file = samples_path(run_dir, "train")
     file.parent.mkdir(parents=True)
     with file.open("w+b") as data:
@@ -166,7 +175,8 @@ def landed_episodes(config: RunConfig) -> None:
         store.put_frame(episode.uid, 0, "generated", msgspec.msgpack.encode(turn))
         state.buffer.assign(episode, "w", 1, 0, 0.0)
         episode.extend(len(context) + len(ids), len(ids), 0, 0)
-        result, stats = EpisodeResult(float(episode.member), len(ids)), EpisodeStats(1)
+        result = EpisodeResult(float(episode.member), len(ids))
+        stats = EpisodeStats(1)
         state.buffer.finish(episode, result, stats, 0.0)
     state.persist()
     store.close()
@@ -176,7 +186,8 @@ class Launcher:
     """Starts what ended by a fault again: a coordinator alone, ranks all together."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.starts = config, 0
+        self.config = config
+        self.starts = 0
         self.endpoints = choose_endpoints("127.0.0.1", 0)
         self.run_dir = Path(config.run_dir) / config.name
         self.place = Checkpoints(self.run_dir / "checkpoints")
@@ -195,7 +206,8 @@ class Launcher:
             process.kill()
             process.join()
         self.starts += 1
-        incarnation, given = incarnation_of("launch", self.starts), self.endpoints.given_to("trainer")
+        incarnation = incarnation_of("launch", self.starts)
+        given = self.endpoints.given_to("trainer")
         self.ranks = [
             FORKED.Process(target=train, args=(self.config, given, index, incarnation))
             for index in range(self.config.trainer.ranks)
@@ -296,7 +308,8 @@ def check_trained(launcher: Launcher, parts: int) -> list[str]:
 
 def check_retraining(config: RunConfig, folder: Path, wanted: list[str]) -> None:
     """From the initial policy, all recorded plans anew."""
-    found, run_dir = list[str](), Path(config.run_dir) / config.name
+    found = list[str]()
+    run_dir = Path(config.run_dir) / config.name
     finish = Learner.finish
 
     def finishing(learner: Learner) -> dict[str, float]:

@@ -62,7 +62,8 @@ def test_short_beginnings_are_not_worth_a_node(rows: list[list[int]], least: int
 
 
 def test_a_prompt_its_answers_and_a_fork_of_one_of_them() -> None:
-    prompt, answer = list(range(40)), [50] * 30
+    prompt = list(range(40))
+    answer = [50] * 30
     rows = [[*prompt, *answer], [*prompt, 60], [*prompt, *answer[:20], 61], [70]]
     forest = plant(arrays(rows), shared=True)
     check(forest, rows)

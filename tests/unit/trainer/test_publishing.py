@@ -39,7 +39,8 @@ class Broadcasts:
     weights: ClassVar = {"transport": "collective"}
 
     def __init__(self, started: Sequence[ServerRank], index: int) -> None:
-        self._server, self._loop = FakeServer(started=started), asyncio.Runner()
+        self._server = FakeServer(started=started)
+        self._loop = asyncio.Runner()
         self._receiver = Receiver(self._server, index, 1, OLD)
 
     def read(self, ref: WeightsRef) -> Found:
@@ -58,7 +59,8 @@ class Broadcasts:
 
 
 def publish_three(server: Sequence[ServerRank], world: World, folder: Path) -> Any:
-    trainer, found = Trainer(world, folder, **Broadcasts.weights), []
+    trainer = Trainer(world, folder, **Broadcasts.weights)
+    found = []
     with nullcontext() if world.rank else closing(Broadcasts(server, 1)) as reading:
         for step in range(1, 4):
             forwards = count_forwards(trainer.policy)
@@ -85,7 +87,8 @@ def count_forwards(policy: Policy) -> list[int]:
 
 def score_the_probe(world: World, folder: Path) -> Any:
     trainer = Trainer(world, folder)
-    forwards, found = count_forwards(trainer.policy), []
+    forwards = count_forwards(trainer.policy)
+    found = []
     pauses = list[int]()  # forwards before each
     trainer.publishing._pause = mock.Mock(allow=lambda: pauses.append(len(forwards)))
     for _ in range(2):
@@ -166,7 +169,8 @@ def test_a_write_that_failed_ends_the_trainers_loop(tmp_path: Path) -> None:
 
 def publish_adapters(world: World, folder: Path) -> Any:
     """Two versions of adapters that do something, loaded by an engine: how far it is from the trainer."""
-    trainer, gaps = Trainer(world, folder, lora_rank=4), []
+    trainer = Trainer(world, folder, lora_rank=4)
+    gaps = []
     with asyncio.Runner() as loop:
         engine = loop.run(_engine(folder / "model")) if not world.rank else None
         for step in range(2):

@@ -50,8 +50,11 @@ class FakeLearner:
     """Calls `pulse` after every micro-batch, as the real one does."""
 
     def __init__(self, config: Any, mesh: Any) -> None:
-        self.step, self.watch, self.world = 0, Stopwatch(), mesh
-        self.policy, self.budget = SimpleNamespace(vocabulary=10), 1
+        self.step = 0
+        self.watch = Stopwatch()
+        self.world = mesh
+        self.policy = SimpleNamespace(vocabulary=10)
+        self.budget = 1
         self.recomputation = Recomputation(TrainerConfig())
         self.pulse = lambda: None
         self.share = lambda planned: [list(planned)] if planned else []
@@ -88,7 +91,8 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     mesh: Any = SimpleNamespace(
         rank=0, size=1, device=torch.device("cpu"), gather=lambda value, kind: [value]
     )
-    mesh.apart, mesh.use_device = lambda seconds: mesh, lambda: None
+    mesh.apart = lambda seconds: mesh
+    mesh.use_device = lambda: None
     monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True, resting=None: {})
     of = lambda learner, **lineage: CheckpointManifest(step=learner.step, **lineage)  # noqa: E731
     monkeypatch.setattr(checkpoint, "manifest_of", of)
@@ -206,7 +210,9 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
     rank.repeating = True
     rank._probe()
     assert not done
-    rank.repeating, rank.learner.step = False, 3  # weights.every=2: step 3 was not published
+    # weights.every=2: step 3 was not published
+    rank.repeating = False
+    rank.learner.step = 3
     rank._probe()
     rank._probe()
     assert done == [PolicyVersion(0, 3), "probe", "probe"]
@@ -268,7 +274,8 @@ class FailingDisk:
     """In place of `checkpoint.write`: the first `failures` fail."""
 
     def __init__(self, failures: int) -> None:
-        self.failures, self.saved = failures, list[CheckpointManifest]()
+        self.failures = failures
+        self.saved = list[CheckpointManifest]()
 
     def __call__(self, to: Any, state: Any, manifest: CheckpointManifest, *about: Any) -> None:
         self.failures -= 1
@@ -303,7 +310,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
     rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is due meanwhile comes after it. What was trained since is not in the first."""
-    written, disk = threading.Event(), FailingDisk(failures=0)
+    written = threading.Event()
+    disk = FailingDisk(failures=0)
 
     def write(*about: Any) -> None:
         assert written.wait(60)

@@ -56,11 +56,13 @@ def change(policy: Policy) -> None:
 @pytest.mark.parametrize("kl", [{}, {"offload": True}])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_it_stays_the_initial_policy(world: World, path: str, rank: int, kl: dict[str, Any]) -> None:
-    config, t = exact(path, rank, **kl), few_tokens()
+    config = exact(path, rank, **kl)
+    t = few_tokens()
     policy = load_policy(config.model, world)
     reference = load_reference(config, world, policy)
     change(policy)
-    found, wanted = reference.logp(t), plain_logp(plain_model(path), t)
+    found = reference.logp(t)
+    wanted = plain_logp(plain_model(path), t)
     assert torch.allclose(found, wanted) and not found.requires_grad
     assert not torch.allclose(policy(t).logp, wanted, atol=1e-3)
 
@@ -85,7 +87,8 @@ def test_scored_between_forward_and_backward_it_changes_no_gradient(
 ) -> None:
     if layered:
         monkeypatch.setattr("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0)
-    config, t = exact(path, rank), few_tokens()
+    config = exact(path, rank)
+    t = few_tokens()
     gradients = []
     for scored in (False, True):
         torch.manual_seed(0)
@@ -145,7 +148,8 @@ def test_gradients_of_a_divergence_are_those_of_two_plain_models(
         monkeypatch.setattr("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0)
     monkeypatch.setattr("asyncrl.trainer.scores.CHUNK", 3)
     teacher = save_tiny_qwen(tmp_path / "other") if named else path
-    config, t = exact(path, rank, reference=teacher if named else ""), few_tokens()
+    config = exact(path, rank, reference=teacher if named else "")
+    t = few_tokens()
     policy = load_policy(config.model, world)
     change(policy)
     reference = load_reference(config, world, policy)
@@ -195,7 +199,8 @@ def test_from_a_scorer_it_makes_the_same_gradients(
     world: World, path: str, tmp_path: Path, where: str
 ) -> None:
     """Its log-probs are in float32. A turn that no scorer has read is left out."""
-    changed, other = plain_model(path, torch.float32), str(tmp_path)
+    changed = plain_model(path, torch.float32)
+    other = str(tmp_path)
     for number, parameter in enumerate(changed.parameters()):
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
     changed.save_pretrained(other)

@@ -37,7 +37,9 @@ from tests.fakes.training import (
 
 pytestmark = pytest.mark.slow
 
-RANKS, REPLICAS, MICRO_BATCHES = 4, 2, 3
+RANKS = 4
+REPLICAS = 2
+MICRO_BATCHES = 3
 SMALL_BUCKET = 200  # bytes: of the shards of 16 adapter matrices some are larger, others go together
 REPLICATE_GROUPS = ([0, 2], [1, 3])  # ranks with equal shards
 CONFIGS: dict[str, dict[str, Any]] = {

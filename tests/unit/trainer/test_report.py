@@ -96,7 +96,8 @@ def test_gpg_counts_episodes_of_groups_without_variance(
 
 def test_each_agent_with_a_reward_of_its_own_counts_as_an_episode() -> None:
     """What both sides of a game gain adds up to nothing; a draw is no sign of a group without variance."""
-    tally, scores = MetricSums(), (1.0, -1.0, 0.0)
+    tally = MetricSums()
+    scores = (1.0, -1.0, 0.0)
     games = tuple(EpisodeResult(0.0, 5, (won, -won), agents=("w", "b"), turn_tokens=(2, 3)) for won in scores)
     for won, own in zip(scores, games, strict=True):
         e = example(msgspec.structs.replace(ROW, own=own, siblings=games), TURNS, 5, 1, TOKEN_MEAN)

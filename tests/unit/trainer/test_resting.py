@@ -119,7 +119,8 @@ def train(
 
 def rests(learner: Learner, timeline: Timeline, folder: Path) -> tuple[Callable[[], None], list[int]]:
     """A function that rests and wakes, and the bytes that moved each time."""
-    own, moved = Resting(learner, timeline, folder), list[int]()
+    own = Resting(learner, timeline, folder)
+    moved = list[int]()
 
     def rest() -> None:
         before = {name: (t, t.clone()) for name, t in held(learner).items()}
@@ -148,7 +149,8 @@ def test_training_goes_on_as_if_it_had_never_rested(
     for _ in range(2):
         train(plain, cut)
         train(learner, cut, rest)
-    wanted, found = held(plain), held(learner)
+    wanted = held(plain)
+    found = held(learner)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
     # Gradients move, too, but not before the first micro-batch, nor behind a barrier.
@@ -210,7 +212,9 @@ def test_a_kill_at_any_time_leaves_no_file_of_a_rank_that_rests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel frees what has no name."""
-    allocate, from_file, names = os.posix_fallocate, torch.from_file, list[Path]()
+    allocate = os.posix_fallocate
+    from_file = torch.from_file
+    names = list[Path]()
 
     def looked(act: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
@@ -281,7 +285,9 @@ def measure(folder: Path, told: Any) -> None:
     path = save_small(folder / "model", "Qwen2", hidden_size=256, intermediate_size=1024, vocab_size=4096)
     learner = make_learner(tiny_config(path), world, "float32")
     own = Resting(learner, Timeline(folder / "timeline.jsonl"), folder)
-    process, own_pages, files = psutil.Process(), list[int](), list[int]()
+    process = psutil.Process()
+    own_pages = list[int]()
+    files = list[int]()
 
     def note() -> None:
         memory = process.memory_info()
@@ -308,7 +314,8 @@ def test_memory_falls_while_it_rests_and_does_not_grow(tmp_path: Path) -> None:
     size, own, files = told.get(timeout=120)
     process.join(60)
     assert process.exitcode == 0 and size > 40e6
-    awake, asleep = own[2::2], own[1::2]
+    awake = own[2::2]
+    asleep = own[1::2]
     assert max(asleep) < own[0] - 0.9 * size
     assert max(awake) < own[0] + 0.1 * size and max(asleep) - min(asleep) < 0.1 * size
     assert max(files[::2]) < files[0] + 0.1 * size, "a file is still mapped"
@@ -327,7 +334,8 @@ def on_ranks(world: World, folder: Path, **sections: Any) -> bool:
     for _ in range(2):
         metrics = train(learner, cut, rest)
         assert metrics == train(plain, cut)
-    wanted, found = held(plain), held(learner)
+    wanted = held(plain)
+    found = held(learner)
     same = all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
     timeline.close()
     return all(world.gather(same, bool))

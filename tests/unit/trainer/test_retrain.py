@@ -22,7 +22,8 @@ from tests.unit.store.test_retention import Coordinator
 @pytest.mark.parametrize(("keep_bytes", "can"), [(1 << 30, "1 to {0}"), (0, "none")])
 def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_bytes: int, can: str) -> None:
     """The checkpoint cannot be read: from the initial policy, if all turns since are kept."""
-    run, place = Coordinator(tmp_path, keep_bytes, Random(1)), Checkpoints(tmp_path / "checkpoints")
+    run = Coordinator(tmp_path, keep_bytes, Random(1))
+    place = Checkpoints(tmp_path / "checkpoints")
     for _ in range(25):
         run.play()
     run.checkpoint(keep=1)
@@ -44,7 +45,8 @@ def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_byte
 def test_a_lost_episode_keeps_its_place_when_a_plan_is_dealt_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, dealt = Coordinator(tmp_path, 1 << 30, Random(1)), list[str]()
+    run = Coordinator(tmp_path, 1 << 30, Random(1))
+    dealt = list[str]()
     while not run.buffer.committed:
         run.play()
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 1})

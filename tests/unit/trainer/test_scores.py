@@ -20,7 +20,9 @@ from asyncrl.trainer.scores import Selected, SplitModel, in_parts, score_chunks,
 from asyncrl.trainer.world import SequenceRanks
 from tests.fakes.training import VOCABULARY, save_tiny_qwen
 
-TOKENS, HIDDEN, WORDS = 7, 4, 11
+TOKENS = 7
+HIDDEN = 4
+WORDS = 11
 LONG = 600
 
 
@@ -145,7 +147,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_compiled_scores_are_those_of_the_others(compiles: None) -> None:
     features, head, tokens = random_case()
-    weights, found = torch.arange(1.0, TOKENS + 1, dtype=torch.float64), []
+    weights = torch.arange(1.0, TOKENS + 1, dtype=torch.float64)
+    found = []
     for given in (features, features.as_subclass(OnGpu)):
         of = score_chunks(lambda part: part @ head.T, given, tokens, entropy_grad=True, collision=True)
         total = weights @ of.logp - weights.flip(0) @ of.entropy
@@ -208,7 +211,8 @@ def test_the_heads_gradient_is_summed_in_float32(lm: Any, monkeypatch: pytest.Mo
     _, features, logits_of = SplitModel(lm, fp32_head=False).split(long_row())
     features = features.detach().requires_grad_()
     dw, dx = head_gradient(logits_of, features, head)
-    wide, hidden = head.detach().double().requires_grad_(), features.detach().double().requires_grad_()
+    wide = head.detach().double().requires_grad_()
+    hidden = features.detach().double().requires_grad_()
     exact_w, exact_x = head_gradient(lambda part: part @ wide.t(), hidden, wide)
     naive_w, naive_x = head_gradient(lambda part: part @ head.t(), features, head)
     # Rounding each chunk's product, and once the sum, to bfloat16 costs about 2.5e-3 in all.
@@ -233,11 +237,13 @@ def test_a_head_that_does_not_train_gets_no_gradient(lm: Any) -> None:
 def test_parts_hold_what_they_predict_and_all_are_given_all(count: int) -> None:
     """13 tokens; of the first row only the last is selected, so the first of five parts predicts nothing."""
     rows = [np.arange(6), np.arange(10, 17)]
-    row, position = np.array([1, 0, 1, 1, 1]), np.array([6, 5, 1, 3, 2])
+    row = np.array([1, 0, 1, 1, 1])
+    position = np.array([6, 5, 1, 3, 2])
     routes = [np.stack([ids, ids], axis=1).astype(np.int32) for ids in (rows[0], rows[1][:-1])]
     tokens = Selected.of(rows, row, position, torch.linspace(0.5, 1.5, 5), "packed", routes)
     assert tokens.routes is not None and tokens.positions is not None
-    parts, pieces = list[Selected](), list[Tensor]()
+    parts = list[Selected]()
+    pieces = list[Tensor]()
 
     def run(part: Selected) -> tuple[Tensor, None]:
         parts.append(part)

@@ -74,7 +74,8 @@ def test_a_micro_batch_arrives_in_one_transfer(
     micro = collate([replace(e, advantage=np.ones(e.tokens))] * 2, torch.float32, packing)
     there = micro.to(ELSEWHERE)
     assert len(transfers) == 1
-    before, after = tensors_of(micro), tensors_of(there)
+    before = tensors_of(micro)
+    after = tensors_of(there)
     assert len(before) == len(after) > 10 and all(map(torch.equal, before, after))
     forest = there.selected.forest
     assert (forest is None) if packing == "padded" else (forest is not None and forest.device == ELSEWHERE)

@@ -53,7 +53,8 @@ def conversations(path: str) -> list[Episode]:
 def plain_gradients(path: str, episodes: list[Episode]) -> tuple[dict[str, Tensor], float]:
     """A torch loop over the conversations, with the labels and the loss of transformers; and the loss."""
     model = plain_model(path, torch.float32)
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for _, turns in episodes:
         ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
         labels = [t for turn in turns for t in (*(IGNORED for _ in turn.context), *turn.ids)]

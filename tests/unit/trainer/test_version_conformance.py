@@ -54,7 +54,8 @@ def test_ranks_on_two_machines_publish_the_same(one: Any) -> None:
     if why := forbidden():
         pytest.skip(why)
     with tempfile.TemporaryDirectory(dir="/var/tmp") as place, emulated(2) as nodes:
-        folder, address = Path(place), f"{nodes[0].address}:29500"
+        folder = Path(place)
+        address = f"{nodes[0].address}:29500"
         save_tiny_qwen(folder / "model")
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         ranks = []

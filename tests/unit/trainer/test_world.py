@@ -32,8 +32,11 @@ def test_a_rank_alone_exchanges_nothing(world: World) -> None:
 
 
 def test_words_are_heard_in_order_and_forgotten_after_the_next_meeting(world: World) -> None:
-    first, other = ranks.Words(world), ranks.Words(world)
-    other._store, first._size, other._size = first._store, 2, 2
+    first = ranks.Words(world)
+    other = ranks.Words(world)
+    other._store = first._store
+    first._size = 2
+    other._size = 2
     for number in range(5):
         first.tell(word := b"%d" % number)
         assert other.heard() == word and other.heard() is None
@@ -192,10 +195,12 @@ def shared(world: World) -> dict[str, Any]:
     rows = [np.arange(11) % 7, np.array([0, 1, 2, 9, 9])]
     with mock.patch.object(prefix_tree, "LEAST", 1):
         forest = ForestAttention(plant(rows, shared=True))
-    size, generator = len(forest.forest.ids), torch.Generator().manual_seed(0)
+    size = len(forest.forest.ids)
+    generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, dtype=torch.float64, generator=generator)
     whole = [draw(heads, size, 4) for heads in (6, 2, 2)]
-    weight, mine = draw(size, 6, 4), slice(5 * world.rank, 5 * world.rank + 5)
+    weight = draw(size, 6, 4)
+    mine = slice(5 * world.rank, 5 * world.rank + 5)
     parts = [pad(x, (0, 0, 0, 15 - size))[:, mine] for x in whole]
     inputs = [x.clone().requires_grad_() for x in (*whole, *parts)]
     attend = partial(forest.kernel.attend, scoring=Scoring(0.4))

@@ -64,7 +64,8 @@ async def coloured(tab: Tab, scheme: str, url: str) -> None:
 async def zoomed_in(tab: Tab) -> None:
     """The steps of two seconds are shown one by one; a stretch that is dragged over is summed, a span that is
     clicked at says what it is, and keys lead to the next one and back to the whole run."""
-    panel, address = 'document.getElementById("time-panel").innerText', "location.hash"
+    panel = 'document.getElementById("time-panel").innerText'
+    address = "location.hash"
     await tab.until(f'{panel}.includes("WHOLE RUN") && {panel}.includes("4,000")')
     assert "2 at once" in await tab.run(panel)
     names = '[...document.querySelectorAll("#lanes .lane")].filter(o => o.checkVisibility())'

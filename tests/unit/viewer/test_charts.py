@@ -13,8 +13,11 @@ from tests.fakes.browser import Tab, look, needs_chromium, served
 from tests.fakes.planted import ended
 
 pytestmark = needs_chromium
-SEEDS, STEPS = 8, 24
-REWARD, LOSS, NORM = "Reward, before shaping", "Policy loss", "Gradient norm"
+SEEDS = 8
+STEPS = 24
+REWARD = "Reward, before shaping"
+LOSS = "Policy loss"
+NORM = "Gradient norm"
 HELD_OUT = "Success, held out"
 # Of a chart the pixels in the colour of the first run: how many are of a line, of raw values behind it and of
 # a band, and how far from the top the line is in the middle, as a share.

@@ -26,7 +26,8 @@ def write(run_dir: Path) -> None:
         for name in ("coordinator", "trainer", "rollout", "engine")
     }
     for step in (0, 1):
-        at, version = T + 10 * step, (1, step)
+        at = T + 10 * step
+        version = (1, step)
         files["trainer"].record("snapshot", at, at + 0.5, version=version)
         files["trainer"].record("train", at + 2, at + 4, step=step + 1, micro=0)
         files["trainer"].record("step", at + 4, at + 5, step=step + 1)
@@ -76,7 +77,8 @@ def test_a_window_shows_what_reaches_into_it(tmp_path: Path) -> None:
 
 
 def test_what_is_added_is_read_and_half_a_line_waits(tmp_path: Path) -> None:
-    reader, path = LaneReader(tmp_path), tmp_path / "timeline" / "trainer-0.jsonl"
+    reader = LaneReader(tmp_path)
+    path = tmp_path / "timeline" / "trainer-0.jsonl"
     assert reader.window()["processes"] == []
     path.parent.mkdir()
     path.write_text('{"name":"train","start":1,"end":2}\nnot a line\n{"name":"step","sta')

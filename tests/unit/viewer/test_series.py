@@ -26,8 +26,11 @@ def written(run_dir: Path, rows: Iterable[Mapping[str, float]]) -> Measured:
 
 
 def test_a_step_counts_as_it_was_last_with_its_validation(tmp_path: Path) -> None:
-    step, held_out = {"timing_s/step": 1.0, "trainer/model_tokens": 100.0}, {"val-aux/samples": 10.0}
-    success, entropy, lag = "val-core/all/sampled/success", "actor/entropy", "staleness/lag_tokens/"
+    step = {"timing_s/step": 1.0, "trainer/model_tokens": 100.0}
+    held_out = {"val-aux/samples": 10.0}
+    success = "val-core/all/sampled/success"
+    entropy = "actor/entropy"
+    lag = "staleness/lag_tokens/"
     rows = [
         row(1.0, 5.0, **step, **{entropy: 0.9, f"{lag}0": 70.0}),
         row(0.0, 6.0, **held_out, **{success: 0.5}),
@@ -51,7 +54,8 @@ def test_tokens_of_a_long_run_are_added_up_exactly(tmp_path: Path) -> None:
 
 
 def test_columns_grow_with_their_file(tmp_path: Path) -> None:
-    columns, file = Measured(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    columns = Measured(tmp_path / "metrics.jsonl")
+    file = tmp_path / "metrics.jsonl"
     columns.update()
     assert series(columns)["step"] == []
     file.write_text('{"training/step": 1.0, "a": NaN}\n{"training/step": 2.0, "a"')
@@ -64,7 +68,9 @@ def test_columns_grow_with_their_file(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_thinned_and_keeps_extremes_its_end_and_its_validations(tmp_path: Path) -> None:
-    last, success, loss = 6 * POINTS + 2, "val-core/all/sampled/success", "actor/pg_loss"
+    last = 6 * POINTS + 2
+    success = "val-core/all/sampled/success"
+    loss = "actor/pg_loss"
     rows = [row(float(step), 2.0 * step, **{"timing_s/step": 1.0, loss: 0.0}) for step in range(last + 1)]
     rows[1234][loss], rows[4321][loss] = 9.0, -7.0
     columns = written(tmp_path, [*rows, {"training/step": 1001.0, success: 0.5}])
@@ -89,7 +95,8 @@ def test_bands_are_around_a_mean_the_widest_first_and_none_is_constant(tmp_path:
 
 
 def test_what_happened_is_marked_where_it_did(tmp_path: Path) -> None:
-    lost, rows = "rollout/attempts_failed/worker_lost", list[dict[str, float]]()
+    lost = "rollout/attempts_failed/worker_lost"
+    rows = list[dict[str, float]]()
     for step in range(1, 3 * WINDOW + 1):
         skipped = float(WINDOW < step <= 2 * WINDOW)
         counted = {lost: 5.0 if step > 7 else 0.0, "actor/skipped_steps": skipped}

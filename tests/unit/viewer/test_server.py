@@ -58,7 +58,8 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
 def test_who_may_ask(run_dir: Path) -> None:
     async def test(client: aiohttp.ClientSession, url: str) -> None:
         parts = urlsplit(url)
-        host, token = parts.netloc, parts.path.strip("/")
+        host = parts.netloc
+        token = parts.path.strip("/")
         assert parts.hostname == "127.0.0.1" and len(token) >= 40
         for path in ("/", "//", f"/{token[:-1]}/", f"/{token}x/", "/%C3%A9/", "/api/runs", "/x/api/runs"):
             assert (await client.get(f"http://{host}{path}")).status == 403, path
@@ -83,7 +84,9 @@ def test_lists_are_read_one_at_a_time_also_behind_one_that_is_late(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread reads on when nobody waits for it any more."""
-    go, reading, found_alone = threading.Event(), threading.Semaphore(1), list[bool]()
+    go = threading.Event()
+    reading = threading.Semaphore(1)
+    found_alone = list[bool]()
 
     class Slow(Views):
         def answer(self, name: str, query: Query) -> Any:
@@ -110,7 +113,8 @@ def test_lists_are_read_one_at_a_time_also_behind_one_that_is_late(
 
 def test_the_end_waits_for_no_answer(run_dir: Path) -> None:
     """The thread that reads does not keep the process alive either."""
-    began, go = threading.Event(), threading.Event()
+    began = threading.Event()
+    go = threading.Event()
 
     class Slow(Views):
         def answer(self, name: str, query: Query) -> Any:

@@ -198,7 +198,8 @@ def test_bad_questions_are_named(views: Views, name: str, query: dict[str, str],
 
 
 def test_a_held_out_episode_is_read_token_by_token(tmp_path: Path) -> None:
-    run_dir, uid = save_run(tmp_path / "a"), "val4/greedy/3"
+    run_dir = save_run(tmp_path / "a")
+    uid = "val4/greedy/3"
     store = RunStore(run_dir)
     store.put_frame(uid, 0, "generated", turn_payload())
     store.put_question(-4, stored(rows(5))[3])

@@ -21,7 +21,8 @@ def changed(size: int, item: int, where: np.ndarray | list[int]) -> tuple[np.nda
 
 
 def round_trip(old: np.ndarray, new: np.ndarray, item: int) -> bytes:
-    piece, target = codec.encode(old, new, item), old.copy()
+    piece = codec.encode(old, new, item)
+    target = old.copy()
     codec.apply(target, piece, item)
     assert np.array_equal(target, new)
     return piece
@@ -59,7 +60,8 @@ def test_tensors_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("where", [slice(0, 500, 50), slice(None)])
 def test_damage_is_no_other_error(where: slice):
     old, new = changed(500, 2, np.arange(500)[where])
-    piece, refused = codec.encode(old, new, 2), 0
+    piece = codec.encode(old, new, 2)
+    refused = 0
     for at in range(len(piece)):
         flipped = piece[:at] + bytes([piece[at] ^ 0x55]) + piece[at + 1 :]
         for damaged in (flipped, piece[:at]):

@@ -99,7 +99,8 @@ def check(server: FakeServer, version: int, rank: int = 0) -> None:
 
 
 async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
-    server, tensors = spawn(), weights(1)
+    server = spawn()
+    tensors = weights(1)
     receiver = Receiver(server, 0, 1, OLD)
     manifest = await push(receiver, sender.offer(snapshot_of(tensors, PolicyVersion(0, 1))))
     check(server, 1)
@@ -141,7 +142,8 @@ def training(pause: TrainingPause) -> Iterator[None]:
 
 async def test_training_stands_still_while_a_group_sends_its_first_bucket(spawn):
     """With it NCCL makes the communicator. Later ones, and other versions, are sent beside training."""
-    server, pause = spawn(), TrainingPause(torch.device("cpu"))
+    server = spawn()
+    pause = TrainingPause(torch.device("cpu"))
     stands_still: list[tuple[str, bool]] = []
 
     def look(name: str) -> None:
@@ -165,7 +167,9 @@ async def test_training_stands_still_while_a_group_sends_its_first_bucket(spawn)
 
 async def test_training_goes_on_while_the_second_bucket_is_collected(spawn, monkeypatch):
     """Which waits for other ranks, and needs no device."""
-    server, pause, collected = spawn(), TrainingPause(torch.device("cpu")), list[int]()
+    server = spawn()
+    pause = TrainingPause(torch.device("cpu"))
+    collected = list[int]()
     shares = PinnedTensors.shares
 
     def collect(pinned: PinnedTensors, part: slice) -> Any:
@@ -190,9 +194,11 @@ async def test_training_goes_on_while_the_second_bucket_is_collected(spawn, monk
 async def test_a_server_that_finds_training_busy_is_not_touched_and_asks_again(spawn, monkeypatch):
     """Compiling may take longer than a load. No failure of the server, which keeps its weights."""
     monkeypatch.setattr(collective, "PAUSE_PART", 0.005)
-    server, pause = spawn(), TrainingPause(torch.device("cpu"))
+    server = spawn()
+    pause = TrainingPause(torch.device("cpu"))
     with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender:
-        ref, receiver = offer(sender), Receiver(server, 0, 1, OLD)
+        ref = offer(sender)
+        receiver = Receiver(server, 0, 1, OLD)
         engine = SimpleNamespace(load=partial(push, receiver))
         loader = WeightLoader("train", mock.Mock(), LONG, mock.AsyncMock(return_value=engine))
         loader.offer(ref)
@@ -237,7 +243,8 @@ async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
 
 async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sender, monkeypatch):
     """Another rank has announced it; here it is offered a little later."""
-    server, asked = spawn(), threading.Event()
+    server = spawn()
+    asked = threading.Event()
     first = offer(sender)
     latest = sender.latest
     monkeypatch.setattr(sender, "latest", lambda *given: asked.set() or latest(*given))
@@ -263,7 +270,8 @@ async def test_a_push_is_finished_with_its_own_version(spawn, sender):
 @pytest.mark.parametrize("bucket", [0, 2])
 async def test_a_server_that_is_killed(spawn, sender, bucket):
     """Its push ends at once, and others are served: also its successor."""
-    server, other = spawn(), spawn()
+    server = spawn()
+    other = spawn()
     at_update(server, bucket, lambda: server.signal(SIGKILL))
     ref = offer(sender)
     start = time.monotonic()
@@ -277,11 +285,13 @@ async def test_a_server_that_is_killed(spawn, sender, bucket):
 
 async def test_a_server_that_freezes(spawn, sender):
     """Its push ends at the receiver's deadline, others are served then, and a new group serves it again."""
-    server, other = spawn(), spawn()
+    server = spawn()
+    other = spawn()
     server.look()  # it is up: the push below has all of its time
     at_update(server, 1, lambda: server.signal(SIGSTOP))
     ref = offer(sender)
-    receiver, start = Receiver(server, 0, 1, OLD), time.monotonic()
+    receiver = Receiver(server, 0, 1, OLD)
+    start = time.monotonic()
     with pytest.raises((WeightsError, EngineError)):
         await push(receiver, ref, seconds=FEW)
     await push(Receiver(other, 1, 1, OLD), ref)
@@ -323,7 +333,8 @@ async def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
 
 async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
     """However long it takes rank 0 to get there."""
-    make, there = ServerGroup._make, []
+    make = ServerGroup._make
+    there = []
 
     def slowly(group: ServerGroup) -> Any:
         deadline = time.monotonic() + 0.5
@@ -386,7 +397,8 @@ def test_the_version_of_nccl_is_that_of_the_library_in_use(monkeypatch):
 
 async def test_a_trainer_that_is_killed(spawn):
     """The server is waiting for a broadcast: it gets an error, and lives."""
-    server, trainer = spawn(), SenderProcess(silent_from=2)
+    server = spawn()
+    trainer = SenderProcess(silent_from=2)
     at_update(server, 2, lambda: trainer.signal(SIGKILL))
     start = time.monotonic()
     with pytest.raises(WeightsError):
@@ -397,7 +409,8 @@ async def test_a_trainer_that_is_killed(spawn):
 
 async def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
     """The push ends at the deadline. The server waits in the broadcast until the trainer is killed."""
-    server, trainer = spawn(), SenderProcess(silent_from=2)
+    server = spawn()
+    trainer = SenderProcess(silent_from=2)
     server.look()
     at_update(server, 2, lambda: trainer.signal(SIGSTOP))
     with pytest.raises((WeightsError, EngineError)):
@@ -409,7 +422,8 @@ async def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
 
 
 async def test_a_trainer_that_is_gone(spawn):
-    server, trainer = spawn(), SenderProcess(silent_from=0)
+    server = spawn()
+    trainer = SenderProcess(silent_from=0)
     trainer.end()
     with pytest.raises(WeightsError, match="no sender there"):
         await push(Receiver(server, 0, 1, OLD), trainer.ref)
@@ -442,7 +456,8 @@ async def test_a_rank_that_does_not_deliver(spawn, sender):
 async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn, sender):
     server = spawn()
     ref = offer(sender)
-    frozen, start = await asyncio.open_connection(*_address(ref)), time.monotonic()
+    frozen = await asyncio.open_connection(*_address(ref))
+    start = time.monotonic()
     await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0))
     await push(Receiver(server, 1, 1, OLD), ref)
     assert 0.9 < time.monotonic() - start < LONG / 2
@@ -450,7 +465,8 @@ async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline
 
 
 async def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
-    server, other = spawn(), spawn()
+    server = spawn()
+    other = spawn()
     server.look()
     server.signal(SIGSTOP)
     ref = offer(sender)
@@ -479,7 +495,8 @@ async def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
 
 def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender, monkeypatch, caplog):
     monkeypatch.setattr(collective, "PAUSE", 0.1)
-    server, ref = spawn(), offer(sender)
+    server = spawn()
+    ref = offer(sender)
     server.look()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as keeper:
@@ -507,7 +524,8 @@ async def test_a_question_out_of_turn_ends_the_push(spawn, sender):
 
 
 async def test_closing_the_sender_ends_its_pushes(spawn):
-    server, sender = spawn(), Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))
+    server = spawn()
+    sender = Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))
     at_update(server, 1, sender.close)
     start = time.monotonic()
     with pytest.raises(WeightsError):

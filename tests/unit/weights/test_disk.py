@@ -173,7 +173,8 @@ def test_a_version_that_is_being_deleted_cannot_be_held(tmp_path, tensors, monke
             assert time.monotonic() < end
         delete(ref)
 
-    delete, reader = disk.delete, threading.Thread(target=read)
+    delete = disk.delete
+    reader = threading.Thread(target=read)
     monkeypatch.setattr(disk, "delete", while_it_is_read)
     assert disk.prune(tmp_path, keep=1) == [old]
     reader.join(60)
@@ -191,7 +192,8 @@ def _opened(path: Path) -> int:
 
 
 def test_a_version_that_is_replaced_before_it_is_locked_is_not_held(tmp_path, tensors, monkeypatch):
-    ref, lock = publish(tensors, tmp_path, PolicyVersion(0, 1)), fcntl.flock
+    ref = publish(tensors, tmp_path, PolicyVersion(0, 1))
+    lock = fcntl.flock
 
     def late(descriptor: int, how: int) -> None:
         publish(tensors, tmp_path, PolicyVersion(0, 1))
@@ -265,7 +267,8 @@ def test_weights_directory(tmp_path, monkeypatch):
 def test_a_weights_directory_of_its_own(tmp_path, monkeypatch):
     """On a path that machines share: what is the run's own there, and what stays on each machine."""
     monkeypatch.setattr(disk, "SHARED_MEMORY", tmp_path)
-    run, path = tmp_path / "runs" / "demo", "/somewhere/shared"
+    run = tmp_path / "runs" / "demo"
+    path = "/somewhere/shared"
     where = disk.weights_directory(path, run, "demo", 1 << 60)
     assert where.parent == Path(path) and where.name.startswith("demo-")
     assert where != disk.weights_directory(path, tmp_path / "elsewhere" / "demo", "demo", 0)

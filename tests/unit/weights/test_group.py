@@ -29,7 +29,8 @@ def test_a_broadcast_is_over_when_the_device_has_sent_it(
 
     monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     group: Any = ServerGroup.__new__(ServerGroup)
-    group.name, group._seconds = "servers", timedelta(seconds=1)
+    group.name = "servers"
+    group._seconds = timedelta(seconds=1)
     event = SimpleNamespace(query=query)
     if arrives:
         group._await_sent(event)

@@ -15,9 +15,12 @@ LONG = 60.0
 
 
 def test_training_waits_with_an_idle_device_until_the_pause_is_over() -> None:
-    pause, synchronized = TrainingPause(torch.device("cpu")), threading.Event()
+    pause = TrainingPause(torch.device("cpu"))
+    synchronized = threading.Event()
     pause._module = mock.Mock(synchronize=synchronized.set)
-    inside, joined, goes_on = threading.Event(), threading.Event(), threading.Event()
+    inside = threading.Event()
+    joined = threading.Event()
+    goes_on = threading.Event()
     device_was_idle = list[bool]()
 
     def push() -> None:
@@ -34,7 +37,8 @@ def test_training_waits_with_an_idle_device_until_the_pause_is_over() -> None:
 
     pause.allow()  # nobody wants it
     assert not synchronized.is_set()
-    pushing, training = threading.Thread(target=push), threading.Thread(target=train)
+    pushing = threading.Thread(target=push)
+    training = threading.Thread(target=train)
     pushing.start()
     training.start()
     assert inside.wait(LONG) and device_was_idle == [True]

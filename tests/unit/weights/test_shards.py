@@ -73,7 +73,8 @@ def threads() -> list[str]:
 
 def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: Path) -> None:
     """They are not copied; the bytes are those that are collected. A tensor that is sent alone, too."""
-    policy, kept = policy_of(world, tmp_path), buffers(0)
+    policy = policy_of(world, tmp_path)
+    kept = buffers(0)
     host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=kept)
     snapshot = taken(host, world, policy, 1, kept)
     for bucket_bytes in BUCKETS:
@@ -122,7 +123,9 @@ def overtake(world: World, folder: Path) -> Any:
     """Rank 0 reads one version slowly while three newer ones are copied."""
     policy = policy_of(world, folder)
     host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
-    wanted, snapshots, found = [], [], {}
+    wanted = []
+    snapshots = []
+    found = {}
     for version in range(4):
         wanted.append(full_state(policy))
         snapshots.append(taken(host, world, policy, version))
@@ -162,7 +165,8 @@ def collect_everywhere(world: World, folder: Path) -> Any:
         with suppress(Superseded):
             found[version] = collected(snapshot, 1000)
 
-    readers, held = [], None
+    readers = []
+    held = None
     for version in range(6):
         wanted.append(full_state(policy))
         snapshot = taken(host, world, policy, version)
@@ -195,7 +199,8 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     policy = policy_of(world, folder)
     wanted = full_state(policy)
     host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
-    asked, waiting = threading.Event(), host._buffers._changed
+    asked = threading.Event()
+    waiting = host._buffers._changed
     wait_for = waiting.wait_for
 
     def late(there: Callable[[], bool], seconds: float | None) -> bool:
@@ -239,7 +244,8 @@ def lose_a_rank(world: World, folder: Path) -> Any:
         threading.Event().wait(DEADLINE) if how == "freeze" else host.close(DEADLINE)
         os._exit(0)
     world.gather(0, int)
-    reading, pid = buckets(snapshot, 1), int((folder / "pid").read_text())
+    reading = buckets(snapshot, 1)
+    pid = int((folder / "pid").read_text())
     next(reading)
     os.kill(pid, signal.SIGSTOP if how == "freeze" else signal.SIGKILL)
     host._deadline = 2.0
@@ -269,14 +275,17 @@ def test_a_lost_rank_is_an_error_in_time(tmp_path: Path, how: str):
 def deltas_of_ranks(world: World, folder: Path) -> Any:
     """Five versions, published as deltas; the fourth is collected by nobody, as a newer one replaces it. The
     other ranks are first on rank 0's machine, then on others."""
-    policy, received, ranges.GRID = policy_of(world, folder), list[int](), 64
+    policy = policy_of(world, folder)
+    received = list[int]()
+    ranges.GRID = 64
     for machine in ("here", f"machine-{world.rank}"):
         directory = folder / f"versions-on-{machine}"
         socket.gethostname = lambda name=machine: name
         host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, 1, buffers(0))
         writer = VersionWriter(directory, 1000, full_every=100)
         for version in range(1, 6):
-            wanted, kept = full_state(policy), buffers(version)
+            wanted = full_state(policy)
+            kept = buffers(version)
             snapshot = taken(host, world, policy, version, kept)
             if world.rank == 0 and version != 4:
                 before = host.received

@@ -101,7 +101,8 @@ def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: p
 
 
 def test_a_newer_copy_replaces_one_that_nobody_reads(buffers: Buffers):
-    first, second = copy(buffers, 1), copy(buffers, 2)
+    first = copy(buffers, 1)
+    second = copy(buffers, 2)
     with buffers.reading(first, 1, wait=0) as memory:
         assert copy(buffers, 3) == second
         with pytest.raises(Superseded), buffers.reading(second, 2, wait=0):
@@ -121,7 +122,8 @@ def test_a_claimed_buffer_holds_nothing(buffers: Buffers):
 
 
 def test_readers_of_both_buffers_cost_a_third(buffers: Buffers):
-    first, second = copy(buffers, 1), copy(buffers, 2)
+    first = copy(buffers, 1)
+    second = copy(buffers, 2)
     with buffers.reading(first, 1, wait=0) as one, buffers.reading(second, 2, wait=0) as two:
         third = copy(buffers, 3)
         assert third not in (first, second)
@@ -152,9 +154,11 @@ def test_what_is_read_elsewhere_is_not_claimed(buffers: Buffers):
 
 def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
     """Or the buffer that it begins to read would be written to by ranks that have heard of no reader."""
-    first, started = copy(buffers, 1), threading.Event()
+    first = copy(buffers, 1)
+    started = threading.Event()
     copy(buffers, 2)
-    busy, found = buffers.begin_claim(), list[str]()
+    busy = buffers.begin_claim()
+    found = list[str]()
 
     def read() -> None:
         started.set()
@@ -186,7 +190,8 @@ class Slow:
     """Writes when it is let to; `started` once per write."""
 
     def __init__(self) -> None:
-        self.started, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        self.started = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
         self.announced: list[int] = []
         self.fails: Exception | None = None
         self.publisher = Publisher(self.write, self.announce)

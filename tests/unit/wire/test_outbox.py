@@ -13,7 +13,8 @@ from asyncrl.wire.messages.worker import MOST_RECORDS, Records, Replied
 from asyncrl.wire.outbox import RESEND, Outbox
 from tests.fakes.loop import settle
 
-A, B = Attempt("a", 0), Attempt("b", 0)
+A = Attempt("a", 0)
+B = Attempt("b", 0)
 
 
 class Played:
@@ -24,7 +25,8 @@ class Played:
         self.sizes: list[int] = []  # records of each message
         self.open = asyncio.Event()
         self.open.set()
-        self.refusals, self.now = 0, 0.0
+        self.refusals = 0
+        self.now = 0.0
         self.posts: list[asyncio.Task[asyncio.Future[None]]] = []
         self.outbox = Outbox(self.send, window=2000, clock=lambda: self.now)
 

@@ -96,7 +96,8 @@ def visitors() -> Iterator[Visitors]:
 def test_what_waits_to_be_read_keeps_little_more_memory_than_its_size(visitors: Visitors) -> None:
     visitors.send(GOOD)
     visitors.expect(ObserverHello(), refused=0)
-    before, held = psutil.Process().memory_info().rss, []
+    before = psutil.Process().memory_info().rss
+    held = []
     for _ in range(1000):  # each comes alone
         visitors._sockets[0].send(b"x" * 100)
         assert visitors.hub.socket.poll(10_000)
@@ -195,7 +196,8 @@ def test_a_coordinator_of_another_launch_is_not_talked_to(visitors: Visitors) ->
 
 def test_a_role_sends_only_its_own_messages(visitors: Visitors) -> None:
     """A worker that was taken over cannot commit, or stop the run, under its own name or another's."""
-    stop, commit = encode(Stop("mine now"), []), encode(Commit(1, 1, "", (), {}), [])
+    stop = encode(Stop("mine now"), [])
+    commit = encode(Commit(1, 1, "", (), {}), [])
     worker = visitors.endpoints.keys["rollout"]
     visitors.send(stop, commit, identity=b"rollout/0/x")
     visitors.send(stop, GOOD, identity=b"observer/0/y", key=worker)
@@ -282,7 +284,8 @@ class Blocking:
 
     def __init__(self, *arguments: Any) -> None:
         self._link = Link(*arguments)
-        self._dial, self.close = self._link._dial, self._link.close
+        self._dial = self._link._dial
+        self.close = self._link.close
 
     async def send(self, message: WireMessage) -> None:
         self._link.send(message)
@@ -317,7 +320,8 @@ def test_a_connection_that_damaged_bytes_ended_is_made_again(kind: type, towards
 
 def test_events_that_nobody_reads_block_no_other_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a link that sends nothing while its coordinator is away: ZeroMQ queues 2,000 by default."""
-    endpoints, configure = choose_endpoints("127.0.0.1", 0), sockets._configure
+    endpoints = choose_endpoints("127.0.0.1", 0)
+    configure = sockets._configure
     gate = Gate(endpoints)
     hub = Hub(endpoints.bulk, {"trainer": PlanRequest}, gate)
 
@@ -331,7 +335,8 @@ def test_events_that_nobody_reads_block_no_other_link(monkeypatch: pytest.Monkey
     for port in range(1, 100):  # nobody is there either: more events in the same time
         idle.socket.connect(f"tcp://127.0.0.1:{port}")
     for seconds in (1, 4, 16):
-        until, events = time.monotonic() + seconds, 0
+        until = time.monotonic() + seconds
+        events = 0
         while time.monotonic() < until:
             link.send(PlanRequest(1, 1, 1))
             assert hub.socket.poll(10_000) and hub.receive() is not None

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 TRACEBACK_LINES = 12
 NEAR = 0.1  # of an estimate of memory
-MB, GB = 1e6, 1e9
+MB = 1e6
+GB = 1e9
 EXACT = 1e-4  # nats, by which log-probs in float32 may differ
 FREED = 0.95  # of memory that is held, at least, when its holder sleeps or rests
 # What a CPU computes in seconds, in the shape of the Qwen3 that it stands for. Layers of this width need

@@ -46,7 +46,9 @@ NOT_THERE = (
 # `asyncrl eval MODEL experiment=smollm2 samples=256` on two cores; of what is unpacked each byte is the same.
 ON_A_CPU = "original 13.3% sampled, 21.9% greedy; unpacked 14.5% and 22.7%"
 TEXT = "The capital of France is Paris. 37 * 58 = 2146; the calculator says so."
-MEAN_LOGPROB, TOLERANCE = -3.1941, 1e-3  # of the ids of TEXT but the first, in float32
+# of the ids of TEXT but the first, in float32
+MEAN_LOGPROB = -3.1941
+TOLERANCE = 1e-3
 LARGE = ("checkpoints", "weights", "export")  # folders of a run that are not kept
 
 
@@ -166,7 +168,8 @@ def trained(context: Context, way: Way) -> Iterator[Finding]:
     chosen = way.small if context.small else way
     began = time.monotonic()
     code = asyncrl(context, chosen, model, command)
-    seconds, run_dir = time.monotonic() - began, context.work / way.name
+    seconds = time.monotonic() - began
+    run_dir = context.work / way.name
     keep(context, run_dir)
     written = summary(run_dir)
     if code or not written:

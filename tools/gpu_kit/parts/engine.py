@@ -36,9 +36,11 @@ from tests.fakes.weights import publish
 SECONDS = 180
 GOAL = "float32 1e-4; bfloat16 within twice its noise floor"
 
-SESSIONS, MODEL = 16, "qwen3-0.6b"
+SESSIONS = 16
+MODEL = "qwen3-0.6b"
 STEPS = 320  # before weights change: the engine records its steps after 300 of a kind
-FLOAT32_GOAL, FLOORS = 1e-4, 2.0
+FLOAT32_GOAL = 1e-4
+FLOORS = 2.0
 
 
 class Sizes(NamedTuple):
@@ -154,7 +156,8 @@ def judge(setup: Setup, name: str, turns: Sequence[Generation]) -> Finding:
     """The largest difference, beside its goal."""
     trainer = setup.score(setup.policy, turns)
     gaps = differences([np.array(turn.logprobs, dtype=np.float32) for turn in turns], trainer)
-    gap, shapes = np.concatenate(gaps), differences(setup.score(setup.policy, turns, together=True), trainer)
+    gap = np.concatenate(gaps)
+    shapes = differences(setup.score(setup.policy, turns, together=True), trainer)
     floor = np.concatenate(differences(setup.score(setup.exact, turns), trainer))
     own_goal = setup.dtype == "float32"
     goal = FLOAT32_GOAL if own_goal else FLOORS * float(floor.max())
@@ -166,7 +169,8 @@ def judge(setup: Setup, name: str, turns: Sequence[Generation]) -> Finding:
         for mode, value in modes.items()
     }
     parts = [f"{mode} {one:.1e}" for mode, one in largest.items()]
-    scores, other = np.concatenate(trainer), np.concatenate(shapes)
+    scores = np.concatenate(trainer)
+    other = np.concatenate(shapes)
     return Finding(
         name,
         value + ("" if own_goal else f"; floor: largest {floor.max():.1e}, mean {floor.mean():.1e}"),
@@ -184,7 +188,8 @@ def differences(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> list[np.nda
 
 async def updated(setup: Setup) -> list[Finding]:
     """Weights change in mid-generation: tokens before are the old policy's, turns after it the new one's."""
-    engine, name = setup.engine, setup.dtype
+    engine = setup.engine
+    name = setup.dtype
     most = setup.sizes.longest - max(map(len, setup.prompts)) - 1
     turning = asyncio.create_task(setup.generate("second", most))
     await grown(setup, STEPS * SESSIONS, turning)
@@ -192,7 +197,8 @@ async def updated(setup: Setup) -> list[Finding]:
     ref = await asyncio.to_thread(
         publish, as_published(setup), setup.context.work / name, PolicyVersion(0, 1)
     )
-    before, began = engine.tokens, time.monotonic()
+    before = engine.tokens
+    began = time.monotonic()
     await engine.load(ref)
     loading = (
         f"loaded in {time.monotonic() - began:.2f} s, in which {engine.tokens - before} tokens were sampled"

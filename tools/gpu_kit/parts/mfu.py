@@ -195,7 +195,8 @@ def measure(case: Case, context: Context, world: World, peak: float) -> Iterator
             # as a head has numbers, which torch would take for one size, and compile again for 64k.
             train(learner, episodes(learner, [min(tokens, 16 * K // shorter) * 15 // 16]))
             synchronize(context)
-            packed, spent = learner.packing, time.monotonic() - began
+            packed = learner.packing
+            spent = time.monotonic() - began
             value = f"made and tried in {spent:.1f} s; {told(settings)}; rows {packed}"
             yield Finding(f"{case.name}: model", value, "rows packed", packed == "packed")
             while left:
@@ -222,7 +223,8 @@ def told(settings: dict[str, Any]) -> str:
 
 def flops(learner: Learner, rows: int, length: int, scored: int) -> float:
     """As the formula above says."""
-    count, config = FlopCount.of(learner.policy.lm), learner.policy.lm.config
+    count = FlopCount.of(learner.policy.lm)
+    config = learner.policy.lm.config
     heads = config.num_attention_heads * config.head_dim
     attention = 6.0 * config.num_hidden_layers * heads * rows * length**2
     return count.body * rows * length + count.head * scored + attention
@@ -234,7 +236,8 @@ def step(case: Case, learner: Learner, shape: Shape, context: Context, peak: flo
     if learner.recomputation.automatic and not context.small:
         available = torch.cuda.get_device_properties(context.device).total_memory
         learner.recomputation.every = least_recomputation(config, available, gpu=0, gpus=1)
-    name, tokens = f"{case.name}: {shape.name}", shape.rows * shape.length
+    name = f"{case.name}: {shape.name}"
+    tokens = shape.rows * shape.length
     given = episodes(learner, [shape.length] * shape.rows)
     scored = sum(len(turn.ids) for _, turns in given for turn in turns)
     work = flops(learner, shape.rows, shape.length, scored)
@@ -294,12 +297,14 @@ def losses(case: Case, learner: Learner, shape: Shape, context: Context) -> Iter
 
 def kernel_times(found: Any) -> tuple[dict[str, list[float]], float]:
     """Milliseconds of each call by kernel; milliseconds in which some kernel ran."""
-    times, spans = defaultdict[str, list[float]](list), []
+    times = defaultdict[str, list[float]](list)
+    spans = []
     for event in found.events():
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             spans.append((event.time_range.start, event.time_range.end))
             times[event.name].append((event.time_range.end - event.time_range.start) / 1e3)
-    busy, reached = 0.0, float("-inf")
+    busy = 0.0
+    reached = float("-inf")
     for start, end in sorted(spans):
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
@@ -314,7 +319,8 @@ def operator_times(found: Any) -> tuple[dict[str, list[float]], float]:
 
 def grouped(times: dict[str, list[float]]) -> tuple[dict[str, float], list[str]]:
     """Milliseconds by group, and the largest kernels of each but products and attention."""
-    groups, members = defaultdict[str, float](float), defaultdict[str, list[tuple[float, str]]](list)
+    groups = defaultdict[str, float](float)
+    members = defaultdict[str, list[tuple[float, str]]](list)
     for name, calls in times.items():
         spent = sum(calls)
         fits = (group for group, pattern in GROUPS.items() if re.search(pattern, name, re.IGNORECASE))

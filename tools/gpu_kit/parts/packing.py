@@ -34,7 +34,8 @@ from parts.rows import Rows, grouped, plain_backward
 SECONDS = 180
 GOAL = "gradients: float32 1e-4, bfloat16 2 x those of a plain loop"
 
-FLOAT32_LIMIT, NOISE = 1e-4, 2.0
+FLOAT32_LIMIT = 1e-4
+NOISE = 2.0
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}

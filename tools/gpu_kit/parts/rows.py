@@ -35,7 +35,8 @@ class Rows(NamedTuple):
 
 def grouped(rng: np.random.Generator, vocabulary: int, groups: int, prompt: int, response: int) -> Rows:
     """Responses of 0.7 to 1.3 times the typical length."""
-    ids, prompts = [], []
+    ids = []
+    prompts = []
     for _ in range(groups):
         start = rng.integers(0, vocabulary, prompt)
         for _ in range(MEMBERS):

@@ -15,8 +15,11 @@ TAIL = 25  # lines of each log
 STOP_S = 15.0  # for a run that is told to stop
 # Of 128 questions 14.5% succeed before training, by 3.1% (standard deviation): 30% is five of them away. Ten
 # steps made 90% on a CPU.
-BEFORE, AFTER = 0.3, 0.6
-K3, NOISES = 0.05, 3.0  # nats a token; times what rounding makes of the trainer's own log-probs
+BEFORE = 0.3
+AFTER = 0.6
+# nats a token; times what rounding makes of the trainer's own log-probs
+K3 = 0.05
+NOISES = 3.0
 
 
 class Way(NamedTuple):
@@ -84,7 +87,8 @@ def mean_of(rows: Iterable[dict[str, Any]], name: str) -> float | None:
 def judged(context: Context, way: Way, written: dict[str, Any]) -> Iterator[Finding]:
     """What the run must have reached. That it learned is not judged on a CPU, where it takes two steps."""
     if way.samples:
-        before, after = written["success_before"], written["success_after"]
+        before = written["success_before"]
+        after = written["success_after"]
         if before is not None and after is not None:
             learned = before <= BEFORE and after >= AFTER
             value = f"{before:.1%} → {after:.1%} sampled, {written['greedy_before']:.1%} → "
@@ -99,13 +103,16 @@ def judged(context: Context, way: Way, written: dict[str, Any]) -> Iterator[Find
     done = written["steps"] == way.steps and not written["skipped_steps"]
     value = f"{written['steps']}, {written['skipped_steps']} skipped"
     yield Finding(f"{way.name}: steps", value, f"{way.steps}, none skipped", done)
-    gap, compared = written["logprob_diff_max_same_version"], written["logprob_tokens_compared"]
+    gap = written["logprob_diff_max_same_version"]
+    compared = written["logprob_tokens_compared"]
     k3, probe, noise = (
         written[key] or 0.0 for key in ("k3_same_version", "probe_logprob_diff_max", "probe_noise_floor")
     )
     if context.small:
-        goal, near = f"{EXACT:g} (float32)", gap is not None and max(gap, probe) <= EXACT
+        goal = f"{EXACT:g} (float32)"
+        near = gap is not None and max(gap, probe) <= EXACT
     else:
-        goal, near = f"k3 {K3:g}, probe {NOISES:g} x noise", k3 <= K3 and probe <= NOISES * noise
+        goal = f"k3 {K3:g}, probe {NOISES:g} x noise"
+        near = k3 <= K3 and probe <= NOISES * noise
     value = f"at most {gap} nats, k3 {k3:.2g}, of {compared} tokens; probe {probe:.2g}, noise {noise:.2g}"
     yield Finding(f"{way.name}: log-probs at one version", value, goal, near and compared > 0)

@@ -63,8 +63,11 @@ SMALL_SECONDS = 420.0
 GOAL = "10,000 tokens/s at 64; log-probs within twice the trainer's rounding; asleep in 2 s, awake in 3 s"
 OPTIONAL = True
 
-READY_S, SLEEP_S, WAKE_S = 45.0, 2.0, 3.0
-JUDGED_STREAMS, TOKENS_PER_S = 64, 10_000.0
+READY_S = 45.0
+SLEEP_S = 2.0
+WAKE_S = 3.0
+JUDGED_STREAMS = 64
+TOKENS_PER_S = 10_000.0
 NOISES = 2.0  # a log-prob in bfloat16 may differ by so many times the trainer's rounding
 COPIES = 1.2  # of the same bytes, in the time that the trainer waits for a version
 SLEEPS = 3
@@ -78,7 +81,9 @@ ANNOUNCED_S = 20.0  # until a version is written
 CLOSE_S = 3.0  # limit for the end of a server, and again for that of publishing
 END_S = 2 * CLOSE_S + 2.0  # of a step's time, to end both and give memory back
 LEAST_S = 20.0  # that a second server must have
-WARM_STEPS, MEASURED_STEPS = 20, 100  # of the embedded engine
+# of the embedded engine
+WARM_STEPS = 20
+MEASURED_STEPS = 100
 
 
 class Sizes(NamedTuple):
@@ -303,7 +308,9 @@ class ServerAndTrainer:
         clients = self.clients
         loader = self.loader
         process = self.process
-        self.clients, self.loader, self.process = [], None, None
+        self.clients = []
+        self.loader = None
+        self.process = None
         try:
             async with asyncio.timeout(CLOSE_S):
                 if process is not None:
@@ -393,7 +400,9 @@ class ServerAndTrainer:
                 Request(f"{index}", tuple(ids), Sampling(self.sizes.new, ()))
                 for index, ids in enumerate(prompts.tolist())
             ]
-            before, began, cpu = client.use.tokens, time.perf_counter(), time.process_time()
+            before = client.use.tokens
+            began = time.perf_counter()
+            cpu = time.process_time()
             await asyncio.gather(*map(client.generate, requests))
             seconds = time.perf_counter() - began
             busy = (time.process_time() - cpu) / seconds
@@ -471,7 +480,10 @@ class ServerAndTrainer:
         client = self.client()
         first_turn = await self.decoded(client)
         expected = await asyncio.gather(*self.streams(client, self.sizes.slept_tokens))
-        asleep_s, awake_s, freed_mb, gaps = list[float](), list[float](), list[float](), list[float]()
+        asleep_s = list[float]()
+        awake_s = list[float]()
+        freed_mb = list[float]()
+        gaps = list[float]()
         opened = silent = exact = 0
         after_waking: list[Finding] = []
         for _ in range(SLEEPS):
@@ -498,8 +510,10 @@ class ServerAndTrainer:
             gaps.append(largest_gap(again.logprobs, first_turn.logprobs) if same_ids else math.inf)
             after_waking.append(await self.logprob_gap("log-probs, after waking"))
 
-        count, judged = SLEEPS * self.sizes.held_open, self.context.judged
-        estimated, freed = self.estimated_mb(), min(freed_mb)
+        count = SLEEPS * self.sizes.held_open
+        judged = self.context.judged
+        estimated = self.estimated_mb()
+        freed = min(freed_mb)
         share = f"{freed:,.0f} of {estimated:,.0f} MB of weights and KV cache"
         streaming = f"{opened} of {count} open; silent in {silent} of {SLEEPS} sleeps; {exact} have the "
         streaming += "tokens of streams without a sleep"
@@ -578,12 +592,16 @@ class PublisherHere:
 
 async def longest_silence(client: SGLangClient, streams: Sequence[asyncio.Task[Generation]]) -> float:
     """Return the longest time in seconds without a new token of any stream, until the first of them ends."""
-    longest, tokens, since = 0.0, client.use.tokens, time.perf_counter()
+    longest = 0.0
+    tokens = client.use.tokens
+    since = time.perf_counter()
     while not any(stream.done() for stream in streams):
         await asyncio.sleep(0.001)
         if client.use.tokens != tokens:
             now = time.perf_counter()
-            longest, tokens, since = max(longest, now - since), client.use.tokens, now
+            longest = max(longest, now - since)
+            tokens = client.use.tokens
+            since = now
     return longest
 
 

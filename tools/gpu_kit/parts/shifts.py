@@ -145,7 +145,8 @@ def demo(context: Context) -> Iterator[Finding]:
     """`asyncrl train experiment=calculator engine.colocated=1` with fewer steps, on one device. After some
     steps the trainer is killed; the launcher starts another, which goes on from the newest checkpoint."""
     began = time.monotonic()
-    console, run_dir = context.work / "console.txt", context.work / "runs" / "demo"
+    console = context.work / "console.txt"
+    run_dir = context.work / "runs" / "demo"
     with console.open("wb") as output:
         process = subprocess.Popen(_command(context), cwd=context.work, stdout=output, stderr=output)
     try:
@@ -183,7 +184,8 @@ def _kill(
     )
     victim = _trainer(process.pid)
     victim.kill()
-    killed_at, reached = time.monotonic(), _newest(run_dir)
+    killed_at = time.monotonic()
+    reached = _newest(run_dir)
     _await(context, process, lambda: _newest(run_dir) > reached, "a step after the kill")
     value = f"at step {reached:.0f}; {time.monotonic() - killed_at:.1f} s later another one was past it"
     another = _trainer(process.pid).pid != victim.pid
@@ -216,15 +218,18 @@ def _newest(run_dir: Path) -> float:
 
 def _reached(run_dir: Path) -> Iterator[Finding]:
     written = summary(run_dir)
-    before, after = written["success_before"], written["success_after"]
+    before = written["success_before"]
+    after = written["success_after"]
     learned = after >= LEARNED
     yield Finding("demo: sampled success", f"{before:.1%} → {after:.1%}", f"{LEARNED:.0%}", learned)
     yield Finding("demo: account of episodes", account(written["flow"]), "exact", written["conserved"])
-    gap, compared = written["logprob_diff_max_same_version"], written["logprob_tokens_compared"]
+    gap = written["logprob_diff_max_same_version"]
+    compared = written["logprob_tokens_compared"]
     value = f"at most {gap:.1e} nats, of {compared} tokens"
     yield Finding("demo: log-probs, trainer against engine", value, f"{DEMO_GAP:g}", gap <= DEMO_GAP)
 
-    trained, decoded = _spans(run_dir, "trainer", "train", "step"), _spans(run_dir, "rollout", "decode")
+    trained = _spans(run_dir, "trainer", "train", "step")
+    decoded = _spans(run_dir, "rollout", "decode")
     both = sum(max(0.0, min(b, d) - max(a, c) - CLOCKS_S) for a, b in trained for c, d in decoded)
     never = both == 0 < len(trained) * len(decoded)
     yield Finding("demo: both sides at once", f"{both:.2f} s", "0", never)

@@ -99,7 +99,9 @@ def _randomise(model: Any, places: dict[FilePiece, FileTensor], label: str) -> N
 def episodes(learner: Learner, lengths: Sequence[int]) -> list[Episode]:
     """Rows of so many tokens, sampled by the version that the learner is about to train, in groups of two of
     which one was right: so each has an advantage."""
-    rng, step, words = random.Random(learner.step), learner.step, learner.policy.vocabulary
+    rng = random.Random(learner.step)
+    step = learner.step
+    words = learner.policy.vocabulary
     found = []
     for number, length in enumerate(lengths):
         prompt = min(PROMPT, length // 2)
