@@ -201,7 +201,6 @@ async def run(load: Load) -> Figures:
     tools: dict[str, Tool] = {made.name: made for made in (work, *BAD)}
     box = Toolbox(tools, 2 * LONGEST)
     engine = Engine(load, lambda text: tokenizer.encode(text, add_special_tokens=False), chat.stop_ids[0])
-    # type: ignore[arg-type]
     outbox = Outbox(None)
     figures = Figures()
 

@@ -103,9 +103,8 @@ class Bench:
         self.count = 0  # landed and acknowledged
         # (landed, wall, CPU of the coordinator's loop, of its other threads, its memory) at 10%, 30%, … 90%
         self.marks: list[tuple[int, float, float, float, int]] = []
-        # type: ignore[var-annotated]
         self._poller = zmq.Poller()
-        self._ends = {}
+        self._ends = {}  # type: ignore[var-annotated]
         self._due: list[tuple[float, int, Callable[[], None]]] = []  # (when, order, what)
         self._order = 0
         self._payloads: dict[tuple[int, int], bytes] = {}

@@ -138,9 +138,8 @@ def test_a_client_that_comes_again_gets_the_rest_of_its_turn() -> None:
         return await plain(request)
 
     bench = AgentBench(agent, longer)
-    # type: ignore[method-assign]
     plain = bench.engine.generate
-    bench.engine.generate = hangs_once
+    bench.engine.generate = hangs_once  # type: ignore[method-assign]
     bench.finished()
     assert read(bench.engine.requests[-1].ids).endswith(f"sure?{TEXT[:4]}")
     assert bench.rows == [f"q{TEXT}sure?{TEXT}"]
