@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from tools.readability import bound_names
 
 ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
@@ -119,6 +122,24 @@ def test_class_names_are_unique() -> None:
                 owners.setdefault(node.name, []).append(name)
     twice = {name: found for name, found in owners.items() if len(found) > 1}
     assert not twice, twice
+
+
+# Words of the table in CONTRIBUTING.md that no good name contains. Formulas keep their letters, as does the
+# configuration key `algorithm.prox`.
+RETIRED = {"told", "likeliest", "dealt", "keeper", "keepers", "examine"}
+LETTERS = {"mu", "prox"}
+MAY_HAVE_LETTERS = ("algorithms/", "config/")
+
+
+def test_retired_words_are_in_no_name() -> None:
+    for folder in (ROOT, ROOT.parent / "tools", ROOT.parent / "tests"):
+        for path in sorted(folder.rglob("*.py")):
+            relative = path.relative_to(folder).as_posix()
+            formulas = folder != ROOT or relative.startswith(MAY_HAVE_LETTERS)
+            for name, line in bound_names(ast.parse(path.read_text())):
+                words = {word.lower() for word in re.findall("[A-Z]?[a-z]+", name)}
+                retired = words & (RETIRED if formulas else RETIRED | LETTERS)
+                assert not retired, f"{path}:{line}: '{name}' has {retired}: see the table in CONTRIBUTING.md"
 
 
 # Readings of the wall clock, which may jump: dates, how old a status is, the timeline's spans, for people.
