@@ -114,6 +114,15 @@ def test_files_form_no_cycle() -> None:
         visit(name, ())
 
 
+def test_tools_and_tests_share_only_the_fakes() -> None:
+    """Tools use `tests.fakes`, which use no tool. Other tests import the tools that they test."""
+    for path in (ROOT.parent / "tools").rglob("*.py"):
+        shared = [module for module in imports(path) if module.startswith("tests.")]
+        assert all(module.startswith("tests.fakes") for module in shared), f"{path}: {shared}"
+    for path in (ROOT.parent / "tests/fakes").rglob("*.py"):
+        assert not [module for module in imports(path) if module.startswith("tools.")], path
+
+
 def test_class_names_are_unique() -> None:
     owners: dict[str, list[str]] = {}
     for name, path in MODULES.items():

@@ -34,12 +34,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 from common import ROOT, rows, summary, table
-from faults.audit import reward, running, troubles, troubles_at_end
 from faults.kinds import FAULTS, SERVED
 from faults.target import Target
 
 from asyncrl.launch.process import INTERRUPTED
 from asyncrl.weights.disk import SHARED_MEMORY
+from tests.fakes.audit import reward, running, troubles, troubles_at_end
 
 Together = list[tuple[str, str]]  # kinds and victims, at once
 DISK = ("full-disk", "full-memory", "read-only")

@@ -58,7 +58,7 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def findings(path: Path) -> Iterator[Finding]:
-    """Yield vague names, parallel assignments, literal tuples in calls, comments that start with a pronoun."""
+    """Yield vague names, parallel assignments, literal tuples in calls, and comments that start oddly."""
     source = path.read_text()
     tree = ast.parse(source)
 

@@ -1,11 +1,27 @@
-"""Whether processes live, for tests that start some."""
+"""Find the processes of a run, and wait for processes to start or to end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
+
+
+def role_processes(launcher_pid: int) -> dict[str, psutil.Process]:
+    """Return the live processes that a launcher has started, by `role-index`, without their wrappers."""
+    processes: dict[str, psutil.Process] = {}
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher_pid).children(recursive=True):
+            with suppress(psutil.Error, ValueError):
+                arguments = child.cmdline()
+                if arguments[1:3] == ["-m", "asyncrl.launch.role"]:
+                    index = arguments[arguments.index("--index") + 1]
+                    processes[f"{arguments[3]}-{index}"] = child
+    return processes
 
 
 def alive(pid: int) -> bool:

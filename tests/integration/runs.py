@@ -17,9 +17,9 @@ import psutil
 
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.weights.disk import weights_directory
+from tests.fakes.audit import manifests, trained_uids
 from tests.fakes.forked import Forked, asyncrl
-from tools.bench.common import roles
-from tools.faults.audit import manifests, trained_uids
+from tests.fakes.processes import role_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -103,7 +103,7 @@ class Run:
 
     def children(self) -> dict[str, psutil.Process]:
         """Role processes by `role-index`."""
-        return roles(self.process.pid)
+        return role_processes(self.process.pid)
 
     def kill(self, name: str) -> None:
         """kill -9 a role."""

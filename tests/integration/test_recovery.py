@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from asyncrl.cli import main
+from tests.fakes.audit import manifests, trained_uids
 from tests.fakes.world import damage
 from tests.integration.runs import ROOT, Run, is_forked, once
-from tools.faults.audit import manifests, trained_uids
 
 pytestmark = pytest.mark.slow
 

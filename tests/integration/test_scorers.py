@@ -26,12 +26,12 @@ from asyncrl.store.reader import RunReader
 from asyncrl.types import TokenScores
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes import scorer_server
+from tests.fakes.audit import trained_uids
 from tests.fakes.loop import Intervals, settle
 from tests.fakes.servers import entry
 from tests.fakes.sglang import sglang_config
 from tests.integration.runs import ROOT, Run
 from tests.integration.test_train import replayed
-from tools.faults.audit import trained_uids
 
 MODEL = ROOT / "examples/multiturn/calculator/model"
 PROGRAM = [sys.executable, scorer_server.__file__]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.audit import at_once
 from tests.integration.runs import Run, is_forked, once
-from tools.faults.audit import at_once
 
 
 def shifts(run: Run) -> list[str]:

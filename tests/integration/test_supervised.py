@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.data import load_samples
+from tests.fakes.audit import manifests, trained_uids
 from tests.integration.runs import ROOT, Run
-from tools.faults.audit import manifests, trained_uids
 
 STEPS = 28
 BATCH = 16

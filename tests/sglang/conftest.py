@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.trainer.world import World
+from tests.fakes.sglang_process import PYTHON, START_SECONDS, SGLangServer
 from tests.sglang.conformance import Subject, Versions, embedded, served
 from tests.sglang.models import FAMILIES, build
-from tests.sglang.server import PYTHON, START_SECONDS, SGLangServer
 
 Start = Callable[..., SGLangServer]
 Shared = Callable[[str], SGLangServer]

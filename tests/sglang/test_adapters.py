@@ -25,10 +25,10 @@ from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.worker import EngineUse
 from tests.fakes.sglang import sglang_config
+from tests.fakes.sglang_process import SGLangServer
 from tests.fakes.weights import publish
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt, under_way
 from tests.sglang.conftest import Start
-from tests.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.full
 # nats

@@ -26,9 +26,9 @@ from asyncrl.weights.collective import Sender
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.fakes.group_sender import SenderProcess
 from tests.fakes.sglang import loader_of, sglang_config
+from tests.fakes.sglang_process import SGLangServer
 from tests.fakes.weights import snapshot_of
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt, seen, under_way
-from tests.sglang.server import SGLangServer
 from tests.sglang.traps import Kept, running, until
 
 FAMILY = "qwen2"

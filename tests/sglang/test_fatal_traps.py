@@ -12,9 +12,9 @@ from asyncrl.engines.sglang.http import KeyRejected, ServerApi, ServerGone
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation
 from asyncrl.weights.manifest import WeightsRef
+from tests.fakes.sglang_process import SGLangServer
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
 from tests.sglang.conftest import KEYS, Shared
-from tests.sglang.server import SGLangServer
 from tests.sglang.traps import LONG, WHOLE, idle, kept, publish, raw, sampling
 
 pytestmark = pytest.mark.full

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from asyncrl.conversation.parsers import Parsed, parse_turn, parsers
-from tests.sglang.server import PYTHON
+from tests.fakes.sglang_process import PYTHON
 from tests.unit.conversation.call_writers import WRITERS
 
 CORPORA = Path(__file__).parents[1] / "fixtures/parsers"

@@ -22,11 +22,11 @@ from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.observe.files import read_status
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Turn
+from tests.fakes.audit import trained_uids
 from tests.fakes.sglang import sglang_config
+from tests.fakes.sglang_process import LAUNCHER, PYTHON
 from tests.integration.runs import ROOT, Run
 from tests.sglang.conftest import Pool, Shared
-from tests.sglang.server import LAUNCHER, PYTHON
-from tools.faults.audit import trained_uids
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 DEMO = ROOT / "examples/multiturn/calculator/model"

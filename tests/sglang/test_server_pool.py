@@ -23,9 +23,9 @@ from asyncrl.types import Generation, PolicyVersion, StopReason
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 from tests.fakes.sglang import loader_of, sglang_config
+from tests.fakes.sglang_process import SGLangServer
 from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, ask, prompt
 from tests.sglang.conftest import KEYS, Shared
-from tests.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.full
 FAMILY = "qwen2"

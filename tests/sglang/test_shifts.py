@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.runtime.weight_loader import LOAD
+from tests.fakes.audit import CLOCKS, COMPUTED, at_once, spans
 from tests.integration.runs import Run
 from tests.integration.test_shifts import lost_nothing, until_next
 from tests.sglang.test_training import DEADLINE, SGLANG, kill, server_of
-from tools.faults.audit import CLOCKS, COMPUTED, at_once, spans
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200), pytest.mark.usefixtures("alone")]
 SHIFTS = (*SGLANG, "engine.servers=1", "engine.colocated=1", "data.test=''", "launch.stop_timeout=60")

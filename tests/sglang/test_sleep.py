@@ -25,9 +25,9 @@ from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals, settle
 from tests.fakes.sglang import loader_of, sglang_config
+from tests.fakes.sglang_process import SGLangServer
 from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt
 from tests.sglang.conftest import Shared, Start
-from tests.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.full
 FAMILY = "qwen2"

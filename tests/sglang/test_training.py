@@ -16,12 +16,12 @@ import pytest
 from asyncrl.config import parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch.servers import check_urls
+from tests.fakes.audit import trained_uids
 from tests.fakes.fetched import needs_smollm2
 from tests.integration.runs import ROOT, Run
 from tests.integration.test_join import joined
 from tests.integration.test_smollm2 import FEW
 from tests.sglang.conftest import Start
-from tools.faults.audit import trained_uids
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("alone")]
 SGLANG = ("engine=sglang_cpu", "rollout.slots=32", "launch.start_timeout=300")

@@ -21,10 +21,10 @@ from asyncrl.launch.servers import check_urls
 from asyncrl.types import StopReason, VersionSpan
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
+from tests.fakes.sglang_process import SGLangServer
 from tests.sglang.conformance import MAX_LEN, ask, in_use, prompt, under_way
 from tests.sglang.conftest import Shared
 from tests.sglang.models import CONTEXT
-from tests.sglang.server import SGLangServer
 from tests.sglang.traps import LONG, Kept, frozen, idle, kept, paused, publish, raw, sampling, until
 
 

@@ -16,9 +16,9 @@ from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from tests.fakes import weights as fake_weights
 from tests.fakes.sglang import loader_of, sglang_config
+from tests.fakes.sglang_process import SGLangServer
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
 from tests.sglang.models import random_model
-from tests.sglang.server import SGLangServer
 
 Answer = TypeVar("Answer")
 DEADLINE = 240.0  # seconds for one test

@@ -47,8 +47,8 @@ from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.disk import payload, prune
 from asyncrl.weights.manifest import WeightsRef
 from tests.fakes.sglang import loader_of, sglang_config
+from tests.fakes.sglang_process import SGLangServer
 from tests.fakes.weights import BUCKET_BYTES, snapshot_of
-from tests.sglang.server import SGLangServer
 
 SMOLLM = ROOT / ".models/smollm2-135m-instruct"
 DEMO = ROOT / "examples/multiturn/calculator/model"

@@ -40,7 +40,9 @@ from pathlib import Path
 
 import psutil
 import yaml
-from common import ROOT, roles, rows, table, train
+from common import ROOT, rows, table, train
+
+from tests.fakes.processes import role_processes
 
 HERE = ROOT / "tools" / "bench"
 TOOL = f"{HERE / 'replayed.py'}:slow_calculator"
@@ -125,7 +127,7 @@ class Watch:
 
     def __call__(self, launcher: int) -> None:
         if len(self._roles) < 4:
-            self._roles = roles(launcher) | {"launcher": psutil.Process(launcher)}
+            self._roles = role_processes(launcher) | {"launcher": psutil.Process(launcher)}
         cpu = {}
         for role, process in self._roles.items():
             with suppress(psutil.Error):

@@ -1,4 +1,7 @@
-"""What the benchmarks and chaos tools share: running `asyncrl train`, finding its processes, statistics."""
+"""Shared by the benchmarks and the chaos tools: running `asyncrl train`, statistics, tables.
+
+The import puts the repository on the path: tools use the fakes of the tests (`tests.fakes`).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from asyncrl.observe.files import read_rows as rows
 from asyncrl.observe.files import read_summary as summary
 from asyncrl.observe.metrics import ASKED
 
-__all__ = ["ROOT", "questions", "roles", "rows", "start", "summary", "table", "train", "wilson"]
+__all__ = ["ROOT", "questions", "rows", "start", "summary", "table", "train", "wilson"]
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -37,18 +39,6 @@ def start(
     return subprocess.Popen(
         command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=os.environ | SINGLE_THREAD
     )
-
-
-def roles(launcher_pid: int) -> dict[str, psutil.Process]:
-    """The live role processes of a launcher, by `role-index`."""
-    found = {}
-    with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(launcher_pid).children(recursive=True):
-            with suppress(psutil.Error, ValueError):
-                argv = child.cmdline()
-                if argv[1:3] == ["-m", "asyncrl.launch.role"]:  # not its wrapper
-                    found[f"{argv[3]}-{argv[argv.index('--index') + 1]}"] = child
-    return found
 
 
 def train(

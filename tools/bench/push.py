@@ -39,8 +39,8 @@ from asyncrl.weights.collective import Sender
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import TensorSpec
 from asyncrl.weights.snapshot import Snapshot, Tensors
+from tests.fakes.sglang_process import SGLangServer
 from tests.fakes.weights import PinnedTensors
-from tests.sglang.server import SGLangServer
 
 DEADLINE = 120.0
 MB = 1 << 20

@@ -31,15 +31,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import psutil
-from common import ROOT, roles, rows, table, train
+from common import ROOT, rows, table, train
+
+from tests.fakes.processes import role_processes
 
 sys.path.insert(0, str(ROOT / "tools"))
-
-from faults.audit import at_once
 
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Turn
+from tests.fakes.audit import at_once
 
 ARMS = {"at once": [], "shifts": ["engine.colocated=1"]}
 MANY = [  # small batches, and a shift for each part of one that is ready
@@ -176,7 +177,7 @@ def leaks(steps: int, run_dir: Path, overrides: list[str]) -> int:
 
 def looked(launcher: int, run_dir: Path) -> Iterator[tuple[str, float]]:
     """Memory and open files of each role, and files in the run directory but those of steps."""
-    for role, process in roles(launcher).items():
+    for role, process in role_processes(launcher).items():
         with suppress(psutil.Error):
             if role != "coordinator-0":  # what it keeps of each step is a matter of soak.py
                 yield f"{role}, MB", process.memory_info().rss / 1e6

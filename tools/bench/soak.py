@@ -16,7 +16,9 @@ import time
 from pathlib import Path
 
 import psutil
-from common import ROOT, roles, start, summary, table
+from common import ROOT, start, summary, table
+
+from tests.fakes.processes import role_processes
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
     samples: dict[str, list[tuple[float, float]]] = {}
     begin = time.monotonic()
     while (minute := (time.monotonic() - begin) / 60) < options.minutes and process.poll() is None:
-        everyone = {"launcher": psutil.Process(process.pid)} | roles(process.pid)
+        everyone = {"launcher": psutil.Process(process.pid)} | role_processes(process.pid)
         for role, child in everyone.items():
             try:
                 samples.setdefault(role, []).append((minute, child.memory_info().rss / 1e6))

@@ -30,8 +30,6 @@ from urllib.request import urlopen
 import psutil
 from common import ROOT, table
 
-sys.path.insert(0, str(ROOT))  # for tests.fakes
-
 from asyncrl.observe.timeline import Timeline
 from asyncrl.types import DropReason, EpisodeEnd, Message, Sample, ToolCall, ToolReply
 from tests.fakes.browser import Tab, browser

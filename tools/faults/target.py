@@ -14,10 +14,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
-from common import ROOT, SINGLE_THREAD, roles, rows
+from common import ROOT, SINGLE_THREAD, rows
 
 from asyncrl.weights.disk import weights_directory
-from faults.proxy import Proxy
+from tests.fakes.processes import role_processes
+from tests.fakes.proxy import Proxy
 
 LAUNCHER = ROOT / "tools" / "faults" / "launcher.py"
 HANGING = ROOT / "tools" / "faults" / "hanging.py"
@@ -102,9 +103,9 @@ class Target:
 
     def roles(self) -> dict[str, psutil.Process]:
         """Live role processes by `role-index`."""
-        found = roles(self.launcher.pid)
-        self.seen |= set(found.values())
-        return found
+        processes = role_processes(self.launcher.pid)
+        self.seen |= set(processes.values())
+        return processes
 
     def process(self, role: str) -> psutil.Process:
         """One of this role; waits while it is being restarted."""

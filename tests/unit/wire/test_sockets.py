@@ -36,7 +36,7 @@ from asyncrl.wire.sockets import (
     new_key_pair,
     role_of,
 )
-from tools.faults.proxy import Proxy
+from tests.fakes.proxy import Proxy
 
 GOOD = encode(ObserverHello(), [])
 
