@@ -28,13 +28,20 @@ T = TypeVar("T")
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 # What torch's CPU allocator, the CUDA runtime, and cuBLAS and cuDNN say.
-_NO_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+_NO_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
 # What an error says that a process, or its machine, had too little of something; by number, or in its text,
 # where it comes from a server or from torch.
-_LACKS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
-_LACKS_TEXTS = (*_NO_MEMORY, "Cannot allocate memory", "Too many open files", "can't start new thread")
-_PACKAGE = (f"{Path(__file__).parent}/", "<")
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LACKING_ERRNOS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+_LACKING_TEXTS = (
+    *_NO_MEMORY_TEXTS,
+    "Cannot allocate memory",
+    "Too many open files",
+    "can't start new thread",
+)
+_OWN_PREFIXES = (f"{Path(__file__).parent}/", "<")
+_INSTALLED_PREFIXES = tuple(
+    sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 class AsyncrlError(Exception):
@@ -49,8 +56,8 @@ class AsyncrlError(Exception):
             with users_code() if Exception in kinds else nullcontext():
                 yield
         except kinds as error:
-            why = f": {error}" if isinstance(error, AsyncrlError) else f" ({one_line(error)})"
-            raise cls(f"{text}{why}" + f"; {advice}" * bool(advice)) from error
+            cause = f": {error}" if isinstance(error, AsyncrlError) else f" ({one_line(error)})"
+            raise cls(f"{text}{cause}" + f"; {advice}" * bool(advice)) from error
 
 
 class ConfigError(AsyncrlError):
@@ -147,9 +154,11 @@ def users_code() -> Iterator[None]:
     except Exception:
         raise
     except BaseException as error:
-        closed = _current_task() is not task
-        cancelled = task is not None and task.cancelling() and type(error).__name__ == "CancelledError"
-        if closed or cancelled or isinstance(error, Interrupted):
+        task_has_changed = _current_task() is not task
+        task_is_cancelled = (
+            task is not None and task.cancelling() and type(error).__name__ == "CancelledError"
+        )
+        if task_has_changed or task_is_cancelled or isinstance(error, Interrupted):
             raise
         raise UserCodeError(one_line(error)).with_traceback(error.__traceback__) from error
 
@@ -224,18 +233,18 @@ def describe(error: BaseException, limit: int = 300) -> str:
     raised on purpose is its own text, which may hold such a description: up to twice the limit."""
     if isinstance(error, AsyncrlError) and not isinstance(error, UserCodeError):
         return printable(" ".join(str(error).split()))[: 2 * limit]
-    place = _place(error)
-    return one_line(error, limit - len(place)) + place
+    location = _place(error)
+    return one_line(error, limit - len(location)) + location
 
 
 def _place(error: BaseException) -> str:
     """File and line of the innermost frame that is in a user's file; where all are in installed packages, of
     the first one that is not ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
-    users = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
-    found = users[-1:] or foreign[:1]
-    return f" ({Path(found[0].filename).name}:{found[0].lineno})" if found else ""
+    foreign_frames = [frame for frame in frames if not frame.filename.startswith(_OWN_PREFIXES)]
+    user_frames = [frame for frame in foreign_frames if not frame.filename.startswith(_INSTALLED_PREFIXES)]
+    named_frames = user_frames[-1:] or foreign_frames[:1]
+    return f" ({Path(named_frames[0].filename).name}:{named_frames[0].lineno})" if named_frames else ""
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
@@ -245,11 +254,11 @@ def one_line(error: BaseException, limit: int = 300) -> str:
         text = printable(" ".join(str(error)[: 4 * limit].split()))
     except BaseException:
         text = "its text cannot be read"
-    kind = type(error).__name__
-    names_kind = isinstance(error, UserCodeError) or text == kind or text.startswith(f"{kind}: ")
+    type_name = type(error).__name__
+    names_kind = isinstance(error, UserCodeError) or text == type_name or text.startswith(f"{type_name}: ")
     if text and not names_kind:
-        text = f"{kind}: {text}"
-    return text[:limit] or kind
+        text = f"{type_name}: {text}"
+    return text[:limit] or type_name
 
 
 def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
@@ -292,8 +301,8 @@ def fulfil(future: Future[T], function: Callable[[], T]) -> None:
 def lacks_memory(error: BaseException) -> bool:
     """True if there was too little memory, of a GPU or of the machine: the error says so, or the one that it
     was raised from. A ConfigError from such an error is advice for a person. torch's error by its name."""
-    told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
-    if told or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    text_says_so = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY_TEXTS)
+    if text_says_so or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     cause = None if isinstance(error, ConfigError) else error.__cause__
     return cause is not None and lacks_memory(cause)
@@ -302,8 +311,12 @@ def lacks_memory(error: BaseException) -> bool:
 def lacks_resources(error: BaseException) -> bool:
     """True if a process had too little memory, or too few descriptors or threads, or its disk no room: the
     error says so, or one that it was raised from. What it worked on may be sound."""
-    number = getattr(error, "errno", None)  # of ZeroMQ's errors, too
-    if number in _LACKS or disk_full(error) or any(text in str(error) for text in _LACKS_TEXTS):
+    error_number = getattr(error, "errno", None)  # of ZeroMQ's errors, too
+    if (
+        error_number in _LACKING_ERRNOS
+        or disk_full(error)
+        or any(text in str(error) for text in _LACKING_TEXTS)
+    ):
         return True
     if lacks_memory(error):
         return True

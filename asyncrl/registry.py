@@ -105,8 +105,8 @@ class Registry(Generic[T]):
     def make(self, plugin: str | Mapping[str, Any], where: str, call: Call) -> T:
         """The plugin with its options bound, as `make` does it."""
         spec, options = single(plugin, where)
-        made: T = make(self.load(spec, where), options, f"{where}.{spec}", call)
-        return made
+        plugin_object: T = make(self.load(spec, where), options, f"{where}.{spec}", call)
+        return plugin_object
 
     def _load(self, spec: str) -> T:
         if spec in self:
@@ -132,13 +132,13 @@ class Registry(Generic[T]):
         return iter(self.names())
 
     def _checked(self, spec: str) -> T:
-        found: T = load_object(spec, self.kind)
-        if self._entry is not None and not isinstance(found, self._entry):
+        loaded: T = load_object(spec, self.kind)
+        if self._entry is not None and not isinstance(loaded, self._entry):
             raise ConfigError(
-                f"{self.kind} {spec!r} is of type {type(found).__name__}; decorate its function with "
+                f"{self.kind} {spec!r} is of type {type(loaded).__name__}; decorate its function with "
                 f'@{self.kind}("name")'
             )
-        return found
+        return loaded
 
     def _points(self) -> importlib.metadata.EntryPoints:
         return importlib.metadata.entry_points(group=f"asyncrl.{self.kind}")
@@ -148,9 +148,11 @@ class Registry(Generic[T]):
             return f"write {self._former[name]} instead"
         if name.endswith(".py"):
             return f"name what is in the file, too: {name}:NAME"
-        known = self.known()
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        return f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
+        known_names = self.known()
+        nearest = difflib.get_close_matches(name, known_names, n=3, cutoff=0.4)
+        return (
+            f"did you mean {', '.join(nearest)}?" if nearest else f"known: {', '.join(known_names) or 'none'}"
+        )
 
 
 def single(plugin: str | Mapping[str, Mapping[str, Any]], where: str = "") -> tuple[str, Mapping[str, Any]]:
@@ -172,61 +174,78 @@ def bind(function: F, options: Mapping[str, Any], where: str) -> F:
     Raises ConfigError that begins with `where`, the key the options came from: an unknown option (the error
     lists the known ones), a missing one, or a value of a wrong type or out of bounds.
     """
-    known = _keyword_only(function, where)
-    if unknown := sorted(options.keys() - {p.name for p in known}):
-        names = ", ".join(p.name for p in known) or "none"
-        raise ConfigError(f"{where}: unknown option {unknown[0]!r}; options: {names}")
-    kinds = [Any if p.annotation is p.empty else p.annotation for p in known]
-    defaults = [(p.default,) if p.default is not p.empty else () for p in known]
-    fields = [(p.name, kind, *default) for p, kind, default in zip(known, kinds, defaults, strict=True)]
+    parameters = _keyword_only(function, where)
+    if unknown_options := sorted(options.keys() - {parameter.name for parameter in parameters}):
+        names = ", ".join(parameter.name for parameter in parameters) or "none"
+        raise ConfigError(f"{where}: unknown option {unknown_options[0]!r}; options: {names}")
+    annotations = [
+        Any if parameter.annotation is parameter.empty else parameter.annotation for parameter in parameters
+    ]
+    defaults = [
+        (parameter.default,) if parameter.default is not parameter.empty else () for parameter in parameters
+    ]
+    fields = [
+        (parameter.name, kind, *default)
+        for parameter, kind, default in zip(parameters, annotations, defaults, strict=True)
+    ]
     struct = msgspec.defstruct("Options", fields, kw_only=True, frozen=True)  # type: ignore[arg-type]
-    if missing := [p.name for p in known if p.default is p.empty and p.name not in options]:
-        raise ConfigError(f"{where}: option {missing[0]!r} is missing; set {where}.{missing[0]}")
+    if missing_options := [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.name not in options
+    ]:
+        raise ConfigError(
+            f"{where}: option {missing_options[0]!r} is missing; set {where}.{missing_options[0]}"
+        )
     try:
-        bound = msgspec.convert(dict(options), struct, strict=False)
+        bound_options = msgspec.convert(dict(options), struct, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(_named(str(error), options, known, where)) from None
-    return functools.partial(function, **msgspec.structs.asdict(bound))  # type: ignore[return-value]
+        raise ConfigError(_option_error(str(error), options, parameters, where)) from None
+    return functools.partial(function, **msgspec.structs.asdict(bound_options))  # type: ignore[return-value]
 
 
 def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
     """With evaluated annotations. Those of other parameters may name what is imported for type checkers."""
-    kind = inspect.Parameter.KEYWORD_ONLY
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
     try:
         with users_code():
-            known = [p for p in inspect.signature(function).parameters.values() if p.kind is kind]
-            names = getattr(inspect.unwrap(function), "__globals__", None)
-            if names is not None:
-                known = [
-                    p.replace(annotation=eval(p.annotation, names)) if isinstance(p.annotation, str) else p
-                    for p in known
+            keyword_parameters = [
+                p for p in inspect.signature(function).parameters.values() if p.kind is keyword_only
+            ]
+            function_globals = getattr(inspect.unwrap(function), "__globals__", None)
+            if function_globals is not None:
+                keyword_parameters = [
+                    p.replace(annotation=eval(p.annotation, function_globals))
+                    if isinstance(p.annotation, str)
+                    else p
+                    for p in keyword_parameters
                 ]
-            elif any(isinstance(p.annotation, str) for p in known):
+            elif any(isinstance(p.annotation, str) for p in keyword_parameters):
                 parameters = inspect.signature(function, eval_str=True).parameters.values()
-                known = [p for p in parameters if p.kind is kind]
+                keyword_parameters = [p for p in parameters if p.kind is keyword_only]
     except Exception as error:  # of an annotation, or a builtin without a signature
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
-    return known
+    return keyword_parameters
 
 
-def make(found: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
+def make(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
     """Make what `bound` makes. ConfigError that begins with `where` if it cannot be called as `call` says."""
-    made = bound(found, options, where, call)
-    check_call(made, where, call)
-    return made
+    plugin_object = bound(loaded, options, where, call)
+    check_call(plugin_object, where, call)
+    return plugin_object
 
 
-def bound(found: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
+def bound(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
     """Return a function with its options bound, or an instance of a class made with them. Raises ConfigError
     that begins with `where`. With which arguments it can be called is not checked."""
-    if not callable(found):
+    if not callable(loaded):
         raise ConfigError(f"{where} is no function; write {call.usage}")
-    made = bind(found, options, where)
-    if isinstance(found, type) and not call.makes:
-        made = built(made, where)
-        if not callable(made):
+    plugin_object = bind(loaded, options, where)
+    if isinstance(loaded, type) and not call.makes:
+        plugin_object = built(plugin_object, where)
+        if not callable(plugin_object):
             raise ConfigError(f"{where}: its instances cannot be called; write {call.usage}")
-    return made
+    return plugin_object
 
 
 def built(factory: Callable[[], Any], where: str) -> Any:
@@ -243,20 +262,20 @@ def built(factory: Callable[[], Any], where: str) -> Any:
 def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
     """ConfigError that begins with `where`, and names file and line, unless the function can be called so."""
     # A sync wrapper of a coroutine function counts: what it returns can be awaited.
-    found = (function, inspect.unwrap(function), type(function).__call__)
-    is_async = any(map(inspect.iscoroutinefunction, found))
-    problem = "" if not call.awaited or is_async else "is not async"
+    callables = (function, inspect.unwrap(function), type(function).__call__)
+    is_async = any(map(inspect.iscoroutinefunction, callables))
+    call_problem = "" if not call.awaited or is_async else "is not async"
     if inspect.isasyncgenfunction(inspect.unwrap(function)):
-        problem = "yields; it must return"
+        call_problem = "yields; it must return"
     try:
         bind_to = inspect.signature(function).bind
         bind_to(**dict.fromkeys(call.given)) if call.by_name else bind_to(*call.given)
     except TypeError as error:
-        problem = f"takes other arguments ({error})"
+        call_problem = f"takes other arguments ({error})"
     except ValueError:  # a builtin
         return
-    if problem:
-        raise ConfigError(f"{where}: {_named_with_place(function)} {problem}; write {call.usage}")
+    if call_problem:
+        raise ConfigError(f"{where}: {_named_with_place(function)} {call_problem}; write {call.usage}")
 
 
 def _named_with_place(function: Any) -> str:
@@ -264,19 +283,21 @@ def _named_with_place(function: Any) -> str:
         function = function.func
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None)
-    place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
-    return getattr(inner, "__name__", type(inner).__name__) + place
+    location = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+    return getattr(inner, "__name__", type(inner).__name__) + location
 
 
-def _named(complaint: str, options: Mapping[str, Any], known: list[inspect.Parameter], where: str) -> str:
+def _option_error(
+    complaint: str, options: Mapping[str, Any], parameters: list[inspect.Parameter], where: str
+) -> str:
     """msgspec's error under the option's own key, with the given value and the allowed ones."""
-    what, _, path = complaint.partition(" - at `$.")
+    problem, _, path = complaint.partition(" - at `$.")
     name = path.rstrip("`").partition("[")[0]
-    allowed = [typing.get_args(p.annotation) for p in known if p.name == name]
-    literal = bool(allowed) and all(isinstance(value, str) for value in allowed[0])
-    choice = f"; one of {', '.join(allowed[0])}" if literal and allowed[0] else ""
-    given = "" if what.startswith("Invalid enum") else f", not {options.get(name)!r}"
-    return f"{where}.{name}: {what}{given}{choice}"
+    allowed = [typing.get_args(parameter.annotation) for parameter in parameters if parameter.name == name]
+    is_literal = bool(allowed) and all(isinstance(value, str) for value in allowed[0])
+    choice_text = f"; one of {', '.join(allowed[0])}" if is_literal and allowed[0] else ""
+    value_text = "" if problem.startswith("Invalid enum") else f", not {options.get(name)!r}"
+    return f"{where}.{name}: {problem}{value_text}{choice_text}"
 
 
 def search_working_directory() -> None:
@@ -286,11 +307,18 @@ def search_working_directory() -> None:
     working_directory = os.getcwd()
     paths = [path for path in sys.path if os.path.realpath(path) != working_directory]
     for name in sorted(IMPORTED_PACKAGES):
-        file = next((file for file in (f"{name}.py", f"{name}/__init__.py") if os.path.isfile(file)), "")
-        installed = PathFinder.find_spec(name, paths) if file else None
-        if installed and os.path.realpath(str(installed.origin)) != os.path.realpath(file):
+        hiding_file = next(
+            (
+                hiding_file
+                for hiding_file in (f"{name}.py", f"{name}/__init__.py")
+                if os.path.isfile(hiding_file)
+            ),
+            "",
+        )
+        installed_spec = PathFinder.find_spec(name, paths) if hiding_file else None
+        if installed_spec and os.path.realpath(str(installed_spec.origin)) != os.path.realpath(hiding_file):
             raise ConfigError(
-                f"{working_directory}/{file}: hides the installed package {name}, which asyncrl imports; "
+                f"{working_directory}/{hiding_file}: hides the installed package {name}, which asyncrl imports; "
                 "rename it, or work in another directory"
             )
 
@@ -308,24 +336,28 @@ def load_object(spec: str, kind: str) -> Any:
             module = _module_from_file(source) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         problem = f"{kind} {spec!r}: cannot import {source!r} ({describe(error)})"
-        raise ConfigError(f"{problem}{_hidden(source)}") from error
+        raise ConfigError(f"{problem}{_stdlib_hint(source)}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
-        near = difflib.get_close_matches(attribute, dir(module), n=3)
-        hint = _hidden(source) or (f"; did you mean {', '.join(near)}?" if near else "")
+        nearest = difflib.get_close_matches(attribute, dir(module), n=3)
+        hint = _stdlib_hint(source) or (f"; did you mean {', '.join(nearest)}?" if nearest else "")
         raise ConfigError(f"{kind} {spec!r}: {source} has no {attribute!r}{hint}") from None
 
 
-def _hidden(source: str) -> str:
+def _stdlib_hint(source: str) -> str:
     """Say that a module of the working directory has the name of one of the standard library; '' if it has
     not, and for a file, which is loaded by its path."""
     if source.endswith(".py"):
         return ""
-    top = source.partition(".")[0]
-    if top not in sys.stdlib_module_names or not (os.path.isfile(f"{top}.py") or os.path.isdir(top)):
+    top_module = source.partition(".")[0]
+    if top_module not in sys.stdlib_module_names or not (
+        os.path.isfile(f"{top_module}.py") or os.path.isdir(top_module)
+    ):
         return ""
-    return f"; {top} is a module of Python, which hides yours: write {top}.py:NAME, or rename it"
+    return (
+        f"; {top_module} is a module of Python, which hides yours: write {top_module}.py:NAME, or rename it"
+    )
 
 
 def _module_from_file(source: str) -> Any:

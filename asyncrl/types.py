@@ -121,16 +121,16 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def openai(self) -> dict[str, Any]:
         """As OpenAI's JSON, empty parts left out; `reasoning_content` is what servers call the reasoning."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        message_json: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
-            found["reasoning_content"] = self.reasoning
+            message_json["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            found["tool_calls"] = [call.openai() for call in self.tool_calls]
+            message_json["tool_calls"] = [call.openai() for call in self.tool_calls]
         if self.tool_call_id:
-            found["tool_call_id"] = self.tool_call_id
+            message_json["tool_call_id"] = self.tool_call_id
         if self.name:
-            found["name"] = self.name
-        return found
+            message_json["name"] = self.name
+        return message_json
 
 
 class ToolReply(msgspec.Struct, frozen=True):
@@ -210,9 +210,13 @@ class Routes(msgspec.Struct, frozen=True, array_like=True):
 
     def until(self, end: int) -> Routes | None:
         """Return those of the tokens before `end`; None: of none."""
-        tokens = min(self.tokens, end - self.start)
-        each = len(self.data) // self.tokens
-        return Routes(self.start, tokens, self.data[: tokens * each]) if tokens > 0 else None
+        token_count = min(self.tokens, end - self.start)
+        bytes_per_token = len(self.data) // self.tokens
+        return (
+            Routes(self.start, token_count, self.data[: token_count * bytes_per_token])
+            if token_count > 0
+            else None
+        )
 
 
 class TokenScores(msgspec.Struct, frozen=True):
@@ -324,11 +328,11 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     def of(self, agent: str) -> EpisodeResult:
         """One agent's turns, as if they were the whole episode."""
-        mine = [turn for turn, who in enumerate(self.agents) if who == agent]
-        rewards = tuple(self.turn_rewards[turn] for turn in mine)
+        own_turns = [turn for turn, turn_agent in enumerate(self.agents) if turn_agent == agent]
+        rewards = tuple(self.turn_rewards[turn] for turn in own_turns)
         return EpisodeResult(
             reward=math.fsum(rewards),
-            tokens=sum(self.turn_tokens[turn] for turn in mine),
+            tokens=sum(self.turn_tokens[turn] for turn in own_turns),
             turn_rewards=rewards,
             components=self.components,
             shaping=self.shaping if self.agents[-1] == agent else 0.0,  # it falls on the last turn
@@ -348,17 +352,23 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     @property
     def problem(self) -> str:
         """Name what makes it unusable: a number that is not finite or beyond MAX_REWARD; '' if none is."""
-        numbers = {"the reward": self.reward, "its shaping": self.shaping}
-        numbers |= {f"the reward of turn {turn}": value for turn, value in enumerate(self.turn_rewards)}
-        numbers |= {f"component {name!r} of the reward": value for name, value in self.components.items()}
-        wrong = [f"{name} is {value:g}" for name, value in numbers.items() if not abs(value) <= MAX_REWARD]
-        return f"{wrong[0]}; it must be within ±{MAX_REWARD:g}" if wrong else ""
+        checked_numbers = {"the reward": self.reward, "its shaping": self.shaping}
+        checked_numbers |= {
+            f"the reward of turn {turn}": value for turn, value in enumerate(self.turn_rewards)
+        }
+        checked_numbers |= {
+            f"component {name!r} of the reward": value for name, value in self.components.items()
+        }
+        bad_numbers = [
+            f"{name} is {value:g}" for name, value in checked_numbers.items() if not abs(value) <= MAX_REWARD
+        ]
+        return f"{bad_numbers[0]}; it must be within ±{MAX_REWARD:g}" if bad_numbers else ""
 
     def misfit(self, turns: int, tokens: int) -> str:
         """Why it is no result of an episode of so many turns and at most so many tokens; '' if it may be."""
-        lists = [len(self.turn_rewards), len(self.agents), len(self.turn_tokens)]
-        if any(length not in (0, turns) for length in lists):
-            return f"lists of {lists} entries for {turns} turns"
+        list_lengths = [len(self.turn_rewards), len(self.agents), len(self.turn_tokens)]
+        if any(length not in (0, turns) for length in list_lengths):
+            return f"lists of {list_lengths} entries for {turns} turns"
         if not all(0 <= count <= tokens for count in (self.tokens, *self.turn_tokens)):
             return f"{self.tokens} model tokens, {list(self.turn_tokens)} in its turns, of {tokens} at most"
         if self.agents and not (self.turn_rewards and self.turn_tokens):
@@ -391,7 +401,9 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     def misfit(self, tokens: int) -> str:
         """Why these are no figures of an episode of no more than so many tokens; '' if they may be."""
-        named = msgspec.structs.asdict(self)
-        most = dict.fromkeys(named, 1 << 53) | {"longest_row": tokens, "prompt": tokens}
-        wrong = [f"{name} is {value:g}" for name, value in named.items() if not 0 <= value <= most[name]]
-        return wrong[0] if wrong else ""
+        figures = msgspec.structs.asdict(self)
+        upper_bounds = dict.fromkeys(figures, 1 << 53) | {"longest_row": tokens, "prompt": tokens}
+        bad_figures = [
+            f"{name} is {value:g}" for name, value in figures.items() if not 0 <= value <= upper_bounds[name]
+        ]
+        return bad_figures[0] if bad_figures else ""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 4 << 20  # bytes of one answer
 PAUSE = 0.5  # seconds before the first repetition
 SCORER = "scorer:"  # beginning of a URL that names a scorer of the run
-AGAIN = frozenset({408, 409, 429})
+RETRIED_STATUSES = frozenset({408, 409, 429})
 
 _Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "aiohttp.ClientSession"]
 _sessions: _Sessions = weakref.WeakKeyDictionary()
@@ -49,8 +49,8 @@ class RemoteLost(RemoteError):
 class _Busy(Exception):
     """Worth another try, after `pause` seconds if the server asks for that."""
 
-    def __init__(self, why: str, pause: float = 0.0) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, pause: float = 0.0) -> None:
+        super().__init__(reason)
         self.pause = pause
 
 
@@ -80,28 +80,28 @@ async def post(
 ) -> bytes:
     """The answer to `body`, sent as JSON, at most MAX_BYTES. `seconds` bound all of it, tries and pauses
     included. `direct`: through no proxy. Raises RemoteError, which begins with the URL."""
-    data = msgspec.json.encode(body)
+    encoded_body = msgspec.json.encode(body)
     headers = {"Content-Type": "application/json", **(headers or {})}
     proxy = None if direct else proxy_of(url)
     via_proxy = f" through the proxy {_without_password(proxy)}" if proxy else ""
-    trouble = "no answer"
+    last_problem = "no answer"
 
     try:
         async with asyncio.timeout(seconds):
             for attempt in range(retries + 1):
                 try:
-                    with waits_for(f"{url}{via_proxy}: {trouble}"):
-                        return await _once(url, data, headers, proxy)
+                    with waits_for(f"{url}{via_proxy}: {last_problem}"):
+                        return await _post_once(url, encoded_body, headers, proxy)
                 except _Busy as busy:
-                    trouble = str(busy)
-                    pause = max(busy.pause, PAUSE * 2**attempt * random.uniform(0.5, 1.0))
+                    last_problem = str(busy)
+                    pause_seconds = max(busy.pause, PAUSE * 2**attempt * random.uniform(0.5, 1.0))
 
                 if attempt < retries:
-                    with waits_for(f"{url}{via_proxy}: {trouble}"):
-                        await asyncio.sleep(pause)
+                    with waits_for(f"{url}{via_proxy}: {last_problem}"):
+                        await asyncio.sleep(pause_seconds)
     except TimeoutError:
-        raise RemoteLost(f"{url}: no answer within {seconds:g} s{via_proxy} (last: {trouble})") from None
-    raise RemoteLost(f"{url}: {trouble}{via_proxy}, after {retries + 1} tries")
+        raise RemoteLost(f"{url}: no answer within {seconds:g} s{via_proxy} (last: {last_problem})") from None
+    raise RemoteLost(f"{url}: {last_problem}{via_proxy}, after {retries + 1} tries")
 
 
 async def close_sessions() -> None:
@@ -111,18 +111,20 @@ async def close_sessions() -> None:
         await session.close()
 
 
-async def _once(url: str, data: bytes, headers: Mapping[str, str], proxy: str | None) -> bytes:
+async def _post_once(url: str, encoded_body: bytes, headers: Mapping[str, str], proxy: str | None) -> bytes:
     import aiohttp
 
     try:
-        sent = _session().post(url, data=data, headers=headers, allow_redirects=False, proxy=proxy)
-        async with sent as response:
-            answer = await _bounded(url, response)
-            if response.status in AGAIN or response.status >= 500:
-                raise _Busy(_describe(response.status, answer), _pause(response))
+        response_context = _session().post(
+            url, data=encoded_body, headers=headers, allow_redirects=False, proxy=proxy
+        )
+        async with response_context as response:
+            content = await _bounded(url, response)
+            if response.status in RETRIED_STATUSES or response.status >= 500:
+                raise _Busy(_describe_response(response.status, content), _pause(response))
             if response.status != 200:
-                raise RemoteError(f"{url}: {_describe(response.status, answer)}")
-            return answer
+                raise RemoteError(f"{url}: {_describe_response(response.status, content)}")
+            return content
     except aiohttp.ClientError as error:
         raise _Busy(one_line(error)) from None
 
@@ -130,28 +132,28 @@ async def _once(url: str, data: bytes, headers: Mapping[str, str], proxy: str | 
 def proxy_of(url: str) -> str | None:
     """Return the proxy that the environment names for a URL (`http_proxy`, `https_proxy`, `all_proxy`); None
     for hosts and networks of `no_proxy` and for this machine. ws:// and wss:// are as http:// and https://."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
+    url_parts = urlsplit(url)
+    host = url_parts.hostname or ""
     proxies = request.getproxies_environment()
-    if _is_bypassed(host, parts.port, proxies.get("no", "")):
+    if _is_bypassed(host, url_parts.port, proxies.get("no", "")):
         return None
 
-    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+    scheme = {"ws": "http", "wss": "https"}.get(url_parts.scheme, url_parts.scheme)
     proxy = proxies.get(scheme) or proxies.get("all")
     if proxy and "://" not in proxy:
         proxy = f"http://{proxy}"
     if proxy and not proxy.startswith(("http://", "https://")):
-        kind = proxy.partition("://")[0]
+        proxy_scheme = proxy.partition("://")[0]
         raise ConfigError(
-            f"{scheme if proxies.get(scheme) else 'all'}_proxy: a proxy of the kind {kind}:// is not "
+            f"{scheme if proxies.get(scheme) else 'all'}_proxy: a proxy of the kind {proxy_scheme}:// is not "
             f"supported; set an http:// or https:// proxy, or add {host} to no_proxy"
         )
     return proxy or None
 
 
 def _without_password(proxy: str) -> str:
-    parts = urlsplit(proxy)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    proxy_parts = urlsplit(proxy)
+    return f"{proxy_parts.scheme}://{proxy_parts.netloc.rpartition('@')[2]}"
 
 
 def _is_bypassed(host: str, port: int | None, no_proxy: str) -> bool:
@@ -177,15 +179,15 @@ def _networks(no_proxy: str) -> Iterator[IPv4Network | IPv6Network]:
 
 
 async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
-    parts = []
-    size = 0
-    async for part in response.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > MAX_BYTES:
+    chunks = []
+    total_bytes = 0
+    async for chunk in response.content.iter_any():
+        chunks.append(chunk)
+        total_bytes += len(chunk)
+        if total_bytes > MAX_BYTES:
             response.close()
             raise RemoteError(f"{url}: the answer is larger than {MAX_BYTES} bytes")
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
 def _session() -> aiohttp.ClientSession:
@@ -204,8 +206,8 @@ def _session() -> aiohttp.ClientSession:
     return session
 
 
-def _describe(status: int, answer: bytes) -> str:
-    text = " ".join(answer[:1000].decode("utf-8", "replace").split())[:200]
+def _describe_response(status: int, content: bytes) -> str:
+    text = " ".join(content[:1000].decode("utf-8", "replace").split())[:200]
     return f"status {status} ({text})" if text else f"status {status}"
 
 
@@ -232,7 +234,7 @@ class _Completion(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...]
 
 
-_completion = msgspec.json.Decoder(_Completion).decode
+_decode_completion = msgspec.json.Decoder(_Completion).decode
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class RemoteModel:
             direct=self.direct,
         )
         try:
-            return _completion(answer).choices[0].message.content or ""
+            return _decode_completion(answer).choices[0].message.content or ""
         except (*UNDECODABLE, IndexError) as error:
             raise RemoteError(f"{url}: the answer is no chat completion ({one_line(error)})") from error
 
@@ -286,7 +288,7 @@ def bearer(api_key_env: str) -> dict[str, str]:
     """The header with the key of that environment variable; none without a name. ConfigError: it is empty."""
     if not api_key_env:
         return {}
-    key = os.environ.get(api_key_env)
-    if not key:
+    api_key = os.environ.get(api_key_env)
+    if not api_key:
         raise ConfigError(f"the environment variable {api_key_env} holds no key; set it")
-    return {"Authorization": f"Bearer {key}"}
+    return {"Authorization": f"Bearer {api_key}"}

@@ -47,9 +47,9 @@ from asyncrl.wire.outbox import Outbox
 
 log = logging.getLogger("asyncrl.worker")
 
-_ROW_KEY = 0x9E3779B97F4A7C15  # odd: rows of one episode never draw the same random numbers
+ROW_KEY_STEP = 0x9E3779B97F4A7C15  # odd: rows of one episode never draw the same random numbers
 TEXT_LIMIT = 20_000  # characters of a transcript that is kept
-_KEYS = (1 << 63) - 1
+KEY_MASK = (1 << 63) - 1
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -68,10 +68,10 @@ class EpisodeContext:
     reward: EpisodeReward
     outbox: Outbox
     waits: Waits
-    oldest: Callable[[], int]
+    min_version: Callable[[], int]
     snapshots: Snapshots | None = None
-    reader: Callable[[str], Sampler | None] = lambda source: None
-    top: int = 0
+    scorer_of: Callable[[str], Sampler | None] = lambda source: None
+    top_tokens: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -87,26 +87,28 @@ class EpisodeRun:
     """Holds an attempt. One task uses it, but several may call `generate`."""
 
     context: EpisodeContext
-    assign: Assign
+    assignment: Assign
     sampler: Sampler
     started: float  # as `_now`; moved back by what earlier attempts took
-    limit: asyncio.Timeout  # of the episode's time
-    _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
+    time_limit: asyncio.Timeout  # of the episode's time
+    _newest_turn_durable: asyncio.Future[None] | None = (
+        None  # the ack of the newest turn; None: it was durable before
+    )
     _sessions: set[str] = field(default_factory=set)
     # By row: which turn of it is under way (TurnPart.prompt), and what is durable of that.
-    _open: dict[int, tuple[bytes, Generation]] = field(default_factory=dict)
-    _routed: dict[int, int] = field(default_factory=dict)  # tokens of a row whose routes are known
-    _notes: dict[str, str] = field(default_factory=dict)  # of the reward
-    _result: object = None  # that it saw
-    _reward_s: float = 0.0
-    _paused: int = 0  # rows that wait for an engine that sleeps, or for a scorer without a server
+    _open_turns: dict[int, tuple[bytes, Generation]] = field(default_factory=dict)
+    _routed_tokens: dict[int, int] = field(default_factory=dict)  # tokens of a row whose routes are known
+    _reward_notes: dict[str, str] = field(default_factory=dict)  # of the reward
+    _agent_result: object = None  # that it saw
+    _reward_seconds: float = 0.0
+    _paused_rows: int = 0  # rows that wait for an engine that sleeps, or for a scorer without a server
     _still: float | None = None  # when its clock was stopped for them
     _stood: float = 0.0  # seconds, all together
-    _said: str = ""  # the model's last words
+    _last_words: str = ""  # the model's last words
 
     @property
     def attempt(self) -> Attempt:
-        return self.assign.attempt
+        return self.assignment.attempt
 
     @property
     def name(self) -> str:
@@ -118,7 +120,7 @@ class EpisodeRun:
         max_new_tokens: int,
         row: int = 0,
         watch: Watch | None = None,
-        trains: bool = True,
+        is_trained: bool = True,
         agent: str = "",
         taught: tuple[int, ...] = (),
     ) -> Generation:
@@ -128,60 +130,62 @@ class EpisodeRun:
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
         stop_ids = self.context.rules.chat.stop_ids
-        sampling = Sampling(max_new_tokens, stop_ids, self.assign.temperature)
-        key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
-        routed = None if self.assign.lane == "eval" else self._routed.get(row, 0)
-        prompt = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
-        on_part = partial(self._post_part, row, prompt) if trains else unheard
-        seconds = self.context.rules.config.part_seconds
-        request = Request(session, ids, sampling, key, watch, routed, agent, seconds, on_part)
-        durable = self._durable_part(row, prompt)
+        sampling = Sampling(max_new_tokens, stop_ids, self.assignment.temperature)
+        row_key = (self.assignment.key ^ (row * ROW_KEY_STEP)) & KEY_MASK
+        routed_tokens = None if self.assignment.lane == "eval" else self._routed_tokens.get(row, 0)
+        prompt_digest = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
+        on_part = partial(self._post_part, row, prompt_digest) if is_trained else unheard
+        part_seconds = self.context.rules.config.part_seconds
+        request = Request(session, ids, sampling, row_key, watch, routed_tokens, agent, part_seconds, on_part)
+        durable_part = self._durable_part(row, prompt_digest)
         with self.sampler.sleeps.during(asleep=self.paused):
-            sampled = await self.sampler.generate(rest(request, durable), self._oldest)
-            whole = extended(request, durable, sampled)
-            return await self._read(session, taught or ids, whole) if trains else whole
+            remaining = await self.sampler.generate(rest(request, durable_part), self._min_version)
+            generation = extended(request, durable_part, remaining)
+            return await self._with_scores(session, taught or ids, generation) if is_trained else generation
 
-    async def _read(self, session: str, prefix: tuple[int, ...], sampled: Generation) -> Generation:
+    async def _with_scores(self, session: str, prefix: tuple[int, ...], generation: Generation) -> Generation:
         """Add what scorers make of the turn."""
-        ids = prefix + sampled.ids
-        count = len(sampled.ids)
-        reader = self.reader
-        if reader is None or not count:
-            return sampled
-        scores = await reader.read(session, ids, count, self.context.top, self.paused)
-        return msgspec.structs.replace(sampled, scores=scores)
+        ids = prefix + generation.ids
+        token_count = len(generation.ids)
+        scorer = self.scorer
+        if scorer is None or not token_count:
+            return generation
+        scores = await scorer.read(session, ids, token_count, self.context.top_tokens, self.paused)
+        return msgspec.structs.replace(generation, scores=scores)
 
     def recall(self, frames: Sequence[bytes]) -> None:
         """Take over the parts of turns that no earlier attempt has ended."""
         for part in map(decode_part, frames):
-            durable = self._durable_part(part.session, part.prompt)
-            self._open[part.session] = part.prompt, together(durable, part.sampled)
+            durable_part = self._durable_part(part.session, part.prompt)
+            self._open_turns[part.session] = part.prompt, together(durable_part, part.sampled)
 
-    def _durable_part(self, row: int, prompt: bytes) -> Generation:
-        known, durable = self._open.get(row, (b"", NOTHING))
-        return durable if known == prompt else NOTHING
+    def _durable_part(self, row: int, prompt_digest: bytes) -> Generation:
+        open_prompt, durable_part = self._open_turns.get(row, (b"", NOTHING))
+        return durable_part if open_prompt == prompt_digest else NOTHING
 
-    async def _post_part(self, row: int, prompt: bytes, sampled: Generation) -> None:
+    async def _post_part(self, row: int, prompt_digest: bytes, sampled: Generation) -> None:
         """Post what is new of a turn under way. Where a server has taken back tokens that are durable already
         (ForeignWeights), nothing more is."""
-        durable = self._durable_part(row, prompt)
-        count = len(durable.ids)
-        goes_on = sampled.stop is StopReason.ABORT and sampled.ids[:count] == durable.ids
-        if goes_on and len(sampled.ids) > count:
-            frame = _encode(TurnPart(row, prompt, count, beyond(durable, sampled)))
+        durable_part = self._durable_part(row, prompt_digest)
+        durable_tokens = len(durable_part.ids)
+        extends_durable = (
+            sampled.stop is StopReason.ABORT and sampled.ids[:durable_tokens] == durable_part.ids
+        )
+        if extends_durable and len(sampled.ids) > durable_tokens:
+            frame = _encode(TurnPart(row, prompt_digest, durable_tokens, beyond(durable_part, sampled)))
             await self.post(Sampled(0, self.attempt, self.seconds), frame)
-            self._open[row] = prompt, sampled
+            self._open_turns[row] = prompt_digest, sampled
 
-    def _oldest(self) -> int:
+    def _min_version(self) -> int:
         """The version that a turn which begins now must not be below: the buffer counts on what the episode
         was started on, also when a server comes back with older weights."""
-        return max(self.assign.oldest, self.context.oldest())
+        return max(self.assignment.oldest, self.context.min_version())
 
     @property
-    def reader(self) -> Sampler | None:
+    def scorer(self) -> Sampler | None:
         """The scorer of its turns; none in validation, where nothing trains, or greedily."""
-        idle = self.assign.lane == "eval" or not self.assign.temperature
-        return None if idle else self.context.reader(self.assign.sample.data_source)
+        reads_nothing = self.assignment.lane == "eval" or not self.assignment.temperature
+        return None if reads_nothing else self.context.scorer_of(self.assignment.sample.data_source)
 
     @property
     def seconds(self) -> float:
@@ -191,71 +195,71 @@ class EpisodeRun:
 
     @property
     def seconds_left(self) -> float:
-        return (self.limit.when() or math.inf) - asyncio.get_running_loop().time()
+        return (self.time_limit.when() or math.inf) - asyncio.get_running_loop().time()
 
-    def caught_up(self) -> None:
+    def restart_clock(self) -> None:
         """The recorded turns have been repeated, which costs the episode nothing: what is left of its time
         begins now."""
-        self.started = self._now() - self.assign.seconds
-        self._set_limit()
+        self.started = self._now() - self.assignment.seconds
+        self._reschedule_limit()
 
-    def _set_limit(self) -> None:
-        ends = self.started + self.context.rules.config.episode_timeout + self._stood
+    def _reschedule_limit(self) -> None:
+        deadline = self.started + self.context.rules.config.episode_timeout + self._stood
         with suppress(RuntimeError):  # it is over
-            self.limit.reschedule(ends if self._still is None else None)
+            self.time_limit.reschedule(deadline if self._still is None else None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """The body waits for an engine that sleeps, or for a scorer without a server: the episode's clock
         stands still. Rows that are sampled side by side may be in it together."""
-        if not self._paused:
+        if not self._paused_rows:
             self._still = self._now()
-            self._set_limit()
-        self._paused += 1
+            self._reschedule_limit()
+        self._paused_rows += 1
         try:
             yield
         finally:
-            self._paused -= 1
-            if not self._paused and self._still is not None:
+            self._paused_rows -= 1
+            if not self._paused_rows and self._still is not None:
                 self._stood = asyncio.get_running_loop().time() - self._still
                 self._still = None  # last: agents' threads read `seconds`
-                self._set_limit()
+                self._reschedule_limit()
 
     def _now(self) -> float:
         """Return the loop's time less the seconds for which the episode's clock stood still."""
         still = self._still
         return asyncio.get_running_loop().time() - self._stood if still is None else still
 
-    def release(self) -> None:
+    def release_sessions(self) -> None:
         """The engines may forget the episode."""
         for session in self._sessions | {self.name}:
             self.sampler.release(session)
-            if self.reader is not None:
-                self.reader.release(session)
+            if self.scorer is not None:
+                self.scorer.release(session)
 
-    def forget(self, ended: asyncio.Future[None]) -> None:
+    def forget_snapshots(self, end_durable: asyncio.Future[None]) -> None:
         """The episode's end is durable: nothing goes on from its snapshots."""
         snapshots = self.context.snapshots
         episode = self.attempt.uid
-        if snapshots is not None and not ended.cancelled() and snapshots.kept(episode):
-            forget = partial(snapshots.forget, episode)
-            asyncio.get_running_loop().run_in_executor(None, forget)
+        if snapshots is not None and not end_durable.cancelled() and snapshots.kept(episode):
+            forget_call = partial(snapshots.forget, episode)
+            asyncio.get_running_loop().run_in_executor(None, forget_call)
 
     async def post_turn(self, turn: Turn, session: int | None = None) -> None:
         """Post a turn; its replies are posted later. The row's next one needs no routes of its tokens.
         `session`: the row that `generate` was told; None: that of the turn."""
         session = turn.row if session is None else session
-        self._durable = await self.post(*generated(self.attempt, turn, self.seconds, session))
-        self._open.pop(session, None)  # not before: its client may leave meanwhile, and ask again
+        self._newest_turn_durable = await self.post(*generated(self.attempt, turn, self.seconds, session))
+        self._open_turns.pop(session, None)  # not before: its client may leave meanwhile, and ask again
         if turn.routes is not None:
-            self._routed[session] = turn.routes.end
+            self._routed_tokens[session] = turn.routes.end
 
     async def until_durable(self) -> None:
         """Wait until the newest turn would survive a crash, as its receiver may have side effects. The wait
         ends with the ack, the episode's deadline or the worker's lease."""
-        if self._durable is not None and not self._durable.done():
+        if self._newest_turn_durable is not None and not self._newest_turn_durable.done():
             with self.context.waits.named("acks: turns that are not yet durable"):
-                await asyncio.shield(self._durable)
+                await asyncio.shield(self._newest_turn_durable)
 
     async def post_reply(self, turn: Turn) -> None:
         """Post what answered a turn: the replies of tools, the observation."""
@@ -266,8 +270,8 @@ class EpisodeRun:
     async def post(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
         """Hand a record to the outbox once its window has room. The future is done when it is durable."""
         outbox = self.context.outbox
-        wait = "acks: the window of unacknowledged records is full"
-        with self.context.waits.named(wait) if outbox.full else nullcontext():
+        wait_name = "acks: the window of unacknowledged records is full"
+        with self.context.waits.named(wait_name) if outbox.full else nullcontext():
             return await outbox.post(record, *frames)
 
     async def reward(
@@ -278,14 +282,16 @@ class EpisodeRun:
         messages: tuple[Message, ...],
         tool_calls: int,
         result: object = None,
-        main: tuple[Message, ...] | None = None,
+        main_conversation: tuple[Message, ...] | None = None,
     ) -> RewardResult:
         """Return the episode's reward, shaped if it trains. `tool_calls`: well-formed ones; `result`: see
         RewardInput. `main`: the conversation whose last words lists show; None: `messages`. RewardError."""
-        self._result = result
-        self._said = last_words(messages if main is None else main, self.assign.sample.prompt)
+        self._agent_result = result
+        self._last_words = last_words(
+            messages if main_conversation is None else main_conversation, self.assignment.sample.prompt
+        )
         reward_input = RewardInput(
-            sample=self.assign.sample,
+            sample=self.assignment.sample,
             answer=answer,
             messages=messages,
             turns=len(turns),
@@ -294,14 +300,14 @@ class EpisodeRun:
             transcript=transcript(self.context.rules, turns),
             result=result,
         )
-        began = time.monotonic()
+        started_at = time.monotonic()
         with self.context.waits.named("the reward function", self.context.reward.deadline):
-            earned = await self.context.reward.score(reward_input)
-        self._reward_s = time.monotonic() - began
-        self._notes = earned.notes
-        if self.assign.lane == "eval":  # validation reports scores as they are
-            return earned
-        return shaped(self.context.rules, self.context.reward, earned, turns, end)
+            reward_result = await self.context.reward.score(reward_input)
+        self._reward_seconds = time.monotonic() - started_at
+        self._reward_notes = reward_result.notes
+        if self.assignment.lane == "eval":  # validation reports scores as they are
+            return reward_result
+        return shaped(self.context.rules, self.context.reward, reward_result, turns, end)
 
     def final_record(self, outcome: Outcome) -> Finished | Failed:
         """The last record."""
@@ -321,28 +327,30 @@ class EpisodeRun:
                 longest_row=max(map(len, rows)),
                 prompt=len(outcome.turns[0].context),
                 seconds=self.seconds,
-                reward_s=self._reward_s,
+                reward_s=self._reward_seconds,
                 answered=len(replies),
                 failed=sum(reply.failed for reply in replies),
                 refused=sum(reply.refused for reply in replies),
                 declined=sum(reply.declined for reply in replies),
             ),
-            text=_cut(transcript(self.context.rules, outcome.turns)) if self.assign.transcript else "",
-            notes=self._notes if self.assign.transcript else {},
-            answer=in_short(answer_of(command.result, self._notes) or self._said),
+            text=_without_middle(transcript(self.context.rules, outcome.turns))
+            if self.assignment.transcript
+            else "",
+            notes=self._reward_notes if self.assignment.transcript else {},
+            answer=in_short(answer_of(command.result, self._reward_notes) or self._last_words),
         )
 
     def result_frame(self, record: Record) -> tuple[bytes, ...]:
         """Return the frame of the last record: the result, where there is one, for `asyncrl regrade`."""
-        found = isinstance(record, Finished) and self._result is not None
-        return (msgspec.json.encode(self._result),) if found else ()
+        has_result = isinstance(record, Finished) and self._agent_result is not None
+        return (msgspec.json.encode(self._agent_result),) if has_result else ()
 
 
-def _cut(text: str) -> str:
+def _without_middle(text: str) -> str:
     """Beginning and end of a transcript that is too long to keep."""
-    over = len(text) - TEXT_LIMIT
-    half = TEXT_LIMIT // 2
-    return f"{text[:half]}\n[… {over} characters …]\n{text[-half:]}" if over > 0 else text
+    excess = len(text) - TEXT_LIMIT
+    kept_length = TEXT_LIMIT // 2
+    return f"{text[:kept_length]}\n[… {excess} characters …]\n{text[-kept_length:]}" if excess > 0 else text
 
 
 def generated(

@@ -55,7 +55,7 @@ class LocalSampler:
     sleeps: Sleeps = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loads = WeightLoader(self.name, self.timeline, self.deadline, self._built, self.mirror)
+        self.loads = WeightLoader(self.name, self.timeline, self.deadline, self._engine_to_load, self.mirror)
         self.sleeps = Sleeps(self._asleep)
 
     @property
@@ -65,18 +65,18 @@ class LocalSampler:
     async def run(self, report: Callable[[Loaded], Awaitable[None]]) -> None:
         """Load what is offered, for ever, beside generation. Raises EngineError when the engine is broken, or
         refuses every version: the process must be restarted."""
-        refused = LoadFailures()
+        load_failures = LoadFailures()
         while True:
             while not self.loads.waiting or (self.pinned and self.running):
                 if self.failures >= BROKEN:
                     raise EngineError(f"the {self.name} engine failed {self.failures} turns in a row")
                 await self.changed.wait()
-            answer = await self.loads.next()
+            loaded = await self.loads.next()
             self.sleeps.change(self._asleep)
-            await report(answer)
-            refused.add(answer)
-            if not self.pinned and (why := refused.too_many(self.deadline)):
-                raise EngineError(f"the {self.name} engine: {why}")
+            await report(loaded)
+            load_failures.add(loaded)
+            if not self.pinned and (failure_text := load_failures.too_many(self.deadline)):
+                raise EngineError(f"the {self.name} engine: {failure_text}")
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
@@ -92,22 +92,22 @@ class LocalSampler:
             if not self.running:
                 self.changed.notify()
 
-    async def fresh(self, oldest: Callable[[], int]) -> None:
+    async def fresh(self, min_version: Callable[[], int]) -> None:
         """Wait until the weights are not older than `oldest()`. With `pinned` they stay as they are."""
-        while not self.pinned and self.version < oldest():
-            lack = f"weights v{oldest()}: engine has v{self.version}"
-            span = FRESHER
+        while not self.pinned and self.version < min_version():
+            wait_name = f"weights v{min_version()}: engine has v{self.version}"
+            span_name = FRESHER
             if self.sleeps.asleep:
-                lack = span = ASLEEP
-            with self.waits.named(lack, span=span):
+                wait_name = span_name = ASLEEP
+            with self.waits.named(wait_name, span=span_name):
                 await self.changed.wait()
 
-    async def generate(self, request: Request, oldest: Callable[[], int] = lambda: 0) -> Generation:
+    async def generate(self, request: Request, min_version: Callable[[], int] = lambda: 0) -> Generation:
         """Sample a turn, on weights that are not older than `oldest()`. Raises EngineError."""
-        await self.fresh(oldest)
+        await self.fresh(min_version)
         try:
-            with self._computing():
-                generation = await self._own().generate(request)
+            with self._engine_busy():
+                generation = await self._required_engine().generate(request)
         except EngineError as error:
             self.failures += not isinstance(error, EngineRefused)
             if self.failures >= BROKEN:
@@ -117,21 +117,21 @@ class LocalSampler:
         return generation
 
     async def score(self, request: Request) -> tuple[float, ...]:
-        with self._computing():
-            return await self._own().score(request.ids)
+        with self._engine_busy():
+            return await self._required_engine().score(request.ids)
 
     async def read(self, session: str, ids: tuple[int, ...], count: int, top: int, _: object) -> TokenScores:
         """Have the base of the adapters score the last `count` of these ids; compare `ServerPool.read`."""
         await self.fresh(lambda: 0)
-        with self._computing():
-            return await self._own().read(ids, count, top)
+        with self._engine_busy():
+            return await self._required_engine().read(ids, count, top)
 
-    def _own(self) -> Engine:
+    def _required_engine(self) -> Engine:
         if self.engine is None:
             raise EngineError(f"there is no {self.name} engine")
         return self.engine
 
-    def _computing(self) -> AbstractContextManager[None]:
+    def _engine_busy(self) -> AbstractContextManager[None]:
         """The body asks the engine, which may fall asleep meanwhile: then it is not busy."""
         return self.sleeps.during(self.meter.turn, partial(self.waits.named, ASLEEP))
 
@@ -141,9 +141,9 @@ class LocalSampler:
 
     def sleep(self) -> Awaitable[None]:
         """Give up KV cache and weights, in order with the loads; see `WeightLoader.sleep`."""
-        return self.loads.sleep(self._give_up)
+        return self.loads.sleep(self._sleep_engine)
 
-    async def _give_up(self) -> None:
+    async def _sleep_engine(self) -> None:
         if self.engine is not None:
             await self.engine.sleep()
         self.sleeps.change(self._asleep)
@@ -151,10 +151,10 @@ class LocalSampler:
     def release(self, session: str) -> None:
         if self.engine is None:
             return
-        with recorded() as failure:  # a registered engine's is users' code
+        with recorded() as release_failure:  # a registered engine's is users' code
             self.engine.release(session)
-        if failure:
-            log.warning("the %s engine does not release a session: %s", self.name, failure.line)
+        if release_failure:
+            log.warning("the %s engine does not release a session: %s", self.name, release_failure.line)
 
     @property
     def version(self) -> int:
@@ -168,12 +168,12 @@ class LocalSampler:
     async def close(self) -> None:
         if self.engine is None:
             return
-        with recorded() as failure:
+        with recorded() as close_failure:
             await self.engine.close()
-        if failure:
-            log.warning("the %s engine does not close: %s", self.name, failure.line)
+        if close_failure:
+            log.warning("the %s engine does not close: %s", self.name, close_failure.line)
 
-    async def _built(self) -> Engine:
+    async def _engine_to_load(self) -> Engine:
         if self.engine is None:
             engine = await to_its_end(self.build)  # before that it cannot sleep
             if not self.pinned:
@@ -182,7 +182,7 @@ class LocalSampler:
         return self.engine
 
 
-def engine_gpu(config: RunConfig, index: int, gpus: int) -> int:
+def engine_gpu(config: RunConfig, index: int, gpu_count: int) -> int:
     """Return the GPU of the embedded engine `index` on a machine where `gpus` are visible. Engines take turns
     among those that neither a trainer rank nor a scorer's server uses; where there are none, among those that
     no rank uses; and only then among all. Engines that take turns with the trainer have its ranks' GPUs; Ray
@@ -192,18 +192,18 @@ def engine_gpu(config: RunConfig, index: int, gpus: int) -> int:
     if config.launch.kind != "local":
         return 0
 
-    without_ranks = range(min(config.ranks_on_gpus, gpus), gpus)
-    scorer_gpus = {*chain(*server_gpus(config, gpus).values())}
-    unused = [gpu for gpu in without_ranks if gpu not in scorer_gpus]
-    candidates = unused or without_ranks or range(max(1, gpus))
-    return candidates[index % len(candidates)]
+    gpus_without_ranks = range(min(config.ranks_on_gpus, gpu_count), gpu_count)
+    scorer_gpus = {*chain(*server_gpus(config, gpu_count).values())}
+    unused_gpus = [gpu for gpu in gpus_without_ranks if gpu not in scorer_gpus]
+    candidate_gpus = unused_gpus or gpus_without_ranks or range(max(1, gpu_count))
+    return candidate_gpus[index % len(candidate_gpus)]
 
 
 def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
     """Return what makes an embedded engine with the initial weights, for the worker of this index.
     ConfigError for an unknown one."""
     with quick_imports():
-        factory = engines.load(config.engine.name)
+        engine_class = engines.load(config.engine.name)
         device = str(config.model.device)
         if config.engine.name == "torch" and config.shifts:  # it is built late
             from asyncrl.engines.torch.check import check_served
@@ -213,7 +213,7 @@ def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         device = f"cuda:{engine_gpu(config, index, torch.cuda.device_count())}"
-    return lambda: factory(
+    return lambda: engine_class(
         model_path=config.model.path,
         dtype=config.model.dtype,
         slots=config.rollout.slots,

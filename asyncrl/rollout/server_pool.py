@@ -44,7 +44,7 @@ log = logging.getLogger("asyncrl.worker")
 
 LOAD_FACTOR = 1.25  # load of a server that is chosen for its prefix, relative to the mean
 LANES = {"train", "eval"}  # of engines; others are names of scorers
-MIN_BOUND = 2  # requests; so few are no overload, whatever the mean over many servers is
+MIN_LOAD_BOUND = 2  # requests; so few are no overload, whatever the mean over many servers is
 MAX_LOSSES = 8  # in a row without a token end a turn: its request may be what kills the servers
 # seconds between two rounds of full servers, doubled each time
 PAUSE = 0.1
@@ -99,30 +99,32 @@ class ServerPool:
         name: str,
         connect: Connect,
         waits: Waits,
-        meter: BusyTimer,
+        busy_timer: BusyTimer,
         patience: float = 600.0,
-        uses: dict[str, EngineUse] | None = None,
+        usage_by_name: dict[str, EngineUse] | None = None,
     ) -> None:
         self.name = name
         self.changed = Notifier()
         self.sleeps = Sleeps()
         self._connect = connect
         self._waits = waits
-        self._patience = patience
-        self._lanes = LANES
-        self._kind = "engines"
-        self._span = FRESHER
-        self._asking: Callable[[str], AbstractContextManager[None]] = meter.turn  # around each request
+        self._turn_patience = patience
+        self._served_lanes = LANES
+        self._config_section = "engines"
+        self._wait_span = FRESHER
+        self._request_span: Callable[[str], AbstractContextManager[None]] = (
+            busy_timer.turn
+        )  # around each request
         if name not in LANES:
-            self._lanes = {name}
-            self._kind = f"scorers.{name}"
-            self._span = f"scorers.{name}: reads turns"
-            self._asking = lambda _: waits.named(self._span)
-        self._calls = itertools.count()
-        self.uses = {} if uses is None else uses
+            self._served_lanes = {name}
+            self._config_section = f"scorers.{name}"
+            self._wait_span = f"scorers.{name}: reads turns"
+            self._request_span = lambda _: waits.named(self._wait_span)
+        self._url_calls = itertools.count()
+        self.uses = {} if usage_by_name is None else usage_by_name
         self._servers: dict[str, PooledServer] = {}  # by id
-        self._homes: dict[str, str] = {}  # by session: the server that holds its prefix
-        self._closing: set[asyncio.Task[None]] = set()
+        self._session_homes: dict[str, str] = {}  # by session: the server that holds its prefix
+        self._close_tasks: set[asyncio.Task[None]] = set()
 
     # -- the sampler ---------------------------------------------------------------------------------
 
@@ -134,22 +136,22 @@ class ServerPool:
     @property
     def version(self) -> int:
         """The newest version that a turn can be sampled with; -1 without a server."""
-        return max((server.entry.version.step for server in self._eligible(0)), default=-1)
+        return max((server.entry.version.step for server in self._eligible_servers(0)), default=-1)
 
-    async def generate(self, request: Request, oldest: Callable[[], int] = lambda: 0) -> Generation:
+    async def generate(self, request: Request, min_version: Callable[[], int] = lambda: 0) -> Generation:
         """Sample a turn, on as many servers as it takes; the wait for weights that are not older than
         `oldest()` has no deadline of its own. Validation takes what there is. Raises EngineError when no
         server takes it in time, one refuses it, or too many lose it."""
         if self.name == "train":
-            await self.fresh(oldest)
-        turn = ServerTurn(request, oldest, asyncio.get_running_loop().time() + self._patience)
+            await self.fresh(min_version)
+        turn = ServerTurn(request, min_version, asyncio.get_running_loop().time() + self._turn_patience)
         while turn.sampled.stop is StopReason.ABORT:  # a server samples what is left, or as much as it can
-            async with self._server(turn) as server:
-                self._append(turn, server, await server.client.generate(rest(request, turn.sampled)))
+            async with self._asked_server(turn) as server:
+                self._append_part(turn, server, await server.client.generate(rest(request, turn.sampled)))
         return turn.sampled
 
     async def score(self, request: Request) -> tuple[float, ...]:
-        return await self._ask(request, lambda client: client.score(request.ids))
+        return await self._first_answer(request, lambda client: client.score(request.ids))
 
     async def read(
         self,
@@ -163,110 +165,112 @@ class ServerPool:
         tokens at each of their places. Waits for a server, within `waiting`, and raises, as `generate`
         does."""
         request = Request(session, ids, Sampling(0, ()))
-        return await self._ask(request, lambda client: client.read(ids, count, top), waiting)
+        return await self._first_answer(request, lambda client: client.read(ids, count, top), waiting)
 
     async def url(self) -> str:
         """Return the address of a server, each in turn. Waits for one, and raises, as `generate` does."""
-        deadline = asyncio.get_running_loop().time() + self._patience
+        deadline = asyncio.get_running_loop().time() + self._turn_patience
         turn = ServerTurn(Request("", (), Sampling(0, ())), lambda: 0, deadline)
-        (await self._acquire(turn)).running -= 1
+        (await self._acquire_server(turn)).running -= 1
         self.release("")
-        servers = self._eligible(0)
-        return servers[next(self._calls) % len(servers)].entry.url
+        servers = self._eligible_servers(0)
+        return servers[next(self._url_calls) % len(servers)].entry.url
 
-    async def fresh(self, oldest: Callable[[], int]) -> None:
+    async def fresh(self, min_version: Callable[[], int]) -> None:
         """Wait for a server that is not older than `oldest()`."""
-        while self.version < oldest():
-            lack = self._waits_for(oldest())
-            span = FRESHER
+        while self.version < min_version():
+            wait_name = self._wait_name(min_version())
+            span_name = FRESHER
             if self.sleeps.asleep:
-                lack = span = ASLEEP
-            with self._waits.named(lack, span=span):
+                wait_name = span_name = ASLEEP
+            with self._waits.named(wait_name, span=span_name):
                 await self.changed.wait()
 
     def release(self, session: str) -> None:
         """The episode is over."""
-        self._homes.pop(session, None)
+        self._session_homes.pop(session, None)
 
     async def close(self) -> None:
         for server in self._servers.values():
             self._close(server)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*self._close_tasks, return_exceptions=True)
 
     # -- one turn ------------------------------------------------------------------------------------
 
-    async def _ask(
+    async def _first_answer(
         self,
         request: Request,
         question: Callable[[SGLangClient], Awaitable[T]],
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> T:
         """Return the first answer of a server; see `generate`."""
-        deadline = asyncio.get_running_loop().time() + self._patience
-        turn = ServerTurn(request, lambda: 0, deadline, waiting=waiting)
+        deadline = asyncio.get_running_loop().time() + self._turn_patience
+        turn = ServerTurn(request, lambda: 0, deadline, waiting=while_waiting)
         while True:
-            async with self._server(turn) as server:
+            async with self._asked_server(turn) as server:
                 return await question(server.client)
 
     @asynccontextmanager
-    async def _server(self, turn: ServerTurn) -> AsyncIterator[PooledServer]:
+    async def _asked_server(self, turn: ServerTurn) -> AsyncIterator[PooledServer]:
         """The body asks a server. If that is full, or is lost, another one is to be asked."""
-        server = await self._acquire(turn)
+        server = await self._acquire_server(turn)
         try:
-            asking = partial(self._asking, server.entry.name)
-            with self.sleeps.during(asking, partial(self._waits.named, ASLEEP)):
+            request_span = partial(self._request_span, server.entry.name)
+            with self.sleeps.during(request_span, partial(self._waits.named, ASLEEP)):
                 yield server
         except EngineBusy:
             server.use.busy += 1
             turn.full.add(server)
-        except EngineLost as lost:
+        except EngineLost as engine_lost:
             server.use.lost += 1
-            self._suspect(server, lost)
-            self._append(turn, server, lost.partial)
+            self._suspend_server(server, engine_lost)
+            self._append_part(turn, server, engine_lost.partial)
             await turn.request.on_part(turn.sampled)
             if turn.losses >= MAX_LOSSES:
-                text = f"{MAX_LOSSES} servers in a row lost the turn; the last one: {lost}"
-                raise EngineError(text) from lost
+                loss_text = f"{MAX_LOSSES} servers in a row lost the turn; the last one: {engine_lost}"
+                raise EngineError(loss_text) from engine_lost
         finally:
             server.running -= 1
 
-    def _append(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
+    def _append_part(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
         turn.sampled = extended(turn.request, turn.sampled, part)
         turn.losses = 0 if part.ids else turn.losses + 1
-        turn.deadline = asyncio.get_running_loop().time() + self._patience
+        turn.deadline = asyncio.get_running_loop().time() + self._turn_patience
         turn.full.clear()
         turn.rounds = 0
         server.use.moved += turn.last not in (None, server)
         turn.last = server
 
-    async def _acquire(self, turn: ServerTurn) -> PooledServer:
+    async def _acquire_server(self, turn: ServerTurn) -> PooledServer:
         """The server that goes on with the turn. NoEngineError after the deadline."""
         while (server := self.begin(turn.request.session, turn.full, turn.oldest())) is None:
             if self.sleeps.asleep:
-                turn.deadline += await self._slept()
+                turn.deadline += await self._wait_until_awake()
                 continue
             try:
                 async with asyncio.timeout_at(turn.deadline):
                     await self._wait_for_room(turn)
             except TimeoutError:
-                lack = self._waits_for(turn.oldest(), len(turn.full))
-                raise NoEngineError(f"{lack}, after {self._patience:g} s") from None
+                wait_name = self._wait_name(turn.oldest(), len(turn.full))
+                raise NoEngineError(f"{wait_name}, after {self._turn_patience:g} s") from None
         return server
 
-    async def _slept(self) -> float:
+    async def _wait_until_awake(self) -> float:
         """Wait until the servers wake; the seconds that it took, which are no turn's own."""
-        start = asyncio.get_running_loop().time()
+        started_at = asyncio.get_running_loop().time()
         with self._waits.named(ASLEEP):
             while self.sleeps.asleep:
                 await self.changed.wait()
-        return asyncio.get_running_loop().time() - start
+        return asyncio.get_running_loop().time() - started_at
 
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        span, waiting = (f"room on {self._kind}", nullcontext) if turn.full else (self._span, turn.waiting)
-        lack = self._waits_for(turn.oldest(), len(turn.full))
-        with waiting(), self._waits.named(lack, self._patience, span):
+        span_name, while_waiting = (
+            (f"room on {self._config_section}", nullcontext) if turn.full else (self._wait_span, turn.waiting)
+        )
+        wait_name = self._wait_name(turn.oldest(), len(turn.full))
+        with while_waiting(), self._waits.named(wait_name, self._turn_patience, span_name):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()
@@ -274,71 +278,75 @@ class ServerPool:
                 turn.rounds += 1
         turn.full.clear()
 
-    def _waits_for(self, oldest: int, full: int = 0) -> str:
+    def _wait_name(self, min_version: int, full_count: int = 0) -> str:
         """Name what a turn waits for."""
-        version = f" with v{oldest}" if oldest else ""
-        if full:
-            return f"{self._kind}: all {full} servers{version} are full"
-        known = f"({len(self._servers)} known, {len(self._eligible(0))} healthy)"
-        return f"{self._kind}: no server{version} {known}"
+        version_text = f" with v{min_version}" if min_version else ""
+        if full_count:
+            return f"{self._config_section}: all {full_count} servers{version_text} are full"
+        server_counts = f"({len(self._servers)} known, {len(self._eligible_servers(0))} healthy)"
+        return f"{self._config_section}: no server{version_text} {server_counts}"
 
     # -- routing -------------------------------------------------------------------------------------
 
     def begin(
-        self, session: str, avoid: Collection[PooledServer] = (), oldest: int = 0
+        self, session: str, avoided: Collection[PooledServer] = (), min_version: int = 0
     ) -> PooledServer | None:
         """Choose the server for the session's next request, counted in its `running`; None: there is none."""
-        servers = [server for server in self._eligible(oldest) if server not in avoid]
+        servers = [server for server in self._eligible_servers(min_version) if server not in avoided]
         if not servers:
             return None
-        chosen = choose(servers, self._homes.get(session), Counter(self._homes.values()))
-        self._homes[session] = chosen.id
-        chosen.running += 1
-        return chosen
+        chosen_server = choose(
+            servers, self._session_homes.get(session), Counter(self._session_homes.values())
+        )
+        self._session_homes[session] = chosen_server.id
+        chosen_server.running += 1
+        return chosen_server
 
-    def _eligible(self, oldest: int) -> list[PooledServer]:
+    def _eligible_servers(self, min_version: int) -> list[PooledServer]:
         """Servers that may be used and whose weights are not older than `oldest`."""
-        found = self._servers.values()
-        set_aside = any(server.entry.lane == "eval" for server in found)
-        lane = "train" if self.name == "eval" and not set_aside else self.name
+        servers = self._servers.values()
+        has_validation_servers = any(server.entry.lane == "eval" for server in servers)
+        lane = "train" if self.name == "eval" and not has_validation_servers else self.name
         return [
             server
-            for server in found
+            for server in servers
             if server.entry.healthy
             and not server.entry.asleep
             and not server.suspect
             and server.entry.lane == lane
-            and (self.name == "eval" or server.entry.version.step >= oldest)
+            and (self.name == "eval" or server.entry.version.step >= min_version)
         ]
 
     # -- the table -----------------------------------------------------------------------------------
 
     def table(self, entries: Iterable[EngineEntry]) -> None:
         """The servers from now on. The turns of one that left, or was restarted, go on elsewhere."""
-        before = self._servers
+        previous_servers = self._servers
         self._servers = {}
-        own = [entry for entry in entries if entry.lane in self._lanes]
-        for entry in own:
+        lane_entries = [entry for entry in entries if entry.lane in self._served_lanes]
+        for entry in lane_entries:
             if entry.url:
-                id = f"{entry.name} {entry.incarnation}"
-                use = self.uses.setdefault(entry.name, EngineUse(entry.name))
-                server = before.pop(id, None) or PooledServer(entry, self._connect(entry, use), use)
-                self._servers[id] = server
+                server_id = f"{entry.name} {entry.incarnation}"
+                usage = self.uses.setdefault(entry.name, EngineUse(entry.name))
+                server = previous_servers.pop(server_id, None) or PooledServer(
+                    entry, self._connect(entry, usage), usage
+                )
+                self._servers[server_id] = server
                 server.entry = entry
                 server.suspect = False
                 server.client.sleeps(entry.asleep)
                 if entry.healthy:  # else the coordinator may not know yet what it holds
                     server.client.mark(entry.version)
-        for server in before.values():
+        for server in previous_servers.values():
             self._close(server)
-        awake = any(entry.healthy and not entry.asleep for entry in own)
-        self.sleeps.change(not awake and any(entry.asleep for entry in own))
+        any_awake = any(entry.healthy and not entry.asleep for entry in lane_entries)
+        self.sleeps.change(not any_awake and any(entry.asleep for entry in lane_entries))
         self.changed.notify()
 
-    def _suspect(self, server: PooledServer, why: Exception) -> None:
+    def _suspend_server(self, server: PooledServer, lost_error: Exception) -> None:
         """Avoid a server that lost a turn until the next table, or until some time has passed."""
         if not server.suspect and server.id in self._servers:
-            log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, why)
+            log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, lost_error)
             server.suspect = True
             asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._clear_suspicion, server)
 
@@ -348,19 +356,19 @@ class ServerPool:
 
     def _close(self, server: PooledServer) -> None:
         task = asyncio.get_running_loop().create_task(server.client.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._close_tasks.add(task)
+        task.add_done_callback(self._close_tasks.discard)
 
 
-def choose(servers: Sequence[PooledServer], home: str | None, prefixes: Counter[str]) -> PooledServer:
+def choose(servers: Sequence[PooledServer], home_id: str | None, prefix_counts: Counter[str]) -> PooledServer:
     """The server `home`, which holds the prefix, if it is one of them and within the bound; else the one with
     the fewest requests, and of these the one with the fewest prefixes."""
-    requests = sum(server.running for server in servers) + 1
-    bound = max(MIN_BOUND, math.ceil(LOAD_FACTOR * requests / len(servers)))
+    request_count = sum(server.running for server in servers) + 1
+    load_bound = max(MIN_LOAD_BOUND, math.ceil(LOAD_FACTOR * request_count / len(servers)))
     for server in servers:
-        if server.id == home and server.running + 1 <= bound:
+        if server.id == home_id and server.running + 1 <= load_bound:
             return server
-    return min(servers, key=lambda server: (server.running, prefixes[server.id]))  # ties: the first
+    return min(servers, key=lambda server: (server.running, prefix_counts[server.id]))  # ties: the first
 
 
 def connector(config: RunConfig, scorer: str = "") -> Connect:
@@ -372,12 +380,14 @@ def connector(config: RunConfig, scorer: str = "") -> Connect:
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import vocabulary_of
 
-    path = config.scorers[scorer].path if scorer not in ("", "reward") else config.model.path
-    known = path if (Path(path) / "config.json").is_file() else config.model.path
-    vocabulary = vocabulary_of(known)
-    secrets = keys(config.engine)
+    model_path = config.scorers[scorer].path if scorer not in ("", "reward") else config.model.path
+    vocabulary_path = model_path if (Path(model_path) / "config.json").is_file() else config.model.path
+    vocabulary = vocabulary_of(vocabulary_path)
+    api_keys = keys(config.engine)
 
-    def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
-        return SGLangClient(ServerApi(entry.url, *secrets), config, vocabulary, use, salt=entry.incarnation)
+    def connect(entry: EngineEntry, usage: EngineUse) -> SGLangClient:
+        return SGLangClient(
+            ServerApi(entry.url, *api_keys), config, vocabulary, usage, salt=entry.incarnation
+        )
 
     return connect

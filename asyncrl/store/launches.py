@@ -34,20 +34,20 @@ decode = msgspec.json.Decoder(list[LaunchRecord]).decode
 def launches_of(run_dir: Path) -> list[LaunchRecord]:
     """Oldest first; [] without a run. Where the store has none, cannot be read or is another version's: that
     of config.yaml."""
-    path = run_dir / "config.yaml"
-    found = list[LaunchRecord]()
+    config_path = run_dir / "config.yaml"
+    recorded_launches = list[LaunchRecord]()
     try:
-        found = decode(meta_of(run_dir, KEY) or "[]")
+        recorded_launches = decode(meta_of(run_dir, KEY) or "[]")
     except (StoreError, ConfigError):
-        if not path.exists():
+        if not config_path.exists():
             raise
-    if found or not path.exists():
-        return found
+    if recorded_launches or not config_path.exists():
+        return recorded_launches
     try:
-        return [LaunchRecord(0, msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any]))]
+        return [LaunchRecord(0, msgspec.yaml.decode(config_path.read_bytes(), type=dict[str, Any]))]
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
-            f"{path}: not readable ({one_line(error)}); restore it, or begin a new run with another name=…"
+            f"{config_path}: not readable ({one_line(error)}); restore it, or begin a new run with another name=…"
         ) from None
 
 
@@ -55,15 +55,15 @@ def at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
     """The launch that trained a step, from 1; for 0, not trained yet, the newest. ConfigError without any."""
     if not launches:
         raise ConfigError("the run has no record of its configuration: run.db and config.yaml are gone")
-    return next((one for one in reversed(launches) if one.step < step or not step), launches[0])
+    return next((launch for launch in reversed(launches) if launch.step < step or not step), launches[0])
 
 
 def since(launches: Sequence[LaunchRecord], step: int, config: RunConfig) -> list[LaunchRecord]:
     """These, and that all after `step` is trained with `config`."""
-    new = LaunchRecord(step, tree(config))
-    if launches and launches[-1].step <= step and not differences([launches[-1].config, new.config]):
+    new_launch = LaunchRecord(step, tree(config))
+    if launches and launches[-1].step <= step and not differences([launches[-1].config, new_launch.config]):
         return [*launches]
-    return [*(one for one in launches if one.step < step), new]
+    return [*(launch for launch in launches if launch.step < step), new_launch]
 
 
 def tree(config: RunConfig) -> dict[str, Any]:
@@ -73,12 +73,19 @@ def tree(config: RunConfig) -> dict[str, Any]:
 def differences(trees: Sequence[Tree]) -> dict[str, list[Any]]:
     """Keys of which configurations have different values, with the value of each; None: it has no such key.
     Not of those that say where a run is, and how it is begun."""
-    flat = [dict(leaves(one)) for one in trees]
-    names = sorted({name for one in flat for name in one} - {"name", "run_dir", "resume"})
-    values = {name: [one.get(name) for one in flat] for name in names}
-    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+    flat_configs = [dict(leaves(flat_config)) for flat_config in trees]
+    key_names = sorted({name for config in flat_configs for name in config} - {"name", "run_dir", "resume"})
+    values = {name: [flat_config.get(name) for flat_config in flat_configs] for name in key_names}
+    return {
+        name: key_values
+        for name, key_values in values.items()
+        if any(value != key_values[0] for value in key_values)
+    }
 
 
-def described(old: Tree, new: Tree) -> str:
+def described(old_config: Tree, new_config: Tree) -> str:
     """Return their differences on one line: `seed: 0 → 1, trainer.lr: 1e-05 → 2e-05`."""
-    return ", ".join(f"{key}: {a!s:.60} → {b!s:.60}" for key, (a, b) in differences([old, new]).items())
+    return ", ".join(
+        f"{key}: {old_value!s:.60} → {new_value!s:.60}"
+        for key, (old_value, new_value) in differences([old_config, new_config]).items()
+    )

@@ -17,7 +17,7 @@ from asyncrl.store.segments import FramePlace, SegmentReader
 
 T = TypeVar("T")
 # The step of a held-out one is that of its validation, which no batch takes.
-_EPISODES = """SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, 0) - 1 ELSE -1 END
+EPISODE_QUERY = """SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, 0) - 1 ELSE -1 END
     FROM episodes WHERE """
 COVERED_TO = "covered_to"  # in meta: batches before this one, which a checkpoint covers, are forgotten
 FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result; uid, session, part_kind
@@ -68,19 +68,19 @@ class RunReader:
         return rows[0][0] if rows else default
 
     def frames(
-        self, uid: str, turns: int, kinds: Sequence[str] = ("generated", "replied"), first: int = 0
+        self, uid: str, turns: int, kinds: Sequence[str] = ("generated", "replied"), first_turn: int = 0
     ) -> Iterator[bytes]:
         """Payloads of these kinds of the turns `first` to `turns` - 1; b'' where there is none. StoreError at
         one that cannot be read."""
         rows = self.rows("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", uid)
-        places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
-        for turn in range(first, turns):
+        frame_places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
+        for turn in range(first_turn, turns):
             for kind in kinds:
                 if (uid, turn, kind) in self._unwritten:
                     yield self._unwritten[uid, turn, kind]
                 else:
-                    place = places.get((turn, kind))
-                    yield self._segments.read(place) if place else b""
+                    frame_place = frame_places.get((turn, kind))
+                    yield self._segments.read(frame_place) if frame_place else b""
 
     def plan_hash(self, step: int) -> str | None:
         rows = self.rows("SELECT plan_hash FROM commits WHERE step=?", step)
@@ -116,8 +116,8 @@ class RunReader:
 
     def plan(self, step: int) -> Batch:
         """Decodes the plan of one of these batches."""
-        found = self._records(Batch, "SELECT record FROM plans WHERE step=?", step)
-        return _one(found, "plan of batch", step)
+        matching_plans = self._records(Batch, "SELECT record FROM plans WHERE step=?", step)
+        return _first_record(matching_plans, "plan of batch", step)
 
     @property
     def covered(self) -> int:
@@ -132,11 +132,11 @@ class RunReader:
         """Trajectories in committed batches, from the plans still kept plus the count of those forgotten.
         What is lost to a step that is repeated counts until that is committed again."""
         plans = self.committed_plans()
-        before = sum(self.episode(uid).state is State.TRAINED for batch in plans for uid in batch.lost)
-        return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in plans) + before
+        trained_lost = sum(self.episode(uid).state is State.TRAINED for batch in plans for uid in batch.lost)
+        return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in plans) + trained_lost
 
     def episode(self, uid: str) -> EpisodeRecord:
-        return _one(self._episodes("uid=?", uid), "episode", uid)
+        return _first_record(self._episodes("uid=?", uid), "episode", uid)
 
     def find_episode(self, uid: str) -> EpisodeRecord | None:
         """None where the index has no such episode, or has forgotten it."""
@@ -167,46 +167,50 @@ class RunReader:
         return self._episodes("group_id=?", group)
 
     def group(self, number: int) -> GroupRecord:
-        found = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", number)
-        return _one(found, "group", number)
+        matching_groups = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", number)
+        return _first_record(matching_groups, "group", number)
 
     def load(self) -> StoredRun:
         """Everything a coordinator needs to go on from here."""
         groups = self._records(GroupRecord, "SELECT record FROM groups WHERE over=0")
-        last = self._records(GroupRecord, "SELECT record FROM groups ORDER BY id DESC LIMIT 1")
+        newest_groups = self._records(GroupRecord, "SELECT record FROM groups ORDER BY id DESC LIMIT 1")
         batches = self.plans()
         episodes = self._episodes("group_id IN (SELECT id FROM groups WHERE over=0)")
-        taken = [self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.planned})]
-        left = dict(self.counts())
+        planned_episodes = [
+            self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.planned})
+        ]
+        counts = dict(self.counts())
         for episode in episodes:
-            left[episode.state] -= 1
-        ((committed,),) = self.rows("SELECT coalesce(max(step), 0) FROM commits")
+            counts[episode.state] -= 1
+        ((committed_steps,),) = self.rows("SELECT coalesce(max(step), 0) FROM commits")
         return StoredRun(
             groups=groups,
             episodes=episodes,
-            left=left,
-            next_group=last[0].id + 1 if last else 0,
-            cursor=last[0].position + 1 if last else 0,
+            left=counts,
+            next_group=newest_groups[0].id + 1 if newest_groups else 0,
+            cursor=newest_groups[0].position + 1 if newest_groups else 0,
             retired={sample for (sample,) in self.rows("SELECT sample FROM retired")},
             batches=batches,
-            taken=taken,
-            baselines={group: self.baseline(group) for group in {episode.group for episode in taken}},
-            committed=committed,
+            taken=planned_episodes,
+            baselines={
+                group: self.baseline(group) for group in {episode.group for episode in planned_episodes}
+            },
+            committed=committed_steps,
         )
 
     def _episodes(self, where: str, *values: object) -> list[EpisodeRecord]:
-        decode = msgspec.msgpack.Decoder(EpisodeRecord).decode
-        found = list[EpisodeRecord]()
-        for record, state, reason, step in self.rows(_EPISODES + where, *values):
-            found.append(episode := decode(record))
+        decode_record = msgspec.msgpack.Decoder(EpisodeRecord).decode
+        episodes = list[EpisodeRecord]()
+        for record, state, reason, step in self.rows(EPISODE_QUERY + where, *values):
+            episodes.append(episode := decode_record(record))
             episode.state = State(state)
             episode.reason = reason
             episode.step = step
-        return found
+        return episodes
 
-    def _records(self, kind: type[T], query: str, *values: object) -> list[T]:
-        decode = msgspec.msgpack.Decoder(kind).decode
-        return [decode(record) for (record,) in self.rows(query, *values)]
+    def _records(self, record_type: type[T], query: str, *values: object) -> list[T]:
+        decode_record = msgspec.msgpack.Decoder(record_type).decode
+        return [decode_record(record) for (record,) in self.rows(query, *values)]
 
     def rows(self, query: str, *values: object) -> list[Any]:
         try:
@@ -215,11 +219,11 @@ class RunReader:
             raise damage(Path(DATABASE), error) from error
 
 
-def _one(found: Sequence[T], what: str, name: object) -> T:
+def _first_record(records: Sequence[T], record_kind: str, name: object) -> T:
     """The coordinator may have forgotten it since it was named."""
-    if found:
-        return found[0]
-    raise StoreError(f"{DATABASE}: has no {what} {name} any more: set a larger store.keep_bytes")
+    if records:
+        return records[0]
+    raise StoreError(f"{DATABASE}: has no {record_kind} {name} any more: set a larger store.keep_bytes")
 
 
 def meta_of(run_dir: Path, key: str) -> str:

@@ -57,13 +57,13 @@ TABLES += f"PRAGMA user_version={SCHEMA_VERSION};"
 NEXT_OWNER = "INSERT INTO meta VALUES('coordinator_epoch', '1') ON CONFLICT(key) DO UPDATE SET value=value+1"
 
 OPEN_DEADLINE = 60.0  # seconds that opening waits for a store that is locked or full
-RETRY = 0.25  # seconds between two of its tries
+RETRY_SECONDS = 0.25  # seconds between two of its tries
 BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
 LOOK = 2.0  # seconds in which damage is looked for before a start
-RESTORE = "; asyncrl runs restore NAME makes it anew from a copy (docs/reliability.md)"
+RESTORE_ADVICE = "; asyncrl runs restore NAME makes it anew from a copy (docs/reliability.md)"
 
 # May pass: a lock of another process; a full disk or quota.
-_PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
+PASSING_CODES = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 
 
 class StoreError(AsyncrlError):
@@ -81,23 +81,28 @@ class SupersededError(StoreError):
 def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     """Translates an error of SQLite or of the disk into what it means to the run."""
     if isinstance(error, OSError):
-        files = error.errno in (errno.EMFILE, errno.ENFILE)
-        passing = files or disk_full(error)
-        what = "raise ulimit -n" if files else "free disk space"
+        lacks_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
+        will_pass = lacks_descriptors or disk_full(error)
+        advice = "raise ulimit -n" if lacks_descriptors else "free disk space"
     else:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # its low byte is the kind of error
-        full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-        what = "free disk space" if full else "end the process that locks it (lsof run.db), or let it finish"
-        passing = code in _PASSING
-    if not passing:
+        is_full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+        advice = (
+            "free disk space" if is_full else "end the process that locks it (lsof run.db), or let it finish"
+        )
+        will_pass = code in PASSING_CODES
+    if not will_pass:
         return damage(path, error)
-    return StorePaused(f"{path}: {error}; the run waits until it can write: {what}")
+    return StorePaused(f"{path}: {error}; the run waits until it can write: {advice}")
 
 
 def damage(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     """The StoreError for an error that does not pass."""
-    broken = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-    return StoreError(f"{path}: {error}{RESTORE if broken else ''}")
+    is_corrupt = getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+    )
+    return StoreError(f"{path}: {error}{RESTORE_ADVICE if is_corrupt else ''}")
 
 
 def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
@@ -108,15 +113,15 @@ def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
     deadline = time.monotonic() + OPEN_DEADLINE
     while True:
         try:
-            return _owned(path)
+            return _take_ownership(path)
         except StorePaused as error:  # a restarted coordinator would use up its restarts
             if time.monotonic() > deadline:
                 raise
             log.error("%s; trying again", error)
-            time.sleep(RETRY)
+            time.sleep(RETRY_SECONDS)
 
 
-def _owned(path: Path) -> tuple[sqlite3.Connection, int]:
+def _take_ownership(path: Path) -> tuple[sqlite3.Connection, int]:
     try:
         db = sqlite3.connect(path, timeout=BUSY_TIMEOUT, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
@@ -146,30 +151,30 @@ def open_to_read(run_dir: Path) -> sqlite3.Connection:
 def check_schema(run_dir: Path) -> None:
     """ConfigError when the run in a directory, if there is one, cannot be continued by this version, or its
     database is gone, or damaged, as far as LOOK seconds show that."""
-    path = run_dir / DATABASE
-    if not path.exists() or not path.stat().st_size:
+    database_path = run_dir / DATABASE
+    if not database_path.exists() or not database_path.stat().st_size:
         if (run_dir / "segments").exists():  # else its first coordinator ended before it made the tables
-            raise ConfigError(f"{path}: is gone{RESTORE}")
+            raise ConfigError(f"{database_path}: is gone{RESTORE_ADVICE}")
         return
     with closing(open_to_read(run_dir)) as db:
-        limit = Timer(LOOK, db.interrupt)
-        limit.start()
+        interrupt_timer = Timer(LOOK, db.interrupt)
+        interrupt_timer.start()
         try:
-            (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            (check_result,) = db.execute("PRAGMA quick_check(1)").fetchone()
         except sqlite3.Error as error:
-            found = "ok" if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT else str(error)
+            check_result = "ok" if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT else str(error)
         finally:
-            limit.cancel()
-            limit.join()
-    if found != "ok":
-        raise ConfigError(f"{path}: is damaged ({' '.join(found.split())}){RESTORE}")
+            interrupt_timer.cancel()
+            interrupt_timer.join()
+    if check_result != "ok":
+        raise ConfigError(f"{database_path}: is damaged ({' '.join(check_result.split())}){RESTORE_ADVICE}")
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
-    (found,) = db.execute("PRAGMA user_version").fetchone()
-    if found != SCHEMA_VERSION:
+    (found_version,) = db.execute("PRAGMA user_version").fetchone()
+    if found_version != SCHEMA_VERSION:
         raise ConfigError(
-            f"{path}: written by {'an older' if found < SCHEMA_VERSION else 'a newer'} version of asyncrl "
-            f"(schema {found}, this version reads {SCHEMA_VERSION}); continue the run with the version that "
+            f"{path}: written by {'an older' if found_version < SCHEMA_VERSION else 'a newer'} version of asyncrl "
+            f"(schema {found_version}, this version reads {SCHEMA_VERSION}); continue the run with the version that "
             "wrote it, or begin a new one with name=…"
         )

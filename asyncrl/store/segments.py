@@ -20,7 +20,7 @@ log = logging.getLogger("asyncrl.store")
 
 HEADER = struct.Struct("<IQ")
 SEGMENT_BYTES = 64 << 20
-MOST_OPEN = 64  # segments that a reader has open
+MAX_OPEN_SEGMENTS = 64  # segments that a reader has open
 MOST_REMOVED = 4  # segments at once: to delete one takes milliseconds
 
 
@@ -52,17 +52,17 @@ class SegmentWriter:
         record = HEADER.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         try:
             if self._file < 0 or self._offset >= self.segment_bytes:
-                self._roll()
+                self._begin_segment()
             # At its own offset, not at the file's end: one that somebody cuts short loses no later record.
-            written = os.pwrite(self._file, record, self._offset)
-            if written != len(record):
+            written_bytes = os.pwrite(self._file, record, self._offset)
+            if written_bytes != len(record):
                 os.ftruncate(self._file, self._offset)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise store_error(self.directory, error) from error
-        place = FramePlace(self._segment, self._offset)
-        self._offset += written
-        return place
+        location = FramePlace(self._segment, self._offset)
+        self._offset += written_bytes
+        return location
 
     def sync(self) -> None:
         """Syncs what was appended, so that it survives a power cut."""
@@ -74,7 +74,7 @@ class SegmentWriter:
             os.close(self._file)
             self._file = -1
 
-    def _roll(self) -> None:
+    def _begin_segment(self) -> None:
         self.sync()
         self.close()
         self._segment = self.newest + 1
@@ -91,31 +91,31 @@ class SegmentReader:
         self.directory = directory
         self._files: dict[int, int] = {}
 
-    def read(self, place: FramePlace) -> bytes:
+    def read(self, location: FramePlace) -> bytes:
         """The record at a place, verified. StoreError names the file when it is damaged or gone."""
-        path = segment_path(self.directory, place.segment)
+        path = segment_path(self.directory, location.segment)
         with StoreError.instead_of(
             OSError, text=f"{path} cannot be read"
         ):  # a bad sector, or the file is gone
-            file = self._file(place.segment)
-            header = os.pread(file, HEADER.size, place.offset)
+            file = self._file(location.segment)
+            header = os.pread(file, HEADER.size, location.offset)
             if len(header) == HEADER.size:
                 length, digest = HEADER.unpack(header)
-                payload = os.pread(file, length, place.offset + HEADER.size)
+                payload = os.pread(file, length, location.offset + HEADER.size)
                 if len(payload) == length and xxhash.xxh3_64_intdigest(payload) == digest:
                     return payload
-        raise StoreError(f"{path}: damaged record at {place.offset}")
+        raise StoreError(f"{path}: damaged record at {location.offset}")
 
-    def oldest_kept(self, needed: int, spare_bytes: int) -> int:
+    def oldest_kept(self, oldest_needed: int, spare_bytes: int) -> int:
         """The oldest segment to keep: those from `needed` on and, of those before it, the newest that have
         `spare_bytes` in all."""
-        sizes = {int(path.stem): path.stat().st_size for path in self.directory.glob("*.seg")}
-        for number in sorted((number for number in sizes if number < needed), reverse=True):
-            spare_bytes -= sizes[number]
+        segment_sizes = {int(path.stem): path.stat().st_size for path in self.directory.glob("*.seg")}
+        for number in sorted((number for number in segment_sizes if number < oldest_needed), reverse=True):
+            spare_bytes -= segment_sizes[number]
             if spare_bytes < 0:
                 break
-            needed = number
-        return needed
+            oldest_needed = number
+        return oldest_needed
 
     def remove_before(self, segment: int) -> bool:
         """Delete segments below a number, at most MOST_REMOVED. Whether there may be more. The caller has no
@@ -142,7 +142,7 @@ class SegmentReader:
 
     def _file(self, segment: int) -> int:
         if segment not in self._files:
-            if len(self._files) >= MOST_OPEN:
+            if len(self._files) >= MAX_OPEN_SEGMENTS:
                 self.close()
             self._files[segment] = os.open(segment_path(self.directory, segment), os.O_RDONLY)
         return self._files[segment]

@@ -19,7 +19,7 @@ from asyncrl.store.launches import Tree, at, differences, launches_of
 from asyncrl.store.reader import RunReader
 
 SHOWN = 50  # questions of a mode that were lost, and that were won
-SAME = (  # keys, and what is in them, by which episodes are judged
+JUDGING_KEYS = (  # keys, and what is in them, by which episodes are judged
     *("data.columns.", "data.system_prompt.", "data.test.", "model.template.", "validation.success."),
     *("rollout.environment.", "rollout.max_new_tokens.", "rollout.max_tokens.", "rollout.max_turns."),
     *("rollout.reward.", "rollout.tools."),
@@ -33,7 +33,7 @@ SELECT mode, sample, min(e.uid), question, truth, ifnull(answer, ''), avg(ifnull
     avg(ifnull(coalesce(components ->> '$.acc', score) >= ?, 0)) >= 0.5
     FROM played e JOIN questions USING (group_id) LEFT JOIN answers a ON a.uid = e.uid
     GROUP BY mode, sample"""
-COMPONENTS = """SELECT mode, sample, key, avg(value)
+COMPONENTS_QUERY = """SELECT mode, sample, key, avg(value)
     FROM episodes JOIN questions USING (group_id), json_each(components)
     WHERE kind = 'held out' AND step = ? GROUP BY mode, sample, key"""
 FAILED = """SELECT count(*) FROM episodes
@@ -42,7 +42,7 @@ STEPS = "SELECT DISTINCT step FROM episodes WHERE kind = 'held out' ORDER BY ste
 # in evaluation.json
 ALL = "val-core/all/"
 TASK = "val-task/"
-_evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
+_decode_evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
 
 
 class Answered(msgspec.Struct):
@@ -72,18 +72,29 @@ class Side(NamedTuple):
 
 def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]:
     """`steps`: those of the validations; None: the last one; of one run alone, first and last."""
-    places = (0 if runs[0] == runs[1] else -1), -1
-    sides = [_side(*one) for one in zip(runs, steps, places, strict=True)]
-    first, second = (side.played for side in sides)
-    shared = defaultdict[str, list[Pair]](list)
-    for (mode, row), one in first.items():
-        other = second.get((mode, row))
-        if other and (one.question, one.truth) == (other.question, other.truth):
-            shared[mode].append((one, other))
-    keys = [key for key in differences([side.config for side in sides]) if f"{key}.".startswith(SAME)]
-    warnings = [f"Not judged alike: the configurations differ in {', '.join(keys)}"] if keys else []
-    if alone := len(first.keys() | second.keys()) - sum(map(len, shared.values())):
-        warnings.append(f"{alone} questions are not the same in both, and left out")
+    default_positions = (0 if runs[0] == runs[1] else -1), -1
+    sides = [_read_side(*first_answer) for first_answer in zip(runs, steps, default_positions, strict=True)]
+    first_answers, second_answers = (side.played for side in sides)
+    shared_pairs = defaultdict[str, list[Pair]](list)
+    for (mode, sample_row), side_arguments in first_answers.items():
+        second_answer = second_answers.get((mode, sample_row))
+        if second_answer and (side_arguments.question, side_arguments.truth) == (
+            second_answer.question,
+            second_answer.truth,
+        ):
+            shared_pairs[mode].append((side_arguments, second_answer))
+    differing_keys = [
+        key for key in differences([side.config for side in sides]) if f"{key}.".startswith(JUDGING_KEYS)
+    ]
+    warnings = (
+        [f"Not judged alike: the configurations differ in {', '.join(differing_keys)}"]
+        if differing_keys
+        else []
+    )
+    if unshared_count := len(first_answers.keys() | second_answers.keys()) - sum(
+        map(len, shared_pairs.values())
+    ):
+        warnings.append(f"{unshared_count} questions are not the same in both, and left out")
     warnings += [
         f"{side.failed} episodes of step {side.step} failed, or were not over in time: they count as wrong"
         for side in sides
@@ -92,46 +103,53 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
     return {
         "steps": [side.step for side in sides],
         "validations": [side.known for side in sides],
-        "modes": [{"mode": mode, **_compared(pairs)} for mode, pairs in shared.items()],
+        "modes": [{"mode": mode, **_compared(pairs)} for mode, pairs in shared_pairs.items()],
         "warnings": warnings,
     }
 
 
-def _side(run: Path, step: int | None, place: int) -> Side:
+def _read_side(run: Path, step: int | None, default_position: int) -> Side:
     with closing(RunReader.open(run)) as reader:
-        known = [one for (one,) in reader.rows(STEPS)]
-        step = step if step is not None else (known or [0])[place]
+        validation_steps = [columns for (columns,) in reader.rows(STEPS)]
+        step = step if step is not None else (validation_steps or [0])[default_position]
         config = at(launches_of(run), step + 1).config
         rows = reader.rows(QUESTIONS, step, parse(config).validation.success - ROUNDING)
-        played = {(mode, row): Answered(*one) for mode, row, *one in rows}
-        for mode, row, name, value in reader.rows(COMPONENTS, step):
-            if one := played.get((mode, row)):  # none of one that was over since
-                one.components[name] = value
-        return Side(step, known, config, played, reader.rows(FAILED, step)[0][0])
+        answered_by_row = {(mode, sample_row): Answered(*answered) for mode, sample_row, *answered in rows}
+        for mode, sample_row, name, value in reader.rows(COMPONENTS_QUERY, step):
+            if validation_step := answered_by_row.get((mode, sample_row)):  # none of one that was over since
+                validation_step.components[name] = value
+        return Side(step, validation_steps, config, answered_by_row, reader.rows(FAILED, step)[0][0])
 
 
 def _compared(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Compare scores of a mode and their components; list flipped questions, the largest change first."""
-    parts = defaultdict[str, list[tuple[float, float]]](list)
-    for a, b in pairs:
-        for name in a.components.keys() & b.components.keys():
-            parts[name].append((a.components[name], b.components[name]))
-    rising = sorted(pairs, key=lambda pair: pair[1].score - pair[0].score)
-    lost, won = ([(a, b) for a, b in rising[::sign] if sign * (a.right - b.right) > 0] for sign in (1, -1))
-    return paired([(a.score, b.score) for a, b in pairs]) | {
-        "components": {name: paired(parts[name]) for name in sorted(parts)},
-        "flips": {"lost": len(lost), "won": len(won)},
-        "lost": lost[:SHOWN],
-        "won": won[:SHOWN],
+    component_pairs = defaultdict[str, list[tuple[float, float]]](list)
+    for first, second in pairs:
+        for name in first.components.keys() & second.components.keys():
+            component_pairs[name].append((first.components[name], second.components[name]))
+    by_change = sorted(pairs, key=lambda pair: pair[1].score - pair[0].score)
+    lost_pairs, won_pairs = (
+        [
+            (first, second)
+            for first, second in by_change[::direction]
+            if direction * (first.right - second.right) > 0
+        ]
+        for direction in (1, -1)
+    )
+    return paired([(first.score, second.score) for first, second in pairs]) | {
+        "components": {name: paired(component_pairs[name]) for name in sorted(component_pairs)},
+        "flips": {"lost": len(lost_pairs), "won": len(won_pairs)},
+        "lost": lost_pairs[:SHOWN],
+        "won": won_pairs[:SHOWN],
     }
 
 
 def paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Return the mean difference of the second from the first, with its interval over questions."""
-    changes = [b - a for a, b in pairs]
+    changes = [second - first for first, second in pairs]
     return {
         "questions": len(pairs),
-        "means": [fmean(side) for side in zip(*pairs, strict=True)],
+        "means": [fmean(scores) for scores in zip(*pairs, strict=True)],
         "difference": fmean(changes),
         "interval": interval(changes),
         "wins": sum(change > ROUNDING for change in changes),
@@ -142,15 +160,30 @@ def paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 def measures(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the results of `asyncrl eval` by mode and measure, `sampled/pass@4`: the mean with its interval
     over questions, and the mean of each task. Nothing for another run."""
-    numbers: dict[str, dict[str, float]] = {}
+    evaluation: dict[str, dict[str, float]] = {}
     with suppress(FileNotFoundError, *UNDECODABLE):
-        numbers = _evaluation((run_dir / "evaluation.json").read_bytes())
-    tasks = defaultdict[str, dict[str, float]](dict)
-    for name in (name for name in numbers if name.startswith(TASK)):
-        task, mode, measure = name.removeprefix(TASK).rsplit("/", 2)
-        tasks[f"{mode}/{measure}"][task] = numbers[name]["mean"]
-    for name, one in ((name.removeprefix(ALL), one) for name, one in numbers.items() if name.startswith(ALL)):
-        interval = (one["low"], one["high"]) if "low" in one else None
-        after = {"value": one["mean"], "interval": interval, "step": 0, "questions": one.get("samples", 0)}
-        unit = "" if "mean@" in name or name == "nll" else "share"
-        yield {"label": name, "unit": unit, "curve": [], "after": after, "tasks": tasks[name]}
+        evaluation = _decode_evaluation((run_dir / "evaluation.json").read_bytes())
+    task_means = defaultdict[str, dict[str, float]](dict)
+    for measure_name in (measure_name for measure_name in evaluation if measure_name.startswith(TASK)):
+        task, mode, measure = measure_name.removeprefix(TASK).rsplit("/", 2)
+        task_means[f"{mode}/{measure}"][task] = evaluation[measure_name]["mean"]
+    for measure_name, measured in (
+        (measure_name.removeprefix(ALL), measured)
+        for measure_name, measured in evaluation.items()
+        if measure_name.startswith(ALL)
+    ):
+        interval = (measured["low"], measured["high"]) if "low" in measured else None
+        after_training = {
+            "value": measured["mean"],
+            "interval": interval,
+            "step": 0,
+            "questions": measured.get("samples", 0),
+        }
+        unit = "" if "mean@" in measure_name or measure_name == "nll" else "share"
+        yield {
+            "label": measure_name,
+            "unit": unit,
+            "curve": [],
+            "after": after_training,
+            "tasks": task_means[measure_name],
+        }

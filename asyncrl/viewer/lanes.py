@@ -23,15 +23,15 @@ from asyncrl.runtime.weight_loader import LOAD
 from asyncrl.viewer.meanings import MEANINGS, meaning
 from asyncrl.viewer.spans import COORDINATOR, SPAN, by_row, merged, shares, since_start, totals
 
-PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS
+WINDOW_PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS
 MOST_SPANS = 15_000  # of about 45 bytes, so that an answer stays below 1 MB
 MOST_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
-MOST_STEPS = 400  # on the ruler
-FARTHEST = 1e9  # seconds from the run's start that can be asked for
+MAX_STEPS = 400  # on the ruler
+MAX_SECONDS = 1e9  # seconds from the run's start that can be asked for
 # rows; a trainer's is WORK
 OTHER = "others"
 WORK = "work"
-ORDER = (COORDINATOR, "trainer", "worker")  # of processes; engines follow
+PROCESS_ORDER = (COORDINATOR, "trainer", "worker")  # of processes; engines follow
 
 
 class LaneReader:
@@ -43,8 +43,8 @@ class LaneReader:
         self._spans = np.empty(0, SPAN)
         self._rows: dict[tuple[str, str], int] = {}  # numbers by process and title
         self._names: dict[str, int] = {}
-        self._texts: dict[str, int] = {}
-        self._begun: dict[str, list[float]] = {}  # when processes began
+        self._text_numbers: dict[str, int] = {}
+        self._process_starts: dict[str, list[float]] = {}  # when processes began
 
     def window(
         self, since: float | None = None, until: float | None = None, step: int | None = None
@@ -57,78 +57,92 @@ class LaneReader:
         calls or spans are in it, what they took together, one of them at most, and details of a single one.
         Those of less than `pixel` seconds are merged. `names`: [meaning, title]. `steps`: [step, end];
         `marks`: [time, text]. `totals`: of the window."""
-        if not all(time is None or abs(time) <= FARTHEST for time in (since, until)):  # nan neither
-            raise ConfigError(f"lanes: from and to must be seconds since the start, within ±{FARTHEST:g}")
+        if not all(time is None or abs(time) <= MAX_SECONDS for time in (since, until)):  # nan neither
+            raise ConfigError(f"lanes: from and to must be seconds since the start, within ±{MAX_SECONDS:g}")
         for file in files(self._run_dir):  # what was added since the last call
             file = self._files.setdefault(file.path, file)
-            if len(added := np.fromiter(self._added(file), SPAN)):
-                self._spans = np.concatenate([self._spans, added])
+            if len(added_spans := np.fromiter(self._read_added(file), SPAN)):
+                self._spans = np.concatenate([self._spans, added_spans])
         if not len(self._spans):
             return {"processes": []}
-        spans, marks = since_start(self._spans, self._begun)
-        made = spans["name"] == self._names.get("step", -1)
-        made &= spans["row"] == self._rows.get(("trainer 0", WORK), -1)
-        steps = list(zip(spans["step"][made].tolist(), spans["end"][made].tolist(), strict=True))
+        spans, marks = since_start(self._spans, self._process_starts)
+        is_step = spans["name"] == self._names.get("step", -1)
+        is_step &= spans["row"] == self._rows.get(("trainer 0", WORK), -1)
+        steps = list(zip(spans["step"][is_step].tolist(), spans["end"][is_step].tolist(), strict=True))
         if step is not None:
-            if step not in (ends := dict(steps)):  # the last time, where it was made again
-                last = max(ends, default="none")
-                raise ConfigError(f"lanes: step {step} is not in the timeline; the last one is {last}")
-            until = ends[step]
+            if step not in (step_ends := dict(steps)):  # the last time, where it was made again
+                last_step = max(step_ends, default="none")
+                raise ConfigError(f"lanes: step {step} is not in the timeline; the last one is {last_step}")
+            until = step_ends[step]
             since = max((end for _, end in steps if end < until), default=0.0)
         since = since or 0.0
-        length = float(spans["end"].max())
-        until = max(length if until is None else until, since + 1e-6)
-        reaches = (spans["end"] >= since) & (spans["start"] <= until)
-        inside = spans if reaches.all() else spans[reaches]  # 50 MB for a million spans
-        pixel = (until - since) / PIXELS
-        while len(shown := merged(inside, since, pixel)) > MOST_SPANS and pixel < until - since:
-            pixel *= 1.25 * len(shown) / MOST_SPANS
-        ticks = [one for one in steps if since <= one[1] <= until]
+        run_seconds = float(spans["end"].max())
+        until = max(run_seconds if until is None else until, since + 1e-6)
+        reaches_window = (spans["end"] >= since) & (spans["start"] <= until)
+        window_spans = spans if reaches_window.all() else spans[reaches_window]  # 50 MB for a million spans
+        pixel = (until - since) / WINDOW_PIXELS
+        while len(merged_spans := merged(window_spans, since, pixel)) > MOST_SPANS and pixel < until - since:
+            pixel *= 1.25 * len(merged_spans) / MOST_SPANS
+        shown_steps = [step_end for step_end in steps if since <= step_end[1] <= until]
         names = [meaning(name) for name in self._names]
-        kinds = [process.partition(" ")[0] for process, _ in self._rows]
-        processes = sorted({process for process, _ in self._rows}, key=_place)
-        share = shares(spans, np.array([processes.index(process) for process, _ in self._rows]))
-        drawn = by_row(shown, list(self._texts), len(share), pixel)
+        process_kinds = [process.partition(" ")[0] for process, _ in self._rows]
+        processes = sorted({process for process, _ in self._rows}, key=_process_order)
+        row_shares = shares(spans, np.array([processes.index(process) for process, _ in self._rows]))
+        row_spans = by_row(merged_spans, list(self._text_numbers), len(row_shares), pixel)
         lanes: dict[str, list[dict[str, Any]]] = {process: [] for process in processes}
-        order = sorted(self._rows.items(), key=lambda row: (meaning(row[0][1])[0], -share[row[1]]))
-        for (process, name), at in order:
-            lanes[process].append({"title": meaning(name)[1], "share": share[at], "spans": drawn[at]})
+        ordered_rows = sorted(
+            self._rows.items(), key=lambda row: (meaning(row[0][1])[0], -row_shares[row[1]])
+        )
+        for (process, name), row_number in ordered_rows:
+            lanes[process].append(
+                {"title": meaning(name)[1], "share": row_shares[row_number], "spans": row_spans[row_number]}
+            )
         return {
-            "length": length,
+            "length": run_seconds,
             "window": (since, until),
             "pixel": pixel,
             "names": names,
             "kinds": MEANINGS,
             "processes": [{"title": process, "rows": rows} for process, rows in lanes.items()],
-            "steps": ticks[:: len(ticks) // MOST_STEPS + 1],
+            "steps": shown_steps[:: len(shown_steps) // MAX_STEPS + 1],
             "marks": marks,
-            "totals": totals(inside, kinds, names, since, until),
+            "totals": totals(window_spans, process_kinds, names, since, until),
         }
 
-    def _added(self, file: TimelineFile) -> Iterator[tuple[float, ...]]:
-        kind = "worker" if file.role == "rollout" else file.role
+    def _read_added(self, file: TimelineFile) -> Iterator[tuple[float, ...]]:
+        process_kind = "worker" if file.role == "rollout" else file.role
         index = file.path.stem.rpartition("-")[2]
-        process = kind if kind == COORDINATOR else f"{kind} {index}"
-        known: dict[tuple[str, str, str], tuple[int, int, int]] = {}
+        process = process_kind if process_kind == COORDINATOR else f"{process_kind} {index}"
+        numbers_by_key: dict[tuple[str, str, str], tuple[int, int, int]] = {}
         for line in file.added():
             if line.name == START:
-                self._begun.setdefault(process, []).append(line.start)
+                self._process_starts.setdefault(process, []).append(line.start)
                 continue
             key = (line.name, line.engine, line.error)
-            took = line.end - line.start
-            if key not in known:
-                known[key] = self._numbers(file.role, process, line)
-            seconds = took if line.seconds < 0 else line.seconds
-            longest = min(seconds / max(line.calls, 1), took) if line.longest < 0 else line.longest
+            duration = line.end - line.start
+            if key not in numbers_by_key:
+                numbers_by_key[key] = self._numbers(file.role, process, line)
+            seconds = duration if line.seconds < 0 else line.seconds
+            longest = min(seconds / max(line.calls, 1), duration) if line.longest < 0 else line.longest
             epoch, step = line.version if line.version[0] >= 0 else (-1, line.step)
-            yield line.start, line.end, seconds, longest, *known[key], line.calls, step, line.micro, epoch
+            yield (
+                line.start,
+                line.end,
+                seconds,
+                longest,
+                *numbers_by_key[key],
+                line.calls,
+                step,
+                line.micro,
+                epoch,
+            )
 
     def _numbers(self, role: str, process: str, line: Line) -> tuple[int, int, int]:
         """Number its row, name and text."""
         row = name = line.name
         text = line.error
-        decoding, on, server = name.partition(f"{DECODE} on ")
-        if on and not decoding:
+        before_decode, is_remote, server = name.partition(f"{DECODE} on ")
+        if is_remote and not before_decode:
             process, row, name, text = server, DECODE, DECODE, process
         elif role == "trainer":
             row = WORK
@@ -136,14 +150,20 @@ class LaneReader:
             row += " (validation)" * (line.engine == "eval")  # a second engine that a worker has for it
         elif line.engine:
             process = line.engine
-        if (process, row) not in self._rows and sum(of == process for of, _ in self._rows) >= MOST_ROWS:
+        if (process, row) not in self._rows and sum(
+            row_process == process for row_process, _ in self._rows
+        ) >= MOST_ROWS:
             row = OTHER
-        number = self._rows.setdefault((process, row), len(self._rows))
-        named = self._names.setdefault(name, len(self._names))
-        return number, named, self._texts.setdefault(text, len(self._texts))
+        row_number = self._rows.setdefault((process, row), len(self._rows))
+        name_number = self._names.setdefault(name, len(self._names))
+        return row_number, name_number, self._text_numbers.setdefault(text, len(self._text_numbers))
 
 
-def _place(process: str) -> tuple[int, int, str]:
+def _process_order(process: str) -> tuple[int, int, str]:
     """Order processes: the coordinator, trainer ranks, workers, engines, each by number."""
-    kind = process.partition(" ")[0]
-    return ORDER.index(kind) if kind in ORDER else len(ORDER), len(process), process
+    process_kind = process.partition(" ")[0]
+    return (
+        PROCESS_ORDER.index(process_kind) if process_kind in PROCESS_ORDER else len(PROCESS_ORDER),
+        len(process),
+        process,
+    )

@@ -51,12 +51,14 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "wake": (OTHER, "back from main memory"),
     "others": (OTHER, None),
 }
-_known = re.compile("|".join(map(re.escape, sorted(SPANS, key=len, reverse=True))))
+_span_pattern = re.compile("|".join(map(re.escape, sorted(SPANS, key=len, reverse=True))))
 
 
 def meaning(name: str) -> tuple[int, str]:
     """Return the number of its meaning and its legible name. What is in no table waits for another process:
     waits are called by what they wait for."""
-    found = _known.match(name)
-    number, legible = SPANS[found.group()] if found else (PROCESS, None)
-    return number, name if legible is None else legible + " (validation)" * name.endswith(" (validation)")
+    match = _span_pattern.match(name)
+    meaning_number, legible_name = SPANS[match.group()] if match else (PROCESS, None)
+    return meaning_number, name if legible_name is None else legible_name + " (validation)" * name.endswith(
+        " (validation)"
+    )

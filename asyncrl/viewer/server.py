@@ -38,7 +38,7 @@ class ViewServer:
         self._port = port
         self._token = secrets.token_urlsafe(32)
         # A thread a view: whatever one reads, others go on. What many threads read would take more memory.
-        self._threads = {name: OwnThread(name) for name in views.names}
+        self._view_threads = {name: OwnThread(name) for name in views.names}
         self._hosts: frozenset[str] = frozenset()
         self.url = ""
         self._runner = web.ServerRunner(
@@ -57,12 +57,12 @@ class ViewServer:
         await self._runner.cleanup()
         with suppress(TimeoutError):  # one that still reads ends with the process
             async with asyncio.timeout(STOP_SECONDS):
-                await asyncio.gather(*(thread.end(bool) for thread in self._threads.values()))
+                await asyncio.gather(*(thread.end(bool) for thread in self._view_threads.values()))
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer only GET; only under the server's own name, or a page of another site could ask by a name
         that it has pointed here; only with the token."""
-        token, _, place = request.path.removeprefix("/").partition("/")
+        token, _, view_path = request.path.removeprefix("/").partition("/")
         if request.method != "GET":
             return _error(405, "only GET")
         if request.headers.get("Host", "") not in self._hosts:
@@ -71,18 +71,20 @@ class ViewServer:
             return _error(403, "open the address that `asyncrl view` has printed")
         if request.path == f"/{token}/":
             return web.Response(text=page(), content_type="text/html", headers=HEADERS)
-        name = place.removeprefix("api/")
-        if name == place or name not in self._threads:
-            return _error(404, f"no view {name!r}")
+        view_name = view_path.removeprefix("api/")
+        if view_name == view_path or view_name not in self._view_threads:
+            return _error(404, f"no view {view_name!r}")
         try:
-            answer = partial(self._views.answer, name, dict(request.query))
+            answer_call = partial(self._views.answer, view_name, dict(request.query))
             async with asyncio.timeout(DEADLINE):
-                found = await self._threads[name].run(answer)
+                view_answer = await self._view_threads[view_name].run(answer_call)
         except AsyncrlError as error:
             return _error(400, str(error))
         except TimeoutError:
             return _error(504, f"not read within {DEADLINE:g} s")
-        return web.Response(body=msgspec.json.encode(found), content_type="application/json", headers=HEADERS)
+        return web.Response(
+            body=msgspec.json.encode(view_answer), content_type="application/json", headers=HEADERS
+        )
 
 
 def _error(status: int, text: str) -> web.Response:

@@ -38,9 +38,9 @@ def bound(endpoint: str, host: str) -> str:
 def local_address(endpoint: str) -> str:
     """This machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # of a datagram socket: nothing is sent
-        return str(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+        probe_socket.connect((host, int(port)))  # of a datagram socket: nothing is sent
+        return str(probe_socket.getsockname()[0])
 
 
 def is_here(endpoint: str) -> bool:
@@ -59,23 +59,30 @@ def launch_of(incarnation: str) -> str:
     return incarnation.rpartition(".")[0]
 
 
-def is_older(one: str, other: str) -> bool:
+def is_older(incarnation: str, other_incarnation: str) -> bool:
     """True if `one` was started before `other` in the same launch. Any text may come: int() would raise for
     thousands of digits."""
-    (launch, _, start), (its, _, later) = one.rpartition("."), other.rpartition(".")
-    numbers = start.isdecimal() and later.isdecimal()
-    return launch == its and numbers and (len(start), start) < (len(later), later)
+    (launch, _, start_text), (other_launch, _, other_start) = (
+        incarnation.rpartition("."),
+        other_incarnation.rpartition("."),
+    )
+    are_numbers = start_text.isdecimal() and other_start.isdecimal()
+    return (
+        launch == other_launch
+        and are_numbers
+        and (len(start_text), start_text) < (len(other_start), other_start)
+    )
 
 
 # -- listening ---------------------------------------------------------------------------------------------
 
 
 SPARE = 256  # but at most a quarter of all
-WATCH = 10, 100  # milliseconds between two looks at the descriptors; fewer near the limit
-FASTEST = 100  # descriptors in a millisecond; ZeroMQ accepts fewer connections
+WATCH_INTERVAL = 10, 100  # milliseconds between two looks at the descriptors; fewer near the limit
+MAX_ACCEPT_RATE = 100  # descriptors in a millisecond; ZeroMQ accepts fewer connections
 BACKLOG = 64  # connections that a socket may yet accept when it becomes deaf
-_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter that lets nothing pass
-_FILTER = struct.pack("HP", 1, ctypes.addressof(_NOTHING))
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter that lets nothing pass
+_SOCKET_FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
 # of socket(7)
 ATTACH_FILTER = 26
 DETACH_FILTER = 27
@@ -85,7 +92,7 @@ class Listeners:
     """Holds all gates of one process. `shortage` names what they wait for; empty while they hear."""
 
     def __init__(self) -> None:
-        self._files: list[int] = []
+        self._listening: list[int] = []
         self.shortage: list[str] = []
 
     def open(self, endpoint: str) -> int:
@@ -96,42 +103,44 @@ class Listeners:
             sock.bind((host, 0 if port == "*" else int(port)))
             sock.listen(BACKLOG)
             sock.setblocking(False)
-            self._files.append(sock.detach())
-        return self._files[-1]
+            self._listening.append(sock.detach())
+        return self._listening[-1]
 
     def watch(self) -> int:
         """Accept connections, or none while descriptors are short. Returns milliseconds to the next call."""
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        spare = min(SPARE, limit // 4)
-        room = 0
+        open_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        spare_descriptors = min(SPARE, open_limit // 4)
+        free_descriptors = 0
         try:
-            os.close(lowest := os.open(os.devnull, os.O_RDONLY))  # the lowest number that is free
-            room = limit - spare - lowest
-            deaf = room <= 0
+            os.close(lowest_free := os.open(os.devnull, os.O_RDONLY))  # the lowest number that is free
+            free_descriptors = open_limit - spare_descriptors - lowest_free
+            is_deaf = free_descriptors <= 0
             if self.shortage:  # there may be gaps below
-                deaf = len(os.listdir("/proc/self/fd")) >= limit - 2 * spare
+                is_deaf = len(os.listdir("/proc/self/fd")) >= open_limit - 2 * spare_descriptors
         except OSError:
-            deaf = True
-        if deaf != bool(self.shortage):
-            wait = f"new connections wait: of {limit} open files {spare} are kept for others; raise ulimit -n"
-            self.shortage = [wait] if deaf else []
-            for file in self._files:
+            is_deaf = True
+        if is_deaf != bool(self.shortage):
+            shortage_text = f"new connections wait: of {open_limit} open files {spare_descriptors} are kept for others; raise ulimit -n"
+            self.shortage = [shortage_text] if is_deaf else []
+            for file in self._listening:
                 with suppress(OSError), socket.fromfd(file, socket.AF_INET, socket.SOCK_STREAM) as sock:
-                    sock.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER if deaf else DETACH_FILTER, _FILTER)
-        return max(WATCH[0], min(WATCH[1], room // FASTEST))
+                    sock.setsockopt(
+                        socket.SOL_SOCKET, ATTACH_FILTER if is_deaf else DETACH_FILTER, _SOCKET_FILTER
+                    )
+        return max(WATCH_INTERVAL[0], min(WATCH_INTERVAL[1], free_descriptors // MAX_ACCEPT_RATE))
 
 
 def free_ports(host: str, port: int, count: int) -> list[int]:
     """Ports on `host`, from `port` on, or free ones for 0. ConfigError if one is taken."""
     with ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for offset, sock in enumerate(socks):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe_sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for offset, probe_socket in enumerate(probe_sockets):
+            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((host, port + offset if port else 0))
+                probe_socket.bind((host, port + offset if port else 0))
             except OSError as error:
                 raise ConfigError(
                     f"launch.host={host} launch.port={port}: cannot bind ({error.strerror}); "
                     "end what uses it, or set launch.port=0 for a free port"
                 ) from None
-        return [sock.getsockname()[1] for sock in socks]
+        return [probe_socket.getsockname()[1] for probe_socket in probe_sockets]

@@ -38,22 +38,24 @@ log = logging.getLogger("asyncrl.wire")
 
 MAX_BYTES = 256 << 20  # of a message, header and frames
 MAX_REFUSALS = 256  # messages that a Hub drops before it lets its owner go on
-HIGH_WATER = 4096
-LARGE_HIGH_WATER = 64  # large messages that a peer has not taken: bounds memory
+HIGH_WATER_MARK = 4096
+LARGE_HIGH_WATER_MARK = 64  # large messages that a peer has not taken: bounds memory
 SEND_DEADLINE = 10.0  # seconds: HIGH_WATER messages are more than a peer sends in this time
-ENVELOPE = 1024  # bytes that encryption may add to a frame
+ENVELOPE_BYTES = 1024  # bytes that encryption may add to a frame
 COORDINATOR = "coordinator"
 OBSERVER = "observer"
 TOKEN = "token"
 ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # of its peers
 # An option of the context. With it a message of 100 bytes, until it is read, keeps the 8 KB that it came in.
 ZERO_COPY_RECV = 10
-RETRIED = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once
+REDIAL_MILLISECONDS = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once
 HANDSHAKE = 3000  # milliseconds in which a connection shows its key, or is closed
 LINGER = 500  # milliseconds that a closed socket goes on sending
 
-LAST = int(zmq.DONTWAIT)  # flags of the last part of a message, and of those before it: ints, as sums of
-MORE = LAST | int(zmq.SNDMORE)  # zmq's enums take longer than the sending
+LAST_PART_FLAGS = int(
+    zmq.DONTWAIT
+)  # flags of the last part of a message, and of those before it: ints, as sums of
+MORE_PARTS_FLAGS = LAST_PART_FLAGS | int(zmq.SNDMORE)  # zmq's enums take longer than the sending
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -90,8 +92,8 @@ class Endpoints(msgspec.Struct, frozen=True):
 def choose_endpoints(host: str, port: int) -> Endpoints:
     """Three ports on `host`, from `port` on, or free ones for 0, and new keys. ConfigError if one is taken.
     Nobody can dial 0.0.0.0 from elsewhere: there they are named with this machine's own address."""
-    dialled = own_address() if host == EVERY_ADDRESS else host
-    control, bulk, versions = (f"tcp://{dialled}:{number}" for number in free_ports(host, port, 3))
+    dialled_host = own_address() if host == EVERY_ADDRESS else host
+    control, bulk, versions = (f"tcp://{dialled_host}:{number}" for number in free_ports(host, port, 3))
     keys = {role: new_key_pair() for role in (COORDINATOR, *ROLES)}
     return Endpoints(control, bulk, keys, versions)
 
@@ -108,9 +110,9 @@ def role_of(name: bytes) -> str:
 
 def encode(message: WireMessage, frames: Sequence[bytes]) -> list[bytes]:
     """Header and opaque frames as one multipart message. ProtocolError when it is larger than MAX_BYTES."""
-    parts = [_encoder.encode(message), *frames]
-    _check_size(parts)
-    return parts
+    message_parts = [_encoder.encode(message), *frames]
+    _check_size(message_parts)
+    return message_parts
 
 
 class Codec:
@@ -138,37 +140,39 @@ class Gate:
     """
 
     def __init__(
-        self, endpoints: Endpoints, enrolled: Mapping[str, str] = {}, owner: str = COORDINATOR
+        self, endpoints: Endpoints, enrolled_keys: Mapping[str, str] = {}, owner: str = COORDINATOR
     ) -> None:
         self.own = endpoints.keys[owner]
-        known = endpoints.keys
-        self.members = {known[role].public: role for role in ROLES if role in known} | dict(enrolled)
+        key_pairs = endpoints.keys
+        self.members = {key_pairs[role].public: role for role in ROLES if role in key_pairs} | dict(
+            enrolled_keys
+        )
         self.context = zmq.Context(2)  # threads: what one of them encrypts does not hold up the other's
         self.context.set(ZERO_COPY_RECV, 0)
         self.listeners = Listeners()
-        handler: zmq.Socket = self.context.socket(zmq.REP)
-        handler.bind("inproc://zeromq.zap.01")
-        handler.setsockopt(zmq.LINGER, 0)
-        vital_thread("gate", partial(self._serve, handler))
+        zap_socket: zmq.Socket = self.context.socket(zmq.REP)
+        zap_socket.bind("inproc://zeromq.zap.01")
+        zap_socket.setsockopt(zmq.LINGER, 0)
+        vital_thread("gate", partial(self._serve, zap_socket))
 
-    def _serve(self, handler: zmq.Socket) -> None:
-        refused = 0
-        with handler, suppress(zmq.ContextTerminated):
+    def _serve(self, zap_socket: zmq.Socket) -> None:
+        refused_count = 0
+        with zap_socket, suppress(zmq.ContextTerminated):
             while True:
-                if not handler.poll(self.listeners.watch()):
+                if not zap_socket.poll(self.listeners.watch()):
                     continue
-                version, request, _, address, _, _, *credentials = handler.recv_multipart()
+                version, request, _, address, _, _, *credentials = zap_socket.recv_multipart()
                 key = zmq.utils.z85.encode(b"".join(credentials)).decode()
-                known = key in self.members
-                refused += not known
-                if not known and _is_power_of_two(refused):
+                is_member = key in self.members
+                refused_count += not is_member
+                if not is_member and _is_power_of_two(refused_count):
                     log.warning(
                         "connection %d refused, from %s: its key is none of this launch; give a worker of "
                         "another machine a new token",
-                        *(refused, address.decode(errors="replace")),
+                        *(refused_count, address.decode(errors="replace")),
                     )
-                answer = (b"200", b"OK", key.encode()) if known else (b"400", b"unknown key", b"")
-                handler.send_multipart([version, request, *answer, b""])
+                zap_answer = (b"200", b"OK", key.encode()) if is_member else (b"400", b"unknown key", b"")
+                zap_socket.send_multipart([version, request, *zap_answer, b""])
 
     def secure(self, sock: zmq.Socket) -> None:
         """Before it is bound: from then on, nobody connects to it without a key of the run."""
@@ -194,16 +198,16 @@ class Hub:
     sent is encrypted by another thread than that of other channels."""
 
     def __init__(self, endpoint: str, unions: Mapping[str, Any], gate: Gate, large: bool = False) -> None:
-        listening = gate.listeners.open(endpoint)  # it may fail, and an open socket keeps its context
+        listening_socket = gate.listeners.open(endpoint)  # it may fail, and an open socket keeps its context
         self.socket: zmq.Socket = gate.context.socket(zmq.ROUTER)
         _configure(self.socket)
         if large:
-            self.socket.setsockopt(zmq.SNDHWM, LARGE_HIGH_WATER)
+            self.socket.setsockopt(zmq.SNDHWM, LARGE_HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.AFFINITY, 2 if large else 1)
         gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may dial again before its old end is gone
-        self.socket.setsockopt(zmq.USE_FD, listening)
+        self.socket.setsockopt(zmq.USE_FD, listening_socket)
         self.socket.bind(endpoint)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, where it was free
         self._gate = gate
@@ -213,10 +217,10 @@ class Hub:
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
         """False when the peer is unknown or its queue is full; the caller's protocol resends."""
         try:
-            *parts, last = peer, *encode(message, frames)
+            *parts, last_part = peer, *encode(message, frames)
             for part in parts:
-                self.socket.send(part, MORE)
-            self.socket.send(last, LAST)
+                self.socket.send(part, MORE_PARTS_FLAGS)
+            self.socket.send(last_part, LAST_PART_FLAGS)
         except (zmq.Again, zmq.ZMQError):
             return False
         return True
@@ -225,14 +229,14 @@ class Hub:
         """The next message that can be read, or None when there is none now."""
         for _ in range(MAX_REFUSALS):
             try:
-                first = self.socket.recv(zmq.DONTWAIT, copy=False)
+                identity_frame = self.socket.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return None
-            peer = first.bytes
+            peer = identity_frame.bytes
             parts = self.socket.recv_multipart(zmq.DONTWAIT)
             try:
                 peer.decode()  # our identities are text, handlers use it as a name
-                role = self._gate.role(peer, str(first.get("User-Id")))
+                role = self._gate.role(peer, str(identity_frame.get("User-Id")))
                 return peer, *self._codec(role).decode(parts)
             except (ProtocolError, UnicodeDecodeError) as error:
                 self.refused += 1
@@ -272,11 +276,13 @@ class Dial:
         self._socket = sock
         self._endpoint = endpoint
         self.refused = False  # the coordinator does not know the key of this end
-        events = f"inproc://{secrets.token_hex(8)}"
-        sock.monitor(events, self.EVENTS)
-        self._monitor: zmq.Socket = zmq.Context.shadow(sock.context.underlying).socket(zmq.PAIR)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one, unread, would block the thread of all sockets
-        self._monitor.connect(events)
+        monitor_endpoint = f"inproc://{secrets.token_hex(8)}"
+        sock.monitor(monitor_endpoint, self.EVENTS)
+        self._monitor_socket: zmq.Socket = zmq.Context.shadow(sock.context.underlying).socket(zmq.PAIR)
+        self._monitor_socket.setsockopt(
+            zmq.RCVHWM, 0
+        )  # a full one, unread, would block the thread of all sockets
+        self._monitor_socket.connect(monitor_endpoint)
         try:
             sock.connect(endpoint)
         except zmq.ZMQError:
@@ -285,11 +291,11 @@ class Dial:
 
     def mend(self) -> None:
         """Dial again if ZeroMQ does not. It blocks for RETRIED milliseconds at most, and only then."""
-        last = 0
-        while self._monitor.poll(RETRIED if last == zmq.EVENT_DISCONNECTED else 0):
-            last = recv_monitor_message(self._monitor)["event"]
-            self.refused |= last == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        if last == zmq.EVENT_DISCONNECTED and not self.refused:
+        last_event = 0
+        while self._monitor_socket.poll(REDIAL_MILLISECONDS if last_event == zmq.EVENT_DISCONNECTED else 0):
+            last_event = recv_monitor_message(self._monitor_socket)["event"]
+            self.refused |= last_event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        if last_event == zmq.EVENT_DISCONNECTED and not self.refused:
             log.warning("connection to %s given up after damaged bytes: dialled again", self._endpoint)
             with suppress(zmq.ZMQError):  # it knows of none any more
                 self._socket.disconnect(self._endpoint)
@@ -297,7 +303,7 @@ class Dial:
 
     def close(self) -> None:
         self._socket.monitor(None, 0)
-        self._monitor.close(linger=0)
+        self._monitor_socket.close(linger=0)
         self._socket.close(linger=LINGER)
 
 
@@ -322,7 +328,7 @@ class Link:
         try:
             self.socket.send_multipart(encode(message, frames))
         except zmq.Again:
-            raise _not_taken(message) from None
+            raise _send_timeout(message) from None
 
     def receive(self, timeout: float) -> tuple[Any, list[bytes]] | None:
         """Return the next message, or None after `timeout` seconds."""
@@ -353,12 +359,12 @@ class AsyncLink:
     async def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
         self._dial.mend()
-        sent: Any = self._socket.send_multipart(encode(message, frames))
+        send_future: Any = self._socket.send_multipart(encode(message, frames))
         try:
-            async with asyncio.timeout(SEND_DEADLINE) if not sent.done() else nullcontext():
-                await sent
+            async with asyncio.timeout(SEND_DEADLINE) if not send_future.done() else nullcontext():
+                await send_future
         except TimeoutError:
-            raise _not_taken(message) from None
+            raise _send_timeout(message) from None
 
     async def receive(self) -> tuple[Any, list[bytes]]:
         """Return the next message; callers race it against their own deadlines."""
@@ -368,7 +374,7 @@ class AsyncLink:
         self._dial.close()
 
 
-def _not_taken(message: WireMessage) -> DeadlineError:
+def _send_timeout(message: WireMessage) -> DeadlineError:
     return DeadlineError(f"coordinator took no {type(message).__name__} for {SEND_DEADLINE:g} s")
 
 
@@ -379,8 +385,10 @@ def flush_sockets() -> None:
 
 
 def _check_size(parts: Sequence[bytes]) -> None:
-    if (size := sum(map(len, parts))) > MAX_BYTES:
-        raise ProtocolError(f"a message of {size} bytes in {len(parts)} frames; at most {MAX_BYTES} can go")
+    if (message_bytes := sum(map(len, parts))) > MAX_BYTES:
+        raise ProtocolError(
+            f"a message of {message_bytes} bytes in {len(parts)} frames; at most {MAX_BYTES} can go"
+        )
 
 
 def _is_power_of_two(count: int) -> bool:
@@ -390,16 +398,16 @@ def _is_power_of_two(count: int) -> bool:
 
 def introduce(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
     """A peer's end, before it connects: its identity, its own role's key, and whom it expects there."""
-    own = keys[role_of(name)]
+    key_pair = keys[role_of(name)]
     sock.setsockopt(zmq.IDENTITY, name)
     sock.setsockopt_string(zmq.CURVE_SERVERKEY, keys[COORDINATOR].public)
-    sock.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
-    sock.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
+    sock.setsockopt_string(zmq.CURVE_PUBLICKEY, key_pair.public)
+    sock.setsockopt_string(zmq.CURVE_SECRETKEY, key_pair.secret)
 
 
 def _configure(sock: Any) -> None:
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES + ENVELOPE)
-    sock.set_hwm(HIGH_WATER)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES + ENVELOPE_BYTES)
+    sock.set_hwm(HIGH_WATER_MARK)
     sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)
     sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)

@@ -74,7 +74,7 @@ class Bench:
         self.engine, self.waits, self.outbox = ScriptedEngine(script), Waits(), Outbox(self._send)
         made = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
         judge = EpisodeReward([in_loop(reward)], made.config.reward_timeout)
-        self.context = EpisodeContext(made, judge, self.outbox, self.waits, oldest=lambda: self.oldest)
+        self.context = EpisodeContext(made, judge, self.outbox, self.waits, min_version=lambda: self.oldest)
 
     def player(self, run: EpisodeRun) -> Player:
         raise NotImplementedError

@@ -207,7 +207,7 @@ class Payloads(WireMessage, frozen=True):
 
 
 # What answers a request, and the fields in which both must agree. Stop answers all others.
-ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
+ANSWER_TYPES: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     AskDevices: (GrantDevices, ()),
     TrainerHello: (Welcome, ()),
     PlanRequest: (WorkPlan, ("step", "micro")),
@@ -218,7 +218,9 @@ ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
 
 def is_answer(message: WireMessage, request: WireMessage) -> bool:
     """True if the message answers this request, and not an earlier one of its kind."""
-    if type(request) not in ANSWERS:
+    if type(request) not in ANSWER_TYPES:
         return False
-    kind, same = ANSWERS[type(request)]
-    return isinstance(message, kind) and all(getattr(message, f) == getattr(request, f) for f in same)
+    answer_type, shared_fields = ANSWER_TYPES[type(request)]
+    return isinstance(message, answer_type) and all(
+        getattr(message, field_name) == getattr(request, field_name) for field_name in shared_fields
+    )

@@ -119,8 +119,10 @@ class Engines(WireMessage, frozen=True):
 
     def update(self, table: Mapping[str, EngineEntry]) -> dict[str, EngineEntry]:
         """The table by name, from the one before."""
-        kept = {} if self.whole else {name: entry for name, entry in table.items() if name not in self.gone}
-        return kept | {entry.name: entry for entry in self.entries}
+        kept_entries = (
+            {} if self.whole else {name: entry for name, entry in table.items() if name not in self.gone}
+        )
+        return kept_entries | {entry.name: entry for entry in self.entries}
 
 
 class Clock(WireMessage, frozen=True):
@@ -193,9 +195,9 @@ class Records(WireMessage, frozen=True):
 
     def unpacked(self, frames: Sequence[bytes]) -> Iterator[tuple[Record, list[bytes]]]:
         """Each record with its frames, or with what there is of them."""
-        left = iter(frames)
-        for record, count in self.counted:
-            yield record, [*islice(left, count)]
+        remaining_frames = iter(frames)
+        for record, frame_count in self.counted:
+            yield record, [*islice(remaining_frames, frame_count)]
 
 
 class Ack(WireMessage, frozen=True):

@@ -96,7 +96,7 @@ async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none(
     monkeypatch.setattr(loop, "time", lambda: time() + passed)
     s = Servers(lane="teacher")
     bench = TurnBench(["42"], episode_timeout=10.0)
-    bench.context.reader = lambda source: s.pool
+    bench.context.scorer_of = lambda source: s.pool
 
     def waits() -> bool:
         s.now += 1.0
@@ -134,7 +134,7 @@ def test_a_scorer_reads_each_turn_behind_the_prompt_of_a_teacher(privilege: str)
     read = first.engine.read_ids
     for bench in (first, again := TurnBench(["42"])):
         bench.context.rules = dataclasses.replace(bench.context.rules, privilege=privilege)
-        bench.context.reader = partial(getattr, bench, "sampler")
+        bench.context.scorer_of = partial(getattr, bench, "sampler")
     first.finished()
     turns = first.turns
     told = "It is 42.\n\n" * bool(privilege)
