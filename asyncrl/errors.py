@@ -233,11 +233,11 @@ def describe(error: BaseException, limit: int = 300) -> str:
     raised on purpose is its own text, which may hold such a description: up to twice the limit."""
     if isinstance(error, AsyncrlError) and not isinstance(error, UserCodeError):
         return printable(" ".join(str(error).split()))[: 2 * limit]
-    location = _place(error)
+    location = _code_location(error)
     return one_line(error, limit - len(location)) + location
 
 
-def _place(error: BaseException) -> str:
+def _code_location(error: BaseException) -> str:
     """File and line of the innermost frame that is in a user's file; where all are in installed packages, of
     the first one that is not ours."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -37,10 +37,10 @@ IGNORABLE_ARGUMENTS = {
     "is_causal",
 }  # an attention may ignore them
 # ids; those of special tokens are below RESERVED, and are not sampled
-VOCABULARY = 128
+VOCABULARY_SIZE = 128
 RESERVED = 8
 # tokens of windows and chunks; size of a head, at least
-REACH = 8
+WINDOW_TOKENS = 8
 MIN_HEAD_SIZE = 8
 HEAD_COUNT_KEYS = re.compile(r"heads(?!_per_)|groups$|n_head$")
 HEAD_SIZE_KEYS = re.compile(
@@ -73,7 +73,7 @@ def remembered(
     """Run `check` on the copy: findings by name; None where no copy can be made. They are kept in
     the user's cache, for this purpose, architecture, and these versions of code. Processes may race."""
     try:
-        narrow_config = narrowed(config)
+        narrow_config = narrowed_config(config)
         settings = narrow_config.to_dict() | dict.fromkeys(UNIMPORTANT)
         cache_key = json.dumps(
             [purpose, type(config).__name__, settings, *versions()], sort_keys=True, default=str
@@ -81,7 +81,7 @@ def remembered(
         if (cached := read_result(cache_key, dict[str, str])) is not None:
             return cached
         logger.info("a small copy of %s is checked, once on this machine", type(config).__name__)
-        findings = run_check(shrunk(narrow_config))
+        findings = run_check(shrunken_model(narrow_config))
     except Exception as error:
         config_class = type(config).__name__
         error_line = one_line(error)
@@ -107,7 +107,7 @@ def versions() -> tuple[str, ...]:
     return torch.__version__, transformers.__version__, platform.machine(), code_hash
 
 
-def shrunk(narrow_config: PreTrainedConfig) -> PreTrainedModel:
+def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
     """The copy for a narrowed configuration: the first layers, as many as are of all its kinds."""
     layer_count = narrow_config.get_text_config().num_hidden_layers
     layer_kinds = _layer_kinds(narrow_config)
@@ -124,7 +124,7 @@ def shrunk(narrow_config: PreTrainedConfig) -> PreTrainedModel:
     return _random_model(narrow_config)
 
 
-def narrowed(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreTrainedConfig:
+def narrowed_config(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreTrainedConfig:
     """The same layers, each with few and small heads, small experts, and a short reach."""
     narrow_config = copy.deepcopy(config)
     text_config = narrow_config.get_text_config()
@@ -160,7 +160,9 @@ def narrowed(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreTrainedC
     for nested_config in _nested_configs(narrow_config):
         if hasattr(nested_config, "quantization_config"):
             del nested_config.quantization_config
-        position_reach = 4 * REACH if getattr(nested_config, "rope_parameters", None) else VOCABULARY
+        position_reach = (
+            4 * WINDOW_TOKENS if getattr(nested_config, "rope_parameters", None) else VOCABULARY_SIZE
+        )
         for name, value in list(vars(nested_config).items()):
             if not name.startswith("_") and not isinstance(value, PreTrainedConfig):
                 setattr(
@@ -194,14 +196,14 @@ def _small_value(name: str, value: Any, count_divisor: int, size_divisor: int, p
         return value
     rules: tuple[tuple[str | re.Pattern[str], int], ...] = (
         ("token_id$", value % RESERVED),
-        ("vocab", min(value, VOCABULARY)),
+        ("vocab", min(value, VOCABULARY_SIZE)),
         (HEAD_SIZE_KEYS, max(value // size_divisor, 1)),
         (HEAD_COUNT_KEYS, max(value // count_divisor, 1)),
-        ("original_max_position", 2 * REACH),
+        ("original_max_position", 2 * WINDOW_TOKENS),
         ("position|seq_len|ctx|context|max_length", min(value, position_reach)),
         (r"experts?(_num)?$", min(value, 16)),
         (r"experts?_per_tok|moe_top_?k", min(value, 8)),
-        (REACH_KEYS, REACH if value > 32 else value),
+        (REACH_KEYS, WINDOW_TOKENS if value > 32 else value),
         (
             WIDTH_KEYS,
             -(-value // (count_divisor * size_divisor * 4)) * 4 if value > 32 else value,
@@ -266,5 +268,5 @@ def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
             elif weight.std() < (weight_scale := weight.shape[-1] ** -0.5):
                 weight.normal_(0, weight_scale)
-    model(input_ids=torch.ones(1, 2 * REACH, dtype=torch.int64), use_cache=False)
+    model(input_ids=torch.ones(1, 2 * WINDOW_TOKENS, dtype=torch.int64), use_cache=False)
     return model

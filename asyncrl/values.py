@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-LISTED = 200  # characters of a text, in a list of episodes
+MAX_LISTED_LENGTH = 200  # characters of a text, in a list of episodes
 MAX_RESULT = 1 << 20  # bytes of what an agent or a tool leaves for the reward, as JSON
 
 
@@ -54,7 +54,7 @@ def is_deeper(value: Any, levels: int) -> bool:
     return isinstance(value, list) and (not levels or any(is_deeper(item, levels - 1) for item in value))
 
 
-def in_short(text: str, max_length: int = LISTED) -> str:
+def in_short(text: str, max_length: int = MAX_LISTED_LENGTH) -> str:
     """Return the text on one line of at most so many characters."""
     line = " ".join(encodable(text[: 4 * max_length]).replace("\0", " ").split())
     return line if len(line) <= max_length and len(text) <= 4 * max_length else f"{line[: max_length - 1]}…"

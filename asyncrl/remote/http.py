@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import aiohttp  # imported when first used: it takes 0.1 s, and reward processes import this file
 
 MAX_BYTES = 4 << 20  # bytes of one answer
-PAUSE = 0.5  # seconds before the first repetition
+FIRST_PAUSE = 0.5  # seconds before the first repetition
 SCORER = "scorer:"  # beginning of a URL that names a scorer of the run
 RETRIED_STATUSES = frozenset({408, 409, 429})
 
@@ -94,7 +94,7 @@ async def post(
                         return await _post_once(url, encoded_body, headers, proxy)
                 except _Busy as busy:
                     last_problem = str(busy)
-                    pause_seconds = max(busy.pause, PAUSE * 2**attempt * random.uniform(0.5, 1.0))
+                    pause_seconds = max(busy.pause, FIRST_PAUSE * 2**attempt * random.uniform(0.5, 1.0))
 
                 if attempt < retries:
                     with waits_for(f"{url}{via_proxy}: {last_problem}"):
@@ -119,9 +119,9 @@ async def _post_once(url: str, encoded_body: bytes, headers: Mapping[str, str], 
             url, data=encoded_body, headers=headers, allow_redirects=False, proxy=proxy
         )
         async with response_context as response:
-            content = await _bounded(url, response)
+            content = await _read_bounded(url, response)
             if response.status in RETRIED_STATUSES or response.status >= 500:
-                raise _Busy(_describe_response(response.status, content), _pause(response))
+                raise _Busy(_describe_response(response.status, content), _retry_after(response))
             if response.status != 200:
                 raise RemoteError(f"{url}: {_describe_response(response.status, content)}")
             return content
@@ -178,7 +178,7 @@ def _networks(no_proxy: str) -> Iterator[IPv4Network | IPv6Network]:
             yield ip_network(entry.strip(), strict=False)
 
 
-async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
+async def _read_bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
     chunks = []
     total_bytes = 0
     async for chunk in response.content.iter_any():
@@ -211,7 +211,7 @@ def _describe_response(status: int, content: bytes) -> str:
     return f"status {status} ({text})" if text else f"status {status}"
 
 
-def _pause(response: aiohttp.ClientResponse) -> float:
+def _retry_after(response: aiohttp.ClientResponse) -> float:
     """Return seconds of Retry-After; its other form, a date, is ignored."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "")))

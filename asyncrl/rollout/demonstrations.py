@@ -56,7 +56,9 @@ class DemonstrationPlayer:
     async def _mean_nll(self, turns: Sequence[Turn]) -> float:
         """The mean -log pi of what the assistant says, over its tokens."""
         requests = [Request(self.run.name, ids, Sampling(0, ())) for ids in rows_of(turns)]
-        token_logprobs = said_logprobs(turns, [await self.run.sampler.score(request) for request in requests])
+        token_logprobs = assistant_logprobs(
+            turns, [await self.run.sampler.score(request) for request in requests]
+        )
         if not math.isfinite(logprob_sum := math.fsum(token_logprobs)):
             raise EngineError("the model's log-probs of the conversation are not finite numbers")
         return -logprob_sum / len(token_logprobs)
@@ -68,7 +70,7 @@ class DemonstrationPlayer:
         """Nothing was opened."""
 
 
-def said_logprobs(turns: Sequence[Turn], row_logprobs: Sequence[Sequence[float]]) -> list[float]:
+def assistant_logprobs(turns: Sequence[Turn], row_logprobs: Sequence[Sequence[float]]) -> list[float]:
     """Pick the log-probs of the turns' ids out of the log-probs of each row's tokens but its first."""
     row_ends = [-1] * len(row_logprobs)
     token_logprobs = list[float]()

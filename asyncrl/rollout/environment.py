@@ -98,26 +98,28 @@ def _checked_observation(answer: Any) -> Observation:
     messages = tuple(islice(answer.messages, MAX_MESSAGES + 1))
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"an Observation has at most {MAX_MESSAGES} messages")
-    return Observation(tuple(map(_message, messages)), finite("the reward", answer.reward), bool(answer.done))
+    return Observation(
+        tuple(map(_checked_message, messages)), finite("the reward", answer.reward), bool(answer.done)
+    )
 
 
-def _message(message: Any) -> Message:
+def _checked_message(message: Any) -> Message:
     """Check a message; its content and reasoning are cut where the model's tokens are counted."""
     if not isinstance(message, Message):
         raise TypeError(f"the messages of an Observation must be Messages, not {type(message).__name__}")
     if message.tool_calls:
         raise ValueError("the messages of an Observation make no tool calls; only the model does")
     return Message(
-        _name("role", message.role),
-        _text("content", message.content),
-        tool_call_id=_name("tool_call_id", message.tool_call_id),
-        name=_name("name", message.name),
-        reasoning=_text("reasoning", message.reasoning),
+        _checked_name("role", message.role),
+        _checked_text("content", message.content),
+        tool_call_id=_checked_name("tool_call_id", message.tool_call_id),
+        name=_checked_name("name", message.name),
+        reasoning=_checked_text("reasoning", message.reasoning),
     )
 
 
-def _name(key: str, value: Any) -> str:
-    checked_name = _text(key, value)
+def _checked_name(key: str, value: Any) -> str:
+    checked_name = _checked_text(key, value)
     if len(checked_name) > MAX_NAME_LENGTH:
         raise ValueError(
             f"the {key} of a message has at most {MAX_NAME_LENGTH} characters, not {len(checked_name)}"
@@ -125,7 +127,7 @@ def _name(key: str, value: Any) -> str:
     return checked_name
 
 
-def _text(key: str, value: Any) -> str:
+def _checked_text(key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"the {key} of a message must be text, not {type(value).__name__}")
     return encodable(value)

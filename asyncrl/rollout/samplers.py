@@ -31,7 +31,7 @@ from asyncrl.wire.messages.shared import Loaded
 
 log = logging.getLogger("asyncrl.worker")
 
-BROKEN = 8  # failed turns in a row after which the engine counts as broken
+MAX_FAILURES = 8  # failed turns in a row after which the engine counts as broken
 
 
 @dataclass
@@ -68,7 +68,7 @@ class LocalSampler:
         load_failures = LoadFailures()
         while True:
             while not self.loads.waiting or (self.pinned and self.running):
-                if self.failures >= BROKEN:
+                if self.failures >= MAX_FAILURES:
                     raise EngineError(f"the {self.name} engine failed {self.failures} turns in a row")
                 await self.changed.wait()
             loaded = await self.loads.next()
@@ -110,7 +110,7 @@ class LocalSampler:
                 generation = await self._required_engine().generate(request)
         except EngineError as error:
             self.failures += not isinstance(error, EngineRefused)
-            if self.failures >= BROKEN:
+            if self.failures >= MAX_FAILURES:
                 self.changed.notify()
             raise
         self.failures = 0

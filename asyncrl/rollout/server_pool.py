@@ -43,11 +43,11 @@ T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
 
 LOAD_FACTOR = 1.25  # load of a server that is chosen for its prefix, relative to the mean
-LANES = {"train", "eval"}  # of engines; others are names of scorers
+ENGINE_LANES = {"train", "eval"}  # of engines; others are names of scorers
 MIN_LOAD_BOUND = 2  # requests; so few are no overload, whatever the mean over many servers is
 MAX_LOSSES = 8  # in a row without a token end a turn: its request may be what kills the servers
 # seconds between two rounds of full servers, doubled each time
-PAUSE = 0.1
+FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 2.0
 SUSPECT_SECONDS = 10.0  # seconds that a server which lost a turn gets none, unless a new table comes before
 
@@ -109,13 +109,13 @@ class ServerPool:
         self._connect = connect
         self._waits = waits
         self._turn_patience = patience
-        self._served_lanes = LANES
+        self._served_lanes = ENGINE_LANES
         self._config_section = "engines"
         self._wait_span = FRESHER
         self._request_span: Callable[[str], AbstractContextManager[None]] = (
             busy_timer.turn
         )  # around each request
-        if name not in LANES:
+        if name not in ENGINE_LANES:
             self._served_lanes = {name}
             self._config_section = f"scorers.{name}"
             self._wait_span = f"scorers.{name}: reads turns"
@@ -265,7 +265,7 @@ class ServerPool:
 
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
-        pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
+        pause = min(FIRST_PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
         span_name, while_waiting = (
             (f"room on {self._config_section}", nullcontext) if turn.full else (self._wait_span, turn.waiting)
         )

@@ -39,7 +39,7 @@ from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
 from asyncrl.rollout.samplers import LocalSampler, engine_factory
-from asyncrl.rollout.server_pool import LANES, Connect, ServerPool, connector
+from asyncrl.rollout.server_pool import ENGINE_LANES, Connect, ServerPool, connector
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import Activity, BusyTimer, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
@@ -68,7 +68,9 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     uses_servers = config.engine.remote
     build_engine = None if uses_servers else engine_factory(config, index)
     connectors = {name: connector(config, name) for name in dict(config.scorer_places)}
-    connectors |= dict.fromkeys([*LANES, *config.scorers_lent], connector(config)) if uses_servers else {}
+    connectors |= (
+        dict.fromkeys([*ENGINE_LANES, *config.scorers_lent], connector(config)) if uses_servers else {}
+    )
     engine: Engine | None = None if samples_turns else NoEngine()
     if engine is None and build_engine is not None and not config.shifts:
         engine = build_engine()

@@ -28,9 +28,9 @@ from asyncrl.store.segments import fsync
 log = logging.getLogger("asyncrl.store")
 
 FOLDER = "copies"
-KEPT = 2
-PATIENCE = 60.0  # seconds that closing waits for a copy under way; one that takes longer is logged
-BEYOND = 1_000_000  # epochs: never are so many given between two checkpoints
+KEPT_COPIES = 2
+CLOSE_PATIENCE = 60.0  # seconds that closing waits for a copy under way; one that takes longer is logged
+EPOCH_MARGIN = 1_000_000  # epochs: never are so many given between two checkpoints
 COPIED_ROWS = {  # that a copy has of each table
     **dict.fromkeys(("meta", "retired", "commits", "checkpoints"), ""),
     "plans": f"WHERE step >= (SELECT coalesce(max(value + 0), 0) FROM run.meta WHERE key='{COVERED_TO}')",
@@ -58,11 +58,11 @@ class Copies:
     def late(self) -> float:
         """Seconds that the copy under way has taken, if they are more than PATIENCE; else 0."""
         copy_seconds = time.monotonic() - self._copy_began
-        return copy_seconds if self.busy and copy_seconds > PATIENCE else 0.0
+        return copy_seconds if self.busy and copy_seconds > CLOSE_PATIENCE else 0.0
 
     def wait(self) -> None:
         if self.busy:
-            self._thread.join(PATIENCE)
+            self._thread.join(CLOSE_PATIENCE)
 
     def take(self, episode_counts: Mapping[State, int]) -> None:
         """If one is due, of what is committed now, which are so many episodes. Nothing is raised: where there
@@ -79,7 +79,7 @@ class Copies:
             db.execute("BEGIN")
             db.execute("SELECT count(*) FROM run.meta").fetchone()  # from here on it sees this moment
             self._thread = Thread(
-                target=_write, args=(db, copy_directory, dict(episode_counts)), name="copy", daemon=True
+                target=_write_copy, args=(db, copy_directory, dict(episode_counts)), name="copy", daemon=True
             )
             self._copy_began = time.monotonic()
             self._thread.start()
@@ -87,18 +87,18 @@ class Copies:
             log.error("no copy of %s: %s", self._run_dir / DATABASE, failure.line)
 
 
-def _write(db: sqlite3.Connection, copy_directory: Path, episode_counts: dict[State, int]) -> None:
+def _write_copy(db: sqlite3.Connection, copy_directory: Path, episode_counts: dict[State, int]) -> None:
     with recorded() as failure:
         with closing(db):
-            _fill(db, episode_counts)
+            _fill_copy(db, episode_counts)
         _finish_copy(copy_directory)
-        for old_copy in _finished_copies(copy_directory.parent)[KEPT:]:
+        for old_copy in _finished_copies(copy_directory.parent)[KEPT_COPIES:]:
             shutil.rmtree(old_copy)
     if failure:
         log.error("no copy of %s: %s", DATABASE, failure.line)
 
 
-def _fill(db: sqlite3.Connection, episode_counts: dict[State, int]) -> None:
+def _fill_copy(db: sqlite3.Connection, episode_counts: dict[State, int]) -> None:
     plans = db.execute(f"SELECT record FROM run.plans {COPIED_ROWS['plans']}")
     uids = (uid for (plan,) in plans for uid in msgspec.msgpack.decode(plan, type=Batch).planned)
     needed_groups = {(int(uid.partition(".")[0]),) for uid in uids}
@@ -150,7 +150,7 @@ def restore(run_dir: Path) -> list[str]:
     with closing(sqlite3.connect(restored_copy / DATABASE)) as db, db:
         for key in ("coordinator_epoch", "trainer_epoch"):
             query = f"SELECT value FROM meta WHERE key='{key}'"
-            epoch = BEYOND + max(
+            epoch = EPOCH_MARGIN + max(
                 _read_number(run_directory, query) for run_directory in (run_dir, *_finished_copies(folder))
             )
             db.execute("UPDATE meta SET value=? WHERE key=?", (str(epoch), key))

@@ -19,7 +19,7 @@ from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 from asyncrl.store.reader import RunReader
 
 PAGE_SIZE = 100  # episodes
-DISTINCT = 8  # values of a number that facets show one by one; of more they show ranges
+MAX_DISTINCT = 8  # values of a number that facets show one by one; of more they show ranges
 # of a facet; facets; of a search
 MAX_FACET_VALUES = 20
 MAX_COMPONENT_FACETS = 6
@@ -56,10 +56,10 @@ FACETS = {
     "source": "source",
     "stale": "tokens masked as too old",
 }
-NEWEST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out ones last
+NEWEST_FIRST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out ones last
 # Of a run that is over: episodes that were under way come last, for there is nothing to read of them.
-NEWEST_OVER = f"e.state IN ('pending', 'running'), {NEWEST}"
-FROM = """FROM episodes e LEFT JOIN questions q ON q.group_id = e.group_id
+FINISHED_FIRST = f"e.state IN ('pending', 'running'), {NEWEST_FIRST}"
+FROM_TABLES = """FROM episodes e LEFT JOIN questions q ON q.group_id = e.group_id
     LEFT JOIN answers a ON a.uid = e.uid"""
 TOOL_STATISTICS = """WITH called AS (
     SELECT tool, seconds, failed, refused, row_number() OVER (PARTITION BY tool ORDER BY seconds) AS place,
@@ -86,7 +86,7 @@ class Listing(msgspec.Struct, frozen=True):
     """Says which episodes are wanted. `search`: words of question, answer or truth, or of a transcript."""
 
     clauses: tuple[Clause, ...] = ()
-    order: str = NEWEST
+    order: str = NEWEST_FIRST
     start: int = 0
     search: tuple[str, ...] = ()
 
@@ -103,7 +103,11 @@ class Listing(msgspec.Struct, frozen=True):
             raise ConfigError(f"episodes: start={start}: give a number from 0 on")
         direction = " DESC" * order.startswith("-")
         sort_column = order.removeprefix("-")
-        sort = f"{column(sort_column)}{direction} NULLS LAST, {NEWEST}" if sort_column else NEWEST
+        sort = (
+            f"{column_expression(sort_column)}{direction} NULLS LAST, {NEWEST_FIRST}"
+            if sort_column
+            else NEWEST_FIRST
+        )
         search_words = tuple(search.split())[:MAX_SEARCH_WORDS]
         return cls(tuple(_clauses(conditions)), sort, int(start or 0), search_words)
 
@@ -126,7 +130,7 @@ class Listing(msgspec.Struct, frozen=True):
         )
 
 
-def column(name: str) -> str:
+def column_expression(name: str) -> str:
     """Return the expression of a column. ConfigError where there is none."""
     if name.startswith(COMPONENT_PREFIX) and '"' not in name:
         return "e.components ->> '$.\"{}\"'".format(name.removeprefix(COMPONENT_PREFIX).replace("'", "''"))
@@ -142,7 +146,7 @@ def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
     equal_clauses = defaultdict[str, list[Clause]](list)
     clauses = list[Clause]()
     for name, operator, value in conditions:
-        expression = "" if name == CALLED_TOOL else column(name)
+        expression = "" if name == CALLED_TOOL else column_expression(name)
         if name == CALLED_TOOL:
             equal_clauses[name].append(
                 Clause("e.uid IN (SELECT uid FROM calls WHERE tool IS ?)", (_comparable_value(value),))
@@ -181,14 +185,16 @@ def _like_pattern(word: str) -> str:
     return "%" + "".join(f"\\{character}" if character in "\\%_" else character for character in word) + "%"
 
 
-def page(reader: RunReader, listing: Listing, found_uids: Sequence[str] = ()) -> list[dict[str, Any]]:
+def episode_page(reader: RunReader, listing: Listing, found_uids: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the PAGE episodes from `start` on."""
     where = listing.where(found_uids)
     names = [*COLUMNS, "components"]
     columns = ", ".join([*COLUMNS.values(), "e.components"])
     # Their texts are not read to sort all.
-    page_uids = f"SELECT e.uid {FROM} WHERE {where.text} ORDER BY {listing.order} LIMIT {PAGE_SIZE} OFFSET ?"
-    query = f"SELECT {columns} {FROM} WHERE e.uid IN ({page_uids}) ORDER BY {listing.order}"
+    page_uids = (
+        f"SELECT e.uid {FROM_TABLES} WHERE {where.text} ORDER BY {listing.order} LIMIT {PAGE_SIZE} OFFSET ?"
+    )
+    query = f"SELECT {columns} {FROM_TABLES} WHERE e.uid IN ({page_uids}) ORDER BY {listing.order}"
     rows = reader.rows(query, *where.values, listing.start)
     episodes = [dict(zip(names, row, strict=True)) for row in rows]
     return [
@@ -197,11 +203,11 @@ def page(reader: RunReader, listing: Listing, found_uids: Sequence[str] = ()) ->
     ]
 
 
-def uids(reader: RunReader, listing: Listing) -> list[tuple[str, int]]:
+def matching_episodes(reader: RunReader, listing: Listing) -> list[tuple[str, int]]:
     """Return all episodes that fit, `search` left out, in order, with their numbers of turns."""
     where = msgspec.structs.replace(listing, search=()).where()
     return reader.rows(
-        f"SELECT e.uid, e.turns {FROM} WHERE {where.text} ORDER BY {listing.order}", *where.values
+        f"SELECT e.uid, e.turns {FROM_TABLES} WHERE {where.text} ORDER BY {listing.order}", *where.values
     )
 
 
@@ -215,7 +221,7 @@ class Facet(msgspec.Struct):
     places: list[tuple[Any, str]] | None = None
 
 
-def facets(
+def count_facets(
     reader: RunReader, listing: Listing, found_uids: Sequence[str] = ()
 ) -> tuple[int, list[dict[str, Any]]]:
     """Return how many episodes fit, and of each facet the values with their counts: of the episodes that fit
@@ -229,7 +235,7 @@ def facets(
     group_columns = ",".join(
         str(column_index + 2) for column_index in range(len(facets) + len(facet_clauses))
     )
-    query = f"SELECT count(*), {columns} {FROM} WHERE {where.text} GROUP BY {group_columns}"
+    query = f"SELECT count(*), {columns} {FROM_TABLES} WHERE {where.text} GROUP BY {group_columns}"
     total = 0
     value_counts = [Counter[Any]() for _ in facets]
     for count, *row_values in reader.rows(query, *values, *where.values):
@@ -262,14 +268,14 @@ def _facet_values(facet: Facet, value_counts: Counter[Any]) -> list[dict[str, An
 
 def _facet(reader: RunReader, name: str, label: str) -> Facet:
     """Make a facet: numbers of few values are shown by value, others in ranges."""
-    expression = column(name)
+    expression = column_expression(name)
     if name != "score" and name in FACETS:
         return Facet(name, label, expression)
     distinct_rows = reader.rows(
-        f"SELECT DISTINCT {expression} FROM episodes e WHERE {expression} IS NOT NULL LIMIT {DISTINCT + 1}"
+        f"SELECT DISTINCT {expression} FROM episodes e WHERE {expression} IS NOT NULL LIMIT {MAX_DISTINCT + 1}"
     )
     distinct_values = sorted(value for (value,) in distinct_rows if isinstance(value, int | float))
-    if len(distinct_values) <= DISTINCT:
+    if len(distinct_values) <= MAX_DISTINCT:
         cases = " ".join(f"WHEN {value!r} THEN {position}" for position, value in enumerate(distinct_values))
         values: list[tuple[Any, str]] = [(value, f"{value:g}") for value in distinct_values]
         return Facet(name, label, f"CASE {expression} {cases or 'WHEN NULL THEN 0'} END", values)
@@ -305,11 +311,11 @@ def _component_names(reader: RunReader) -> list[str]:
     return [name for (name,) in reader.rows(query, SCANNED_EPISODES, MAX_COMPONENT_FACETS)]
 
 
-def tools(reader: RunReader, listing: Listing) -> list[dict[str, Any]]:
+def tool_statistics(reader: RunReader, listing: Listing) -> list[dict[str, Any]]:
     """Return what the tools did in the episodes that fit."""
     where = listing.where()
     is_unfiltered = not (listing.clauses or listing.search)
-    call_condition = "1" if is_unfiltered else f"uid IN (SELECT e.uid {FROM} WHERE {where.text})"
+    call_condition = "1" if is_unfiltered else f"uid IN (SELECT e.uid {FROM_TABLES} WHERE {where.text})"
     names = ("tool", "calls", "failed", "refused", "p50", "p95")
     statistics = [
         dict(zip(names, row, strict=True))

@@ -12,8 +12,8 @@ import msgspec
 
 from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
-from asyncrl.store.schema import DATABASE, StoreError, damage, open_to_read
-from asyncrl.store.segments import FramePlace, SegmentReader
+from asyncrl.store.schema import DATABASE, StoreError, damage_error, open_to_read
+from asyncrl.store.segments import FrameLocation, SegmentReader
 
 T = TypeVar("T")
 # The step of a held-out one is that of its validation, which no batch takes.
@@ -73,7 +73,7 @@ class RunReader:
         """Payloads of these kinds of the turns `first` to `turns` - 1; b'' where there is none. StoreError at
         one that cannot be read."""
         rows = self.rows("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", uid)
-        frame_places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
+        frame_places = {(turn, kind): FrameLocation(segment, offset) for turn, kind, segment, offset in rows}
         for turn in range(first_turn, turns):
             for kind in kinds:
                 if (uid, turn, kind) in self._unwritten:
@@ -216,7 +216,7 @@ class RunReader:
         try:
             return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise damage(Path(DATABASE), error) from error
+            raise damage_error(Path(DATABASE), error) from error
 
 
 def _first_record(records: Sequence[T], record_kind: str, name: object) -> T:

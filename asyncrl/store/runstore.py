@@ -20,13 +20,13 @@ from asyncrl.errors import UNDECODABLE
 from asyncrl.store.copies import Copies
 from asyncrl.store.reader import COVERED_TO, FrameKey, RunReader
 from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
-from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, fsync
+from asyncrl.store.segments import FrameLocation, SegmentReader, SegmentWriter, fsync
 from asyncrl.types import Sample, ToolReply
 from asyncrl.values import in_short
 
-OF_EPISODE = ("episodes", "answers", "calls", "frames")  # tables with rows of one
-MEMBERS = "SELECT uid FROM episodes WHERE group_id=?"
-MOST_FORGOTTEN = 200  # episodes that one transaction forgets, so that none takes long
+EPISODE_TABLES = ("episodes", "answers", "calls", "frames")  # tables with rows of one
+MEMBER_QUERY = "SELECT uid FROM episodes WHERE group_id=?"
+MAX_FORGOTTEN = 200  # episodes that one transaction forgets, so that none takes long
 log = logging.getLogger("asyncrl.store")
 
 Row = tuple[object, ...]
@@ -60,7 +60,7 @@ class RunStore:
         self._frames: dict[FrameKey, bytes] = {}  # payloads of this turn
         self._frame_episodes: set[str] = set()  # the episodes that they are of
         self._released_episodes: set[str] = set()  # episodes whose payloads nothing needs any more
-        self._frame_places: dict[FrameKey, FramePlace] = {}  # of those that are in a segment already
+        self._frame_places: dict[FrameKey, FrameLocation] = {}  # of those that are in a segment already
         self._sync_due = False
         self.pruning = False  # there may be more to forget: each commit forgets some
         self.read = RunReader(self._db, self._segment_reader, self._frames)
@@ -79,7 +79,7 @@ class RunStore:
 
     def put_episodes(self, episodes: Collection[EpisodeRecord], moved: Iterable[EpisodeRecord] = ()) -> None:
         """Store episodes. `moved`: of these only state, reason and step have changed."""
-        self._add(PUT_EPISODE, *(listed(e) for e in episodes))
+        self._add(PUT_EPISODE, *(episode_row(e) for e in episodes))
         self._add(MOVE_EPISODE, *((e.state.value, e.reason, _trained_step(e), e.uid) for e in moved))
 
     def put_question(self, group: int, sample: Sample) -> None:
@@ -118,11 +118,11 @@ class RunStore:
 
     def list_held_out(self, episode: EpisodeRecord, step: int, mode: str) -> None:
         """Lists an episode of a validation that is over; `step`: of the validation."""
-        self._add(PUT_EPISODE, listed(episode, -1 - episode.group, step, "held out", mode))
+        self._add(PUT_EPISODE, episode_row(episode, -1 - episode.group, step, "held out", mode))
 
     def forget_held_out(self, prefix: str) -> None:
         """Deletes all of held-out episodes whose uid begins with `prefix`."""
-        for table in ("held_out", *OF_EPISODE):
+        for table in ("held_out", *EPISODE_TABLES):
             prefix_end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
             self._add(f"DELETE FROM {table} WHERE uid>=? AND uid<?", (prefix, prefix_end))
 
@@ -207,7 +207,7 @@ class RunStore:
                 if self.pruning:
                     newest_segment = self._segments.newest
                     covered_steps = self.read.covered
-                    oldest_segment = prune(
+                    oldest_segment = prune_store(
                         self._db, self._segment_reader, newest_segment, self._keep_bytes, covered_steps
                     )
             self._clear_pending()
@@ -271,7 +271,7 @@ class RunStore:
         self._segments.close()
 
 
-def listed(
+def episode_row(
     episode: EpisodeRecord,
     group: int | None = None,
     step: int | None = None,
@@ -348,7 +348,7 @@ ON CONFLICT(state) DO UPDATE SET count = count + excluded.count
 """
 
 
-def prune(
+def prune_store(
     db: sqlite3.Connection, segments: SegmentReader, newest_segment: int, keep_bytes: int, covered_steps: int
 ) -> int | None:
     """In a transaction: forget what is beyond `keep_bytes`, of MOST_FORGOTTEN episodes. A checkpoint covers
@@ -360,7 +360,7 @@ def prune(
         newest_segment if needed_segment is None else needed_segment, keep_bytes
     )
     spare_query = "SELECT DISTINCT uid FROM frames WHERE spare=1 AND segment < ? LIMIT ?"
-    pruned_uids = db.execute(spare_query, (oldest_segment, MOST_FORGOTTEN)).fetchall()
+    pruned_uids = db.execute(spare_query, (oldest_segment, MAX_FORGOTTEN)).fetchall()
     if not pruned_uids:
         return oldest_segment
     step_query = "SELECT group_id, coalesce(step, 0) FROM episodes WHERE uid=?"
@@ -371,11 +371,11 @@ def prune(
     newest_group = max((group for group, _ in episode_rows), default=-1)  # newer groups have newer payloads
     forgotten_groups = db.execute(FORGETTABLE_GROUPS, (newest_group,)).fetchall()
     db.executemany(COUNT_PRUNED, forgotten_groups)
-    uids = [uid for group in forgotten_groups for uid in db.execute(MEMBERS, group)]
+    uids = [uid for group in forgotten_groups for uid in db.execute(MEMBER_QUERY, group)]
     if validation_steps := [step for group, step in episode_rows if group < 0]:
         uids += db.execute(FORGETTABLE_HELD_OUT, (max(validation_steps),)).fetchall()
-    for table in OF_EPISODE:
+    for table in EPISODE_TABLES:
         db.executemany(f"DELETE FROM {table} WHERE uid=?", uids)
     db.executemany("DELETE FROM questions WHERE group_id=?", forgotten_groups)
     db.executemany("DELETE FROM groups WHERE id=?", forgotten_groups)
-    return oldest_segment if len(pruned_uids) < MOST_FORGOTTEN else None
+    return oldest_segment if len(pruned_uids) < MAX_FORGOTTEN else None

@@ -59,7 +59,7 @@ NEXT_OWNER = "INSERT INTO meta VALUES('coordinator_epoch', '1') ON CONFLICT(key)
 OPEN_DEADLINE = 60.0  # seconds that opening waits for a store that is locked or full
 RETRY_SECONDS = 0.25  # seconds between two of its tries
 BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
-LOOK = 2.0  # seconds in which damage is looked for before a start
+CHECK_SECONDS = 2.0  # seconds in which damage is looked for before a start
 RESTORE_ADVICE = "; asyncrl runs restore NAME makes it anew from a copy (docs/reliability.md)"
 
 # May pass: a lock of another process; a full disk or quota.
@@ -92,11 +92,11 @@ def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
         )
         will_pass = code in PASSING_CODES
     if not will_pass:
-        return damage(path, error)
+        return damage_error(path, error)
     return StorePaused(f"{path}: {error}; the run waits until it can write: {advice}")
 
 
-def damage(path: Path, error: sqlite3.Error | OSError) -> StoreError:
+def damage_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     """The StoreError for an error that does not pass."""
     is_corrupt = getattr(error, "sqlite_errorcode", 0) & 0xFF in (
         sqlite3.SQLITE_CORRUPT,
@@ -128,7 +128,7 @@ def _take_ownership(path: Path) -> tuple[sqlite3.Connection, int]:
         db.execute("PRAGMA synchronous=NORMAL")
         if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             db.executescript(f"BEGIN; {TABLES} COMMIT;")
-        _check(db, path)
+        _check_version(db, path)
         db.execute(NEXT_OWNER)
         (owner,) = db.execute("SELECT value FROM meta WHERE key='coordinator_epoch'").fetchone()
         return db, int(owner)
@@ -142,9 +142,9 @@ def open_to_read(run_dir: Path) -> sqlite3.Connection:
     try:
         uri = f"{path.absolute().as_uri()}?mode=ro"  # with ? and % of the path as %3F and %25
         db = sqlite3.connect(uri, uri=True, isolation_level=None)
-        _check(db, path)
+        _check_version(db, path)
     except sqlite3.Error as error:
-        raise damage(path, error) from error
+        raise damage_error(path, error) from error
     return db
 
 
@@ -157,7 +157,7 @@ def check_schema(run_dir: Path) -> None:
             raise ConfigError(f"{database_path}: is gone{RESTORE_ADVICE}")
         return
     with closing(open_to_read(run_dir)) as db:
-        interrupt_timer = Timer(LOOK, db.interrupt)
+        interrupt_timer = Timer(CHECK_SECONDS, db.interrupt)
         interrupt_timer.start()
         try:
             (check_result,) = db.execute("PRAGMA quick_check(1)").fetchone()
@@ -170,7 +170,7 @@ def check_schema(run_dir: Path) -> None:
         raise ConfigError(f"{database_path}: is damaged ({' '.join(check_result.split())}){RESTORE_ADVICE}")
 
 
-def _check(db: sqlite3.Connection, path: Path) -> None:
+def _check_version(db: sqlite3.Connection, path: Path) -> None:
     (found_version,) = db.execute("PRAGMA user_version").fetchone()
     if found_version != SCHEMA_VERSION:
         raise ConfigError(

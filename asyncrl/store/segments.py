@@ -18,13 +18,13 @@ from asyncrl.store.schema import StoreError, store_error
 
 log = logging.getLogger("asyncrl.store")
 
-HEADER = struct.Struct("<IQ")
+RECORD_HEADER = struct.Struct("<IQ")
 SEGMENT_BYTES = 64 << 20
 MAX_OPEN_SEGMENTS = 64  # segments that a reader has open
-MOST_REMOVED = 4  # segments at once: to delete one takes milliseconds
+MAX_REMOVED = 4  # segments at once: to delete one takes milliseconds
 
 
-class FramePlace(NamedTuple):
+class FrameLocation(NamedTuple):
     """The place of a record."""
 
     segment: int
@@ -47,9 +47,9 @@ class SegmentWriter:
         """Number of the newest file, whoever wrote it; -1: there is none."""
         return max((int(path.stem) for path in self.directory.glob("*.seg")), default=-1)
 
-    def append(self, payload: bytes) -> FramePlace:
+    def append(self, payload: bytes) -> FrameLocation:
         """Write one record. StorePaused when the disk is full; a record that was half written is cut off."""
-        record = HEADER.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+        record = RECORD_HEADER.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         try:
             if self._file < 0 or self._offset >= self.segment_bytes:
                 self._begin_segment()
@@ -60,7 +60,7 @@ class SegmentWriter:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise store_error(self.directory, error) from error
-        location = FramePlace(self._segment, self._offset)
+        location = FrameLocation(self._segment, self._offset)
         self._offset += written_bytes
         return location
 
@@ -91,17 +91,17 @@ class SegmentReader:
         self.directory = directory
         self._files: dict[int, int] = {}
 
-    def read(self, location: FramePlace) -> bytes:
+    def read(self, location: FrameLocation) -> bytes:
         """The record at a place, verified. StoreError names the file when it is damaged or gone."""
         path = segment_path(self.directory, location.segment)
         with StoreError.instead_of(
             OSError, text=f"{path} cannot be read"
         ):  # a bad sector, or the file is gone
             file = self._file(location.segment)
-            header = os.pread(file, HEADER.size, location.offset)
-            if len(header) == HEADER.size:
-                length, digest = HEADER.unpack(header)
-                payload = os.pread(file, length, location.offset + HEADER.size)
+            header = os.pread(file, RECORD_HEADER.size, location.offset)
+            if len(header) == RECORD_HEADER.size:
+                length, digest = RECORD_HEADER.unpack(header)
+                payload = os.pread(file, length, location.offset + RECORD_HEADER.size)
                 if len(payload) == length and xxhash.xxh3_64_intdigest(payload) == digest:
                     return payload
         raise StoreError(f"{path}: damaged record at {location.offset}")
@@ -131,7 +131,7 @@ class SegmentReader:
                 log.warning("%s, which is not needed any more, stays: %s", path, error)
             else:
                 removed += 1
-            if removed == MOST_REMOVED:
+            if removed == MAX_REMOVED:
                 return True
         return False
 

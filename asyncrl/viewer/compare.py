@@ -18,7 +18,7 @@ from asyncrl.observe.held_out import ROUNDING, interval
 from asyncrl.store.launches import Tree, at, differences, launches_of
 from asyncrl.store.reader import RunReader
 
-SHOWN = 50  # questions of a mode that were lost, and that were won
+SHOWN_QUESTIONS = 50  # questions of a mode that were lost, and that were won
 JUDGING_KEYS = (  # keys, and what is in them, by which episodes are judged
     *("data.columns.", "data.system_prompt.", "data.test.", "model.template.", "validation.success."),
     *("rollout.environment.", "rollout.max_new_tokens.", "rollout.max_tokens.", "rollout.max_turns."),
@@ -26,7 +26,7 @@ JUDGING_KEYS = (  # keys, and what is in them, by which episodes are judged
 )
 # The answer is the first uid's. An episode that failed at every attempt has the lowest score, at most 0: see
 # observe/held_out.py.
-QUESTIONS = """WITH played AS (
+QUESTIONS_QUERY = """WITH played AS (
     SELECT uid, group_id, mode, score, components, min(0, ifnull(min(score) OVER (), 0)) AS lowest
     FROM episodes WHERE kind = 'held out' AND step = ?)
 SELECT mode, sample, min(e.uid), question, truth, ifnull(answer, ''), avg(ifnull(score, lowest)),
@@ -36,12 +36,12 @@ SELECT mode, sample, min(e.uid), question, truth, ifnull(answer, ''), avg(ifnull
 COMPONENTS_QUERY = """SELECT mode, sample, key, avg(value)
     FROM episodes JOIN questions USING (group_id), json_each(components)
     WHERE kind = 'held out' AND step = ? GROUP BY mode, sample, key"""
-FAILED = """SELECT count(*) FROM episodes
+FAILED_QUERY = """SELECT count(*) FROM episodes
     WHERE kind = 'held out' AND step = ? AND state = 'failed'"""
-STEPS = "SELECT DISTINCT step FROM episodes WHERE kind = 'held out' ORDER BY step"
+STEPS_QUERY = "SELECT DISTINCT step FROM episodes WHERE kind = 'held out' ORDER BY step"
 # in evaluation.json
-ALL = "val-core/all/"
-TASK = "val-task/"
+ALL_PREFIX = "val-core/all/"
+TASK_PREFIX = "val-task/"
 _decode_evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
 
 
@@ -103,25 +103,25 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
     return {
         "steps": [side.step for side in sides],
         "validations": [side.known for side in sides],
-        "modes": [{"mode": mode, **_compared(pairs)} for mode, pairs in shared_pairs.items()],
+        "modes": [{"mode": mode, **_compare_pairs(pairs)} for mode, pairs in shared_pairs.items()],
         "warnings": warnings,
     }
 
 
 def _read_side(run: Path, step: int | None, default_position: int) -> Side:
     with closing(RunReader.open(run)) as reader:
-        validation_steps = [columns for (columns,) in reader.rows(STEPS)]
+        validation_steps = [columns for (columns,) in reader.rows(STEPS_QUERY)]
         step = step if step is not None else (validation_steps or [0])[default_position]
         config = at(launches_of(run), step + 1).config
-        rows = reader.rows(QUESTIONS, step, parse(config).validation.success - ROUNDING)
+        rows = reader.rows(QUESTIONS_QUERY, step, parse(config).validation.success - ROUNDING)
         answered_by_row = {(mode, sample_row): Answered(*answered) for mode, sample_row, *answered in rows}
         for mode, sample_row, name, value in reader.rows(COMPONENTS_QUERY, step):
             if validation_step := answered_by_row.get((mode, sample_row)):  # none of one that was over since
                 validation_step.components[name] = value
-        return Side(step, validation_steps, config, answered_by_row, reader.rows(FAILED, step)[0][0])
+        return Side(step, validation_steps, config, answered_by_row, reader.rows(FAILED_QUERY, step)[0][0])
 
 
-def _compared(pairs: Sequence[Pair]) -> dict[str, Any]:
+def _compare_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Compare scores of a mode and their components; list flipped questions, the largest change first."""
     component_pairs = defaultdict[str, list[tuple[float, float]]](list)
     for first, second in pairs:
@@ -136,15 +136,15 @@ def _compared(pairs: Sequence[Pair]) -> dict[str, Any]:
         ]
         for direction in (1, -1)
     )
-    return paired([(first.score, second.score) for first, second in pairs]) | {
-        "components": {name: paired(component_pairs[name]) for name in sorted(component_pairs)},
+    return paired_statistics([(first.score, second.score) for first, second in pairs]) | {
+        "components": {name: paired_statistics(component_pairs[name]) for name in sorted(component_pairs)},
         "flips": {"lost": len(lost_pairs), "won": len(won_pairs)},
-        "lost": lost_pairs[:SHOWN],
-        "won": won_pairs[:SHOWN],
+        "lost": lost_pairs[:SHOWN_QUESTIONS],
+        "won": won_pairs[:SHOWN_QUESTIONS],
     }
 
 
-def paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def paired_statistics(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Return the mean difference of the second from the first, with its interval over questions."""
     changes = [second - first for first, second in pairs]
     return {
@@ -157,20 +157,20 @@ def paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def measures(run_dir: Path) -> Iterator[dict[str, Any]]:
+def evaluation_measures(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the results of `asyncrl eval` by mode and measure, `sampled/pass@4`: the mean with its interval
     over questions, and the mean of each task. Nothing for another run."""
     evaluation: dict[str, dict[str, float]] = {}
     with suppress(FileNotFoundError, *UNDECODABLE):
         evaluation = _decode_evaluation((run_dir / "evaluation.json").read_bytes())
     task_means = defaultdict[str, dict[str, float]](dict)
-    for measure_name in (measure_name for measure_name in evaluation if measure_name.startswith(TASK)):
-        task, mode, measure = measure_name.removeprefix(TASK).rsplit("/", 2)
+    for measure_name in (measure_name for measure_name in evaluation if measure_name.startswith(TASK_PREFIX)):
+        task, mode, measure = measure_name.removeprefix(TASK_PREFIX).rsplit("/", 2)
         task_means[f"{mode}/{measure}"][task] = evaluation[measure_name]["mean"]
     for measure_name, measured in (
-        (measure_name.removeprefix(ALL), measured)
+        (measure_name.removeprefix(ALL_PREFIX), measured)
         for measure_name, measured in evaluation.items()
-        if measure_name.startswith(ALL)
+        if measure_name.startswith(ALL_PREFIX)
     ):
         interval = (measured["low"], measured["high"]) if "low" in measured else None
         after_training = {

@@ -34,7 +34,7 @@ MAX_MATCHES = 500  # episodes of one search
 Decode = Callable[[Sequence[int]], str]
 
 
-def decoder(model: str) -> Decode:
+def load_decoder(model: str) -> Decode:
     """Return what decodes ids, by the tokenizer of a model directory. ConfigError."""
     from tokenizers import Tokenizer  # load_tokenizer has compared the run's with it
 
@@ -72,13 +72,13 @@ def search(
         if time.monotonic() > deadline or len(matching_uids) == MAX_MATCHES:
             return matching_uids, read_count
         with suppress(AsyncrlError):  # deleted since the index was read, or damaged
-            text = "\n".join(_said(turns_of(list(reader.frames(uid, turns))), decode)).lower()
+            text = "\n".join(_written_texts(turns_of(list(reader.frames(uid, turns))), decode)).lower()
             if all(word in text for word in lowered_words):
                 matching_uids.append(uid)
     return matching_uids, len(episodes)
 
 
-def _said(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str]:
+def _written_texts(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str]:
     """What the model, the tools and the environment wrote, calls and errors among it."""
     for turn in turns:
         if decode is not None:
@@ -88,7 +88,7 @@ def _said(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str]:
         yield from (message.content for message in (turn.observation or Observation()).messages)
 
 
-def masked_share(reader: RunReader, episode_row: Mapping[str, Any], max_staleness: int) -> float | None:
+def masked_fraction(reader: RunReader, episode_row: Mapping[str, Any], max_staleness: int) -> float | None:
     """Return the share of an episode's trained tokens that are too old for it; None where they are gone."""
     with suppress(AsyncrlError):
         turns = turns_of(list(reader.frames(episode_row["uid"], episode_row["turns"])))
@@ -111,7 +111,7 @@ def transcript(
             for log_ratio in ratio_record.log_ratio
         ]
         token_values |= {"ratios": ratios, "dropped": ratio_record.dropped}
-    if not (no_advantage := missing or _refused(config, reader, episode)):
+    if not (no_advantage := missing or _missing_advantage_reason(config, reader, episode)):
         try:
             parts = credited(config, episode, reader.baseline(episode.group), turns)
             named_parts = zip(("rewards", "advantages"), parts, strict=True)
@@ -128,14 +128,14 @@ def transcript(
         "listed": episode_row,
         "step": episode_row["step"],
         "bound": config.buffer.max_staleness,
-        "turns": list(_turns(turns, decode, token_values, episode.step, config.buffer.max_staleness)),
+        "turns": list(_turn_answers(turns, decode, token_values, episode.step, config.buffer.max_staleness)),
         "missing": missing,
         "text": _stored_text(run_dir, episode_row) if missing else "",
         "no_advantage": no_advantage,
     }
 
 
-def _refused(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> str:
+def _missing_advantage_reason(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> str:
     """Say why an episode has no advantages; '' if it has some. A viewer runs no code of users."""
     advantage_name, _ = single(config.algorithm.advantage)
     if episode.uid.startswith(EVAL):
@@ -164,7 +164,7 @@ def _stored_text(run_dir: Path, episode_row: dict[str, Any]) -> str:
     return ""
 
 
-def _turns(
+def _turn_answers(
     turns: Sequence[Turn],
     decode: Decode,
     token_values: Mapping[str, list[Any]],

@@ -20,12 +20,20 @@ from asyncrl.errors import ConfigError
 from asyncrl.observe.timeline import START, Line, TimelineFile, files
 from asyncrl.runtime.activity import DECODE
 from asyncrl.runtime.weight_loader import LOAD
-from asyncrl.viewer.meanings import MEANINGS, meaning
-from asyncrl.viewer.spans import COORDINATOR, SPAN, by_row, merged, shares, since_start, totals
+from asyncrl.viewer.meanings import MEANINGS, meaning_of
+from asyncrl.viewer.spans import (
+    COORDINATOR,
+    SPAN,
+    merge_spans,
+    shares,
+    since_start,
+    spans_by_row,
+    window_totals,
+)
 
 WINDOW_PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS
-MOST_SPANS = 15_000  # of about 45 bytes, so that an answer stays below 1 MB
-MOST_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
+MAX_SPANS = 15_000  # of about 45 bytes, so that an answer stays below 1 MB
+MAX_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
 MAX_STEPS = 400  # on the ruler
 MAX_SECONDS = 1e9  # seconds from the run's start that can be asked for
 # rows; a trainer's is WORK
@@ -81,21 +89,27 @@ class LaneReader:
         reaches_window = (spans["end"] >= since) & (spans["start"] <= until)
         window_spans = spans if reaches_window.all() else spans[reaches_window]  # 50 MB for a million spans
         pixel = (until - since) / WINDOW_PIXELS
-        while len(merged_spans := merged(window_spans, since, pixel)) > MOST_SPANS and pixel < until - since:
-            pixel *= 1.25 * len(merged_spans) / MOST_SPANS
+        while (
+            len(merged_spans := merge_spans(window_spans, since, pixel)) > MAX_SPANS and pixel < until - since
+        ):
+            pixel *= 1.25 * len(merged_spans) / MAX_SPANS
         shown_steps = [step_end for step_end in steps if since <= step_end[1] <= until]
-        names = [meaning(name) for name in self._names]
+        names = [meaning_of(name) for name in self._names]
         process_kinds = [process.partition(" ")[0] for process, _ in self._rows]
         processes = sorted({process for process, _ in self._rows}, key=_process_order)
         row_shares = shares(spans, np.array([processes.index(process) for process, _ in self._rows]))
-        row_spans = by_row(merged_spans, list(self._text_numbers), len(row_shares), pixel)
+        row_spans = spans_by_row(merged_spans, list(self._text_numbers), len(row_shares), pixel)
         lanes: dict[str, list[dict[str, Any]]] = {process: [] for process in processes}
         ordered_rows = sorted(
-            self._rows.items(), key=lambda row: (meaning(row[0][1])[0], -row_shares[row[1]])
+            self._rows.items(), key=lambda row: (meaning_of(row[0][1])[0], -row_shares[row[1]])
         )
         for (process, name), row_number in ordered_rows:
             lanes[process].append(
-                {"title": meaning(name)[1], "share": row_shares[row_number], "spans": row_spans[row_number]}
+                {
+                    "title": meaning_of(name)[1],
+                    "share": row_shares[row_number],
+                    "spans": row_spans[row_number],
+                }
             )
         return {
             "length": run_seconds,
@@ -106,7 +120,7 @@ class LaneReader:
             "processes": [{"title": process, "rows": rows} for process, rows in lanes.items()],
             "steps": shown_steps[:: len(shown_steps) // MAX_STEPS + 1],
             "marks": marks,
-            "totals": totals(window_spans, process_kinds, names, since, until),
+            "totals": window_totals(window_spans, process_kinds, names, since, until),
         }
 
     def _read_added(self, file: TimelineFile) -> Iterator[tuple[float, ...]]:
@@ -152,7 +166,7 @@ class LaneReader:
             process = line.engine
         if (process, row) not in self._rows and sum(
             row_process == process for row_process, _ in self._rows
-        ) >= MOST_ROWS:
+        ) >= MAX_ROWS:
             row = OTHER
         row_number = self._rows.setdefault((process, row), len(self._rows))
         name_number = self._names.setdefault(name, len(self._names))

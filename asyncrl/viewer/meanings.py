@@ -54,7 +54,7 @@ SPANS: dict[str, tuple[int, str | None]] = {
 _span_pattern = re.compile("|".join(map(re.escape, sorted(SPANS, key=len, reverse=True))))
 
 
-def meaning(name: str) -> tuple[int, str]:
+def meaning_of(name: str) -> tuple[int, str]:
     """Return the number of its meaning and its legible name. What is in no table waits for another process:
     waits are called by what they wait for."""
     match = _span_pattern.match(name)

@@ -22,7 +22,7 @@ from asyncrl.observe.metrics import Row, label, matching
 from asyncrl.observe.summary import JUDGED, edges, flow_of, latest, mean, notes, outcome_line, summarize
 from asyncrl.observe.table import numbers
 from asyncrl.store.launches import described, differences, launches_of, tree
-from asyncrl.viewer.compare import ALL, measures
+from asyncrl.viewer.compare import ALL_PREFIX, evaluation_measures
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
 MAX_ROWS = 400  # of a longer run they are chosen
@@ -83,7 +83,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         "steps": summary["steps"],
         "seconds": summary["seconds"],
         "conserved": summary["conserved"],
-        "held_out": list(measures(run_dir))
+        "held_out": list(evaluation_measures(run_dir))
         or list(_validation_results(rows) if is_training else _evaluation_results(rows)),
         "figures": list(_figures(steps)),
         "alerts": [*shown_alerts, *resume_alerts[-SHOWN_RESUMES:]],
@@ -138,9 +138,9 @@ def _validation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 def _evaluation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield what an evaluation found, under the names of evaluation.json, before there is one."""
     newest_row = next((newest_row for newest_row in reversed(rows) if metric.ASKED in newest_row), {})
-    for name in sorted(name for name in newest_row if name.startswith(ALL)):
+    for name in sorted(name for name in newest_row if name.startswith(ALL_PREFIX)):
         unit = "share" if name in FRACTION_METRICS else ""
-        label = name.removeprefix(ALL)
+        label = name.removeprefix(ALL_PREFIX)
         yield {
             "label": label,
             "unit": unit,

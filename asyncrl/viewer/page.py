@@ -24,16 +24,16 @@ from asyncrl.viewer.views import Views
 STATIC = files("asyncrl.viewer") / "static"
 # episodes of each run that a page in a file can open
 SHOWN_EPISODES = 30
-HELD_OUT = 10
+SHOWN_HELD_OUT = 10
 
 # Nothing is fetched but the answers of the page's own server; text of models and tools is never run.
-POLICY = (
+CONTENT_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'"
 )
 
 
-def page(recorded: Mapping[str, Any] | None = None) -> str:
+def build_page(recorded: Mapping[str, Any] | None = None) -> str:
     """Return the page. `recorded`: answers by their address, for a page without a server."""
     scripts = (file for file in STATIC.iterdir() if file.name.endswith(".js"))
     modules = {
@@ -41,7 +41,7 @@ def page(recorded: Mapping[str, Any] | None = None) -> str:
         for file in scripts
     }
     template_values = {
-        "POLICY": POLICY,
+        "POLICY": CONTENT_POLICY,
         "STYLE": _static_text("vendor/uPlot.min.css") + _static_text("style.css"),
         "UPLOT": _static_text("vendor/uPlot.iife.min.js"),
         "IMPORTS": json.dumps({"imports": modules}),
@@ -79,12 +79,12 @@ def write(path: Path, views: Views) -> bool:
         listed_episodes = keep_answer("episodes", run=run).get("episodes", [])
         train_episodes = [episode for episode in listed_episodes if episode["kind"] == "train"]
         listed_episodes[:] = train_episodes + held_out
-        for episode in train_episodes[:SHOWN_EPISODES] + held_out[:HELD_OUT]:
+        for episode in train_episodes[:SHOWN_EPISODES] + held_out[:SHOWN_HELD_OUT]:
             if episode["end"]:
                 keep_answer("episode", run=run, uid=episode["uid"])
     keep_answer("compare", a=0, b=min(1, len(listed_runs["runs"]) - 1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(answers), "utf-8")
+    path.write_text(build_page(answers), "utf-8")
     return all_conserved
 
 

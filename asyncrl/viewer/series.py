@@ -20,12 +20,12 @@ from asyncrl.observe.held_out import wilson
 from asyncrl.store.launches import described, launches_of
 from asyncrl.store.reader import RunReader
 
-POINTS = 1000  # places of a curve that a page is sent; a longer stretch is thinned
+MAX_POINTS = 1000  # places of a curve that a page is sent; a longer stretch is thinned
 ALERT_CHECKS = 100  # places at which a run is searched for alerts
 LOST_METRICS = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/engine_lost")
 
 
-def series(
+def curve_series(
     columns: Measured, x_axis: str = "step", since: float | None = None, until: float | None = None
 ) -> dict[str, Any]:
     """Return curves. `columns`: of each metric a value or None for each place. `step`, `seconds` and `tokens`
@@ -42,8 +42,8 @@ def series(
         if until is None
         else min(len(x_values), int(np.searchsorted(x_values, until, "right")) + 1)
     )
-    bucket_edges = np.linspace(first_row, last_row, POINTS // 2 + 1).astype(int)
-    is_thinned = last_row - first_row > POINTS
+    bucket_edges = np.linspace(first_row, last_row, MAX_POINTS // 2 + 1).astype(int)
+    is_thinned = last_row - first_row > MAX_POINTS
     validated_rows = columns.having(*metric.HELD_OUT)
     bucket_rows = (
         np.stack([bucket_edges[:-1], bucket_edges[1:] - 1], 1).ravel()
@@ -90,7 +90,7 @@ def series(
 
 
 def _thinned(rows: np.ndarray) -> np.ndarray:
-    return rows[:: len(rows) // (POINTS // 2) + 1]
+    return rows[:: len(rows) // (MAX_POINTS // 2) + 1]
 
 
 def _rounded_list(values: np.ndarray) -> list[float | None]:
@@ -115,7 +115,7 @@ def _bands(curves: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, 
             yield name, changing_bands
 
 
-def marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
+def run_marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
     """What happened at a step: kind and text."""
     steps = columns.steps.tolist()
     trained = columns.having(metric.STEP_SECONDS)

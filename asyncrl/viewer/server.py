@@ -15,14 +15,14 @@ from aiohttp import web
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.isolation.calls import OwnThread
-from asyncrl.viewer.page import POLICY, page
+from asyncrl.viewer.page import CONTENT_POLICY, build_page
 from asyncrl.viewer.views import Views
 
-HOST = "127.0.0.1"
-DEADLINE = 60.0  # seconds for an answer
+LOOPBACK_HOST = "127.0.0.1"
+ANSWER_DEADLINE = 60.0  # seconds for an answer
 STOP_SECONDS = 0.2  # for answers under way, and then for the threads that make them
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": CONTENT_POLICY,
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -48,10 +48,10 @@ class ViewServer:
     async def start(self) -> None:
         """Listen. OSError where the port is taken."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, self._port).start()
+        await web.TCPSite(self._runner, LOOPBACK_HOST, self._port).start()
         port = self._runner.addresses[0][1]
-        self._hosts = frozenset({f"{HOST}:{port}", f"localhost:{port}"})
-        self.url = f"http://{HOST}:{port}/{self._token}/"
+        self._hosts = frozenset({f"{LOOPBACK_HOST}:{port}", f"localhost:{port}"})
+        self.url = f"http://{LOOPBACK_HOST}:{port}/{self._token}/"
 
     async def close(self) -> None:
         await self._runner.cleanup()
@@ -70,18 +70,18 @@ class ViewServer:
         if not secrets.compare_digest(token.encode(), self._token.encode()):
             return _error(403, "open the address that `asyncrl view` has printed")
         if request.path == f"/{token}/":
-            return web.Response(text=page(), content_type="text/html", headers=HEADERS)
+            return web.Response(text=build_page(), content_type="text/html", headers=HEADERS)
         view_name = view_path.removeprefix("api/")
         if view_name == view_path or view_name not in self._view_threads:
             return _error(404, f"no view {view_name!r}")
         try:
             answer_call = partial(self._views.answer, view_name, dict(request.query))
-            async with asyncio.timeout(DEADLINE):
+            async with asyncio.timeout(ANSWER_DEADLINE):
                 view_answer = await self._view_threads[view_name].run(answer_call)
         except AsyncrlError as error:
             return _error(400, str(error))
         except TimeoutError:
-            return _error(504, f"not read within {DEADLINE:g} s")
+            return _error(504, f"not read within {ANSWER_DEADLINE:g} s")
         return web.Response(
             body=msgspec.json.encode(view_answer), content_type="application/json", headers=HEADERS
         )

@@ -17,7 +17,7 @@ SPAN = np.dtype(
 )
 Marks = list[tuple[float, str]]
 COORDINATOR = "coordinator"
-LONG = 10.0  # seconds
+LONG_PAUSE = 10.0  # seconds
 LAUNCH_WINDOW = (
     60.0  # seconds: processes that begin again less than so after the coordinator were launched with it
 )
@@ -32,7 +32,7 @@ def since_start(spans: np.ndarray, process_starts: Mapping[str, Sequence[float]]
     pause_lengths = dict[float, float]()
     for relaunch in relaunches:
         last_end = float(spans["end"].max(initial=0, where=spans["end"] <= relaunch))
-        if 0 < last_end < relaunch - LONG:
+        if 0 < last_end < relaunch - LONG_PAUSE:
             pause_lengths[relaunch] = relaunch - last_end
 
     def on_run_clock(times: Any) -> Any:
@@ -73,7 +73,7 @@ def shares(spans: np.ndarray, process_of_row: np.ndarray) -> list[float]:
     )
 
 
-def totals(
+def window_totals(
     spans: np.ndarray,
     kind_of_row: Sequence[str],
     names: Sequence[tuple[int, str]],
@@ -107,7 +107,7 @@ def totals(
     ]
 
 
-def merged(spans: np.ndarray, since: float, pixel: float) -> np.ndarray:
+def merge_spans(spans: np.ndarray, since: float, pixel: float) -> np.ndarray:
     """Return the spans of a window by row. Those below a pixel that begin in the same one are joined, under
     what the longest of them is, without its text. Each is at least a pixel wide, or up to the next one."""
     if not len(spans):
@@ -132,7 +132,9 @@ def merged(spans: np.ndarray, since: float, pixel: float) -> np.ndarray:
     return merged
 
 
-def by_row(spans: np.ndarray, texts: Sequence[str], row_count: int, pixel: float) -> list[list[list[Any]]]:
+def spans_by_row(
+    spans: np.ndarray, texts: Sequence[str], row_count: int, pixel: float
+) -> list[list[list[Any]]]:
     """Return what is drawn of each row."""
     digits = max(0, 2 - int(np.floor(np.log10(pixel))))
     since, until = (spans[name_numbers].round(digits).tolist() for name_numbers in ("start", "end"))

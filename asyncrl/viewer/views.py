@@ -21,13 +21,13 @@ from asyncrl.store.launches import Tree, at, differences, launches_of
 from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer.compare import compare
-from asyncrl.viewer.episodes import decoder, masked_share, search, transcript
+from asyncrl.viewer.episodes import load_decoder, masked_fraction, search, transcript
 from asyncrl.viewer.lanes import LaneReader
 from asyncrl.viewer.overview import overview
-from asyncrl.viewer.series import marks, series
+from asyncrl.viewer.series import curve_series, run_marks
 
 Query = Mapping[str, str]
-Begun = tuple[Path, bytes]  # a run directory, and which run was begun there
+RunIdentity = tuple[Path, bytes]  # a run directory, and which run was begun there
 Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 MAX_LANE_READERS = 2  # runs whose timelines are in memory: 100 MB for a million spans
 KEPT_METRIC_BYTES = (
@@ -44,9 +44,9 @@ class Views:
         self._outcome_of = ended
         names = [path.absolute().name for path in self._runs]
         self._run_names = names if len({*names}) == len(names) else [*map(str, self._runs)]
-        self._load_decoder = lru_cache(decoder)
-        self._lane_readers = dict[Begun, LaneReader]()
-        self._metric_columns = dict[Begun, Measured]()
+        self._load_decoder = lru_cache(load_decoder)
+        self._lane_readers = dict[RunIdentity, LaneReader]()
+        self._metric_columns = dict[RunIdentity, Measured]()
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list_runs,
             "rows": self._rows,
@@ -104,8 +104,8 @@ class Views:
         columns.update()
         self._metric_columns[run_identity] = columns  # the newest one
         chart_groups = list(charts(*columns.known()))
-        curves = series(columns, query.get("by", ""), since, until)
-        return curves | {"charts": chart_groups, "marks": marks(path, columns)}
+        curves = curve_series(columns, query.get("by", ""), since, until)
+        return curves | {"charts": chart_groups, "marks": run_marks(path, columns)}
 
     def _compare(self, query: Query) -> dict[str, Any]:
         run_paths = self._run_path({"run": query.get("a", "0")}), self._run_path({"run": query.get("b", "0")})
@@ -117,26 +117,26 @@ class Views:
         search_report = None
         decode = None
         path = self._run_path(query)
-        if listed.order == listing.NEWEST and self._outcome_of(path):
-            listed = msgspec.structs.replace(listed, order=listing.NEWEST_OVER)
+        if listed.order == listing.NEWEST_FIRST and self._outcome_of(path):
+            listed = msgspec.structs.replace(listed, order=listing.FINISHED_FIRST)
         with closing(RunReader.open(path)) as reader:
             if listed.search:
                 with suppress(AsyncrlError):  # else what the tools said is searched
                     decode = self._load_decoder(_run_config(path).model.path)
-                matching_episodes = listing.uids(reader, listed)
+                matching_episodes = listing.matching_episodes(reader, listed)
                 found_uids, read_count = search(reader, matching_episodes, listed.search, decode)
                 search_report = {"transcripts": read_count, "of": len(matching_episodes)}
-            episode_count, facets = listing.facets(reader, listed, found_uids)
-            shown_episodes = listing.page(reader, listed, found_uids)
+            episode_count, facets = listing.count_facets(reader, listed, found_uids)
+            shown_episodes = listing.episode_page(reader, listed, found_uids)
             for episode in (episode for episode in shown_episodes if episode["stale"] == "some"):
-                episode["masked"] = masked_share(reader, episode, _run_config(path).buffer.max_staleness)
+                episode["masked"] = masked_fraction(reader, episode, _run_config(path).buffer.max_staleness)
         answer = {"episodes": shown_episodes, "total": episode_count, "start": listed.start}
         return answer | {"searched": search_report, "facets": facets}
 
     def _tools(self, query: Query) -> list[dict[str, Any]]:
         """Say what the tools did, in the episodes that fit."""
         with closing(RunReader.open(self._run_path(query))) as reader:
-            return listing.tools(reader, Listing.of(query.get("where", ""), "", "", ""))
+            return listing.tool_statistics(reader, Listing.of(query.get("where", ""), "", "", ""))
 
     def _episode(self, query: Query) -> dict[str, Any]:
         path = self._run_path(query)
@@ -144,7 +144,7 @@ class Views:
         with closing(RunReader.open(path)) as reader:
             config = _run_config(path, reader.episode(uid).step + 1)
             uid_condition = msgspec.json.encode([("uid", "=", uid)]).decode()
-            if not (episode_rows := listing.page(reader, Listing.of(uid_condition, "", "", ""))):
+            if not (episode_rows := listing.episode_page(reader, Listing.of(uid_condition, "", "", ""))):
                 raise ConfigError(f"episode {uid}: its validation is under way; it is listed once it is over")
             return transcript(path, config, reader, episode_rows[0], self._load_decoder(config.model.path))
 
@@ -185,6 +185,6 @@ def _query_number(query: Query, key: str, kind: Any = float) -> Any:
         return msgspec.json.decode(query[key], type=kind) if key in query else None
 
 
-def _run_identity(run_dir: Path) -> Begun:
+def _run_identity(run_dir: Path) -> RunIdentity:
     start_file = run_dir / "started"
     return run_dir, start_file.read_bytes() if start_file.exists() else b""

@@ -59,7 +59,9 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
     token_endpoints = read_token(token)
     own_key = new_key_pair()
     started_at = time.monotonic()
-    while (enrolled := _asked(token_endpoints, Enrol(own_key.public), started_at + seconds)) is None:
+    while (
+        enrolled := _request_enrolment(token_endpoints, Enrol(own_key.public), started_at + seconds)
+    ) is None:
         if time.monotonic() > started_at + TOKEN_KNOWN_SECONDS:
             raise ConfigError(
                 f"the coordinator at {token_endpoints.control} refuses this token: it was used, is over, or is of "
@@ -70,7 +72,7 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
     return msgspec.structs.replace(token_endpoints, keys=keys), enrolled
 
 
-def _asked(token_endpoints: Endpoints, message: Enrol, deadline: float) -> Enrolled | None:
+def _request_enrolment(token_endpoints: Endpoints, message: Enrol, deadline: float) -> Enrolled | None:
     """Ask once; None: the token is refused. ConfigError where nobody answers."""
     link = Link(
         token_endpoints.control,

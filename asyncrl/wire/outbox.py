@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import MOST_RECORDS, Record, Records
+from asyncrl.wire.messages.worker import MAX_RECORDS, Record, Records
 from asyncrl.wire.sockets import MAX_BYTES
 
 log = logging.getLogger("asyncrl.worker")
@@ -27,7 +27,7 @@ log = logging.getLogger("asyncrl.worker")
 Send = Callable[[Records, Sequence[bytes]], Awaitable[None]]
 
 WINDOW_BYTES = 32 << 20
-RESEND = 5.0  # seconds without an ack; doubled up to RESEND_MOST until there is one
+RESEND_SECONDS = 5.0  # seconds without an ack; doubled up to RESEND_MOST until there is one
 MAX_RESEND_SECONDS = 60.0
 _RECORD_OVERHEAD = 256  # bytes a record counts for beside its frame
 _BUNDLE_BYTES = 1 << 20  # bytes of the records in one message; a larger one goes alone
@@ -62,7 +62,7 @@ class Outbox:
         self.paused = False
         self._changed = asyncio.Event()
         self._progress_at = 0.0  # when the oldest was first sent, an ack came or all was sent again
-        self._resend_after = RESEND
+        self._resend_after = RESEND_SECONDS
 
     @property
     def acked(self) -> int:
@@ -106,7 +106,7 @@ class Outbox:
             self._unacked_bytes -= entry.size
             self._next_index = max(0, self._next_index - 1)
             self._progress_at = self._clock()
-            self._resend_after = RESEND
+            self._resend_after = RESEND_SECONDS
             if not entry.durable.done():  # a waiter that was cancelled has cancelled it
                 entry.durable.set_result(None)
         self._notify_change()
@@ -147,7 +147,7 @@ class Outbox:
         """The next ones to send, at least one and as many as go together."""
         bundle: list[_Entry] = []
         bundle_bytes = 0
-        for entry in islice(self._unacked, self._next_index, self._next_index + MOST_RECORDS):
+        for entry in islice(self._unacked, self._next_index, self._next_index + MAX_RECORDS):
             bundle_bytes += entry.size
             if bundle and bundle_bytes > _BUNDLE_BYTES:
                 break

@@ -37,7 +37,7 @@ from asyncrl.wire.messages.shared import WireMessage
 log = logging.getLogger("asyncrl.wire")
 
 MAX_BYTES = 256 << 20  # of a message, header and frames
-MAX_REFUSALS = 256  # messages that a Hub drops before it lets its owner go on
+MAX_DROPPED = 256  # messages that a Hub drops before it lets its owner go on
 HIGH_WATER_MARK = 4096
 LARGE_HIGH_WATER_MARK = 64  # large messages that a peer has not taken: bounds memory
 SEND_DEADLINE = 10.0  # seconds: HIGH_WATER messages are more than a peer sends in this time
@@ -49,8 +49,8 @@ ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # of its peers
 # An option of the context. With it a message of 100 bytes, until it is read, keeps the 8 KB that it came in.
 ZERO_COPY_RECV = 10
 REDIAL_MILLISECONDS = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once
-HANDSHAKE = 3000  # milliseconds in which a connection shows its key, or is closed
-LINGER = 500  # milliseconds that a closed socket goes on sending
+HANDSHAKE_MILLISECONDS = 3000  # milliseconds in which a connection shows its key, or is closed
+LINGER_MILLISECONDS = 500  # milliseconds that a closed socket goes on sending
 
 LAST_PART_FLAGS = int(
     zmq.DONTWAIT
@@ -108,7 +108,7 @@ def role_of(name: bytes) -> str:
     return name.partition(b"/")[0].decode()
 
 
-def encode(message: WireMessage, frames: Sequence[bytes]) -> list[bytes]:
+def encode_message(message: WireMessage, frames: Sequence[bytes]) -> list[bytes]:
     """Header and opaque frames as one multipart message. ProtocolError when it is larger than MAX_BYTES."""
     message_parts = [_encoder.encode(message), *frames]
     _check_size(message_parts)
@@ -217,7 +217,7 @@ class Hub:
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
         """False when the peer is unknown or its queue is full; the caller's protocol resends."""
         try:
-            *parts, last_part = peer, *encode(message, frames)
+            *parts, last_part = peer, *encode_message(message, frames)
             for part in parts:
                 self.socket.send(part, MORE_PARTS_FLAGS)
             self.socket.send(last_part, LAST_PART_FLAGS)
@@ -227,7 +227,7 @@ class Hub:
 
     def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
         """The next message that can be read, or None when there is none now."""
-        for _ in range(MAX_REFUSALS):
+        for _ in range(MAX_DROPPED):
             try:
                 identity_frame = self.socket.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
@@ -251,7 +251,7 @@ class Hub:
             raise ProtocolError(f"{role!r} sends nothing on this channel") from None
 
     def close(self) -> None:
-        self.socket.close(linger=LINGER)
+        self.socket.close(linger=LINGER_MILLISECONDS)
 
 
 class Poller:
@@ -304,7 +304,7 @@ class Dial:
     def close(self) -> None:
         self._socket.monitor(None, 0)
         self._monitor_socket.close(linger=0)
-        self._socket.close(linger=LINGER)
+        self._socket.close(linger=LINGER_MILLISECONDS)
 
 
 class Link:
@@ -315,7 +315,7 @@ class Link:
         _configure(self.socket)
         self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
         try:
-            introduce(self.socket, name, keys)
+            set_identity(self.socket, name, keys)
             self._dial = Dial(self.socket, endpoint)
             self._codec = Codec(union)
         except zmq.ZMQError as error:
@@ -326,7 +326,7 @@ class Link:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
         self._dial.mend()
         try:
-            self.socket.send_multipart(encode(message, frames))
+            self.socket.send_multipart(encode_message(message, frames))
         except zmq.Again:
             raise _send_timeout(message) from None
 
@@ -352,14 +352,14 @@ class AsyncLink:
     def __init__(self, endpoint: str, union: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _configure(self._socket)
-        introduce(self._socket, name, keys)
+        set_identity(self._socket, name, keys)
         self._dial = Dial(self._socket, endpoint)
         self._codec = Codec(union)
 
     async def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
         self._dial.mend()
-        send_future: Any = self._socket.send_multipart(encode(message, frames))
+        send_future: Any = self._socket.send_multipart(encode_message(message, frames))
         try:
             async with asyncio.timeout(SEND_DEADLINE) if not send_future.done() else nullcontext():
                 await send_future
@@ -396,7 +396,7 @@ def _is_power_of_two(count: int) -> bool:
     return count & (count - 1) == 0
 
 
-def introduce(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
+def set_identity(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
     """A peer's end, before it connects: its identity, its own role's key, and whom it expects there."""
     key_pair = keys[role_of(name)]
     sock.setsockopt(zmq.IDENTITY, name)
@@ -408,7 +408,7 @@ def introduce(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
 def _configure(sock: Any) -> None:
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES + ENVELOPE_BYTES)
     sock.set_hwm(HIGH_WATER_MARK)
-    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
     sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-    sock.setsockopt(zmq.LINGER, LINGER)
+    sock.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)

@@ -159,8 +159,8 @@ class World:
             for module in (loop, state, reporting):
                 patch.setattr(module, "time", clock)
             patch.setattr(schema, "OPEN_DEADLINE", 0.0)
-            patch.setattr(runstore, "MOST_FORGOTTEN", 2)
-            patch.setattr(segments, "MOST_REMOVED", 1)
+            patch.setattr(runstore, "MAX_FORGOTTEN", 2)
+            patch.setattr(segments, "MAX_REMOVED", 1)
             patch.setattr(loop, "Hub", lambda endpoint, unions, gate: PlayedHub(self, endpoint == "bulk"))
             patch.setattr(
                 loop,

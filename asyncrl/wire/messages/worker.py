@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from asyncrl.types import NO_VERSION, EpisodeResult, EpisodeStats, FailReason, PolicyVersion, Sample
-from asyncrl.values import LISTED
+from asyncrl.values import MAX_LISTED_LENGTH
 from asyncrl.wire.messages.shared import Attempt, Count, Finite, WireMessage
 
 
@@ -171,7 +171,7 @@ class Finished(WireMessage, frozen=True):
     stats: EpisodeStats
     text: str = ""  # the transcript, where Assign asks for it
     notes: dict[str, str] = {}  # what the reward function said beside numbers
-    answer: Annotated[str, msgspec.Meta(max_length=LISTED)] = ""  # in short, for lists
+    answer: Annotated[str, msgspec.Meta(max_length=MAX_LISTED_LENGTH)] = ""  # in short, for lists
 
 
 class Failed(WireMessage, frozen=True):
@@ -184,14 +184,14 @@ class Failed(WireMessage, frozen=True):
 
 
 Record = Generated | Sampled | Replied | Finished | Failed
-MOST_RECORDS = 64  # in one message
+MAX_RECORDS = 64  # in one message
 
 
 class Records(WireMessage, frozen=True):
     """Records of one worker, in their order. Frames: those of the first, as many as its count says, then
     those of the next one."""
 
-    counted: Annotated[tuple[tuple[Record, Count], ...], msgspec.Meta(max_length=MOST_RECORDS)]
+    counted: Annotated[tuple[tuple[Record, Count], ...], msgspec.Meta(max_length=MAX_RECORDS)]
 
     def unpacked(self, frames: Sequence[bytes]) -> Iterator[tuple[Record, list[bytes]]]:
         """Each record with its frames, or with what there is of them."""

@@ -31,7 +31,7 @@ def completion(text: str | None) -> bytes:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PAUSE", 0.0)
+    monkeypatch.setattr(http, "FIRST_PAUSE", 0.0)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from asyncrl.rollout.context import EpisodeRun
 from asyncrl.rollout.demonstrations import (
     DemonstrationPlayer,
     NoEngine,
-    said_logprobs,
+    assistant_logprobs,
 )
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import FailReason, Message, PolicyVersion, Sample, StopReason, Turn
@@ -90,7 +90,7 @@ def test_log_probs_of_turns_in_several_rows() -> None:
 
     turns = [turn(0, 2, 3), turn(1, 4, 1), turn(0, 1, 2)]  # as rows come side by side, too
     rows = [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14]]  # of the tokens 1.. of each
-    assert said_logprobs(turns, rows) == [2, 3, 4, 14, 6, 7]
+    assert assistant_logprobs(turns, rows) == [2, 3, 4, 14, 6, 7]
 
 
 def test_one_that_is_too_long_is_left_out() -> None:

@@ -56,7 +56,7 @@ async def test_a_turn_waits_by_name_for_a_scorer_and_goes_on_when_it_is_back() -
 
 
 async def test_waits_for_a_scorers_room_and_for_its_address_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "PAUSE", 0.001)
+    monkeypatch.setattr(server_pool, "FIRST_PAUSE", 0.001)
     with pytest.raises(NoEngineError, match=r"scorers\.teacher: no server .*, after 0\.01 s"):
         await Servers(lane="teacher", patience=0.01).pool.url()
     s = Servers(lane="teacher")
@@ -247,7 +247,7 @@ async def test_a_full_server_sends_the_turn_to_another() -> None:
 
 
 async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "PAUSE", 0.001)
+    monkeypatch.setattr(server_pool, "FIRST_PAUSE", 0.001)
     s = Servers("a", "b")
     s["a"].acts = [Busy()] * 3
     s["b"].acts = [Busy()] * 3

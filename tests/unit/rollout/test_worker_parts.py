@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from asyncrl.engines.base import EngineRefused, Request, Sampling
 from asyncrl.errors import EngineError
-from asyncrl.rollout.samplers import BROKEN, LocalSampler
+from asyncrl.rollout.samplers import MAX_FAILURES, LocalSampler
 from asyncrl.runtime.activity import ASLEEP, BusyTimer, Notifier, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.weight_loader import LOAD_TRIES
@@ -280,12 +280,14 @@ async def test_an_engine_that_only_fails_ends_the_lane() -> None:
         raise errors.pop()
 
     f.engine.script = broken
-    errors = [*[EngineError("the engine broke")] * BROKEN, *[EngineRefused("no ids")] * BROKEN]
+    errors = [*[EngineError("the engine broke")] * MAX_FAILURES, *[EngineRefused("no ids")] * MAX_FAILURES]
     for refused in (True, False):
-        for _ in range(BROKEN):
+        for _ in range(MAX_FAILURES):
             with pytest.raises(EngineError):
                 await f.lane.generate(REQUEST)
-        assert f.lane.failures == (0 if refused else BROKEN)  # a wrong request is not the engine's fault
+        assert f.lane.failures == (
+            0 if refused else MAX_FAILURES
+        )  # a wrong request is not the engine's fault
     with pytest.raises(EngineError, match="in a row"):
         await asyncio.wait_for(f.task, 60)
 

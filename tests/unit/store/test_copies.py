@@ -19,8 +19,8 @@ from asyncrl.launch.data import Inputs, ok
 from asyncrl.launch.preflight import check_checkpoint_directory
 from asyncrl.launch.run_directory import lock
 from asyncrl.store import copies
-from asyncrl.store.copies import BEYOND, restore
-from asyncrl.store.listing import Listing, page
+from asyncrl.store.copies import EPOCH_MARGIN, restore
+from asyncrl.store.listing import Listing, episode_page
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError, check_schema
 from asyncrl.store.segments import SegmentReader
@@ -93,13 +93,13 @@ def test_a_copy_on_a_stuck_disk_is_named(
     """The log of run.db cannot be shortened meanwhile."""
     run = trained(tmp_path)
     stuck = Event()
-    monkeypatch.setattr(copies, "_fill", lambda db, counts: stuck.wait(60))
+    monkeypatch.setattr(copies, "_fill_copy", lambda db, counts: stuck.wait(60))
     run.checkpoint(keep=2)
     run.turn()
     run.store.sync()
     run.store.commit()
     assert not caplog.text
-    monkeypatch.setattr(copies, "PATIENCE", 0.0)
+    monkeypatch.setattr(copies, "CLOSE_PATIENCE", 0.0)
     run.store.sync()
     run.store.commit()
     assert re.search(r"a copy has taken \d+ s: is the disk stuck\? Its log grows", caplog.text)
@@ -149,11 +149,13 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     assert "3 steps and" in said and f"{at_copy.issued // 2} groups; what was there" in said, said
     assert len(list(run_dir.glob("damaged-*/run.db"))) == 1
     again = Coordinator(run_dir, 1 << 30, Random(0))
-    assert again.buffer.flow() == at_copy and again.store.epoch == epoch + BEYOND + 1
-    listed = page(again.store.read, Listing.of('[["state","=","landed"],["state","=","ready"]]', "", "", ""))
+    assert again.buffer.flow() == at_copy and again.store.epoch == epoch + EPOCH_MARGIN + 1
+    listed = episode_page(
+        again.store.read, Listing.of('[["state","=","landed"],["state","=","ready"]]', "", "", "")
+    )
     assert listed and all(one["answer"] == f"answer {one['uid']}" for one in listed)
     assert {(one["question"], one["truth"], one["sample"]) for one in listed} == {("how many?", "a lot", 7)}
-    assert again.store.read.meta("trainer_epoch") == str(7 + BEYOND)
+    assert again.store.read.meta("trainer_epoch") == str(7 + EPOCH_MARGIN)
     needed = {e.uid for e in again.buffer.episodes.values() if e.turns and not e.state.over}
     named = said.partition("lost: payloads of ")[2].splitlines()[0].split()
     assert needed and set(named) == needed | again.batches.taken.keys()

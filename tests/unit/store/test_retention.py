@@ -19,7 +19,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.store import runstore, segments
 from asyncrl.store.reader import RunReader
-from asyncrl.store.runstore import OF_EPISODE, RunStore
+from asyncrl.store.runstore import EPISODE_TABLES, RunStore
 from asyncrl.types import Message, Sample, ToolCall, ToolReply
 from asyncrl.wire.messages.trainer import Checkpointed
 from tests.fakes.mail import Sent
@@ -96,8 +96,8 @@ def restored(reader: RunReader) -> tuple[ReplayBuffer, Batches]:
 @pytest.fixture(autouse=True)
 def a_little_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that turns come in between."""
-    monkeypatch.setattr(runstore, "MOST_FORGOTTEN", 3)
-    monkeypatch.setattr(segments, "MOST_REMOVED", 1)
+    monkeypatch.setattr(runstore, "MAX_FORGOTTEN", 3)
+    monkeypatch.setattr(segments, "MAX_REMOVED", 1)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -127,7 +127,7 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
         spare = sum(size for segment, size in sizes.items() if segment < first)
         issued = run.buffer.flow().issued
         ((kept,),) = reader.rows("SELECT count(*) FROM episodes")
-        of = {table: {uid for (uid,) in reader.rows(f"SELECT uid FROM {table}")} for table in OF_EPISODE}
+        of = {table: {uid for (uid,) in reader.rows(f"SELECT uid FROM {table}")} for table in EPISODE_TABLES}
         assert of["answers"] == of["calls"] == of["episodes"] & run.sent.keys()
         assert reader.rows("SELECT group_id FROM questions EXCEPT SELECT group_id FROM episodes") == []
         if keep_bytes < 1 << 30:

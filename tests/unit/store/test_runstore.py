@@ -23,7 +23,7 @@ from asyncrl.store import schema
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SCHEMA_VERSION, StoreError, StorePaused, SupersededError, check_schema
-from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, segment_path
+from asyncrl.store.segments import FrameLocation, SegmentReader, SegmentWriter, segment_path
 from tests.fakes.power import DurableFiles
 from tests.unit.buffer.machine import admit, land, make, train
 
@@ -313,7 +313,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="damaged record at 0"):
         reader.read(place)
     with pytest.raises(StoreError, match="damaged"):
-        reader.read(FramePlace(place.segment, 4000))
+        reader.read(FrameLocation(place.segment, 4000))
 
 
 def test_old_segments_go_and_one_that_cannot_be_deleted_ends_no_run(

@@ -8,14 +8,14 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import interval
-from asyncrl.viewer.compare import QUESTIONS, compare, measures, paired
+from asyncrl.viewer.compare import QUESTIONS_QUERY, compare, evaluation_measures, paired_statistics
 from asyncrl.viewer.views import Views
 from tests.fakes import planted
 from tests.fakes.planted import ended, save_run
 
 
 def test_a_paired_difference_by_hand() -> None:
-    found = paired([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
+    found = paired_statistics([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
     assert (found["means"], found["difference"]) == ([0.5, 0.75], 0.25)
     assert (found["wins"], found["losses"], found["questions"]) == (2, 1, 4)
     assert found["interval"] == interval([1.0, 0.0, -1.0, 1.0])
@@ -94,7 +94,7 @@ def test_episodes_that_are_over_while_a_validation_is_read_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [planted.regression(tmp_path / str(worse), worse=worse) for worse in (False, True)]
-    monkeypatch.setattr("asyncrl.viewer.compare.QUESTIONS", f"{QUESTIONS} LIMIT 5")
+    monkeypatch.setattr("asyncrl.viewer.compare.QUESTIONS_QUERY", f"{QUESTIONS_QUERY} LIMIT 5")
     (mode,) = compare(runs, [None, None])["modes"]
     assert (mode["questions"], mode["components"]["form"]["questions"]) == (5, 5)
 
@@ -123,10 +123,10 @@ def test_what_an_evaluation_found_by_measure_and_task(tmp_path: Path) -> None:
     found = {"val-core/all/sampled/pass@2": whole, "val-core/x/sampled/pass@2": whole}
     found |= {"val-task/org/fix/sampled/pass@2": {"mean": 1.0}, "val-core/all/nll": {"mean": 1.5}}
     (tmp_path / "evaluation.json").write_text(json.dumps(found))
-    passed, loss = measures(tmp_path)
+    passed, loss = evaluation_measures(tmp_path)
     after = {"value": 0.5, "interval": (0.25, 0.75), "step": 0, "questions": 2}
     assert passed == {"label": "sampled/pass@2", "unit": "share", "curve": [], "after": after} | {
         "tasks": {"org/fix": 1.0}
     }
     assert (loss["label"], loss["unit"], loss["after"]["interval"]) == ("nll", "", None)
-    assert not [*measures(tmp_path / "other")]
+    assert not [*evaluation_measures(tmp_path / "other")]

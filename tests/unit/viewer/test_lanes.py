@@ -12,8 +12,8 @@ import pytest
 import asyncrl
 from asyncrl.errors import ConfigError
 from asyncrl.observe.timeline import START, Timeline
-from asyncrl.viewer.lanes import MOST_ROWS, MOST_SPANS, LaneReader
-from asyncrl.viewer.meanings import MEANINGS, SPANS, meaning
+from asyncrl.viewer.lanes import MAX_ROWS, MAX_SPANS, LaneReader
+from asyncrl.viewer.meanings import MEANINGS, SPANS, meaning_of
 
 T = 1_700_000_000.0
 PACKAGE = Path(asyncrl.__file__).parent
@@ -99,7 +99,7 @@ def test_a_long_run_stays_below_a_megabyte(tmp_path: Path) -> None:
     timeline.close()
     for worker in range(8):
         timeline = Timeline(tmp_path / "timeline" / f"rollout-{worker}.jsonl")
-        for tool in range(MOST_ROWS + 20):
+        for tool in range(MAX_ROWS + 20):
             for at in range(0, 4_000, 400):
                 timeline.record(f"tool {tool}", T + at, T + at + 2, calls=5, seconds=8.0)
         timeline.close()
@@ -111,10 +111,10 @@ def test_a_long_run_stays_below_a_megabyte(tmp_path: Path) -> None:
     busy = [span[4] / (span[1] - span[0]) for span in work]
     assert busy[:-1] == pytest.approx([1.0] * (len(work) - 1), abs=0.01)  # all the time: so each of them is
     assert sum(span[3] for span in work) == 8_000
-    assert sum(len(row["spans"]) for row in rows.values()) <= MOST_SPANS
+    assert sum(len(row["spans"]) for row in rows.values()) <= MAX_SPANS
     mine = [row for (process, _), row in rows.items() if process == "worker 3"]
-    assert len(mine) == MOST_ROWS + 1
-    assert sum(span[3] for row in mine for span in row["spans"]) == (MOST_ROWS + 20) * 10 * 5
+    assert len(mine) == MAX_ROWS + 1
+    assert sum(span[3] for row in mine for span in row["spans"]) == (MAX_ROWS + 20) * 10 * 5
 
 
 def test_spans_below_a_pixel_do_not_fill_a_lane(tmp_path: Path) -> None:
@@ -206,6 +206,6 @@ def test_every_name_that_is_recorded_has_a_meaning() -> None:
     assert unknown == set()
     assert len(MEANINGS) <= 8
     assert {number for number, _ in SPANS.values()} == set(range(len(MEANINGS)))
-    assert meaning("tool of the user") == (MEANINGS.index("tool or environment"), "tool of the user")
-    assert meaning("no such wait") == (MEANINGS.index("wait for another process"), "no such wait")
-    assert meaning("load_weights (validation)")[1] == "load weights (validation)"
+    assert meaning_of("tool of the user") == (MEANINGS.index("tool or environment"), "tool of the user")
+    assert meaning_of("no such wait") == (MEANINGS.index("wait for another process"), "no such wait")
+    assert meaning_of("load_weights (validation)")[1] == "load weights (validation)"

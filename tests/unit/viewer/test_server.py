@@ -100,7 +100,7 @@ def test_lists_are_read_one_at_a_time_also_behind_one_that_is_late(
 
     async def test(client: aiohttp.ClientSession, url: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(server_module, "DEADLINE", 0.1)
+            patch.setattr(server_module, "ANSWER_DEADLINE", 0.1)
             for _ in range(2):
                 assert (await client.get(f"{url}api/episodes")).status == 504
         assert (await client.get(f"{url}api/runs")).status == 200

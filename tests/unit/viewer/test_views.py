@@ -22,8 +22,8 @@ from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.files import write_status
 from asyncrl.observe.metrics import FILTERED, REWARD
 from asyncrl.store.launches import KEY, since
-from asyncrl.store.listing import Listing, page
-from asyncrl.store.listing import facets as facets_of
+from asyncrl.store.listing import Listing, episode_page
+from asyncrl.store.listing import count_facets as facets_of
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeEnd, EpisodeResult, EpisodeStats
@@ -263,7 +263,7 @@ def test_a_hundred_thousand_episodes_are_paged_in_time(tmp_path: Path) -> None:
         began = time.process_time()
         wanted = Listing.of('[["end","=","length"],["tokens",">=",200]]', "-reward", "200", "")
         total, _ = facets_of(reader, wanted)
-        found = page(reader, wanted)
+        found = episode_page(reader, wanted)
         assert time.process_time() - began < 1.5
     assert total == 8 * sum(g % 500 >= 200 and ends[g % len(ends)] == "length" for g in range(12_500))
     assert [one["reward"] for one in found] == [7 / 8] * 100

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import MOST_RECORDS, Records, Replied
-from asyncrl.wire.outbox import RESEND, Outbox
+from asyncrl.wire.messages.worker import MAX_RECORDS, Records, Replied
+from asyncrl.wire.outbox import RESEND_SECONDS, Outbox
 from tests.fakes.loop import settle
 
 A = Attempt("a", 0)
@@ -83,7 +83,7 @@ class Played:
         pytest.param("p p p =1,2,3 ( r a2 p ) =1,2,3,1,2,3,4", id="an ack while sending skips nothing"),
         pytest.param("p =1 z p =1 r =1,1,2", id="nothing is sent while paused"),
         pytest.param(
-            f"p @{RESEND} =1 @{RESEND + 1} =1,1 @{2 * RESEND + 2} =1,1 @{3 * RESEND + 2} =1,1,1",
+            f"p @{RESEND_SECONDS} =1 @{RESEND_SECONDS + 1} =1,1 @{2 * RESEND_SECONDS + 2} =1,1 @{3 * RESEND_SECONDS + 2} =1,1,1",
             id="without acks all is sent again, less and less often",
         ),
         pytest.param("x2 p =1", id="a send past its deadline is tried again"),
@@ -105,12 +105,12 @@ async def test_records(events: str) -> None:
 async def test_what_waits_goes_together() -> None:
     played = Played()
     large = Outbox(played.send)
-    for size in (*[9] * (MOST_RECORDS + 1), 2 << 20, 9):
+    for size in (*[9] * (MAX_RECORDS + 1), 2 << 20, 9):
         await large.post(Replied(0, A, 0), b"x" * size)
     running = asyncio.create_task(large.run())
     await settle()
     running.cancel()
-    assert played.sizes == [MOST_RECORDS, 1, 1, 1] and played.seqs == list(range(1, MOST_RECORDS + 4))
+    assert played.sizes == [MAX_RECORDS, 1, 1, 1] and played.seqs == list(range(1, MAX_RECORDS + 4))
 
 
 async def test_attempts_are_those_of_records_that_are_not_acked() -> None:

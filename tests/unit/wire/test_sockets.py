@@ -31,14 +31,14 @@ from asyncrl.wire.sockets import (
     KeyPair,
     Link,
     choose_endpoints,
-    encode,
-    introduce,
+    encode_message,
     new_key_pair,
     role_of,
+    set_identity,
 )
 from tools.faults.proxy import Proxy
 
-GOOD = encode(ObserverHello(), [])
+GOOD = encode_message(ObserverHello(), [])
 
 
 class Visitors:
@@ -55,7 +55,7 @@ class Visitors:
         """A socket with a key of its own, or that of the role that the identity names."""
         role = role_of(identity)
         socket: zmq.Socket = self._context.socket(zmq.DEALER)
-        introduce(socket, identity, self.endpoints.keys | ({role: key} if key else {}))
+        set_identity(socket, identity, self.endpoints.keys | ({role: key} if key else {}))
         self._sockets.append(socket)
         return socket
 
@@ -112,7 +112,7 @@ def test_what_waits_to_be_read_keeps_little_more_memory_than_its_size(visitors: 
         [b"\xc1"],
         [b"GET / HTTP/1.1"],
         [GOOD[0][:-1]],
-        encode(PlanRequest(1, 1, 1), []),
+        encode_message(PlanRequest(1, 1, 1), []),
         [GOOD[0][:-1] + b"\xff"],
         [b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"],
     ],
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
 )
 def test_a_number_that_cannot_be_is_not_taken_in(role: str, message: WireMessage) -> None:
     with pytest.raises(ProtocolError, match="undecodable"):
-        Codec(ToCoordinatorControl[role]).decode(encode(message, []))
+        Codec(ToCoordinatorControl[role]).decode(encode_message(message, []))
 
 
 def test_an_identity_that_is_no_text_is_nobody(visitors: Visitors) -> None:
@@ -196,8 +196,8 @@ def test_a_coordinator_of_another_launch_is_not_talked_to(visitors: Visitors) ->
 
 def test_a_role_sends_only_its_own_messages(visitors: Visitors) -> None:
     """A worker that was taken over cannot commit, or stop the run, under its own name or another's."""
-    stop = encode(Stop("mine now"), [])
-    commit = encode(Commit(1, 1, "", (), {}), [])
+    stop = encode_message(Stop("mine now"), [])
+    commit = encode_message(Commit(1, 1, "", (), {}), [])
     worker = visitors.endpoints.keys["rollout"]
     visitors.send(stop, commit, identity=b"rollout/0/x")
     visitors.send(stop, GOOD, identity=b"observer/0/y", key=worker)
@@ -245,7 +245,7 @@ def test_a_role_is_given_no_other_secret() -> None:
 
 
 def test_a_flood_of_garbage_lets_the_owner_go_on(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "MAX_REFUSALS", 1)
+    monkeypatch.setattr(sockets, "MAX_DROPPED", 1)
     visitors.send(*[[b"\xc1"]] * 4, GOOD)
     for refused in range(1, 5):
         assert visitors.receive() is None and visitors.hub.refused == refused
@@ -257,8 +257,8 @@ def test_all_frames_of_a_message_together_are_bounded(monkeypatch: pytest.Monkey
     visitors = Visitors({"observer": Replied})
     reply = Replied(1, Attempt("0.0", 0), 0)
     with pytest.raises(ProtocolError, match="at most 1000"):
-        encode(reply, [b"x" * 400] * 3)
-    (header,) = encode(reply, [])
+        encode_message(reply, [b"x" * 400] * 3)
+    (header,) = encode_message(reply, [])
     visitors.send([header, *[b"x" * 400] * 3], [header, b"x" * 400])
     visitors.expect(reply, refused=1)
     visitors.close()
