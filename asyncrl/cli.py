@@ -65,11 +65,12 @@ COMMAND_HELP = "\n".join(f"  asyncrl {name} {line}" for name, lines in COMMANDS.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. An error that has a name is printed on one line."""
+    """Run the command line. A named error is printed on a single line."""
     if argv is None and sys.argv[1:2] and sys.argv[1] in ENCLOSED_COMMANDS:
         from asyncrl.isolation.child import run_enclosed
 
         return run_enclosed("asyncrl.cli:main", sys.argv[1:], grace=ENCLOSED_COMMANDS[sys.argv[1]])
+
     try:
         check_interpreter()
         exit_code = _dispatch_command(sys.argv[1:] if argv is None else argv)
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_interpreter() -> None:
-    """ConfigError where Python strips docstrings: models of transformers cannot be loaded then."""
+    """Raise ConfigError where Python strips docstrings: models of transformers cannot be loaded then."""
     if sys.flags.optimize > 1:
         raise ConfigError(
             "PYTHONOPTIMIZE=2 (python -OO) strips docstrings, which transformers and descriptions of tools "
@@ -111,7 +112,7 @@ def _report_error(text: str, code: int) -> int:
 
 
 def _dispatch_command(argv: list[str]) -> int:
-    """Parse the name of the command, which parses its own arguments."""
+    """Parse the name of the command, and let the command parse the arguments."""
     parser = argparse.ArgumentParser(
         prog="asyncrl",
         description=asyncrl.__doc__,
@@ -124,6 +125,7 @@ def _dispatch_command(argv: list[str]) -> int:
     if not argv:
         parser.print_help(sys.stderr)
         return 2
+
     options = parser.parse_args(argv)
     exit_code: int = import_module(f"asyncrl.commands.{options.command}").main(options.arguments)
     return exit_code

@@ -1,8 +1,8 @@
 """A small copy of a model's architecture, on which a start checks in a second how the model must be computed.
 
-The copy has the classes and the kinds of layers of the model, few and narrow ones with random weights in
-float32. Within some tokens it reaches what the model reaches in thousands: windows, chunks, top-k. Nothing
-here knows a model by name: the keys of a configuration are told apart by what their names say.
+The copy has the classes and the kinds of layers of the model, but few and narrow layers with random weights
+in float32. Windows, chunks and top-k, which matter in the model after thousands of tokens, matter in the copy
+after a few. Nothing here knows a model by name: the keys of a configuration are recognized by patterns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ LAYER_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
 
 
 def unknown(arguments: Mapping[str, Any]) -> list[str]:
-    """Names of those that an attention function must not ignore: ignoring them may change little."""
+    """Return the names of arguments that an attention function must not ignore: ignoring them may change
+    little."""
     checked_arguments = {name: value for name, value in arguments.items() if name not in IGNORABLE_ARGUMENTS}
     return sorted(
         name
@@ -63,15 +64,16 @@ def unknown(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def passes(error: Exception) -> bool:
-    """The error says something of the machine now, not of the model: no result is kept."""
+    """Return True if the error concerns the machine now, not the model: no result is kept."""
     return lacks_memory(error) or isinstance(error, OSError) or "new thread" in str(error)
 
 
 def remembered(
     config: PreTrainedConfig, purpose: str, run_check: Callable[[PreTrainedModel], dict[str, str]]
 ) -> dict[str, str] | None:
-    """Run `check` on the copy: findings by name; None where no copy can be made. They are kept in
-    the user's cache, for this purpose, architecture, and these versions of code. Processes may race."""
+    """Run `run_check` on the copy and return findings by name; None where no copy can be made. Findings are
+    cached in the user's cache directory, by purpose, architecture and versions of code. Processes may race.
+    """
     try:
         narrow_config = narrowed_config(config)
         settings = narrow_config.to_dict() | dict.fromkeys(UNIMPORTANT)
@@ -96,7 +98,7 @@ def remembered(
 
 @cache
 def versions() -> tuple[str, ...]:
-    """Return those of torch, transformers, and the code here that computes with models."""
+    """Return the versions of torch, transformers, and the code here that computes with models."""
     package_root = Path(__file__).parent
     files = [
         Path(__file__),
@@ -104,11 +106,13 @@ def versions() -> tuple[str, ...]:
         *sorted(package_root.glob("engines/**/*.py")),
     ]
     code_hash = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
     return torch.__version__, transformers.__version__, platform.machine(), code_hash
 
 
 def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
-    """The copy for a narrowed configuration: the first layers, as many as are of all its kinds."""
+    """Return the copy for a narrowed configuration: as few of the first layers as contain all kinds of
+    layers."""
     layer_count = narrow_config.get_text_config().num_hidden_layers
     layer_kinds = _layer_kinds(narrow_config)
     for shallow_layers in (count for count in LAYER_COUNTS if count < layer_count):
@@ -117,15 +121,18 @@ def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
             for name, value in list(vars(nested_config).items()):
                 if isinstance(value, list | tuple | str) and len(value) == layer_count:
                     setattr(nested_config, name, value[:shallow_layers])
+
         shallow.get_text_config().num_hidden_layers = shallow_layers
         with suppress(Exception):  # a layer that refers to another one may be beyond it
             if _layer_kinds(shallow) == layer_kinds:
                 return _random_model(shallow)
+
     return _random_model(narrow_config)
 
 
 def narrowed_config(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreTrainedConfig:
-    """The same layers, each with few and small heads, small experts, and a short reach."""
+    """Return a configuration of the same layers, each with few and small heads, small experts, and a short
+    reach."""
     narrow_config = copy.deepcopy(config)
     text_config = narrow_config.get_text_config()
     integer_settings = {
@@ -170,6 +177,7 @@ def narrowed_config(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreT
                     name,
                     _small_value(name, value, count_divisor, size_divisor, position_reach),
                 )
+
     return narrow_config
 
 
@@ -181,19 +189,23 @@ def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _small_value(name: str, value: Any, count_divisor: int, size_divisor: int, position_reach: int) -> Any:
-    """The copy's value of a key. `fewer`, `narrower`: what heads, and their sizes, are divided by, so that
-    products of the two stay what they are. `reach`: the positions that there are."""
+    """Return the copy's value of a key. `count_divisor`, `size_divisor`: divisors of the number of heads and
+    of the size of heads, so that products of both stay consistent. `position_reach`: the number of positions.
+    """
     if isinstance(value, dict):
         return {
             key: _small_value(str(key), nested, count_divisor, size_divisor, position_reach)
             for key, nested in value.items()
         }
+
     if isinstance(value, list | tuple) and name.endswith("_factor"):  # for each pair of a rope's dimensions
         return value[: max(len(value) // size_divisor, 1)]
     if isinstance(value, list | tuple):
         return [_small_value(name, nested, count_divisor, size_divisor, position_reach) for nested in value]
     if type(value) is not int or value < 2 or "layers" in name:
         return value
+
+    aligned_width = -(-value // (count_divisor * size_divisor * 4)) * 4  # experts need multiples of 4
     rules: tuple[tuple[str | re.Pattern[str], int], ...] = (
         ("token_id$", value % RESERVED),
         ("vocab", min(value, VOCABULARY_SIZE)),
@@ -204,16 +216,14 @@ def _small_value(name: str, value: Any, count_divisor: int, size_divisor: int, p
         (r"experts?(_num)?$", min(value, 16)),
         (r"experts?_per_tok|moe_top_?k", min(value, 8)),
         (REACH_KEYS, WINDOW_TOKENS if value > 32 else value),
-        (
-            WIDTH_KEYS,
-            -(-value // (count_divisor * size_divisor * 4)) * 4 if value > 32 else value,
-        ),  # aligned, for experts
+        (WIDTH_KEYS, aligned_width if value > 32 else value),
     )
+
     return next((small for pattern, small in rules if re.search(pattern, name)), value)
 
 
 def _layer_kinds(config: PreTrainedConfig) -> set[Any]:
-    """Say how layers differ: in modules, their sizes and settings, and in what the configuration lists."""
+    """Return the kinds of layers: modules, sizes and settings, and the lists of the configuration."""
     with torch.device("meta"):
         model = _model_of(config)
     text_config = config.get_text_config()
@@ -224,6 +234,7 @@ def _layer_kinds(config: PreTrainedConfig) -> set[Any]:
         if isinstance(setting, list | tuple | str) and len(setting) == layer_count
     ]
     varying_settings = [value for value in per_layer_settings if len({*map(str, value)}) <= 4]
+
     return {
         (name, *(str(value[index]) for value in varying_settings), *_layer_settings(layer))
         for name, stack in model.named_modules()
@@ -251,15 +262,15 @@ def _model_of(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def own_attention(config: PreTrainedConfig) -> dict[str, str]:
-    """An argument for a model whose scores are capped, which SDPA ignores."""
+    """Return the attention argument for a model whose scores are capped, because SDPA ignores the cap."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return {"attn_implementation": "eager"} if capped else {}
 
 
 @torch.no_grad()
 def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """With random weights, of which small or zero ones become larger: distributions are to be far from
-    uniform. Raises what its forward raises."""
+    """Return a model with random weights; small or zero weights become larger, so that distributions are far
+    from uniform. Raises every error of the model's forward."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _model_of(config)
@@ -268,5 +279,6 @@ def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
             elif weight.std() < (weight_scale := weight.shape[-1] ** -0.5):
                 weight.normal_(0, weight_scale)
+
     model(input_ids=torch.ones(1, 2 * WINDOW_TOKENS, dtype=torch.int64), use_cache=False)
     return model

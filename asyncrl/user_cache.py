@@ -1,4 +1,4 @@
-"""Results that are kept between runs in the user's cache directory, each under a hash of what decides it."""
+"""Results that are kept between runs in the user's cache directory, each under a hash of the inputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_RESULTS = 256  # the oldest are removed beyond that
 
 
 def read_result(key: str, kind: type[T]) -> T | None:
-    """Return the result that was kept under `key`; None without one, or where it cannot be read."""
+    """Return the result that was kept under `key`; None without a result, or where reading fails."""
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(_cache_file(key).read_bytes(), type=kind)
     return None
 
 
 def keep_result(key: str, result: object) -> None:
-    """Keep a result. Processes may race; a cache that cannot be written is left as it is."""
+    """Keep a result. Processes may race; a cache that cannot be written stays unchanged."""
     cache_file = _cache_file(key)
     content = msgspec.json.encode(result)
     with suppress(OSError):

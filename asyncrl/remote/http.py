@@ -1,7 +1,7 @@
-"""Models behind an OpenAI-compatible URL, and JSON over HTTP to a server that may be busy: one deadline over
-all tries, bounded answers, one error.
+"""Models behind an OpenAI-compatible URL, and JSON over HTTP to a server that may be busy: a deadline over
+all tries, bounded answers, a single error type.
 
-429, 5xx, connection refused or cut     tried again after a pause that doubles, or what Retry-After says
+429, 5xx, connection refused or cut     tried again after a pause that doubles, or after Retry-After seconds
 every other refusal                     RemoteError at once
 """
 
@@ -47,7 +47,7 @@ class RemoteLost(RemoteError):
 
 
 class _Busy(Exception):
-    """Worth another try, after `pause` seconds if the server asks for that."""
+    """A failure worth another try, after `pause` seconds if the server asks for a pause."""
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
         super().__init__(reason)
@@ -55,8 +55,8 @@ class _Busy(Exception):
 
 
 def check_url(url: str, *, direct: bool = False) -> None:
-    """Raise ConfigError for a URL that is neither of HTTP nor of a scorer and, unless `direct`, for one whose
-    proxy cannot be used."""
+    """Raise ConfigError for a URL that is neither of HTTP nor of a scorer and, unless `direct`, for a URL
+    whose proxy cannot be used."""
     if not url.startswith(("http://", "https://", SCORER)):
         raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER}NAME")
     with ConfigError.instead_of(ValueError, text=f"the URL {url!r}", advice="correct its host or its port"):
@@ -78,8 +78,8 @@ async def post(
     headers: Mapping[str, str] | None = None,
     direct: bool = False,
 ) -> bytes:
-    """The answer to `body`, sent as JSON, at most MAX_BYTES. `seconds` bound all of it, tries and pauses
-    included. `direct`: through no proxy. Raises RemoteError, which begins with the URL."""
+    """Return the answer to `body`, sent as JSON, at most MAX_BYTES. `seconds` is the deadline over all tries
+    and pauses. `direct`: use no proxy. Raises RemoteError, which begins with the URL."""
     encoded_body = msgspec.json.encode(body)
     headers = {"Content-Type": "application/json", **(headers or {})}
     proxy = None if direct else proxy_of(url)
@@ -101,11 +101,12 @@ async def post(
                         await asyncio.sleep(pause_seconds)
     except TimeoutError:
         raise RemoteLost(f"{url}: no answer within {seconds:g} s{via_proxy} (last: {last_problem})") from None
+
     raise RemoteLost(f"{url}: {last_problem}{via_proxy}, after {retries + 1} tries")
 
 
 async def close_sessions() -> None:
-    """Close the connections of this event loop; they are opened again when needed."""
+    """Close the connections of this event loop; new connections are opened when needed."""
     session = _sessions.pop(asyncio.get_running_loop(), None)
     if session is not None:
         await session.close()
@@ -148,6 +149,7 @@ def proxy_of(url: str) -> str | None:
             f"{scheme if proxies.get(scheme) else 'all'}_proxy: a proxy of the kind {proxy_scheme}:// is not "
             f"supported; set an http:// or https:// proxy, or add {host} to no_proxy"
         )
+
     return proxy or None
 
 
@@ -157,9 +159,11 @@ def _without_password(proxy: str) -> str:
 
 
 def _is_bypassed(host: str, port: int | None, no_proxy: str) -> bool:
-    """True for this machine, and for what `no_proxy` lists: names with or without a port, and networks."""
+    """Return True for this machine, and for entries of `no_proxy`: names with or without a port, and
+    networks."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
+
     proxy_bypass = request.proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
     if proxy_bypass(f"{host}:{port}" if port else host):
         return True
@@ -168,6 +172,7 @@ def _is_bypassed(host: str, port: int | None, no_proxy: str) -> bool:
         address = ip_address(host)
     except ValueError:  # a name
         return False
+
     return address.is_loopback or any(address in network for network in _networks(no_proxy))
 
 
@@ -187,6 +192,7 @@ async def _read_bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
         if total_bytes > MAX_BYTES:
             response.close()
             raise RemoteError(f"{url}: the answer is larger than {MAX_BYTES} bytes")
+
     return b"".join(chunks)
 
 
@@ -203,6 +209,7 @@ def _session() -> aiohttp.ClientSession:
             # The deadline is `post`'s; aiohttp's own of five minutes would cut a longer one short.
             timeout=aiohttp.ClientTimeout(total=None),
         )
+
     return session
 
 
@@ -212,7 +219,7 @@ def _describe_response(status: int, content: bytes) -> str:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
-    """Return seconds of Retry-After; its other form, a date, is ignored."""
+    """Return seconds of Retry-After; a date in this header is ignored."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "")))
     except ValueError:
@@ -239,12 +246,12 @@ _decode_completion = msgspec.json.Decoder(_Completion).decode
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """`url` is the base URL as OpenAI clients take it, ending with `/v1`.
+    """A chat model; `url` is the base URL as OpenAI clients expect, ending with `/v1`.
 
-    `api_key_env` names the environment variable that holds the key; empty: none is sent. `timeout` is in
-    seconds, of one `chat` with its repetitions. A `temperature` below 0 and `max_tokens` of 0 are not sent,
-    as some models refuse them. Instances hold no connection: those are shared within an event loop and closed
-    by `close_sessions`. ConfigError: a bad URL, or no such key.
+    `api_key_env` names the environment variable that holds the key; empty: no key is sent. `timeout` is in
+    seconds, for a `chat` with all repetitions. A `temperature` below 0 and `max_tokens` of 0 are not sent, as
+    some models refuse these settings. Instances hold no connection: connections are shared within an event
+    loop and closed by `close_sessions`. ConfigError: a bad URL, or no such key.
     """
 
     url: str
@@ -262,7 +269,7 @@ class RemoteModel:
         bearer(self.api_key_env)
 
     async def chat(self, messages: Sequence[Message]) -> str:
-        """The model's next message, which may be ''. Raises RemoteError."""
+        """Return the model's next message, which may be ''. Raises RemoteError."""
         url = f"{self.url.rstrip('/')}/chat/completions"
         body = {
             "model": self.model,
@@ -285,7 +292,8 @@ class RemoteModel:
 
 
 def bearer(api_key_env: str) -> dict[str, str]:
-    """The header with the key of that environment variable; none without a name. ConfigError: it is empty."""
+    """Return the header with the key of an environment variable; none without a name. ConfigError: the
+    variable is empty."""
     if not api_key_env:
         return {}
     api_key = os.environ.get(api_key_env)

@@ -1,10 +1,10 @@
-"""Plays an episode that an agent program leads: each of its requests becomes a turn.
+"""Plays an episode that an agent program leads: each request of the agent becomes a turn.
 
     agent --request--> Gateway --AgentRequest--> AgentHost: place, sample, post, wait until durable --> agent
     the agent ends --> reward
 
-A turn is durable before the agent gets it, which may then have side effects. A turn whose client had left
-(a timeout) is kept for the same request.
+A turn is durable before the agent receives the reply, because the agent may then cause side effects. A turn
+whose client has left (a timeout) is kept for a repetition of the same request.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ from asyncrl.values import result_of
 
 
 class IdleTimer:
-    """Adds up the seconds in which an agent has no request under way; they count as one named wait."""
+    """Adds up the seconds in which an agent has no open request; they count as a named wait."""
 
     def __init__(self, waits: Waits, episode_timeout: float) -> None:
         self.idle_seconds = 0.0
-        self._episode_timeout = (
-            episode_timeout  # of the episode, in seconds: an agent has no deadline of its own
-        )
+        self._episode_timeout = episode_timeout  # seconds; an agent has no separate deadline
         self._waits = waits
         self._open_requests = 0
         self._idle_since = 0.0
@@ -57,7 +55,7 @@ class IdleTimer:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """The body answers a request; several may overlap."""
+        """Answers a request in the body; several bodies may overlap."""
         if not self._open_requests:
             self.stop_idle()
         self._open_requests += 1
@@ -70,7 +68,8 @@ class IdleTimer:
 
 
 class AgentHost:
-    """Answers the requests of one agent. `failed` is done, with the error, when the episode cannot go on."""
+    """Answers the requests of an agent. `fatal_error` is done, with the error, when the episode cannot go
+    on."""
 
     def __init__(self, episode_run: EpisodeRun, branches: Branches, idle_timer: IdleTimer) -> None:
         self.fatal_error: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -78,8 +77,8 @@ class AgentHost:
         self._branches = branches
         self._idle_timer = idle_timer
         self._render_lock = asyncio.Lock()
-        self._post_lock = asyncio.Lock()  # turns are posted in the order of their numbers
-        self._turn_added = Notifier()  # there is one more turn
+        self._post_lock = asyncio.Lock()  # turns are posted in the order of turn numbers
+        self._turn_added = Notifier()
 
     async def answer(
         self, request: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
@@ -99,7 +98,7 @@ class AgentHost:
 
     @contextmanager
     def _end_episode_on_error(self, *reported_errors: type[Exception]) -> Iterator[None]:
-        """End the episode if the body raises an error, unless it is one of these: see `Host`."""
+        """End the episode if the body raises an error, except for `reported_errors`: see `Host`."""
         try:
             with users_code():
                 yield
@@ -111,8 +110,8 @@ class AgentHost:
             raise
 
     async def _render(self, request: AgentRequest) -> None:
-        """Other episodes go on meanwhile, and share the threads: each has one of them, which is busy to the
-        end even if the client leaves."""
+        """Render a request in a thread while the event loop serves further episodes. An episode uses a single
+        thread at a time, and keeps that thread busy to the end even if the client leaves."""
         async with self._render_lock:
             if (render_call := self._branches.rendering(request)) is not None:
                 await to_its_end(render_call)
@@ -123,8 +122,8 @@ class AgentHost:
     async def _reply_to_all(
         self, sources: list[Turn | Placement], listener: Listener | None
     ) -> list[AgentReply]:
-        """All answers to a request, once they are durable. When one fails, or the client leaves, none is left
-        under way, and none counts as delivered."""
+        """Return all answers to a request, once they are durable. When an answer fails, or the client leaves,
+        the remaining tasks are cancelled and no answer counts as delivered."""
         if listener is not None:
             listener.begun(self._branches.prompt_tokens(sources[0]))
         pending_replies = [
@@ -140,13 +139,14 @@ class AgentHost:
                 reply_task.cancel()
             task_results = await asyncio.gather(*reply_tasks, return_exceptions=True)
             self._branches.give_back(
-                [*sources, *(one.turn for one in task_results if isinstance(one, AgentReply))]
+                [*sources, *(reply.turn for reply in task_results if isinstance(reply, AgentReply))]
             )
             raise
+
         return replies
 
     async def _reply_from(self, source: Turn | Placement, on_text: OnText | None) -> AgentReply:
-        """Reply with a turn that was not delivered, a recorded one, or one that is sampled and posted."""
+        """Reply with an undelivered turn, a recorded turn, or a turn that is sampled and posted now."""
         turn = source if isinstance(source, Turn) else await self._obtain_turn(source, on_text)
         branches = self._branches
         decode = self._episode_run.context.rules.chat.decode
@@ -160,7 +160,8 @@ class AgentHost:
             self._branches.cancel(placement)
 
     async def _recorded_turn(self, placement: Placement) -> Turn | None:
-        """The turn that answered this request in an earlier attempt, once all turns before it were added."""
+        """Return the turn that answered this request in an earlier attempt, once all turns before have been
+        added."""
         while (turn := self._branches.recorded_turn(placement)) is not None:
             if turn.index == len(self._branches.turns):
                 added_turn = self._add_turn(placement, turn)
@@ -168,32 +169,34 @@ class AgentHost:
                     self._episode_run.restart_clock()
                 return added_turn
             await self._turn_added.wait()
+
         return None
 
     async def _sample_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
         rules = self._episode_run.context.rules
         request = placement.request
+        if request.prompt is not None:
+            on_text = None  # thoughts and calls of a plain completion are not told apart
+
         watch = None
-        on_text = None if request.prompt is not None else on_text  # its thoughts and calls are not told apart
         if request.stops or on_text:
             watch = TurnWatch(rules, request.tools, request.stops, opening(rules, placement.context), on_text)
-        asked_for = (
+        generation = await self._episode_run.generate(
             placement.ids,
             placement.max_new_tokens,
-            placement.session,
-            watch,
-            not placement.untrained,
-            request.agent,
+            row=placement.session,
+            watch=watch,
+            is_trained=not placement.untrained,
+            agent=request.agent,
         )
-        generation = await self._episode_run.generate(*asked_for)
         if turn_problem := problem(rules.chat.stop_ids, placement.max_new_tokens, generation):
             raise EngineError(turn_problem)
+
         async with self._post_lock:
             turn = self._branches.turn(placement, generation)
             await self._episode_run.post_turn(turn, placement.session)
-            return self._add_turn(
-                placement, turn
-            )  # at once: what is posted is a turn, even if the client has left
+            # A posted turn counts at once, even if the client has left.
+            return self._add_turn(placement, turn)
 
     def _add_turn(self, placement: Placement, turn: Turn) -> Turn:
         self._branches.add(placement, turn)
@@ -209,7 +212,7 @@ class AgentPlayer:
     agents: Agents
     _branches: Branches = field(init=False)
     _idle_timer: IdleTimer = field(init=False)
-    _agent_outcome: tuple[EpisodeEnd, Any] | None = None  # how, and with what result, once the agent has
+    _agent_outcome: tuple[EpisodeEnd, Any] | None = None  # end and result, once the agent has ended
 
     def __post_init__(self) -> None:
         self._branches = Branches(self.run.context.rules, (), self.agents.untrained)
@@ -224,8 +227,10 @@ class AgentPlayer:
             return await self._score_turns(*self._agent_outcome)
         if self._branches.refused is not None:
             return Outcome(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
-        side_requests = ", but for side requests (rollout.untrained_agents, or not of `agents`)"
-        side_requests = side_requests if self._branches.turns else ""
+
+        side_requests = ""
+        if self._branches.turns:
+            side_requests = ", but for side requests (rollout.untrained_agents, or not of `agents`)"
         raise AgentError(f"the agent ended without asking the model{side_requests}")
 
     async def expire(self) -> Outcome:
@@ -233,16 +238,21 @@ class AgentPlayer:
         if not trained(self._branches.turns):
             detail = "not one turn was done within rollout.episode_timeout"
             return Outcome(Fail(FailReason.DEADLINE, detail), ())
+
+        if self._agent_outcome is not None:
+            end, result = self._agent_outcome
+            return await self._score_turns(end, result)
+
         unknown_result = {"failed": "the time was up before what changed was collected"}
         result = unknown_result if task_of(self.run.assignment.sample) else None
-        return await self._score_turns(*(self._agent_outcome or (EpisodeEnd.TIMEOUT, result)))
+        return await self._score_turns(EpisodeEnd.TIMEOUT, result)
 
     async def close(self) -> None:
         """Do nothing: the agent has ended with `play`."""
 
     async def _serve_agent(self) -> tuple[bool, Any]:
-        """Run the agent, and return whether its time was up, and its result; None if it gave up after a limit
-        had refused its request or cut its last turn."""
+        """Run the agent; return whether the time was up, and the agent's result. The result is None if the
+        agent gave up after a limit had refused a request or cut the last turn."""
         host = AgentHost(self.run, self._branches, self._idle_timer)
         self._idle_timer.start_idle()
         try:
@@ -250,8 +260,10 @@ class AgentPlayer:
                 agent_task = await self._run_agent(endpoint, host.fatal_error)
         finally:
             self._idle_timer.stop_idle()
+
         if host.fatal_error.done():
             raise host.fatal_error.result()
+
         try:
             return False, result_of(agent_task.result())
         except TimeUp as error:
@@ -261,9 +273,8 @@ class AgentPlayer:
         except Exception as error:
             branches = self._branches
             program_failed = isinstance(error, CommandError)
-            model_failed_program = program_failed and task_of(
-                self.run.assignment.sample
-            )  # the model can end its program
+            # In a task the model can end the agent's program.
+            model_failed_program = program_failed and task_of(self.run.assignment.sample)
             model_is_cause = bool(trained(branches.turns)) and (
                 model_failed_program or branches.end is EpisodeEnd.LENGTH
             )
@@ -274,7 +285,8 @@ class AgentPlayer:
     async def _run_agent(
         self, endpoint: Endpoint, fatal_error: asyncio.Future[Exception]
     ) -> asyncio.Future[Any]:
-        """Run the agent until it ends, or `failed` is done; it is done in both cases."""
+        """Run the agent until the program ends or `fatal_error` is done; the returned future is done in both
+        cases."""
         max_tokens = self.run.context.rules.config.max_tokens
         endpoint = replace(endpoint, max_tokens=max_tokens, seconds=self.run.seconds_left)
         agent_call = self.agents.threads.call(
@@ -286,22 +298,31 @@ class AgentPlayer:
         finally:
             agent_task.cancel()
             await asyncio.gather(agent_task, return_exceptions=True)
+
         return agent_task
 
     async def _score_turns(self, end: EpisodeEnd, result: Any) -> Outcome:
-        """Score the turns, limited by `rollout.reward_timeout`, not by what is left of the episode's time."""
-        trained_turns = trained(self._branches.turns)
+        """Score the turns, limited by `rollout.reward_timeout`, not by the remaining time of the episode."""
         branches = self._branches
+        trained_turns = trained(branches.turns)
         call_count = branches.calls
-        shown = branches.messages, call_count, result, branches.main
-        reward_result = await self.run.reward(trained_turns, branches.answer, end, *shown)
+        reward_result = await self.run.compute_reward(
+            trained_turns,
+            branches.answer,
+            end,
+            messages=branches.messages,
+            tool_calls=call_count,
+            result=result,
+            main_conversation=branches.main,
+        )
         stats = EpisodeStats(
-            len(trained_turns),
-            call_count,
+            turns=len(trained_turns),
+            tool_calls=call_count,
             tool_s=self._idle_timer.idle_seconds,
             system_folded=branches.folded,
             untrained_turns=len(branches.turns) - len(trained_turns),
         )
+
         return Outcome(scored(trained_turns, end, reward_result), trained_turns, stats)
 
     def _check_replayed(self) -> None:
@@ -310,7 +331,7 @@ class AgentPlayer:
 
 
 class Agents:
-    """The agent, gateway and threads that all episodes of a worker share. Start the gateway first."""
+    """Holds the agent, gateway and threads that all episodes of a worker share. Start the gateway first."""
 
     def __init__(self, agent: Agent, gateway: Gateway, untrained: Untrained = lambda request: False) -> None:
         self.agent = agent

@@ -1,4 +1,5 @@
-"""An environment as an episode uses it: one call at a time, with a deadline, and every answer is checked.
+"""An environment from the episode's side: calls run one after another, with a deadline, and every answer is
+checked.
 
 TurnPlayer ──► EpisodeEnvironment.step ──► call_user ──► Environment.step ──► Observation | EnvironmentFailed
 """
@@ -28,41 +29,46 @@ MAX_NAME_LENGTH = 256  # characters of a role, a name or an id
 
 
 class EpisodeEnvironment:
-    """The environment of one episode. `limit`: seconds for each answer, where the environment states none of
-    its own. A call that does not end by then is cancelled and abandoned. Only EnvironmentFailed is raised."""
+    """The environment of an episode. `default_limit`: seconds for each answer, if the environment states no
+    limit. A call that takes longer is cancelled and abandoned. Only EnvironmentFailed is raised."""
 
     def __init__(
         self, make_environment: Callable[[], Environment], default_limit: float, waits: Waits
     ) -> None:
         try:
             with users_code():
-                self.inner = make_environment()
+                self.environment = make_environment()
         except Exception as error:
             raise EnvironmentFailed(f"the environment cannot be made: {describe(error)}") from error
+
         self._default_limit = default_limit
         self._waits = waits
         self._call_lock = asyncio.Lock()  # a call that was cancelled may still be ending
 
     async def reset(self, sample: Sample) -> Observation:
-        return await self._call_environment("reset", lambda: self.inner.reset(sample), _checked_observation)
+        return await self._call_environment(
+            "reset", lambda: self.environment.reset(sample), _checked_observation
+        )
 
     async def step(self, message: Message) -> Observation:
         loop_time = asyncio.get_running_loop().time
         started_at = loop_time()
         observation = await self._call_environment(
-            "step", lambda: self.inner.step(message), _checked_observation
+            "step", lambda: self.environment.step(message), _checked_observation
         )
         return msgspec.structs.replace(observation, seconds=loop_time() - started_at)
 
     async def cut_short(self, unanswered: Message | None) -> float:
         return await self._call_environment(
-            "cut_short", lambda: self.inner.cut_short(unanswered), lambda reward: finite("the reward", reward)
+            "cut_short",
+            lambda: self.environment.cut_short(unanswered),
+            lambda reward: finite("the reward", reward),
         )
 
     async def close(self) -> str:
-        """Close it; say why it did not close, or ''. Bounded in time, and never raises."""
+        """Close the environment; return why closing failed, or ''. Bounded in time, and never raises."""
         try:
-            await call_user(lambda: self._locked_call(self.inner.close), CLOSE_SECONDS)
+            await call_user(lambda: self._locked_call(self.environment.close), CLOSE_SECONDS)
         except Exception as error:
             return describe(error)
         return ""
@@ -70,7 +76,7 @@ class EpisodeEnvironment:
     async def _call_environment(
         self, method_name: str, function: Callable[[], Awaitable[Any]], read_answer: Callable[[Any], T]
     ) -> T:
-        limit = self.inner.timeout or self._default_limit
+        limit = self.environment.timeout or self._default_limit
         with self._waits.named("the environment", limit):
             try:
                 with users_code():
@@ -91,24 +97,26 @@ class EpisodeEnvironment:
 
 
 def _checked_observation(answer: Any) -> Observation:
-    """Make an observation that can be recorded: numbers may have been numpy's, and messages a list. TypeError
-    or ValueError."""
+    """Return an observation that can be recorded: rewards may be numpy numbers, and messages a list.
+    TypeError or ValueError."""
     if not isinstance(answer, Observation):
         raise TypeError(f"an Observation is expected, not {type(answer).__name__}")
     messages = tuple(islice(answer.messages, MAX_MESSAGES + 1))
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"an Observation has at most {MAX_MESSAGES} messages")
+
     return Observation(
         tuple(map(_checked_message, messages)), finite("the reward", answer.reward), bool(answer.done)
     )
 
 
 def _checked_message(message: Any) -> Message:
-    """Check a message; its content and reasoning are cut where the model's tokens are counted."""
+    """Check a message; content and reasoning are cut later, where the model's tokens are counted."""
     if not isinstance(message, Message):
         raise TypeError(f"the messages of an Observation must be Messages, not {type(message).__name__}")
     if message.tool_calls:
         raise ValueError("the messages of an Observation make no tool calls; only the model does")
+
     return Message(
         _checked_name("role", message.role),
         _checked_text("content", message.content),

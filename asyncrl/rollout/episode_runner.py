@@ -35,7 +35,7 @@ log = logging.getLogger("asyncrl.worker")
 
 
 class EnvironmentFailed(AsyncrlError):
-    """The environment raised, or ran out of time."""
+    """The environment raised an error, or ran out of time."""
 
 
 FAIL_REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
@@ -51,16 +51,18 @@ FAIL_REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
 
 
 class Player(Protocol):
-    """Plays one attempt. Used by one task."""
+    """Plays an attempt. Used by a single task."""
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
-        """Play to the end, continuing after recorded turns. ProtocolError: they cannot be continued."""
+        """Play to the end, continuing after recorded turns. ProtocolError: the recorded turns cannot be
+        continued."""
 
     async def expire(self) -> Outcome:
-        """`play` was cancelled because the time is up: score the finished turns."""
+        """Score the finished turns after `play` was cancelled because the time was up."""
 
     async def close(self) -> None:
-        """Close what was opened; called once, however the attempt ended. Bounded in time; never raises."""
+        """Close everything that was opened; called once, however the attempt ended. Bounded in time; never
+        raises."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class EpisodeRunner:
     make_player: Callable[[EpisodeRun], Player]
 
     async def run(self, assignment: Assign, frames: Sequence[bytes], sampler: Sampler) -> None:
-        """Play an episode, or the rest of one, and post its end."""
+        """Play an episode, or continue an earlier attempt, and post the end."""
         time_limit = asyncio.timeout(self.context.rules.config.episode_timeout)
         episode_run = EpisodeRun(
             self.context, assignment, sampler, asyncio.get_running_loop().time(), time_limit
@@ -80,7 +82,9 @@ class EpisodeRunner:
                 final_record = await self._play_attempt(episode_run, player, frames)
             finally:
                 episode_run.release_sessions()
-            record_durable = await episode_run.post(final_record, *episode_run.result_frame(final_record))
+            record_durable = await episode_run.post_record(
+                final_record, *episode_run.result_frame(final_record)
+            )
             if not (isinstance(final_record, Failed) and final_record.reason in RESUMABLE):
                 record_durable.add_done_callback(episode_run.forget_snapshots)
         finally:
@@ -93,7 +97,7 @@ class EpisodeRunner:
             try:
                 async with episode_run.time_limit, episode_run.sampler.episode():
                     turn_frames = len(frames) - episode_run.assignment.parts
-                    episode_run.recall(frames[turn_frames:])
+                    episode_run.recall_parts(frames[turn_frames:])
                     if episode_run.assignment.parts and not turn_frames:
                         episode_run.restart_clock()
                     with users_code():

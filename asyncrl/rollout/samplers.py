@@ -1,7 +1,7 @@
-"""A sampler with an embedded engine: the versions it is to load, and the turns sampled from it.
+"""A sampler with an embedded engine: loads offered versions, and samples turns.
 
 consumes: LoadWeights, Sleep
-waits for: the engine, also while it sleeps; if `pinned`, the end of its episodes before its weights change
+waits for: the engine, also while asleep; with `keeps_version`, the end of all episodes before the weights change
 unblocks: turns that wait for fresher weights
 """
 
@@ -36,65 +36,71 @@ MAX_FAILURES = 8  # failed turns in a row after which the engine counts as broke
 
 @dataclass
 class LocalSampler:
-    """`pinned`: the engine is built when first needed, and its weights change only when no episode runs:
-    validation samples one fixed version while training goes on. Without an `engine` at first, that of
-    training sleeps until there is a version."""
+    """Samples with an engine of this process. `keeps_version`: the engine is built when first needed, and the
+    weights change only when no episode runs: validation samples a fixed version while training goes on.
+    Without an `engine` at the start, the training engine sleeps until a version arrives."""
 
     name: str
-    build: Callable[[], Engine]
+    build_engine: Callable[[], Engine]
     waits: Waits
-    meter: BusyTimer
+    busy_timer: BusyTimer
     timeline: Timeline
-    deadline: float  # of one load, in seconds
+    load_deadline: float  # of one load, in seconds
     mirror: Mirror | None = None
-    pinned: bool = False
+    keeps_version: bool = False
     engine: Engine | None = None
-    running: int = 0  # episodes
-    failures: int = 0  # turns in a row that the engine broke
+    running_episodes: int = 0  # episodes
+    failures_in_row: int = 0  # turns in a row that the engine broke
     loads: WeightLoader = field(init=False)
     sleeps: Sleeps = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loads = WeightLoader(self.name, self.timeline, self.deadline, self._engine_to_load, self.mirror)
-        self.sleeps = Sleeps(self._asleep)
+        self.loads = WeightLoader(
+            self.name, self.timeline, self.load_deadline, self._engine_to_load, self.mirror
+        )
+        self.sleeps = Sleeps(self._engine_asleep)
 
     @property
     def changed(self) -> Notifier:
         return self.loads.changed
 
     async def run(self, report: Callable[[Loaded], Awaitable[None]]) -> None:
-        """Load what is offered, for ever, beside generation. Raises EngineError when the engine is broken, or
-        refuses every version: the process must be restarted."""
+        """Load offered versions for ever, beside generation. Raises EngineError when the engine is broken, or
+        refuses every version: the process must then be restarted."""
         load_failures = LoadFailures()
         while True:
-            while not self.loads.waiting or (self.pinned and self.running):
-                if self.failures >= MAX_FAILURES:
-                    raise EngineError(f"the {self.name} engine failed {self.failures} turns in a row")
+            while not self.loads.waiting or (self.keeps_version and self.running_episodes):
+                if self.failures_in_row >= MAX_FAILURES:
+                    raise EngineError(f"the {self.name} engine failed {self.failures_in_row} turns in a row")
                 await self.changed.wait()
+
             loaded = await self.loads.next()
-            self.sleeps.change(self._asleep)
+            self.sleeps.change(self._engine_asleep)
             await report(loaded)
             load_failures.add(loaded)
-            if not self.pinned and (failure_text := load_failures.too_many(self.deadline)):
+            if not self.keeps_version and (failure_text := load_failures.too_many(self.load_deadline)):
                 raise EngineError(f"the {self.name} engine: {failure_text}")
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """The body is one episode. If `pinned`, it starts on the version offered last."""
-        while self.pinned and (self.loads.pending or self.sleeps.asleep):
+        """Run one episode in the body. With `keeps_version`, the episode starts on the version that was
+        offered last."""
+        while self.keeps_version and (self.loads.pending or self.sleeps.asleep):
             with self.waits.named(f"{self.name} engine: its weights are being loaded"):
                 await self.changed.wait()
-        self.running += 1
+
+        self.running_episodes += 1
         try:
             yield
         finally:
-            self.running -= 1
-            if not self.running:
+            self.running_episodes -= 1
+            if not self.running_episodes:
                 self.changed.notify()
 
-    async def fresh(self, min_version: Callable[[], int]) -> None:
-        """Wait until the weights are not older than `oldest()`. With `pinned` they stay as they are."""
-        while not self.pinned and self.version < min_version():
+    async def wait_for_version(self, min_version: Callable[[], int]) -> None:
+        """Wait until the weights are not older than `min_version()`. With `keeps_version` nothing is
+        awaited."""
+        while not self.keeps_version and self.version < min_version():
             wait_name = f"weights v{min_version()}: engine has v{self.version}"
             span_name = FRESHER
             if self.sleeps.asleep:
@@ -103,17 +109,18 @@ class LocalSampler:
                 await self.changed.wait()
 
     async def generate(self, request: Request, min_version: Callable[[], int] = lambda: 0) -> Generation:
-        """Sample a turn, on weights that are not older than `oldest()`. Raises EngineError."""
-        await self.fresh(min_version)
+        """Sample a turn on weights that are not older than `min_version()`. Raises EngineError."""
+        await self.wait_for_version(min_version)
         try:
             with self._engine_busy():
                 generation = await self._required_engine().generate(request)
         except EngineError as error:
-            self.failures += not isinstance(error, EngineRefused)
-            if self.failures >= MAX_FAILURES:
+            self.failures_in_row += not isinstance(error, EngineRefused)
+            if self.failures_in_row >= MAX_FAILURES:
                 self.changed.notify()
             raise
-        self.failures = 0
+
+        self.failures_in_row = 0
         return generation
 
     async def score(self, request: Request) -> tuple[float, ...]:
@@ -121,8 +128,9 @@ class LocalSampler:
             return await self._required_engine().score(request.ids)
 
     async def read(self, session: str, ids: tuple[int, ...], count: int, top: int, _: object) -> TokenScores:
-        """Have the base of the adapters score the last `count` of these ids; compare `ServerPool.read`."""
-        await self.fresh(lambda: 0)
+        """Have the base model of the adapters score the last `count` of these ids; compare
+        `ServerPool.read`."""
+        await self.wait_for_version(lambda: 0)
         with self._engine_busy():
             return await self._required_engine().read(ids, count, top)
 
@@ -132,11 +140,11 @@ class LocalSampler:
         return self.engine
 
     def _engine_busy(self) -> AbstractContextManager[None]:
-        """The body asks the engine, which may fall asleep meanwhile: then it is not busy."""
-        return self.sleeps.during(self.meter.turn, partial(self.waits.named, ASLEEP))
+        """Ask the engine in the body. An engine that falls asleep meanwhile does not count as busy."""
+        return self.sleeps.during(self.busy_timer.turn, partial(self.waits.named, ASLEEP))
 
     @property
-    def _asleep(self) -> bool:
+    def _engine_asleep(self) -> bool:
         return self.engine is None or bool(getattr(self.engine, "asleep", False))  # a user's may lack it
 
     def sleep(self) -> Awaitable[None]:
@@ -146,7 +154,7 @@ class LocalSampler:
     async def _sleep_engine(self) -> None:
         if self.engine is not None:
             await self.engine.sleep()
-        self.sleeps.change(self._asleep)
+        self.sleeps.change(self._engine_asleep)
 
     def release(self, session: str) -> None:
         if self.engine is None:
@@ -162,7 +170,7 @@ class LocalSampler:
 
     @property
     def tokens(self) -> int:
-        """Sampled so far, turns under way included."""
+        """Return the tokens sampled so far, including unfinished turns."""
         return self.engine.tokens if self.engine is not None else 0
 
     async def close(self) -> None:
@@ -175,18 +183,20 @@ class LocalSampler:
 
     async def _engine_to_load(self) -> Engine:
         if self.engine is None:
-            engine = await to_its_end(self.build)  # before that it cannot sleep
-            if not self.pinned:
+            engine = await to_its_end(self.build_engine)  # before that it cannot sleep
+            if not self.keeps_version:
                 await engine.sleep()  # as it does whenever it has no version
             self.engine = engine
         return self.engine
 
 
 def engine_gpu(config: RunConfig, index: int, gpu_count: int) -> int:
-    """Return the GPU of the embedded engine `index` on a machine where `gpus` are visible. Engines take turns
-    among those that neither a trainer rank nor a scorer's server uses; where there are none, among those that
-    no rank uses; and only then among all. Engines that take turns with the trainer have its ranks' GPUs; Ray
-    shows each engine only its own."""
+    """Return the GPU of the embedded engine `index` on a machine with `gpu_count` visible GPUs.
+
+    Engines share the GPUs that neither a trainer rank nor a scorer's server uses; without any, the GPUs that
+    no rank uses; and only then all GPUs. Engines that take turns with the trainer use the ranks' GPUs; Ray
+    shows each engine only a GPU of its own.
+    """
     if config.shifts:
         return index
     if config.launch.kind != "local":
@@ -196,12 +206,13 @@ def engine_gpu(config: RunConfig, index: int, gpu_count: int) -> int:
     scorer_gpus = {*chain(*server_gpus(config, gpu_count).values())}
     unused_gpus = [gpu for gpu in gpus_without_ranks if gpu not in scorer_gpus]
     candidate_gpus = unused_gpus or gpus_without_ranks or range(max(1, gpu_count))
+
     return candidate_gpus[index % len(candidate_gpus)]
 
 
 def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
-    """Return what makes an embedded engine with the initial weights, for the worker of this index.
-    ConfigError for an unknown one."""
+    """Return a function that makes an embedded engine with the initial weights for the worker `index`.
+    ConfigError for an unknown engine."""
     with quick_imports():
         engine_class = engines.load(config.engine.name)
         device = str(config.model.device)
@@ -209,10 +220,12 @@ def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
             from asyncrl.engines.torch.check import check_served
 
             check_served(config.model.path)
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         device = f"cuda:{engine_gpu(config, index, torch.cuda.device_count())}"
+
     return lambda: engine_class(
         model_path=config.model.path,
         dtype=config.model.dtype,

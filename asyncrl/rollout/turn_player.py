@@ -1,8 +1,8 @@
-"""Plays an episode turn by turn: carries out the commands of the episode machine, and gives it the answers.
+"""Plays an episode turn by turn: carries out the commands of the episode machine, and feeds the answers back.
 
     resume -> [command -> engine, tools, environment or reward -> event -> advance -> post turn or reply]
 
-until the episode is over. A turn is durable before a tool or an environment gets it.
+until the episode is over. A turn is durable before a tool or an environment receives it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("asyncrl.worker")
 
 @dataclass
 class TurnPlayer:
-    """See `Player`. `episode` is the newest state of which everything was posted."""
+    """See `Player`. `episode` is the newest state that has been posted completely."""
 
     run: EpisodeRun
     toolbox: Toolbox
@@ -67,6 +67,7 @@ class TurnPlayer:
             episode = machine.advance(self._rules, episode, event)
             await self._post_changes(previous_episode, episode)
             self.episode = episode
+
         return _outcome(episode)
 
     async def expire(self) -> Outcome:
@@ -85,14 +86,14 @@ class TurnPlayer:
     # -- commands ------------------------------------------------------------------------------------
 
     async def _carry_out(self, episode: Episode) -> commands.Event:
-        """Carry out the command the episode waits for."""
+        """Carry out the command for which the episode waits."""
         match episode.command:
             case commands.Generate(ids=ids, max_new_tokens=max_new_tokens, row=row) as generate_command:
                 teacher_prefix = (
                     machine.taught(self._rules, episode, generate_command) if self.run.scorer else ()
                 )
                 return commands.TurnGenerated(
-                    await self.run.generate(ids, max_new_tokens, row, taught=teacher_prefix)
+                    await self.run.generate(ids, max_new_tokens, row, teacher_prefix=teacher_prefix)
                 )
             case commands.CallTools(calls=calls):
                 await self.run.until_durable()
@@ -108,27 +109,30 @@ class TurnPlayer:
                 with self.run.context.waits.named("the results of the tools"):
                     result = await self._tools.result()
                 given = answer, end, messages, episode.tool_calls, result
-                reward_result = await self.run.reward(episode.turns, *given)
+                reward_result = await self.run.compute_reward(episode.turns, *given)
                 score = reward_result.score + await self._cut_short_reward(episode)
                 return commands.EpisodeScored(replace(reward_result, score=score))
             case command:
                 raise ProtocolError(f"nothing answers {type(command).__name__}")
 
     async def _open_tools(self) -> commands.Opened:
-        """Open the tools, then let the environment begin."""
+        """Open the tools, then reset the environment."""
         await self._tools.open()
         if self.make_environment is None:
             return commands.Opened(self._tools.schemas)
+
         tool_timeout = self._rules.config.tool_timeout
         self._environment = EpisodeEnvironment(self.make_environment, tool_timeout, self.run.context.waits)
         first_observation = await self._environment.reset(self.run.assignment.sample)
         if first_observation.done:
             raise EnvironmentFailed("the environment was over before the first turn")
-        environment_tools = self._environment.inner.tools
+
+        environment_tools = self._environment.environment.tools
         schemas = (
             *self._tools.schemas,
             *(msgspec.json.encode(schema).decode() for schema in environment_tools),
         )
+
         return commands.Opened(
             schemas,
             frozenset(tool["function"]["name"] for tool in environment_tools),
@@ -136,30 +140,32 @@ class TurnPlayer:
         )
 
     async def _step_environment(self, turn_number: int, message: Message) -> Observation:
-        """Give the environment the message of turn number `count`, from 1."""
+        """Give the environment the message of the turn `turn_number`, counted from 1."""
         assert self._environment is not None
         self._stepped_turns = turn_number
         return await self._environment.step(message)
 
     async def _cut_short_reward(self, episode: Episode) -> float:
-        """The environment's reward for an episode that it did not end itself."""
+        """Return the environment's reward for an episode that did not end in the environment."""
         last_turn = episode.turns[-1]
         if self._environment is None or (last_turn.observation is not None and last_turn.observation.done):
             return 0.0
-        environment_got_last = self._stepped_turns == len(
-            episode.turns
-        )  # even if the time was up during that step
-        return await self._environment.cut_short(
-            None if environment_got_last else self._turn_message(episode, last_turn)
-        )
+
+        # The environment has the last turn even if the time was up during that step.
+        environment_got_last = self._stepped_turns == len(episode.turns)
+        unanswered = None if environment_got_last else self._turn_message(episode, last_turn)
+        return await self._environment.cut_short(unanswered)
 
     def _turn_message(self, episode: Episode, turn: Turn) -> Message:
         return turn_message(self._rules, turn, episode.read[turn.index])
 
     async def _rebuild_state(self, episode: Episode, recorded: Sequence[Turn]) -> None:
-        """Bring back on this worker what the recorded turns did to tools and environment: take snapshots, and
-        repeat the rest. If that fails, repeat all. Then post the replies to malformed calls of the last
-        turn, if they were not recorded."""
+        """Rebuild on this worker the state of tools and environment after the recorded turns.
+
+        Snapshots are restored first, and the turns after the snapshot are repeated. If that fails, all turns
+        are repeated. At last the replies to malformed calls of the last turn are posted, if they were not
+        recorded.
+        """
         self._name_turns(episode.turns)
         try:
             await self._tools.restore(self._turn_histories)
@@ -170,6 +176,7 @@ class TurnPlayer:
             await self._tools.close()
             await self._tools.open()
             await self._repeat_turns(episode)
+
         self._tools.caught_up()
         if recorded and episode.turns[-1].replies != recorded[-1].replies:
             await self.run.post_reply(episode.turns[-1])
@@ -181,7 +188,7 @@ class TurnPlayer:
                 await self._repeat_step(episode, turn, turn.observation)
 
     def _name_turns(self, turns: Sequence[Turn]) -> None:
-        """Name new turns, and the last one again: it may have got more replies."""
+        """Name new turns, and the last turn again: more replies may have arrived."""
         del self._turn_histories[len(turns) - 1 :]
         for turn in turns[len(self._turn_histories) :]:
             self._turn_histories.append(
@@ -190,7 +197,7 @@ class TurnPlayer:
 
     async def _repeat_step(self, episode: Episode, turn: Turn, recorded_observation: Observation) -> None:
         assert self._environment is not None
-        if self._environment.inner.replay == "no":
+        if self._environment.environment.replay == "no":
             raise ProtocolError("the environment cannot be repeated, so the episode starts again")
         repeated = await self._step_environment(turn.index + 1, self._turn_message(episode, turn))
         if machine.shorten_observation(self._rules, repeated).messages != recorded_observation.messages:
@@ -199,12 +206,14 @@ class TurnPlayer:
     # -- records -------------------------------------------------------------------------------------
 
     async def _post_changes(self, previous_episode: Episode, episode: Episode) -> None:
-        """Post what an event added: a turn, its reply, or both (malformed calls are answered at once)."""
+        """Post everything that an event added: a turn, the reply, or both (malformed calls are answered at
+        once)."""
         if len(episode.turns) > len(previous_episode.turns):
             await self.run.post_turn(episode.turns[-1])
             self.episode = episode  # from here on a timeout counts the turn
         if not episode.turns:
             return
+
         last_turn = episode.turns[-1]
         previous_turn = (
             previous_episode.turns[-1] if len(previous_episode.turns) == len(episode.turns) else None

@@ -1,4 +1,4 @@
-"""A rollout worker: many episodes in one asyncio loop, over an engine of its own or over all servers.
+"""A rollout worker: many episodes in a single asyncio loop, over an embedded engine or over all servers.
 
 consumes: assignments, weight versions and Sleep or the table of servers, the clock (control); acks and
     fences (bulk)
@@ -6,10 +6,10 @@ waits for: the coordinator, engines, tools and rewards -- each by name, see `wai
 unblocks: the coordinator (turns and endings), in sequence and kept until acknowledged
 
 `serve` runs side by side: _listen_control, _listen_bulk, _keep_contact, the outbox and the loading of weights
-into own engines. Each Assign starts a task of `EpisodeRunner.run`.
+into embedded engines. Each Assign starts a task of `EpisodeRunner.run`.
 
-The worker owns nothing that could be lost: records that were not acknowledged are sent again, and an episode
-is continued from its last durable turn by the worker that gets it next.
+A worker owns nothing that could be lost: unacknowledged records are sent again, and the next worker continues
+an episode after the last durable turn.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 log = logging.getLogger("asyncrl.worker")
 
 FLUSH_SECONDS = 2.0  # seconds for the last records to become durable when stopping
-SPARE_THREADS = 8  # beside one per episode for blocking tools: loading weights must not wait for those
+SPARE_THREADS = 8  # beside a thread per episode for blocking tools: loading weights must not wait for tools
 
 
 @exits_raise()
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
     """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
-    samples_turns = config.total_steps and not imitates(config)  # first: its files may register a shaping
+    samples_turns = config.total_steps and not imitates(config)  # first: user files may register a shaping
     episode_parts = EpisodeParts(config).load()
     uses_servers = config.engine.remote
     build_engine = None if uses_servers else engine_factory(config, index)
@@ -76,15 +76,16 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
         engine = build_engine()
     gc.collect()
     gc.freeze()  # a collection that scans torch and all modules stops every episode for a third of a second
-    gc.set_threshold(10_000)  # of the many young objects of a step hardly any is in a cycle
-    # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
+    gc.set_threshold(10_000)  # hardly any of a step's many young objects is in a cycle
+    # Not asyncio.run, which waits for threads: a blocking tool may hold a thread for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
     rollout_worker = RolloutWorker(
         endpoints, index, incarnation, episode_parts, build_engine, connectors, engine
     )
-    # What tools, rewards and agents had started ends by the same signal: that is no result of theirs.
-    at_ending(loop, rollout_worker.leave)
+    # Programs of tools, rewards and agents end by the same signal, which must not count as a result.
+    at_ending(loop, rollout_worker.leave_run)
+
     try:
         return loop.run_until_complete(rollout_worker.serve())
     except ConfigError:
@@ -97,11 +98,11 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
 
 
 class RolloutWorker:
-    """Owns the episodes and the contact with the coordinator.
+    """Owns the running episodes and the contact with the coordinator.
 
-    `build` makes an embedded engine with the initial weights; it may be called from a thread. `connect` makes
-    clients of servers, those of the lanes of engines where there are none embedded, and those of scorers.
-    `engine`: the one of training, if it is there already.
+    `build_engine` makes an embedded engine with the initial weights, possibly in a thread. `connectors` make
+    clients of servers: for the engine lanes, where no engine is embedded, and for scorers. `engine`: the
+    training engine, if already built.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class RolloutWorker:
         self.waits, self.busy_timer = Waits(activity=self.activity), BusyTimer(self.timeline)
         self._weight_mirror = Mirror(config, endpoints, "rollout", index, self.timeline)
         self._local_samplers: dict[str, LocalSampler] = {}
+
         if build_engine is not None:
             sampler_parts = (
                 self.waits,
@@ -136,9 +138,12 @@ class RolloutWorker:
                 self._weight_mirror,
             )
             self._local_samplers["train"] = LocalSampler("train", build_engine, *sampler_parts, engine=engine)
-            self._local_samplers["eval"] = LocalSampler("eval", build_engine, *sampler_parts, pinned=True)
+            self._local_samplers["eval"] = LocalSampler(
+                "eval", build_engine, *sampler_parts, keeps_version=True
+            )
+
         self._servers: dict[str, worker.EngineEntry] = {}  # by name
-        self._server_usage: dict[str, worker.EngineUse] = {}  # by the server's name
+        self._server_usage: dict[str, worker.EngineUse] = {}  # by server name
         pool_parts = (self.waits, self.busy_timer, config.engine.start_timeout, self._server_usage)
         self._server_pools = {
             name: ServerPool(name, connect, *pool_parts) for name, connect in connectors.items()
@@ -146,6 +151,7 @@ class RolloutWorker:
         turn_readers: dict[str, ServerPool | LocalSampler] = {**self._server_pools}
         if self._local_samplers:
             turn_readers |= dict.fromkeys(config.scorers_lent, self._local_samplers["train"])
+
         self.outbox = Outbox(lambda records, frames: self._bulk_link.send(records, frames))
         self._snapshots = Snapshots(str(run_directory.absolute()), config.store.keep_bytes)
         episode_context = EpisodeContext(
@@ -158,15 +164,16 @@ class RolloutWorker:
             scorer_of=lambda source: turn_readers.get(config.reader(source)),
             top_tokens=config.kl.top_k,
         )
+
+        self.agents: Agents | None = None
         gateway = Gateway(config.rollout.agent_address)
-        self.agents = (
-            Agents(episode_parts.agent, gateway, episode_parts.untrained) if episode_parts.agent else None
-        )
+        if episode_parts.agent:
+            self.agents = Agents(episode_parts.agent, gateway, episode_parts.untrained)
         self.runner = EpisodeRunner(episode_context, self._make_player)
         self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
         self._last_assigned = self._min_version = 0
-        self._sleep_task: asyncio.Task[None] | None = None  # asleep
-        self._is_leaving = False  # while the run goes on
+        self._sleep_task: asyncio.Task[None] | None = None
+        self._is_leaving = False  # before the run has ended
         self._coordinator_epoch = -1
 
     def _make_player(self, run: EpisodeRun) -> Player:
@@ -182,14 +189,19 @@ class RolloutWorker:
         endpoints = self._endpoints
         scorer_url.set(lambda name: self._server_pools[name].url())
         if self.agents is not None:
-            await self.agents.gateway.start()  # first: where it cannot, nothing is to be closed
+            await self.agents.gateway.start()  # first: if starting fails, nothing has to be closed
         self._control_link = AsyncLink(endpoints.control, ToWorkerControl, self._identity, endpoints.keys)
         self._bulk_link = AsyncLink(endpoints.bulk, ToWorkerBulk, self._identity, endpoints.keys)
         self._exit_code: asyncio.Future[int] = loop.create_future()
         launch = self.config.launch
         self.contact = Contact(launch.lease, launch.start_timeout, loop.time())
         load_loops = [sampler.run(self._control_link.send) for sampler in self._local_samplers.values()]
-        worker_loops = self._listen_control(), self._listen_bulk(), self._keep_contact(), self.outbox.run()
+        worker_loops = (
+            self._listen_control(),
+            self._listen_bulk(),
+            self._keep_contact(),
+            self.outbox.run_sender(),
+        )
         services = [asyncio.create_task(service) for service in (*worker_loops, *load_loops)]
         try:
             end_futures: list[asyncio.Future[Any]] = [self._exit_code, *services]
@@ -198,35 +210,35 @@ class RolloutWorker:
         finally:
             await self._close_all(services)
 
-    def end(self, reason: str) -> None:
+    def end_serving(self, reason: str) -> None:
         """Leave, as after `Stop`."""
         if not self._exit_code.done():
             log.info("worker %d stops: %s", self.index, reason)
             self._exit_code.set_result(0)
 
-    def leave(self) -> None:
-        """End because this machine is wanted back, or the whole job was told to end."""
+    def leave_run(self) -> None:
+        """Leave because a signal arrived: the machine is needed elsewhere, or the whole job was told to
+        end."""
         self._is_leaving = True
-        self.end("by a signal")
+        self.end_serving("by a signal")
 
     async def _close_all(self, services: list[asyncio.Task[None]]) -> None:
-        """Drop the episodes, give the records a moment to become durable, close."""
+        """Drop the episodes, give the records a moment to become durable, and close everything."""
         dropped_tasks = list(self._episodes.values())
         self._drop_all_episodes("leaving")
         if dropped_tasks:
-            await asyncio.wait(
-                dropped_tasks, timeout=FLUSH_SECONDS
-            )  # what does not end goes with the process
+            await asyncio.wait(dropped_tasks, timeout=FLUSH_SECONDS)  # unfinished tasks end with the process
         try:
             async with asyncio.timeout(FLUSH_SECONDS):
-                await self.outbox.flushed()
+                await self.outbox.wait_until_flushed()
         except TimeoutError:
             log.warning("records of %d episodes were not acknowledged", len(self.outbox.attempts))
+
         tasks = [*services, *filter(None, [self._sleep_task])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._is_leaving:  # and says nothing after that
+        if self._is_leaving:  # the last message of the worker
             await self._control_link.send(worker.Leave())
         samplers: list[LocalSampler | ServerPool] = [
             *self._local_samplers.values(),
@@ -268,19 +280,18 @@ class RolloutWorker:
                 case worker.Engines():
                     self._servers = message.update(self._servers)
                     for pool in self._server_pools.values():
-                        pool.table(self._servers.values())
+                        pool.update_table(self._servers.values())
                 case worker.Clock():
                     self._min_version = message.oldest
                     self._sampler_of("train").changed.notify()
                 case shared.Stop():
-                    self.end(message.reason)
+                    self.end_serving(message.reason)
                 case _:
                     assert_never(message)
 
     def _on_sleep(self, sleep_message: shared.Sleep) -> None:
-        if (
-            self._sleep_task is None or self._sleep_task.done()
-        ):  # else it is told again, if that was another order
+        # A message that arrives while the lanes fall asleep is dropped; the coordinator repeats a new order.
+        if self._sleep_task is None or self._sleep_task.done():
             sleeping_lanes = asyncio.gather(*(sampler.sleep() for sampler in self._local_samplers.values()))
             self._sleep_task = asyncio.create_task(self._fall_asleep(sleep_message, sleeping_lanes))
 
@@ -293,7 +304,7 @@ class RolloutWorker:
             self._note_contact()
             match message:
                 case worker.Ack():
-                    self.outbox.ack(message.seq)
+                    self.outbox.acknowledge(message.seq)
                 case worker.Fenced():
                     self._drop_episode(message.attempt)
                 case _:
@@ -303,14 +314,14 @@ class RolloutWorker:
         self.contact.message_arrived(asyncio.get_running_loop().time())
 
     def _on_welcome(self, message: shared.Welcome) -> None:
-        """A new coordinator counts its assignments from 0. It may lack records that the old one had not
-        stored, so they are sent again."""
+        """Send all unacknowledged records again after a restart of the coordinator, which counts assignments
+        from 0 and may lack records that the old coordinator had not stored."""
         is_new_coordinator = message.coordinator_epoch != self._coordinator_epoch
         if is_new_coordinator:
             self._coordinator_epoch = message.coordinator_epoch
             self._last_assigned = 0
-        if is_new_coordinator or self.outbox.paused:
-            self.outbox.rewind()
+        if is_new_coordinator or self.outbox.is_paused:
+            self.outbox.send_again()
         self.contact.welcomed = True
 
     async def _keep_contact(self) -> None:
@@ -328,22 +339,24 @@ class RolloutWorker:
                     await self._send_hello()
                 case ContactState.GONE:
                     raise DeadlineError(f"no coordinator for {self.contact.give_up:g} s")
-            self.outbox.check()
+
+            self.outbox.resend_overdue()
             self.busy_timer.tick()
             self.activity.tick()
             await asyncio.sleep(self.contact.interval)
 
     async def _send_hello(self) -> None:
-        self.outbox.pause()
+        self.outbox.pause_sending()
         slots = self.config.rollout.slots
-        acked_record = self.outbox.acked
+        acked_record = self.outbox.acked_seq
         engine_version = self._local_samplers["train"].loads.version if self._local_samplers else NO_VERSION
         await self._control_link.send(
             worker.WorkerHello(self.index, self.incarnation, slots, os.getpid(), acked_record, engine_version)
         )
 
     def _heartbeat(self) -> worker.Heartbeat:
-        """`held` includes attempts whose records are not acknowledged: no other worker may start them."""
+        """Return the heartbeat. `held` includes attempts with unacknowledged records: no other worker may
+        start them."""
         busy_seconds, idle_seconds = self.busy_timer.seconds
         return worker.Heartbeat(
             assigned=self._last_assigned,
@@ -355,7 +368,7 @@ class RolloutWorker:
             waiting=self.waits.longest(),
             in_time=self.waits.in_time,
             engines=tuple(self._server_usage.values()),
-            acked=self.outbox.acked,
+            acked=self.outbox.acked_seq,
             leaving=self._is_leaving,
         )
 
@@ -365,12 +378,14 @@ class RolloutWorker:
         self._last_assigned = message.seq
         if message.attempt in self._episodes:
             return
+
         for older_attempt in [
             running_attempt
             for running_attempt in self._episodes
             if running_attempt.uid == message.attempt.uid
         ]:
             self._drop_episode(older_attempt)
+
         task = asyncio.create_task(self.runner.run(message, frames, self._sampler_of(message.lane)))
         self._episodes[message.attempt] = task
         task.add_done_callback(lambda task: self._on_episode_end(message.attempt, task))
@@ -383,7 +398,7 @@ class RolloutWorker:
             self._exit_code.set_exception(error)
 
     def _drop_episode(self, attempt: shared.Attempt) -> None:
-        """Cancel an episode; it posts nothing more."""
+        """Cancel an episode; no more records of that attempt are posted."""
         task = self._episodes.pop(attempt, None)
         if task is not None:
             task.cancel()

@@ -1,7 +1,7 @@
-"""Copies of what a resume needs of `run.db`, in the run directory, and run.db made anew from the newest.
+"""Copies of the part of `run.db` that a resume needs, in the run directory, and the restoration of run.db.
 
-With each checkpoint a thread writes `copies/N/run.db`, which has the same tables: live groups, the plans that
-are kept, the episodes of both, commits. Of episodes that are over it has their number.
+With each checkpoint a thread writes `copies/N/run.db`, which has the same tables: live groups, the retained
+plans, the episodes of both, commits. Finished episodes are only counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COPIED_ROWS = {  # that a copy has of each table
 
 
 class Copies:
-    """The copies of one run, for its coordinator. `due`: a copy is to be made after the next transaction."""
+    """The copies of a run, for the coordinator. `due`: make a copy after the next transaction."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -51,24 +51,25 @@ class Copies:
         self._copy_began = 0.0
 
     @property
-    def busy(self) -> bool:
+    def is_copying(self) -> bool:
         return self._thread.is_alive()
 
     @property
-    def late(self) -> float:
-        """Seconds that the copy under way has taken, if they are more than PATIENCE; else 0."""
+    def overdue_seconds(self) -> float:
+        """Return the seconds that the unfinished copy has taken, if more than CLOSE_PATIENCE; else 0."""
         copy_seconds = time.monotonic() - self._copy_began
-        return copy_seconds if self.busy and copy_seconds > CLOSE_PATIENCE else 0.0
+        return copy_seconds if self.is_copying and copy_seconds > CLOSE_PATIENCE else 0.0
 
-    def wait(self) -> None:
-        if self.busy:
+    def wait_for_copy(self) -> None:
+        if self.is_copying:
             self._thread.join(CLOSE_PATIENCE)
 
     def take(self, episode_counts: Mapping[State, int]) -> None:
-        """If one is due, of what is committed now, which are so many episodes. Nothing is raised: where there
-        is no room for a copy the run goes on, and the next checkpoint tries again."""
-        if not self.due or self.busy:
+        """Start a copy of the committed state, if a copy is due. `episode_counts`: the episodes by state.
+        Nothing is raised: without room for a copy the run goes on, and the next checkpoint tries again."""
+        if not self.due or self.is_copying:
             return
+
         self.due = False
         folder = self._run_dir / FOLDER
         with recorded() as failure:
@@ -83,6 +84,7 @@ class Copies:
             )
             self._copy_began = time.monotonic()
             self._thread.start()
+
         if failure:
             log.error("no copy of %s: %s", self._run_dir / DATABASE, failure.line)
 
@@ -94,6 +96,7 @@ def _write_copy(db: sqlite3.Connection, copy_directory: Path, episode_counts: di
         _finish_copy(copy_directory)
         for old_copy in _finished_copies(copy_directory.parent)[KEPT_COPIES:]:
             shutil.rmtree(old_copy)
+
     if failure:
         log.error("no copy of %s: %s", DATABASE, failure.line)
 
@@ -115,20 +118,20 @@ def _fill_copy(db: sqlite3.Connection, episode_counts: dict[State, int]) -> None
 
 
 def _finished_copies(folder: Path) -> list[Path]:
-    """Newest first."""
+    """Return finished copies, newest first."""
     return sorted((path for path in folder.glob("*") if path.name.isdigit()), reverse=True)
 
 
 def _unfinished_directory(folder: Path) -> Path:
-    """Return where a new copy is to be written, after what processes that were killed have left is deleted:
-    in a container each of them may have had the same id."""
+    """Return the directory for a new copy, after deleting leftovers of killed processes: in a container these
+    may all have had the same process id."""
     for leftover in folder.glob("new-*"):
         shutil.rmtree(leftover)
     return folder / f"new-{os.getpid()}"
 
 
 def _finish_copy(unfinished: Path) -> Path:
-    """A new copy becomes the newest one, whole or not at all."""
+    """Make a new copy the newest copy, completely or not at all."""
     for written_path in (unfinished / DATABASE, unfinished):
         fsync(written_path)
     finished_copies = _finished_copies(unfinished.parent)
@@ -139,13 +142,14 @@ def _finish_copy(unfinished: Path) -> Path:
 
 
 def restore(run_dir: Path) -> list[str]:
-    """Put the newest good copy into the place of run.db; lines that say what is lost. The caller holds the
-    run's lock. ConfigError when there is no good copy."""
+    """Replace run.db by the newest good copy; return lines that say what is lost. The caller holds the run's
+    lock. ConfigError when there is no good copy."""
     database_path = run_dir / DATABASE
     folder = run_dir / FOLDER
     good_copy = next(filter(_is_good, _finished_copies(folder)), None)
     if good_copy is None:
         raise ConfigError(f"{database_path}: no good copy in {folder}; begin a new run with another name=…")
+
     shutil.copytree(good_copy, restored_copy := _unfinished_directory(folder))
     with closing(sqlite3.connect(restored_copy / DATABASE)) as db, db:
         for key in ("coordinator_epoch", "trainer_epoch"):
@@ -154,6 +158,7 @@ def restore(run_dir: Path) -> list[str]:
                 _read_number(run_directory, query) for run_directory in (run_dir, *_finished_copies(folder))
             )
             db.execute("UPDATE meta SET value=? WHERE key=?", (str(epoch), key))
+
     good_copy = _finish_copy(restored_copy)
     damaged_progress = _progress_of(run_dir)
     (damaged_directory := run_dir / f"damaged-{good_copy.name}").mkdir(exist_ok=True)
@@ -162,20 +167,22 @@ def restore(run_dir: Path) -> list[str]:
     for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"):
         with suppress(FileNotFoundError):
             os.replace(run_dir / name, damaged_directory / name)
+
     os.replace(new_database, database_path)
     fsync(run_dir)
     pruned_episodes = _read_number(run_dir, "SELECT sum(count) FROM pruned")
     return [
-        f"{database_path}: made from {good_copy}, {_progress_of(run_dir)}; what was there is in {damaged_directory}",
-        f"lost: what came after; the damaged one, as far as it can be read, says {damaged_progress}. Steps after the "
-        "newest checkpoint are trained again, what was issued since is sampled again",
+        f"{database_path}: made from {good_copy}, {_progress_of(run_dir)}; "
+        f"what was there is in {damaged_directory}",
+        f"lost: what came after; the damaged one, as far as it can be read, says {damaged_progress}. "
+        "Steps after the newest checkpoint are trained again, what was issued since is sampled again",
         f"lost: of {pruned_episodes:,} episodes that are over all but their number",
         f"lost: payloads of {' '.join(_unreadable_episodes(run_dir)) or 'no episode that is needed'}",
     ]
 
 
 def _is_good(copy_directory: Path) -> bool:
-    """True if a database can be read and each episode that was issued is in one state."""
+    """Return True if the database can be read and each issued episode is in exactly one state."""
     try:
         check_schema(copy_directory)
         with closing(RunReader.open(copy_directory)) as reader:
@@ -192,14 +199,14 @@ def _progress_of(run_dir: Path) -> str:
 
 
 def _read_number(run_dir: Path, query: str) -> int:
-    """Reads a number from a database; 0 where it cannot be read."""
+    """Read a number from a database; 0 where reading fails."""
     with suppress(AsyncrlError, sqlite3.Error, TypeError, ValueError), closing(open_to_read(run_dir)) as db:
         return int(db.execute(query).fetchone()[0])
     return 0
 
 
 def _unreadable_episodes(run_dir: Path) -> Iterator[str]:
-    """Episodes that a resume needs, and not all of whose turns can be read."""
+    """Yield the episodes that a resume needs and of which some turns cannot be read."""
     with closing(RunReader.open(run_dir)) as reader:
         stored_run = reader.load()
         live_episodes = (episode for episode in stored_run.episodes if not episode.state.over)

@@ -1,8 +1,8 @@
-"""Lists episodes of a run that fit some conditions, in an order, and counts them by kind.
+"""Lists episodes of a run that meet some conditions, in an order, and counts them by kind.
 
 A condition is `[column, operator, value]`, with the operators = >= <=. Conditions "=" on the same column are
-alternatives. A value [low, high] is a range without its end, open where it has null; null alone means not
-known. Columns are those of COLUMNS, `components.NAME`, and `tool`: one that was called.
+alternatives. A value [low, high] is a range without the end, open where a bound is null; null alone means not
+known. Columns are the keys of COLUMNS, `components.NAME`, and `tool`: the name of a called tool.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ COLUMNS = {
     "lag": "CASE e.kind WHEN 'train' THEN max(abs(e.step - 1 - e.oldest), abs(e.step - 1 - e.newest)) END",
     # Tokens beyond the bound of the newest launch: none, some, all.
     "stale": f"""CASE e.kind WHEN 'train' THEN CASE WHEN e.step - 1 - e.newest > {MAX_STALENESS} THEN 'all'
-        WHEN e.step - 1 - e.oldest > {MAX_STALENESS} THEN 'some' WHEN e.step - 1 - e.oldest <= {MAX_STALENESS} THEN 'none'
-        END END""",
+        WHEN e.step - 1 - e.oldest > {MAX_STALENESS} THEN 'some'
+        WHEN e.step - 1 - e.oldest <= {MAX_STALENESS} THEN 'none' END END""",
 }
 FACETS = {
     "kind": "kind",
@@ -75,7 +75,8 @@ _conditions = msgspec.json.Decoder(list[tuple[str, Operator, Value | tuple[Value
 
 
 class Clause(msgspec.Struct, frozen=True):
-    """Holds a part of a statement, and its values. `column`: what "=" compares, if it has a facet."""
+    """A part of a statement, with values. `column`: the column that "=" compares, if there is a facet for the
+    column."""
 
     text: str
     values: tuple[Value, ...] = ()
@@ -83,7 +84,7 @@ class Clause(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Says which episodes are wanted. `search`: words of question, answer or truth, or of a transcript."""
+    """The wanted episodes. `search`: words of question, answer or truth, or of a transcript."""
 
     clauses: tuple[Clause, ...] = ()
     order: str = NEWEST_FIRST
@@ -92,15 +93,17 @@ class Listing(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, where: str, order: str, start: str, search: str) -> Listing:
-        """Read it from the parameters of an address; '' where one is not given. ConfigError."""
+        """Parse the parameters of an address; '' where a parameter is missing. ConfigError."""
         try:
             conditions = _conditions.decode(where or "[]")
         except UNDECODABLE as error:
             raise ConfigError(
                 f"episodes: where: {one_line(error)}; give a list of [column, operator, value]"
             ) from None
+
         if start and not (start.isdecimal() and len(start) < 10):
             raise ConfigError(f"episodes: start={start}: give a number from 0 on")
+
         direction = " DESC" * order.startswith("-")
         sort_column = order.removeprefix("-")
         sort = (
@@ -109,11 +112,12 @@ class Listing(msgspec.Struct, frozen=True):
             else NEWEST_FIRST
         )
         search_words = tuple(search.split())[:MAX_SEARCH_WORDS]
+
         return cls(tuple(_clauses(conditions)), sort, int(start or 0), search_words)
 
     def where(self, found_uids: Sequence[str] = (), facets: bool = True) -> Clause:
-        """Return all conditions as one, or those without `facets`. `found`: episodes in whose transcripts the
-        words of `search` are."""
+        """Return all conditions as a single clause, or only the conditions without a facet. `found_uids`:
+        episodes whose transcripts contain the words of `search`."""
         clauses = [clause for clause in self.clauses if facets or not clause.column]
         word_conditions = " AND ".join(
             f"({' OR '.join(f'{COLUMNS[name]} LIKE ? ESCAPE ?' for name in TEXTS)})" for _ in self.search
@@ -124,6 +128,7 @@ class Listing(msgspec.Struct, frozen=True):
             ]
             uid_condition = f" OR e.uid IN ({','.join('?' * len(found_uids))})" if found_uids else ""
             clauses.append(Clause(f"({word_conditions}{uid_condition})", (*like_values, *found_uids)))
+
         return Clause(
             " AND ".join(clause.text for clause in clauses) or "1",
             tuple(value for clause in clauses for value in clause.values),
@@ -131,7 +136,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def column_expression(name: str) -> str:
-    """Return the expression of a column. ConfigError where there is none."""
+    """Return the SQL expression of a column. ConfigError for an unknown column."""
     if name.startswith(COMPONENT_PREFIX) and '"' not in name:
         return "e.components ->> '$.\"{}\"'".format(name.removeprefix(COMPONENT_PREFIX).replace("'", "''"))
     if name not in COLUMNS:
@@ -142,7 +147,7 @@ def column_expression(name: str) -> str:
 
 
 def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
-    """Make one for each column with "=", and one for each other condition. ConfigError."""
+    """Return a clause for each column with "=", and a clause for each further condition. ConfigError."""
     equal_clauses = defaultdict[str, list[Clause]](list)
     clauses = list[Clause]()
     for name, operator, value in conditions:
@@ -166,11 +171,13 @@ def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
             )
         else:
             equal_clauses[name].append(Clause(f"{expression} IS ?", (_comparable_value(value),)))
+
     for name, alternatives in equal_clauses.items():
         text = " OR ".join(clause.text for clause in alternatives)
         values = [clause_value for clause in alternatives for clause_value in clause.values]
         has_facet = name in FACETS or name.startswith(COMPONENT_PREFIX)
         clauses.append(Clause(f"({text})", tuple(values), name if has_facet else ""))
+
     return clauses
 
 
@@ -186,7 +193,7 @@ def _like_pattern(word: str) -> str:
 
 
 def episode_page(reader: RunReader, listing: Listing, found_uids: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the PAGE episodes from `start` on."""
+    """Return the PAGE_SIZE episodes from `start` on."""
     where = listing.where(found_uids)
     names = [*COLUMNS, "components"]
     columns = ", ".join([*COLUMNS.values(), "e.components"])
@@ -197,6 +204,7 @@ def episode_page(reader: RunReader, listing: Listing, found_uids: Sequence[str] 
     query = f"SELECT {columns} {FROM_TABLES} WHERE e.uid IN ({page_uids}) ORDER BY {listing.order}"
     rows = reader.rows(query, *where.values, listing.start)
     episodes = [dict(zip(names, row, strict=True)) for row in rows]
+
     return [
         episode | {"components": msgspec.json.decode(episode["components"]) if episode["components"] else {}}
         for episode in episodes
@@ -204,7 +212,7 @@ def episode_page(reader: RunReader, listing: Listing, found_uids: Sequence[str] 
 
 
 def matching_episodes(reader: RunReader, listing: Listing) -> list[tuple[str, int]]:
-    """Return all episodes that fit, `search` left out, in order, with their numbers of turns."""
+    """Return all matching episodes, `search` left out, in order, with the numbers of turns."""
     where = msgspec.structs.replace(listing, search=()).where()
     return reader.rows(
         f"SELECT e.uid, e.turns {FROM_TABLES} WHERE {where.text} ORDER BY {listing.order}", *where.values
@@ -212,20 +220,20 @@ def matching_episodes(reader: RunReader, listing: Listing) -> list[tuple[str, in
 
 
 class Facet(msgspec.Struct):
-    """`places`: of each number that `expression` gives, the value in a condition and its label; None: the
-    expression gives the value itself."""
+    """A column whose values are counted. `value_labels`: for each number that `expression` returns, the value
+    in a condition and the label; None: the expression returns the value itself."""
 
     column: str
     label: str
     expression: str
-    places: list[tuple[Any, str]] | None = None
+    value_labels: list[tuple[Any, str]] | None = None
 
 
 def count_facets(
     reader: RunReader, listing: Listing, found_uids: Sequence[str] = ()
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many episodes fit, and of each facet the values with their counts: of the episodes that fit
-    all conditions but its own."""
+    """Return the number of matching episodes, and for each facet the values with counts: of the episodes that
+    meet all conditions except the conditions on the facet."""
     facets = [_facet(reader, name, label) for name, label in FACETS.items()]
     facets += [_facet(reader, f"{COMPONENT_PREFIX}{name}", name) for name in _component_names(reader)]
     facet_clauses = [one for one in listing.clauses if one.column]
@@ -247,38 +255,44 @@ def count_facets(
         for facet, counter, value in zip(facets, value_counts, row_values, strict=False):
             if missed_columns <= {facet.column}:
                 counter[value] += count
+
     answers: list[dict[str, Any]] = [
         {"column": facet.column, "label": facet.label, "values": _facet_values(facet, counter)}
         for facet, counter in zip(facets, value_counts, strict=True)
     ]
+
     return total, [one for one in answers if any(value["value"] not in ("", None) for value in one["values"])]
 
 
 def _facet_values(facet: Facet, value_counts: Counter[Any]) -> list[dict[str, Any]]:
-    if facet.places is not None:
+    if facet.value_labels is not None:
         labelled_counts = [
-            (*facet.places[position], value_counts[position])
+            (*facet.value_labels[position], value_counts[position])
             for position in sorted(position for position in value_counts if position is not None)
         ]
         return [{"value": value, "label": label, "count": count} for value, label, count in labelled_counts]
+
     common_values = value_counts.most_common(MAX_FACET_VALUES)
     labels = {"": "none", None: "not known", "landed": "ended"}
     return [{"value": value, "label": labels.get(value, value), "count": n} for value, n in common_values]
 
 
 def _facet(reader: RunReader, name: str, label: str) -> Facet:
-    """Make a facet: numbers of few values are shown by value, others in ranges."""
+    """Make a facet: numbers with few values are counted by value, all further numbers in ranges."""
     expression = column_expression(name)
     if name != "score" and name in FACETS:
         return Facet(name, label, expression)
+
     distinct_rows = reader.rows(
-        f"SELECT DISTINCT {expression} FROM episodes e WHERE {expression} IS NOT NULL LIMIT {MAX_DISTINCT + 1}"
+        f"SELECT DISTINCT {expression} FROM episodes e WHERE {expression} IS NOT NULL "
+        f"LIMIT {MAX_DISTINCT + 1}"
     )
     distinct_values = sorted(value for (value,) in distinct_rows if isinstance(value, int | float))
     if len(distinct_values) <= MAX_DISTINCT:
         cases = " ".join(f"WHEN {value!r} THEN {position}" for position, value in enumerate(distinct_values))
         values: list[tuple[Any, str]] = [(value, f"{value:g}") for value in distinct_values]
         return Facet(name, label, f"CASE {expression} {cases or 'WHEN NULL THEN 0'} END", values)
+
     ((low, high),) = reader.rows(f"SELECT min({expression}), max({expression}) FROM episodes e")
     edges = _range_edges(low, high)
     cases = " ".join(f"WHEN {expression} < {edge!r} THEN {position}" for position, edge in enumerate(edges))
@@ -287,13 +301,14 @@ def _facet(reader: RunReader, name: str, label: str) -> Facet:
         ([a, b], f"under {b:g}" if a is None else f"{a:g} and more" if b is None else f"{a:g} to {b:g}")
         for a, b in pairwise(ends)
     ]
+
     return Facet(
         name, label, f"CASE WHEN {expression} IS NULL THEN NULL {cases} ELSE {len(edges)} END", ranges
     )
 
 
 def _range_edges(low: float, high: float) -> list[float]:
-    """Return about four round numbers between the two."""
+    """Return about four round numbers between `low` and `high`."""
     raw_width = (high - low) / 5
     unit = 10 ** math.floor(math.log10(raw_width))
     width = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw_width)
@@ -304,7 +319,7 @@ def _range_edges(low: float, high: float) -> list[float]:
 
 
 def _component_names(reader: RunReader) -> list[str]:
-    """Return the names of components that the newest episodes have."""
+    """Return the names of the reward components of the newest episodes."""
     query = """SELECT DISTINCT key FROM (
         SELECT components FROM episodes WHERE components IS NOT NULL ORDER BY group_id DESC LIMIT ?) AS e,
         json_each(e.components) WHERE instr(key, '"') = 0 LIMIT ?"""
@@ -312,7 +327,7 @@ def _component_names(reader: RunReader) -> list[str]:
 
 
 def tool_statistics(reader: RunReader, listing: Listing) -> list[dict[str, Any]]:
-    """Return what the tools did in the episodes that fit."""
+    """Return statistics of the tool calls in the matching episodes."""
     where = listing.where()
     is_unfiltered = not (listing.clauses or listing.search)
     call_condition = "1" if is_unfiltered else f"uid IN (SELECT e.uid {FROM_TABLES} WHERE {where.text})"
@@ -326,4 +341,5 @@ def tool_statistics(reader: RunReader, listing: Listing) -> list[dict[str, Any]]
     errors = {tool: (error, count) for tool, error, count in reader.rows(query, *where.values)}
     for tool_row in statistics:
         tool_row["error"], tool_row["errors"] = errors.get(tool_row["tool"], ("", 0))
+
     return statistics

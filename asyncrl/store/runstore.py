@@ -1,7 +1,8 @@
-"""Writes the run's journal: one SQLite index (flow, plans, commits) over payload segments.
+"""Writes the run's journal: a SQLite index (flow, plans, commits) over payload segments.
 
-The coordinator is the only writer. What one turn of its loop changes is kept in memory and written by
-`commit`, in one transaction; messages leave after it. Others read the run with `reader.RunReader`, always.
+The coordinator is the only writer. The changes of a pass of the coordinator's loop are kept in memory and
+written by `commit`, in a single transaction; messages leave afterwards. All reading goes through
+`reader.RunReader`.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ RAISE_META = """INSERT INTO meta VALUES(?,?) ON CONFLICT(key) DO UPDATE SET
 
 
 class RunStore:
-    """Owns `run.db` and `segments/` in a run directory. What is put becomes durable at the next commit();
-    `read` sees payloads at once, the rest after it. Opening a store takes it over: from then on an earlier
-    owner can write nothing. `epoch` numbers the owners, from 1. `keep_bytes`: see `prune`."""
+    """Owns `run.db` and `segments/` in a run directory. Rows and payloads become durable at the next
+    commit(); `read` sees new payloads at once, new rows after the commit. Opening a store takes over: an
+    earlier owner can write nothing any more. `epoch` numbers the owners, from 1. `keep_bytes`: see
+    `prune_store`."""
 
     def __init__(self, run_dir: Path, keep_bytes: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -67,8 +69,8 @@ class RunStore:
         self.copies = Copies(run_dir)
 
     def put_frame(self, uid: str, turn: int, kind: str, payload: bytes) -> None:
-        """Store the payload of a turn (`kind` generated | replied), or of the last one the `result` of its
-        episode; a repeat replaces the one before."""
+        """Store the payload of a turn (`kind` generated | replied), or of the last turn the `result` of the
+        episode; a repetition replaces the earlier payload."""
         self._frames[uid, turn, kind] = payload
         self._frame_episodes.add(uid)
         self._frame_places.pop((uid, turn, kind), None)
@@ -78,9 +80,11 @@ class RunStore:
         self._put_rows("retired", *((group.sample,) for group in groups if group.retires))
 
     def put_episodes(self, episodes: Collection[EpisodeRecord], moved: Iterable[EpisodeRecord] = ()) -> None:
-        """Store episodes. `moved`: of these only state, reason and step have changed."""
-        self._add(PUT_EPISODE, *(episode_row(e) for e in episodes))
-        self._add(MOVE_EPISODE, *((e.state.value, e.reason, _trained_step(e), e.uid) for e in moved))
+        """Store episodes. `moved`: episodes of which only state, reason and step have changed."""
+        self._add_statement(PUT_EPISODE, *(episode_row(e) for e in episodes))
+        self._add_statement(
+            MOVE_EPISODE, *((e.state.value, e.reason, _trained_step(e), e.uid) for e in moved)
+        )
 
     def put_question(self, group: int, sample: Sample) -> None:
         """Store the texts of a group's sample, for lists; `group`: as in the row of an episode."""
@@ -95,7 +99,7 @@ class RunStore:
             self._put_rows("answers", (uid, answer))
 
     def put_calls(self, uid: str, turn: int, replies: Sequence[ToolReply]) -> None:
-        """Store what the tools of a turn did."""
+        """Store the tool calls of a turn."""
         call_rows = (
             (uid, turn, call_number, reply.call.name[:MOST_NAMED], reply.seconds, reply.failed, reply.refused,
              in_short(reply.error or "", MOST_NAMED))
@@ -113,18 +117,18 @@ class RunStore:
         self._put_rows("checkpoints", (step,))
 
     def put_held_out(self, uid: str, record: bytes) -> None:
-        """Stores the result of an episode of a validation."""
+        """Store the result of an episode of a validation."""
         self._put_rows("held_out", (uid, record))
 
     def list_held_out(self, episode: EpisodeRecord, step: int, mode: str) -> None:
-        """Lists an episode of a validation that is over; `step`: of the validation."""
-        self._add(PUT_EPISODE, episode_row(episode, -1 - episode.group, step, "held out", mode))
+        """List a finished episode of a validation; `step`: of the validation."""
+        self._add_statement(PUT_EPISODE, episode_row(episode, -1 - episode.group, step, "held out", mode))
 
     def forget_held_out(self, prefix: str) -> None:
-        """Deletes all of held-out episodes whose uid begins with `prefix`."""
+        """Delete everything about held-out episodes whose uid begins with `prefix`."""
         for table in ("held_out", *EPISODE_TABLES):
             prefix_end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-            self._add(f"DELETE FROM {table} WHERE uid>=? AND uid<?", (prefix, prefix_end))
+            self._add_statement(f"DELETE FROM {table} WHERE uid>=? AND uid<?", (prefix, prefix_end))
 
     def put_meta(self, key: str, value: str) -> None:
         self._put_rows("meta", (key, value))
@@ -132,10 +136,10 @@ class RunStore:
     def _put_rows(self, table: str, *rows: Row) -> None:
         if rows:
             marks = ",".join("?" * len(rows[0]))
-            self._add(f"INSERT OR REPLACE INTO {table} VALUES({marks})", *rows)
+            self._add_statement(f"INSERT OR REPLACE INTO {table} VALUES({marks})", *rows)
 
-    def _add(self, statement: str, *rows: Row) -> None:
-        """Executes the writes; those that follow each other with the same statement go together."""
+    def _add_statement(self, statement: str, *rows: Row) -> None:
+        """Add writes to the next commit; consecutive writes with the same statement are executed together."""
         if not rows:
             return
         if not self._statements or self._statements[-1][0] != statement:
@@ -148,55 +152,60 @@ class RunStore:
             for key in [key for key in self._frames if key[0] == uid and key[1] >= turn]:
                 del self._frames[key]
         for table in ("frames", "calls"):
-            self._add(f"DELETE FROM {table} WHERE uid=? AND turn>=?", (uid, turn))
-        self._add("DELETE FROM answers WHERE uid=?", (uid,))
+            self._add_statement(f"DELETE FROM {table} WHERE uid=? AND turn>=?", (uid, turn))
+        self._add_statement("DELETE FROM answers WHERE uid=?", (uid,))
 
     def release_frames(self, uid: str) -> None:
-        """Release the payloads of an episode: they are kept only as far as `keep_bytes` allows."""
+        """Release the payloads of an episode: from now on these are stored only as far as `keep_bytes`
+        allows."""
         self._released_episodes.add(uid)
-        self._add("UPDATE frames SET spare=1 WHERE uid=?", (uid,))
+        self._add_statement("UPDATE frames SET spare=1 WHERE uid=?", (uid,))
 
     def forget_plans(self, steps: range, rows: int) -> None:
-        """Records batches, which held `rows` trajectories, of which only the commit is known."""
-        self._add("DELETE FROM plans WHERE step>=? AND step<?", (steps.start, steps.stop))
+        """Record batches with `rows` trajectories of which only the commit is known."""
+        self._add_statement("DELETE FROM plans WHERE step>=? AND step<?", (steps.start, steps.stop))
         self._count_covered(rows)
 
     def cover(self, step: int, rows: int) -> None:
         """Record that the oldest retained checkpoint covers the batches before `step`, `rows` trajectories
-        more than the one before. What was covered stays so, also where more are kept."""
-        self._add(RAISE_META, (COVERED_TO, step))
+        more than the previous checkpoint. Covered batches stay covered, also when more checkpoints are
+        retained."""
+        self._add_statement(RAISE_META, (COVERED_TO, step))
         self._count_covered(rows)
 
     def _count_covered(self, rows: int) -> None:
-        self._add("INSERT OR IGNORE INTO meta VALUES('covered', '0')", ())
-        self._add("UPDATE meta SET value=value+? WHERE key='covered'", (rows,))
+        self._add_statement("INSERT OR IGNORE INTO meta VALUES('covered', '0')", ())
+        self._add_statement("UPDATE meta SET value=value+? WHERE key='covered'", (rows,))
 
     def sync(self) -> None:
-        """Let the next commit be power-loss safe, with all before it. From it on, each commit forgets some of
-        what need not be kept, while `pruning`."""
+        """Make the next commit power-loss safe, with all earlier commits. Afterwards, while `pruning`, each
+        commit forgets some unneeded data."""
         self._sync_due = self.pruning = True
 
     # -- writing -----------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Make everything put so far durable, in one transaction: kill -9 safe, after `sync` power-loss safe.
+        """Make everything put so far durable, in a single transaction: kill -9 safe, after `sync` power-loss
+        safe.
 
         StorePaused: the disk is full, or another process locks the store; nothing was written and nothing is
-        lost: call it again. SupersededError: another coordinator has opened the store. StoreError: damaged.
+        lost: call again. SupersededError: another coordinator has opened the store. StoreError: damaged.
         """
         for key, payload in self._frames.items():
             if key not in self._frame_places:
-                self._frame_places[key] = self._segments.append(payload)
+                self._frame_places[key] = self._segments.append_record(payload)
+
         if self._sync_due:
-            self._segments.sync()
+            self._segments.sync_segment()
         oldest_segment: int | None = None
         if self._frames or self._statements or self._sync_due or self.pruning:
             with self._transaction():
                 if (current_epoch := int(self.read.meta("coordinator_epoch", "0"))) != self.epoch:
                     raise SupersededError(
-                        f"{self._run_dir / DATABASE}: another coordinator (epoch {current_epoch}) has taken over "
-                        f"from this one (epoch {self.epoch})"
+                        f"{self._run_dir / DATABASE}: another coordinator (epoch {current_epoch}) has taken "
+                        f"over from this one (epoch {self.epoch})"
                     )
+
                 for statement, rows in self._statements:
                     self._db.executemany(statement, rows)
                 rows = [
@@ -205,22 +214,25 @@ class RunStore:
                 ]
                 self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?,?)", rows)
                 if self.pruning:
-                    newest_segment = self._segments.newest
+                    newest_segment = self._segments.newest_segment
                     covered_steps = self.read.covered
                     oldest_segment = prune_store(
                         self._db, self._segment_reader, newest_segment, self._keep_bytes, covered_steps
                     )
+
             self._clear_pending()
+
         if self._sync_due or oldest_segment is not None:
             self._fsync_index()
             self._shorten_log()
             self._sync_due = False
+
         if oldest_segment is not None:
             self.pruning = self._segment_reader.remove_before(oldest_segment)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """The only place that begins and commits. What an error interrupts is undone."""
+        """Begin and commit the only transaction; an error undoes the changes."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             yield
@@ -232,23 +244,26 @@ class RunStore:
                 self._db.execute("ROLLBACK")
 
     def _fsync_index(self) -> None:
-        """Syncs what was committed to the disk: it is in the write-ahead log until SQLite copies it."""
+        """Sync committed data to the disk: until SQLite copies committed data, it is only in the write-ahead
+        log."""
         fsync(self._run_dir / f"{DATABASE}-wal")
         fsync(self._run_dir)
 
     def _shorten_log(self) -> None:
-        if self.copies.busy:  # it reads what was committed when it began
-            if overdue_seconds := self.copies.late:
+        if self.copies.is_copying:  # it reads what was committed when it began
+            if overdue_seconds := self.copies.overdue_seconds:
                 log.warning(
                     "%s: a copy has taken %.0f s: is the disk stuck? Its log grows",
                     self._run_dir,
                     overdue_seconds,
                 )
             return
+
         try:
             (is_blocked, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.Error as error:
             raise store_error(self._run_dir / DATABASE, error) from error
+
         if is_blocked:
             log.warning("%s: a reader keeps a transaction open: its log grows meanwhile", self._run_dir)
 
@@ -265,8 +280,8 @@ class RunStore:
         self._frame_places.clear()
 
     def close(self) -> None:
-        """Close the files. What is not committed is lost."""
-        self.copies.wait()
+        """Close the files. Uncommitted data is lost."""
+        self.copies.wait_for_copy()
         self.read.close()
         self._segments.close()
 
@@ -278,7 +293,7 @@ def episode_row(
     kind: str = "train",
     mode: str = "",
 ) -> Row:
-    """Return the row of an episode in `episodes`."""
+    """Return the row of an episode for the table `episodes`."""
     result = episode.result
     stats = episode.stats
     has_landed = episode.stats.turns > 0
@@ -291,6 +306,7 @@ def episode_row(
         else (episode.turns, episode.sampled, 0, 0)
     )
     version_columns = (episode.oldest, episode.newest) if episode.oldest >= 0 else (None, None)
+
     return (
         *(episode.uid, episode.group if group is None else group, episode.member, kind),
         *(
@@ -317,7 +333,7 @@ def _trained_step(episode: EpisodeRecord) -> int | None:
 
 
 def _plain_truth(truth: str) -> str:
-    """Return a ground truth, which is JSON, as people read it."""
+    """Return a ground truth, which is JSON, as readable text."""
     try:
         return msgspec.json.decode(truth, type=str)
     except UNDECODABLE:
@@ -351,10 +367,12 @@ ON CONFLICT(state) DO UPDATE SET count = count + excluded.count
 def prune_store(
     db: sqlite3.Connection, segments: SegmentReader, newest_segment: int, keep_bytes: int, covered_steps: int
 ) -> int | None:
-    """In a transaction: forget what is beyond `keep_bytes`, of MOST_FORGOTTEN episodes. A checkpoint covers
-    the batches before `covered`, whose plans go with the first of their payloads. Returns None when there may
-    be more to forget; else the oldest segment that is still referred to, `newest` if none is: once the
-    transaction is durable, those before it can be deleted."""
+    """Forget data beyond `keep_bytes`, of at most MAX_FORGOTTEN episodes, within a transaction.
+
+    A checkpoint covers the batches before `covered_steps`; the plans of these batches go with the first
+    forgotten payloads. Returns None when there may be more to forget; else the oldest segment that is still
+    referred to, or `newest_segment`: once the transaction is durable, earlier segments can be deleted.
+    """
     (needed_segment,) = db.execute("SELECT min(segment) FROM frames WHERE spare=0").fetchone()
     oldest_segment = segments.oldest_kept(
         newest_segment if needed_segment is None else needed_segment, keep_bytes
@@ -363,6 +381,7 @@ def prune_store(
     pruned_uids = db.execute(spare_query, (oldest_segment, MAX_FORGOTTEN)).fetchall()
     if not pruned_uids:
         return oldest_segment
+
     step_query = "SELECT group_id, coalesce(step, 0) FROM episodes WHERE uid=?"
     episode_rows = [row for uid in pruned_uids if (row := db.execute(step_query, uid).fetchone())]
     covered_plans = [step for group, step in episode_rows if group >= 0 and step <= covered_steps]
@@ -378,4 +397,5 @@ def prune_store(
         db.executemany(f"DELETE FROM {table} WHERE uid=?", uids)
     db.executemany("DELETE FROM questions WHERE group_id=?", forgotten_groups)
     db.executemany("DELETE FROM groups WHERE id=?", forgotten_groups)
+
     return oldest_segment if len(pruned_uids) < MAX_FORGOTTEN else None

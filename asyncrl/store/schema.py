@@ -1,9 +1,9 @@
-"""The tables of `run.db`, and their version. All code that opens it does so here.
+"""The tables of `run.db`, and the version of the schema. All code that opens the database does so here.
 
-The row of an episode has what lists show of it, where steps are counted from 1 and NULL is what is not known
-yet, and the record from which a coordinator goes on. The record is older than the row where only the state
-has changed since, with its reason and step. Held-out episodes have rows once they are over, in groups below
-0: -1 - the sample's row. Texts, which few queries read, are in tables of their own.
+The row of an episode has the values that lists show, where steps are counted from 1 and NULL means not known
+yet, and the record from which a coordinator continues. The record is older than the row if only state, reason
+and step have changed since. Held-out episodes have rows once finished, in groups below 0: -1 - the sample's
+row. Texts, which few queries read, are in separate tables.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SupersededError(StoreError):
 
 
 def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
-    """Translates an error of SQLite or of the disk into what it means to the run."""
+    """Translate an error of SQLite or of the disk into the consequence for the run."""
     if isinstance(error, OSError):
         lacks_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
         will_pass = lacks_descriptors or disk_full(error)
@@ -91,13 +91,15 @@ def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
             "free disk space" if is_full else "end the process that locks it (lsof run.db), or let it finish"
         )
         will_pass = code in PASSING_CODES
+
     if not will_pass:
         return damage_error(path, error)
+
     return StorePaused(f"{path}: {error}; the run waits until it can write: {advice}")
 
 
 def damage_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
-    """The StoreError for an error that does not pass."""
+    """Return the StoreError for an error that does not pass."""
     is_corrupt = getattr(error, "sqlite_errorcode", 0) & 0xFF in (
         sqlite3.SQLITE_CORRUPT,
         sqlite3.SQLITE_NOTADB,
@@ -106,9 +108,9 @@ def damage_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
 
 
 def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
-    """The database of a run, with its tables, and the number of its new owner, from 1: until the next one it
-    alone may write. ConfigError when its schema is another version's, StoreError when it cannot be opened,
-    StorePaused when it could not be written for OPEN_DEADLINE."""
+    """Return the database of a run, with tables, and the number of the new owner, from 1: until the next
+    owner, this owner alone may write. ConfigError for another version's schema, StoreError when the database
+    cannot be opened, StorePaused when the database could not be written for OPEN_DEADLINE."""
     path = run_dir / DATABASE
     deadline = time.monotonic() + OPEN_DEADLINE
     while True:
@@ -137,7 +139,7 @@ def _take_ownership(path: Path) -> tuple[sqlite3.Connection, int]:
 
 
 def open_to_read(run_dir: Path) -> sqlite3.Connection:
-    """The database of a run that may be under way, or over. Raises as `take_over` does, but never waits."""
+    """Open the database of a running or finished run to read. Raises as `take_over` does, but never waits."""
     path = run_dir / DATABASE
     try:
         uri = f"{path.absolute().as_uri()}?mode=ro"  # with ? and % of the path as %3F and %25
@@ -145,17 +147,19 @@ def open_to_read(run_dir: Path) -> sqlite3.Connection:
         _check_version(db, path)
     except sqlite3.Error as error:
         raise damage_error(path, error) from error
+
     return db
 
 
 def check_schema(run_dir: Path) -> None:
-    """ConfigError when the run in a directory, if there is one, cannot be continued by this version, or its
-    database is gone, or damaged, as far as LOOK seconds show that."""
+    """Raise ConfigError when the run in a directory, if any, cannot be continued by this version, or when the
+    database is gone, or damaged, as far as a check of CHECK_SECONDS shows."""
     database_path = run_dir / DATABASE
     if not database_path.exists() or not database_path.stat().st_size:
         if (run_dir / "segments").exists():  # else its first coordinator ended before it made the tables
             raise ConfigError(f"{database_path}: is gone{RESTORE_ADVICE}")
         return
+
     with closing(open_to_read(run_dir)) as db:
         interrupt_timer = Timer(CHECK_SECONDS, db.interrupt)
         interrupt_timer.start()
@@ -166,6 +170,7 @@ def check_schema(run_dir: Path) -> None:
         finally:
             interrupt_timer.cancel()
             interrupt_timer.join()
+
     if check_result != "ok":
         raise ConfigError(f"{database_path}: is damaged ({' '.join(check_result.split())}){RESTORE_ADVICE}")
 
@@ -173,8 +178,8 @@ def check_schema(run_dir: Path) -> None:
 def _check_version(db: sqlite3.Connection, path: Path) -> None:
     (found_version,) = db.execute("PRAGMA user_version").fetchone()
     if found_version != SCHEMA_VERSION:
+        age = "an older" if found_version < SCHEMA_VERSION else "a newer"
         raise ConfigError(
-            f"{path}: written by {'an older' if found_version < SCHEMA_VERSION else 'a newer'} version of asyncrl "
-            f"(schema {found_version}, this version reads {SCHEMA_VERSION}); continue the run with the version that "
-            "wrote it, or begin a new one with name=…"
+            f"{path}: written by {age} version of asyncrl (schema {found_version}, this version reads "
+            f"{SCHEMA_VERSION}); continue the run with the version that wrote it, or begin a new one with name=…"
         )

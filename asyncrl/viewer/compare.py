@@ -1,5 +1,6 @@
-"""Compares two validations, of two runs or of one, question by question: the same row of the same data. Also
-reads the results of `asyncrl eval`."""
+"""Compares two validations, of two runs or of a single run, question by question: the same row of the same
+data. Also reads the results of `asyncrl eval`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ _decode_evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
 
 
 class Answered(msgspec.Struct):
-    """Holds a question of a validation: its first episode, means over all, and if half were `right`."""
+    """A question of a validation: the first episode, means over all episodes, and whether half of the
+    episodes were `right`."""
 
     uid: str
     question: str
@@ -61,20 +63,21 @@ Pair = tuple[Answered, Answered]
 
 
 class Side(NamedTuple):
-    """Holds a validation of a run. `played`: by mode and row."""
+    """A validation of a run. `validation_steps`: the steps of all validations of the run."""
 
     step: int
-    known: list[int]  # the steps of all its validations
+    validation_steps: list[int]  # the steps of all its validations
     config: Tree
-    played: Mapping[tuple[str, int], Answered]
-    failed: int
+    answered_by_row: Mapping[tuple[str, int], Answered]
+    failed_episodes: int
 
 
 def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]:
-    """`steps`: those of the validations; None: the last one; of one run alone, first and last."""
+    """Compare two validations. `steps`: the steps of the validations; None: the last validation; of a single
+    run, the first and the last."""
     default_positions = (0 if runs[0] == runs[1] else -1), -1
     sides = [_read_side(*first_answer) for first_answer in zip(runs, steps, default_positions, strict=True)]
-    first_answers, second_answers = (side.played for side in sides)
+    first_answers, second_answers = (side.answered_by_row for side in sides)
     shared_pairs = defaultdict[str, list[Pair]](list)
     for (mode, sample_row), side_arguments in first_answers.items():
         second_answer = second_answers.get((mode, sample_row))
@@ -83,6 +86,7 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
             second_answer.truth,
         ):
             shared_pairs[mode].append((side_arguments, second_answer))
+
     differing_keys = [
         key for key in differences([side.config for side in sides]) if f"{key}.".startswith(JUDGING_KEYS)
     ]
@@ -95,14 +99,17 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
         map(len, shared_pairs.values())
     ):
         warnings.append(f"{unshared_count} questions are not the same in both, and left out")
+
     warnings += [
-        f"{side.failed} episodes of step {side.step} failed, or were not over in time: they count as wrong"
+        f"{side.failed_episodes} episodes of step {side.step} failed, or were not over in time: "
+        "they count as wrong"
         for side in sides
-        if side.failed
+        if side.failed_episodes
     ]
+
     return {
         "steps": [side.step for side in sides],
-        "validations": [side.known for side in sides],
+        "validations": [side.validation_steps for side in sides],
         "modes": [{"mode": mode, **_compare_pairs(pairs)} for mode, pairs in shared_pairs.items()],
         "warnings": warnings,
     }
@@ -122,11 +129,12 @@ def _read_side(run: Path, step: int | None, default_position: int) -> Side:
 
 
 def _compare_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Compare scores of a mode and their components; list flipped questions, the largest change first."""
+    """Compare scores of a mode and the components; list flipped questions, the largest change first."""
     component_pairs = defaultdict[str, list[tuple[float, float]]](list)
     for first, second in pairs:
         for name in first.components.keys() & second.components.keys():
             component_pairs[name].append((first.components[name], second.components[name]))
+
     by_change = sorted(pairs, key=lambda pair: pair[1].score - pair[0].score)
     lost_pairs, won_pairs = (
         [
@@ -136,6 +144,7 @@ def _compare_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
         ]
         for direction in (1, -1)
     )
+
     return paired_statistics([(first.score, second.score) for first, second in pairs]) | {
         "components": {name: paired_statistics(component_pairs[name]) for name in sorted(component_pairs)},
         "flips": {"lost": len(lost_pairs), "won": len(won_pairs)},
@@ -145,7 +154,7 @@ def _compare_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def paired_statistics(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the mean difference of the second from the first, with its interval over questions."""
+    """Return the mean difference between second and first, with an interval over questions."""
     changes = [second - first for first, second in pairs]
     return {
         "questions": len(pairs),
@@ -158,8 +167,8 @@ def paired_statistics(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def evaluation_measures(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the results of `asyncrl eval` by mode and measure, `sampled/pass@4`: the mean with its interval
-    over questions, and the mean of each task. Nothing for another run."""
+    """Yield the results of `asyncrl eval` by mode and measure, `sampled/pass@4`: the mean with an interval
+    over questions, and the mean of each task. Nothing for a training run."""
     evaluation: dict[str, dict[str, float]] = {}
     with suppress(FileNotFoundError, *UNDECODABLE):
         evaluation = _decode_evaluation((run_dir / "evaluation.json").read_bytes())
@@ -167,6 +176,7 @@ def evaluation_measures(run_dir: Path) -> Iterator[dict[str, Any]]:
     for measure_name in (measure_name for measure_name in evaluation if measure_name.startswith(TASK_PREFIX)):
         task, mode, measure = measure_name.removeprefix(TASK_PREFIX).rsplit("/", 2)
         task_means[f"{mode}/{measure}"][task] = evaluation[measure_name]["mean"]
+
     for measure_name, measured in (
         (measure_name.removeprefix(ALL_PREFIX), measured)
         for measure_name, measured in evaluation.items()

@@ -1,5 +1,6 @@
-"""Reads the episodes of a run's store: a page of those that fit, the text of their transcripts, and one
-episode token by token, with what training made of it."""
+"""Reads the episodes of a run's store: a page of matching episodes, the text of transcripts, and an episode
+token by token, with the values from training.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_decoder(model: str) -> Decode:
-    """Return what decodes ids, by the tokenizer of a model directory. ConfigError."""
+    """Return a function that decodes ids with the tokenizer of a model directory. ConfigError."""
     from tokenizers import Tokenizer  # load_tokenizer has compared the run's with it
 
     path = Path(model) / "tokenizer.json"
@@ -44,11 +45,12 @@ def load_decoder(model: str) -> Decode:
             tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # of tokenizers it is a bare Exception
         raise ConfigError(f"{path}: no usable tokenizer ({one_line(error)}); put the model's back") from error
+
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; of several tokens that are one character the last one has it."""
+    """Return the text of each token; of several tokens that form a character the last token has the text."""
     growing = GrowingText(decode)
     read_ids = list[int]()
     texts = list[str]()
@@ -57,14 +59,15 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
         text_length = len(growing.text)
         growing.grow(read_ids)
         texts.append(growing.text[text_length:])
+
     return texts
 
 
 def search(
     reader: RunReader, episodes: Sequence[tuple[str, int]], search_words: Sequence[str], decode: Decode | None
 ) -> tuple[list[str], int]:
-    """Return those of the episodes (uid, turns) in whose transcripts all words are, and how many it could
-    read within SEARCH_SECONDS, from the first one on."""
+    """Return the uids of the episodes (uid, turns) whose transcripts contain all words, and how many episodes
+    could be read within SEARCH_SECONDS, from the first on."""
     matching_uids = list[str]()
     lowered_words = [word.lower() for word in search_words]
     deadline = time.monotonic() + SEARCH_SECONDS
@@ -75,11 +78,12 @@ def search(
             text = "\n".join(_written_texts(turns_of(list(reader.frames(uid, turns))), decode)).lower()
             if all(word in text for word in lowered_words):
                 matching_uids.append(uid)
+
     return matching_uids, len(episodes)
 
 
 def _written_texts(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str]:
-    """What the model, the tools and the environment wrote, calls and errors among it."""
+    """Yield everything that the model, the tools and the environment wrote, including calls and errors."""
     for turn in turns:
         if decode is not None:
             yield decode(turn.ids)
@@ -89,7 +93,7 @@ def _written_texts(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str
 
 
 def masked_fraction(reader: RunReader, episode_row: Mapping[str, Any], max_staleness: int) -> float | None:
-    """Return the share of an episode's trained tokens that are too old for it; None where they are gone."""
+    """Return the fraction of an episode's trained tokens that are too old; None where the tokens are gone."""
     with suppress(AsyncrlError):
         turns = turns_of(list(reader.frames(episode_row["uid"], episode_row["turns"])))
         spans = [span for turn in turns if not turn.untrained for span in turn.spans]
@@ -100,8 +104,9 @@ def masked_fraction(reader: RunReader, episode_row: Mapping[str, Any], max_stale
 def transcript(
     run_dir: Path, config: RunConfig, reader: RunReader, episode_row: dict[str, Any], decode: Decode
 ) -> dict[str, Any]:
-    """Return an episode as JSON. `turns` are those that are kept; `missing` says why there are fewer than the
-    episode had, `text` what was kept then, `no_advantage` why no token has one. StoreError, ConfigError."""
+    """Return an episode as JSON. `turns` are the stored turns; `missing` says why there are fewer turns than
+    in the episode, `text` is the stored text in that case, `no_advantage` says why no token has an advantage.
+    StoreError, ConfigError."""
     episode = reader.episode(uid := episode_row["uid"])
     turns, missing = kept_turns(reader, episode)
     token_values = dict[str, list[Any]]()  # of all tokens that are trained: they may be shorter
@@ -111,6 +116,7 @@ def transcript(
             for log_ratio in ratio_record.log_ratio
         ]
         token_values |= {"ratios": ratios, "dropped": ratio_record.dropped}
+
     if not (no_advantage := missing or _missing_advantage_reason(config, reader, episode)):
         try:
             parts = credited(config, episode, reader.baseline(episode.group), turns)
@@ -121,6 +127,7 @@ def transcript(
             no_advantage = "" if "advantages" in token_values else "the advantage reads what models compute"
         except (AsyncrlError, ValueError) as error:
             no_advantage = one_line(error)
+
     return {
         **asdict(episode),
         "result": asdict(episode.result),
@@ -136,24 +143,27 @@ def transcript(
 
 
 def _missing_advantage_reason(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> str:
-    """Say why an episode has no advantages; '' if it has some. A viewer runs no code of users."""
+    """Return why an episode has no advantages; '' if there are some. A viewer runs no code of users."""
     advantage_name, _ = single(config.algorithm.advantage)
     if episode.uid.startswith(EVAL):
         return "it is held out: it is not trained"
     if not episode.stats.turns:
         return "it is not over"
+
     if advantage_name not in advantages:
         return (
             f"algorithm.advantage {advantage_name} is a function of the user's, which a viewer does not run"
         )
+
     if episode.greedy or not reader.baseline(episode.group).results:
         reason = "it is the greedy one" if episode.greedy else "its group is not settled"
         return f"it is compared with nothing: {reason}"
+
     return ""
 
 
 def _stored_text(run_dir: Path, episode_row: dict[str, Any]) -> str:
-    """Return the text of an episode whose turns are gone; '' where none was kept."""
+    """Return the text of an episode whose turns are gone; '' without a stored text."""
     transcript_kind = "training" if episode_row["kind"] == "train" else "validation"
     with suppress(OSError):
         for entry in read_lines(
@@ -161,6 +171,7 @@ def _stored_text(run_dir: Path, episode_row: dict[str, Any]) -> str:
         ):
             if entry.get("uid") == episode_row["uid"]:
                 return str(entry.get("text", ""))
+
     return ""
 
 
@@ -171,7 +182,8 @@ def _turn_answers(
     step: int,
     max_staleness: int,
 ) -> Iterator[dict[str, Any]]:
-    """Per-token lists are aligned with `ids`, or empty where a turn is not trained."""
+    """Yield the turns as JSON. Per-token lists are aligned with `ids`, or empty where a turn is not
+    trained."""
     token_offset = 0
     for turn in turns:
         turn_slice = slice(

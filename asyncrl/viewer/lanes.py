@@ -1,11 +1,11 @@
-"""Draws a run's timeline: a window in time, and nothing smaller than a pixel of it.
+"""Draws a run's timeline: a window in time, and nothing smaller than a pixel.
 
     timeline/*.jsonl ──► spans, each of a row of a process ──► window(from, to) ──► processes, rows, spans
 
-A row is a line of the picture, and belongs to a process. What a trainer rank does follows one after another
-and is one row; of other processes, where many tasks run at once, each name is a row of its own. Spans that
-say which engine they concern are in a row of that one: a push by the coordinator, the turns that a worker has
-sampled on a server. Pauses between two launches are left out. Files are read once, then what was added.
+A row is a line of the picture, and belongs to a process. The spans of a trainer rank follow each other in a
+single row; in other processes, where many tasks run at once, each name is a row. Spans that concern an engine
+are in a row of that engine: a push by the coordinator, the turns that a worker has sampled on a server.
+Pauses between two launches are left out. Files are read once, and later only the added lines.
 """
 
 from __future__ import annotations
@@ -43,39 +43,43 @@ PROCESS_ORDER = (COORDINATOR, "trainer", "worker")  # of processes; engines foll
 
 
 class LaneReader:
-    """Reads the timeline of one run, which may be under way. For one thread at a time."""
+    """Reads the timeline of a run, which may still go on. For a single thread at a time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._files: dict[Path, TimelineFile] = {}
         self._spans = np.empty(0, SPAN)
-        self._rows: dict[tuple[str, str], int] = {}  # numbers by process and title
-        self._names: dict[str, int] = {}
+        self._row_numbers: dict[tuple[str, str], int] = {}  # numbers by process and title
+        self._name_numbers: dict[str, int] = {}
         self._text_numbers: dict[str, int] = {}
         self._process_starts: dict[str, list[float]] = {}  # when processes began
 
     def window(
         self, since: float | None = None, until: float | None = None, step: int | None = None
     ) -> dict[str, Any]:
-        """Return what lies between two times, or in the time of a step; all of it by default. Raises OSError,
-        and ConfigError where a time is no number or beyond FARTHEST, or where there is no such step.
+        """Return everything between two times, or within a step; by default the whole run. Raises OSError,
+        and ConfigError where a time is no number or beyond MAX_SECONDS, or where there is no such step.
 
-        All times are seconds since the run's start. A row took `share` of its process's time; a span of it is
-        [start, end, name, calls, seconds, longest, text]: the number of its name among `names`, how many
-        calls or spans are in it, what they took together, one of them at most, and details of a single one.
-        Those of less than `pixel` seconds are merged. `names`: [meaning, title]. `steps`: [step, end];
-        `marks`: [time, text]. `totals`: of the window."""
+        All times are seconds since the run's start. A row took `share` of the process's time; a span is
+        [start, end, name, calls, seconds, longest, text]: the index in `names`, how many calls or spans were
+        merged, the sum of durations, the longest duration, and details of a single span. Spans of less than
+        `pixel` seconds are merged. `names`: [meaning, title]. `steps`: [step, end]; `marks`: [time, text].
+        `totals`: of the window.
+        """
         if not all(time is None or abs(time) <= MAX_SECONDS for time in (since, until)):  # nan neither
             raise ConfigError(f"lanes: from and to must be seconds since the start, within ±{MAX_SECONDS:g}")
+
         for file in files(self._run_dir):  # what was added since the last call
             file = self._files.setdefault(file.path, file)
             if len(added_spans := np.fromiter(self._read_added(file), SPAN)):
                 self._spans = np.concatenate([self._spans, added_spans])
+
         if not len(self._spans):
             return {"processes": []}
+
         spans, marks = since_start(self._spans, self._process_starts)
-        is_step = spans["name"] == self._names.get("step", -1)
-        is_step &= spans["row"] == self._rows.get(("trainer 0", WORK), -1)
+        is_step = spans["name"] == self._name_numbers.get("step", -1)
+        is_step &= spans["row"] == self._row_numbers.get(("trainer 0", WORK), -1)
         steps = list(zip(spans["step"][is_step].tolist(), spans["end"][is_step].tolist(), strict=True))
         if step is not None:
             if step not in (step_ends := dict(steps)):  # the last time, where it was made again
@@ -83,6 +87,7 @@ class LaneReader:
                 raise ConfigError(f"lanes: step {step} is not in the timeline; the last one is {last_step}")
             until = step_ends[step]
             since = max((end for _, end in steps if end < until), default=0.0)
+
         since = since or 0.0
         run_seconds = float(spans["end"].max())
         until = max(run_seconds if until is None else until, since + 1e-6)
@@ -93,15 +98,16 @@ class LaneReader:
             len(merged_spans := merge_spans(window_spans, since, pixel)) > MAX_SPANS and pixel < until - since
         ):
             pixel *= 1.25 * len(merged_spans) / MAX_SPANS
+
         shown_steps = [step_end for step_end in steps if since <= step_end[1] <= until]
-        names = [meaning_of(name) for name in self._names]
-        process_kinds = [process.partition(" ")[0] for process, _ in self._rows]
-        processes = sorted({process for process, _ in self._rows}, key=_process_order)
-        row_shares = shares(spans, np.array([processes.index(process) for process, _ in self._rows]))
+        names = [meaning_of(name) for name in self._name_numbers]
+        process_kinds = [process.partition(" ")[0] for process, _ in self._row_numbers]
+        processes = sorted({process for process, _ in self._row_numbers}, key=_process_order)
+        row_shares = shares(spans, np.array([processes.index(process) for process, _ in self._row_numbers]))
         row_spans = spans_by_row(merged_spans, list(self._text_numbers), len(row_shares), pixel)
         lanes: dict[str, list[dict[str, Any]]] = {process: [] for process in processes}
         ordered_rows = sorted(
-            self._rows.items(), key=lambda row: (meaning_of(row[0][1])[0], -row_shares[row[1]])
+            self._row_numbers.items(), key=lambda row: (meaning_of(row[0][1])[0], -row_shares[row[1]])
         )
         for (process, name), row_number in ordered_rows:
             lanes[process].append(
@@ -111,6 +117,7 @@ class LaneReader:
                     "spans": row_spans[row_number],
                 }
             )
+
         return {
             "length": run_seconds,
             "window": (since, until),
@@ -128,6 +135,7 @@ class LaneReader:
         index = file.path.stem.rpartition("-")[2]
         process = process_kind if process_kind == COORDINATOR else f"{process_kind} {index}"
         numbers_by_key: dict[tuple[str, str, str], tuple[int, int, int]] = {}
+
         for line in file.added():
             if line.name == START:
                 self._process_starts.setdefault(process, []).append(line.start)
@@ -152,7 +160,7 @@ class LaneReader:
             )
 
     def _numbers(self, role: str, process: str, line: Line) -> tuple[int, int, int]:
-        """Number its row, name and text."""
+        """Return the numbers of the line's row, name and text."""
         row = name = line.name
         text = line.error
         before_decode, is_remote, server = name.partition(f"{DECODE} on ")
@@ -164,17 +172,19 @@ class LaneReader:
             row += " (validation)" * (line.engine == "eval")  # a second engine that a worker has for it
         elif line.engine:
             process = line.engine
-        if (process, row) not in self._rows and sum(
-            row_process == process for row_process, _ in self._rows
+
+        if (process, row) not in self._row_numbers and sum(
+            row_process == process for row_process, _ in self._row_numbers
         ) >= MAX_ROWS:
             row = OTHER
-        row_number = self._rows.setdefault((process, row), len(self._rows))
-        name_number = self._names.setdefault(name, len(self._names))
+
+        row_number = self._row_numbers.setdefault((process, row), len(self._row_numbers))
+        name_number = self._name_numbers.setdefault(name, len(self._name_numbers))
         return row_number, name_number, self._text_numbers.setdefault(text, len(self._text_numbers))
 
 
 def _process_order(process: str) -> tuple[int, int, str]:
-    """Order processes: the coordinator, trainer ranks, workers, engines, each by number."""
+    """Return the sort key of a process: the coordinator, trainer ranks, workers, engines, each by number."""
     process_kind = process.partition(" ")[0]
     return (
         PROCESS_ORDER.index(process_kind) if process_kind in PROCESS_ORDER else len(PROCESS_ORDER),

@@ -55,8 +55,8 @@ _span_pattern = re.compile("|".join(map(re.escape, sorted(SPANS, key=len, revers
 
 
 def meaning_of(name: str) -> tuple[int, str]:
-    """Return the number of its meaning and its legible name. What is in no table waits for another process:
-    waits are called by what they wait for."""
+    """Return the number of a span's meaning and a legible name. A name in no table is a wait for another
+    process: waits are named after the awaited thing."""
     match = _span_pattern.match(name)
     meaning_number, legible_name = SPANS[match.group()] if match else (PROCESS, None)
     return meaning_number, name if legible_name is None else legible_name + " (validation)" * name.endswith(

@@ -1,6 +1,6 @@
-"""Answers for the tab Overview of a run: its outcome in one sentence, before and after, what is wrong, who
-waits for whom, the flow of its episodes, figures and configuration. The page writes the figures in their
-units."""
+"""Answers for the tab Overview of a run: the outcome in a sentence, before and after, alerts, waits by role,
+the flow of episodes, figures and configuration. The page formats the figures with units.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ROLE_OF_PROCESS = {"trainer": "trainer", **ENGINE_PROCESSES, "worker": "workers"
 
 
 def overview(run_dir: Path, ended: str) -> dict[str, Any]:
-    """Read a run that is over (`ended` says how) or goes on. ConfigError for a file that cannot be read."""
+    """Summarize a run that is over (`ended` says how) or goes on. ConfigError for an unreadable file."""
     # Twice: steps that were repeated after a crash are read, and the row of the end.
     rows = some_rows(run_dir, 2 * WINDOW, MAX_ROWS)
     status = read_status(run_dir)
@@ -77,6 +77,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     is_training = bool(config_values.get("total_steps", 1))
     shown_alerts = alerts(rows, status, config_values)
     run_notes = notes(summary) if saved_summary else [unless_quoted(status.get("failed", ""), shown_alerts)]
+
     return {
         "outcome": _outcome(ended, status, summary, is_training),
         "trains": is_training,
@@ -105,19 +106,21 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
 def _outcome(ended: str, status: Mapping[str, Any], summary: Mapping[str, Any], trains: bool) -> str:
     if not status and not ended and not summary["steps"]:
         return "It starts: its coordinator has not reported yet"
+
     evaluated = any(summary.get(f"{key}_before") is not None for key in JUDGED)
     if not (trains or evaluated):
         if ended in ("", "completed"):
             return "Evaluated without a reward" if ended else "It evaluates: no result is there yet"
         return f"{ended.partition(':')[0].capitalize()}: nothing was evaluated"
+
     batch_fraction = 0.0 if ended or summary["steps"] else status.get("gauges", {}).get(metric.BATCH, 0.0)
     outcome_text = outcome_line(summary, ended, status.get("total_steps", 0))
     return outcome_text + f"; {batch_fraction:.0%} of the first batch is there" * (batch_fraction > 0)
 
 
 def _validation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """What validations found before training, last, and by step, components of the score included. A score
-    that is the success is left out."""
+    """Yield the results of validations before training, last, and by step, including score components. A
+    score that equals the success is left out."""
     component_metrics = matching(metric.COMPONENT_HELD_OUT, set[str]().union(*rows))
     for display_name, name in [*JUDGED.values(), *component_metrics.items()]:
         curve = _curve(rows, name)
@@ -136,7 +139,8 @@ def _validation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _evaluation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Yield what an evaluation found, under the names of evaluation.json, before there is one."""
+    """Yield the results of an evaluation so far, under the names of evaluation.json, before that file
+    exists."""
     newest_row = next((newest_row for newest_row in reversed(rows) if metric.ASKED in newest_row), {})
     for name in sorted(name for name in newest_row if name.startswith(ALL_PREFIX)):
         unit = "share" if name in FRACTION_METRICS else ""
@@ -151,8 +155,8 @@ def _evaluation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _validation_result(row: Row, name: str) -> dict[str, Any]:
-    """Return a validation's number, with Wilson's interval where it is a share: over questions, as the
-    episodes of one are alike."""
+    """Return a validation's number, for a fraction with Wilson's interval: over questions, as the episodes of
+    a question are alike."""
     question_count = row.get(metric.ASKED, 0.0)
     interval = wilson(row[name], question_count) if name in FRACTION_METRICS and question_count else None
     return {
@@ -174,12 +178,18 @@ def _figures(steps: Sequence[Row]) -> Iterator[dict[str, Any]]:
     ).items():
         if name in metric_names:
             first_mean, last_mean = edges(steps, name)
-            yield {"label": display_name, "part": name in component_figures, "unit": unit, "first": first_mean, "last": last_mean,
-                   "curve": _curve(steps, name)}  # fmt: skip
+            yield {
+                "label": display_name,
+                "part": name in component_figures,
+                "unit": unit,
+                "first": first_mean,
+                "last": last_mean,
+                "curve": _curve(steps, name),
+            }
 
 
 def _curve(steps: Sequence[Row], name: str) -> list[list[float]]:
-    """(step, value) of a small curve: the means of as many steps each."""
+    """Return the (step, value) points of a small curve; each value is the mean of equally many steps."""
     measured_rows = [row for row in steps if name in row]
     rows_per_point = -(-len(measured_rows) // CURVE_POINTS) or 1
     row_groups = [
@@ -192,11 +202,12 @@ def _curve(steps: Sequence[Row], name: str) -> list[list[float]]:
 def _waits(
     steps: Sequence[Row], gauges: Row, status: Mapping[str, Any], ended: str
 ) -> Iterator[dict[str, Any]]:
-    """Say of each role where its time went in these steps, and what it waits for now."""
+    """Yield for each role the use of time in these steps, and the current waits."""
     current_waits = defaultdict[str, list[str]](list)
     for wait in [] if ended else status.get("waits", []):
         role = ROLE_OF_PROCESS.get(wait.partition(" ")[0], "coordinator")
         current_waits[role].append(wait.partition(": ")[2] if role in ROLE_OF_PROCESS.values() else wait)
+
     counted_gauges = {"async/workers": "connected", "async/running": "episodes run"}
     worker_note = ", ".join(
         f"{gauges[name]:.0f} {label_text}"
@@ -211,7 +222,8 @@ def _waits(
 
 
 def _time_shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Return, by role, parts of the trainer's and the engines' time, and for workers of an episode's."""
+    """Return, by role, parts of the trainer's and the engines' time, and for workers parts of an episode's
+    time."""
     total_seconds = sum(row[metric.STEP_SECONDS] for row in steps) or 1.0
     trainer_shares = {
         label(name): sum(row.get(name, 0.0) for row in steps) / total_seconds for name in metric.PHASES
@@ -227,4 +239,5 @@ def _time_shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
         }
         sampling_label = "sampling" if reward_seconds is not None else "sampling and reward"
         shares_by_role["workers"] = {sampling_label: max(0.0, 1 - sum(worker_parts.values()))} | worker_parts
+
     return shares_by_role

@@ -1,7 +1,7 @@
-"""Makes the page: one HTML file with its scripts inside, served or written to disk with its answers.
+"""Makes the page: a single HTML file with all scripts inside, served or written to disk with answers.
 
-The scripts are modules that import each other as `view/NAME.js`; an import map says where each one is: here,
-as data. So nothing is built, and a page in a file works as one that is served.
+The scripts are modules that import each other as `view/NAME.js`; an import map gives the location of each
+module: here, as data. So nothing is built, and a page in a file works like a served page.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTENT_POLICY = (
 
 
 def build_page(recorded: Mapping[str, Any] | None = None) -> str:
-    """Return the page. `recorded`: answers by their address, for a page without a server."""
+    """Return the page. `recorded`: answers by address, for a page without a server."""
     scripts = (file for file in STATIC.iterdir() if file.name.endswith(".js"))
     modules = {
         f"view/{file.name}": "data:text/javascript;base64," + base64.b64encode(file.read_bytes()).decode()
@@ -48,12 +48,13 @@ def build_page(recorded: Mapping[str, Any] | None = None) -> str:
         # Within a script element, which no text in it can end. (json.dumps would write NaN.)
         "RECORDED": msgspec.json.encode(recorded).decode().replace("<", "\\u003c"),
     }
+
     return re.sub("{{([A-Z]+)}}", lambda match: template_values[match[1]], _static_text("page.html"))
 
 
 def write(path: Path, views: Views) -> bool:
-    """Write a page that opens without a server: the curves of all runs, and the newest episodes of each. The
-    page says what cannot be read. Returns whether the accounts of all runs are exact."""
+    """Write a page that opens without a server: the curves of all runs, and the newest episodes of each run.
+    The page says which parts cannot be read. Returns whether the accounts of all runs are exact."""
     listed_runs = views.answer("runs", {})
     all_conserved = True
     answers = {"runs": listed_runs, "saved": time.strftime("%Y-%m-%d %H:%M")}
@@ -82,6 +83,7 @@ def write(path: Path, views: Views) -> bool:
         for episode in train_episodes[:SHOWN_EPISODES] + held_out[:SHOWN_HELD_OUT]:
             if episode["end"]:
                 keep_answer("episode", run=run, uid=episode["uid"])
+
     keep_answer("compare", a=0, b=min(1, len(listed_runs["runs"]) - 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(build_page(answers), "utf-8")

@@ -1,4 +1,4 @@
-"""Makes columns for charts of a run's metrics, and marks of what happened."""
+"""Makes columns for charts of a run's metrics, and marks for events."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from asyncrl.observe.held_out import wilson
 from asyncrl.store.launches import described, launches_of
 from asyncrl.store.reader import RunReader
 
-MAX_POINTS = 1000  # places of a curve that a page is sent; a longer stretch is thinned
-ALERT_CHECKS = 100  # places at which a run is searched for alerts
+MAX_POINTS = 1000  # of a curve on a page; a longer curve is thinned
+ALERT_CHECKS = 100  # positions at which a run is searched for alerts
 LOST_METRICS = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/engine_lost")
 
 
 def curve_series(
     columns: Measured, x_axis: str = "step", since: float | None = None, until: float | None = None
 ) -> dict[str, Any]:
-    """Return curves. `columns`: of each metric a value or None for each place. `step`, `seconds` and `tokens`
-    (trained so far) are what charts have as x, and `by` that of `since` and `until`. Of a stretch of more
-    than POINTS steps there are the least and the highest value of each bucket, and validations."""
+    """Return curves. `columns`: for each metric a value or None for each row. `step`, `seconds` and `tokens`
+    (trained so far) are the possible x axes, and `x_axis` names the axis of `since` and `until`. A stretch of
+    more than MAX_POINTS steps is reduced to the least and the highest value of each bucket, and validations.
+    """
     tokens = np.nancumsum(columns.values("trainer/model_tokens"), dtype=float)
     axes = {"step": columns.steps, "seconds": columns.values("time_s"), "tokens": tokens}
     x_values = np.maximum.accumulate(np.nan_to_num(axes.get(x_axis, columns.steps)))
-    first_row = (
-        0 if since is None else max(0, int(np.searchsorted(x_values, since)) - 1)
-    )  # lines go on to the edges
-    last_row = (
-        len(x_values)
-        if until is None
-        else min(len(x_values), int(np.searchsorted(x_values, until, "right")) + 1)
-    )
+
+    # A row more on either side, so that lines reach the edges of the chart.
+    first_row = 0
+    last_row = len(x_values)
+    if since is not None:
+        first_row = max(0, int(np.searchsorted(x_values, since)) - 1)
+    if until is not None:
+        last_row = min(len(x_values), int(np.searchsorted(x_values, until, "right")) + 1)
+
     bucket_edges = np.linspace(first_row, last_row, MAX_POINTS // 2 + 1).astype(int)
     is_thinned = last_row - first_row > MAX_POINTS
     validated_rows = columns.having(*metric.HELD_OUT)
@@ -59,11 +61,13 @@ def curve_series(
         thinned = np.full(len(x_values), math.nan)
         if not is_thinned or name.startswith("val-"):
             return _rounded_list(column[shown_rows])
+
         lowest, highest = (
             reduction.reduceat(column[:last_row], bucket_edges[:-1]) for reduction in (np.fmin, np.fmax)
         )
         is_rising = column[bucket_edges[1:] - 1] >= column[bucket_edges[:-1]]
         thinned[bucket_rows] = np.where(is_rising, [lowest, highest], [highest, lowest]).T.ravel()
+
         return _rounded_list(thinned[shown_rows])
 
     names = [name for name in sorted(columns.known()[0] - {STEP}) if not name.startswith(metric.LAG_TOKENS)]
@@ -78,6 +82,7 @@ def curve_series(
         curves[f"{name}/low"], curves[f"{name}/high"] = (
             [interval[bound] for interval in intervals] for bound in (0, 1)
         )
+
     return {
         **{name: _rounded_list(values[shown_rows]) for name, values in axes.items()},
         "steps": len(x_values),
@@ -98,7 +103,8 @@ def _rounded_list(values: np.ndarray) -> list[float | None]:
 
 
 def _bands(curves: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the names of both ends of the bands around a mean, the widest first; none that never changes."""
+    """Yield the names of both ends of the bands around a mean, the widest first; constant bands are left
+    out."""
     for name in curves:
         metric_prefix = name.removesuffix("mean")
         pairs = [
@@ -116,7 +122,7 @@ def _bands(curves: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, 
 
 
 def run_marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
-    """What happened at a step: kind and text."""
+    """Return the events of a run by step: kind and text."""
     steps = columns.steps.tolist()
     trained = columns.having(metric.STEP_SECONDS)
     check_positions = np.linspace(WINDOW, len(trained), ALERT_CHECKS if len(trained) >= WINDOW else 0)
@@ -144,7 +150,9 @@ def run_marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
                 "resume",
                 f"resumed with {described(old_launch.config, new_launch.config)}",
             )
+
         marks += [(step, *mark) for step, mark in launch_marks.items()]
+
     alerts_before = set[str]()
     for last_row in (int(window[-1]) for window in windows):
         current_alerts = alerts(
@@ -156,4 +164,5 @@ def run_marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
             for name in active_alerts.keys() - alerts_before
         ]
         alerts_before = {*active_alerts}
+
     return [{"step": int(step), "kind": kind, "text": text} for step, kind, text in sorted(marks)]

@@ -1,4 +1,4 @@
-"""Serves the page: on 127.0.0.1, read-only, for whoever knows the token in its address.
+"""Serves the page: on 127.0.0.1, read-only, for everybody who knows the token in the address.
 
 GET /TOKEN/ ──► the page        GET /TOKEN/api/NAME?… ──► an answer of `Views`, as JSON
 """
@@ -31,7 +31,7 @@ HEADERS = {
 
 
 class ViewServer:
-    """Serves the page after `start`; `url` is then its address."""
+    """Serves the page after `start`; `url` is then the address."""
 
     def __init__(self, views: Views, port: int = 0) -> None:
         self._views = views
@@ -61,7 +61,7 @@ class ViewServer:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer only GET; only under the server's own name, or a page of another site could ask by a name
-        that it has pointed here; only with the token."""
+        that points here; only with the token."""
         token, _, view_path = request.path.removeprefix("/").partition("/")
         if request.method != "GET":
             return _error(405, "only GET")
@@ -71,9 +71,11 @@ class ViewServer:
             return _error(403, "open the address that `asyncrl view` has printed")
         if request.path == f"/{token}/":
             return web.Response(text=build_page(), content_type="text/html", headers=HEADERS)
+
         view_name = view_path.removeprefix("api/")
         if view_name == view_path or view_name not in self._view_threads:
             return _error(404, f"no view {view_name!r}")
+
         try:
             answer_call = partial(self._views.answer, view_name, dict(request.query))
             async with asyncio.timeout(ANSWER_DEADLINE):
@@ -82,6 +84,7 @@ class ViewServer:
             return _error(400, str(error))
         except TimeoutError:
             return _error(504, f"not read within {ANSWER_DEADLINE:g} s")
+
         return web.Response(
             body=msgspec.json.encode(view_answer), content_type="application/json", headers=HEADERS
         )

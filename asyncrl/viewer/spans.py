@@ -1,5 +1,4 @@
-"""Holds the spans of a run's timeline in one table: its shares, its sums, and what a window in
-time shows."""
+"""The spans of a run's timeline in a single table: shares, sums, and the visible part of a time window."""
 
 from __future__ import annotations
 
@@ -18,15 +17,13 @@ SPAN = np.dtype(
 Marks = list[tuple[float, str]]
 COORDINATOR = "coordinator"
 LONG_PAUSE = 10.0  # seconds
-LAUNCH_WINDOW = (
-    60.0  # seconds: processes that begin again less than so after the coordinator were launched with it
-)
+LAUNCH_WINDOW = 60.0  # seconds around a start of the coordinator in which processes belong to that launch
 MAX_DETAIL_LENGTH = 120  # characters
 
 
 def since_start(spans: np.ndarray, process_starts: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, Marks]:
-    """Return spans on the run's clock, which begins with the first of them, and stands still while nothing
-    ran before a later launch, where that is long; and where processes began again, alone or all together."""
+    """Return spans on the run's clock, and marks where processes began again, alone or all together. The
+    clock begins with the first span, and stands still in long pauses before a later launch."""
     run_start = float(spans["start"].min())
     relaunches = process_starts.get(COORDINATOR, [])[1:]
     pause_lengths = dict[float, float]()
@@ -53,19 +50,21 @@ def since_start(spans: np.ndarray, process_starts: Mapping[str, Sequence[float]]
             if all(abs(relaunch - relaunch_time) >= LAUNCH_WINDOW for relaunch_time in relaunches)
         ]
         marks += [(on_run_clock(relaunch), f"{process} began again") for relaunch in lone_starts]
+
     spans = spans.copy()
     spans["start"], spans["end"] = on_run_clock(spans["start"]), on_run_clock(spans["end"])
     return spans, sorted(marks)
 
 
 def shares(spans: np.ndarray, process_of_row: np.ndarray) -> list[float]:
-    """Return which part of the time that its process has recorded each row took, at most 1. `process`: the
-    number of a row's process."""
+    """Return the fraction, at most 1, of the process's recorded time that each row took. `process_of_row`:
+    the number of a row's process."""
     first_start = np.full(len(process_of_row), np.inf)
     last_end = np.zeros(len(process_of_row))
     np.minimum.at(first_start, process_of_row[spans["row"]], spans["start"])
     np.maximum.at(last_end, process_of_row[spans["row"]], spans["end"])
     row_seconds = np.bincount(spans["row"], spans["seconds"], len(process_of_row))
+
     return (
         np.minimum(1, row_seconds / np.maximum(last_end - first_start, 1e-9)[process_of_row])
         .round(5)
@@ -80,8 +79,9 @@ def window_totals(
     since: float,
     until: float,
 ) -> list[dict[str, Any]]:
-    """Return what a window has by kind of process, `of`, and name: the calls of spans that reach into it, the
-    seconds that they took in it, and the longest call; the most seconds first. `kinds`: of the rows."""
+    """Return sums of a window by kind of process (`of`) and name: the calls of spans that reach into the
+    window, the seconds inside the window, and the longest call; the most seconds first. `kind_of_row`: the
+    kinds of process by row."""
     process_kinds = sorted({*kind_of_row})
     group_number = (
         np.array([process_kinds.index(kind) for kind in kind_of_row])[spans["row"]] * len(names)
@@ -94,6 +94,7 @@ def window_totals(
     longest = np.zeros(len(seconds))
     np.maximum.at(longest, group_number, spans["longest"])
     group_sums = {"calls": calls.astype(int), "took": seconds.round(6), "longest": longest.round(6)}
+
     return [
         {
             "of": process_kinds[group_index // len(names)],
@@ -108,10 +109,12 @@ def window_totals(
 
 
 def merge_spans(spans: np.ndarray, since: float, pixel: float) -> np.ndarray:
-    """Return the spans of a window by row. Those below a pixel that begin in the same one are joined, under
-    what the longest of them is, without its text. Each is at least a pixel wide, or up to the next one."""
+    """Return the spans of a window by row. Spans below a pixel that begin in the same pixel are merged, under
+    the name of the longest span, without a text. Each span is at least a pixel wide, or reaches up to the
+    next span."""
     if not len(spans):
         return spans
+
     is_long = spans["end"] - spans["start"] >= pixel
     pixel_index = np.floor((spans["start"] - since) / pixel).clip(-1)
     sorted_order = np.lexsort((spans["seconds"], is_long, pixel_index, spans["row"]))
@@ -129,13 +132,14 @@ def merge_spans(spans: np.ndarray, since: float, pixel: float) -> np.ndarray:
     merged["text"][group_starts < group_ends] = -1
     next_start = np.append(np.where(np.diff(merged["row"]), np.inf, merged["start"][1:]), np.inf)
     merged["end"] = np.maximum(merged["end"], np.minimum(merged["start"] + pixel, next_start))
+
     return merged
 
 
 def spans_by_row(
     spans: np.ndarray, texts: Sequence[str], row_count: int, pixel: float
 ) -> list[list[list[Any]]]:
-    """Return what is drawn of each row."""
+    """Return the spans to draw for each row."""
     digits = max(0, 2 - int(np.floor(np.log10(pixel))))
     since, until = (spans[name_numbers].round(digits).tolist() for name_numbers in ("start", "end"))
     seconds, longest = (
@@ -149,15 +153,17 @@ def spans_by_row(
         "" if detail[0] < 0 else _span_detail(texts, *detail) for detail in details
     ]  # of what was merged: none
     row_spans: list[list[list[Any]]] = [[] for _ in range(row_count)]
+
     for row_number, *span in zip(
         row_numbers, since, until, name_numbers, calls, seconds, longest, detail_texts, strict=True
     ):
         row_spans[row_number].append(span)
+
     return row_spans
 
 
 def _span_detail(texts: Sequence[str], text: int, step: int, micro: int, epoch: int) -> str:
-    """Describe a span beside its name."""
+    """Describe a span beside the name."""
     detail_parts = [f"v{step} (epoch {epoch})" if epoch >= 0 else f"step {step}"] if step >= 0 else []
     detail_parts += [f"micro-batch {micro}"] if micro >= 0 else []
     return ", ".join(filter(None, [*detail_parts, texts[text][:MAX_DETAIL_LENGTH]]))

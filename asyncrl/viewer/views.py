@@ -1,5 +1,6 @@
-"""Gives every answer that the page asks for, from the files of runs, which may be under way. Nothing is
-written; kept in memory are tokenizers, and of some runs their metrics and the spans of their timelines."""
+"""Gives every answer that the page asks for, from the files of runs, which may still go on. Nothing is
+written; tokenizers are kept in memory, and of some runs the metrics and the spans of the timelines.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +28,16 @@ from asyncrl.viewer.overview import overview
 from asyncrl.viewer.series import curve_series, run_marks
 
 Query = Mapping[str, str]
-RunIdentity = tuple[Path, bytes]  # a run directory, and which run was begun there
+RunIdentity = tuple[Path, bytes]  # a run directory, and the content of the file `started`
 Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 MAX_LANE_READERS = 2  # runs whose timelines are in memory: 100 MB for a million spans
-KEPT_METRIC_BYTES = (
-    128 << 20
-)  # bytes of files of metrics of other runs, a fifth of it in memory; more are read again
+# Size of the metrics files of unselected runs; a fifth of the size stays in memory, further files are read again.
+KEPT_METRIC_BYTES = 128 << 20
 
 
 class Views:
     """Answers questions about several runs, which a query names by number: `run=0`. `ended` says how a run
-    ended, '' while it goes on. Each of `names` is for one thread at a time."""
+    ended, '' while the run goes on. Each of `names` is for a single thread at a time."""
 
     def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
         self._runs = list(dict.fromkeys(runs))
@@ -65,12 +65,13 @@ class Views:
             return self._views[name](query)
 
     def _list_runs(self, query: Query) -> dict[str, Any]:
-        """Say what the runs are doing, and how their configurations differ."""
+        """Return the state of each run, and the differences between configurations."""
         configs = [*map(_newest_config, self._runs)]
         key_differences = differences([config for config in configs if config])
         for deleted_run in (run_index for run_index, config in enumerate(configs) if not config):
             for values in key_differences.values():
                 values.insert(deleted_run, None)
+
         return {
             "runs": [*map(self._describe_run, self._runs, self._run_names)],
             "differences": key_differences,
@@ -105,6 +106,7 @@ class Views:
         self._metric_columns[run_identity] = columns  # the newest one
         chart_groups = list(charts(*columns.known()))
         curves = curve_series(columns, query.get("by", ""), since, until)
+
         return curves | {"charts": chart_groups, "marks": run_marks(path, columns)}
 
     def _compare(self, query: Query) -> dict[str, Any]:
@@ -126,15 +128,17 @@ class Views:
                 matching_episodes = listing.matching_episodes(reader, listed)
                 found_uids, read_count = search(reader, matching_episodes, listed.search, decode)
                 search_report = {"transcripts": read_count, "of": len(matching_episodes)}
+
             episode_count, facets = listing.count_facets(reader, listed, found_uids)
             shown_episodes = listing.episode_page(reader, listed, found_uids)
             for episode in (episode for episode in shown_episodes if episode["stale"] == "some"):
                 episode["masked"] = masked_fraction(reader, episode, _run_config(path).buffer.max_staleness)
+
         answer = {"episodes": shown_episodes, "total": episode_count, "start": listed.start}
         return answer | {"searched": search_report, "facets": facets}
 
     def _tools(self, query: Query) -> list[dict[str, Any]]:
-        """Say what the tools did, in the episodes that fit."""
+        """Return statistics of the tools, in the matching episodes."""
         with closing(RunReader.open(self._run_path(query))) as reader:
             return listing.tool_statistics(reader, Listing.of(query.get("where", ""), "", "", ""))
 
@@ -158,6 +162,7 @@ class Views:
         self._lane_readers[run_identity] = lane_reader
         for oldest_identity in list(self._lane_readers)[:-MAX_LANE_READERS]:
             del self._lane_readers[oldest_identity]
+
         return lane_reader.window(since, until, _query_number(query, "step", Step))
 
     def _run_path(self, query: Query) -> Path:
@@ -168,14 +173,14 @@ class Views:
 
 
 def _newest_config(run_dir: Path) -> Tree:
-    """Return the newest configuration; {} of a run that was deleted, or is of another version."""
+    """Return the newest configuration; {} for a run that was deleted, or is of another version."""
     with suppress(AsyncrlError):
         return at(launches_of(run_dir), 0).config
     return {}
 
 
 def _run_config(run_dir: Path, step: int = 0) -> RunConfig:
-    """Return the configuration of the launch that trained a step; the newest one without a step."""
+    """Return the configuration of the launch that trained a step; the newest configuration without a step."""
     return parse(at(launches_of(run_dir), step).config)
 
 

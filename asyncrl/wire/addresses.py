@@ -1,11 +1,13 @@
-"""Addresses of this machine, as the processes of a run dial them, its listening sockets, and names of starts.
+"""Addresses of this machine, as the processes of a run dial them, listening sockets, and names of process
+starts.
 
-The starts of one launch are in order: what a dead process sent can arrive after its successor's first
-message, and must not be taken for the newer one's.
+The starts of a launch are ordered: a message of a dead process can arrive after the first message of the
+successor, and must not be taken for a newer message.
 
-ZeroMQ accepts by itself, and its thread tries without a pause where no descriptor is left. So near the limit
-of the process (ulimit -n) its sockets are deaf: the kernel drops the packets of new connections, which are
-sent again. What is connected stays, and SPARE descriptors are left to the files of the process.
+ZeroMQ accepts connections by itself, and the accepting thread tries without a pause when no descriptor is
+left. So near the limit of the process (ulimit -n) the sockets become deaf: the kernel drops the packets of
+new connections, and clients send these packets again. Open connections stay, and SPARE descriptors are left
+to the files of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ EVERY_ADDRESS = "0.0.0.0"
 
 
 def own_address() -> str:
-    """This machine's address on the default route; a loopback one without any."""
+    """Return this machine's address on the default route; a loopback address without a route."""
     try:
         return local_address("tcp://192.0.2.1:9")  # an address for documentation: nobody has it
     except OSError:
@@ -31,12 +33,12 @@ def own_address() -> str:
 
 
 def bound(endpoint: str, host: str) -> str:
-    """The address to which the coordinator binds for an endpoint."""
+    """Return the address to which the coordinator binds for an endpoint."""
     return f"tcp://{EVERY_ADDRESS}:{endpoint.rpartition(':')[2]}" if host == EVERY_ADDRESS else endpoint
 
 
 def local_address(endpoint: str) -> str:
-    """This machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
+    """Return this machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
         probe_socket.connect((host, int(port)))  # of a datagram socket: nothing is sent
@@ -44,29 +46,30 @@ def local_address(endpoint: str) -> str:
 
 
 def is_here(endpoint: str) -> bool:
-    """True when `endpoint` is of this machine."""
+    """Return True when `endpoint` is on this machine."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     return local_address(endpoint) == socket.gethostbyname(host)
 
 
 def incarnation_of(launch: str, start: int) -> str:
-    """The name of the start number `start` within a launch."""
+    """Return the name of the start number `start` within a launch."""
     return f"{launch}.{start}"
 
 
 def launch_of(incarnation: str) -> str:
-    """The launch that a process was started by; "" of a name in another form."""
+    """Return the launch that started a process; "" for a name in another form."""
     return incarnation.rpartition(".")[0]
 
 
 def is_older(incarnation: str, other_incarnation: str) -> bool:
-    """True if `one` was started before `other` in the same launch. Any text may come: int() would raise for
-    thousands of digits."""
+    """Return True if `incarnation` was started before `other_incarnation` in the same launch. Any text may
+    arrive: int() would raise for thousands of digits."""
     (launch, _, start_text), (other_launch, _, other_start) = (
         incarnation.rpartition("."),
         other_incarnation.rpartition("."),
     )
     are_numbers = start_text.isdecimal() and other_start.isdecimal()
+
     return (
         launch == other_launch
         and are_numbers
@@ -89,14 +92,15 @@ DETACH_FILTER = 27
 
 
 class Listeners:
-    """Holds all gates of one process. `shortage` names what they wait for; empty while they hear."""
+    """Holds all listening sockets of a process. `shortage` says why the sockets are deaf; empty while new
+    connections are accepted."""
 
     def __init__(self) -> None:
         self._listening: list[int] = []
         self.shortage: list[str] = []
 
-    def open(self, endpoint: str) -> int:
-        """Return a socket that listens there; port `*`: a free one."""
+    def open_listener(self, endpoint: str) -> int:
+        """Return a socket that listens at the endpoint; port `*`: a free port."""
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,10 +108,12 @@ class Listeners:
             sock.listen(BACKLOG)
             sock.setblocking(False)
             self._listening.append(sock.detach())
+
         return self._listening[-1]
 
-    def watch(self) -> int:
-        """Accept connections, or none while descriptors are short. Returns milliseconds to the next call."""
+    def watch_descriptors(self) -> int:
+        """Accept connections, or none while descriptors are short. Returns milliseconds until the next
+        call."""
         open_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         spare_descriptors = min(SPARE, open_limit // 4)
         free_descriptors = 0
@@ -119,19 +125,24 @@ class Listeners:
                 is_deaf = len(os.listdir("/proc/self/fd")) >= open_limit - 2 * spare_descriptors
         except OSError:
             is_deaf = True
+
         if is_deaf != bool(self.shortage):
-            shortage_text = f"new connections wait: of {open_limit} open files {spare_descriptors} are kept for others; raise ulimit -n"
+            shortage_text = (
+                f"new connections wait: of {open_limit} open files {spare_descriptors} are kept for others; "
+                "raise ulimit -n"
+            )
             self.shortage = [shortage_text] if is_deaf else []
             for file in self._listening:
                 with suppress(OSError), socket.fromfd(file, socket.AF_INET, socket.SOCK_STREAM) as sock:
                     sock.setsockopt(
                         socket.SOL_SOCKET, ATTACH_FILTER if is_deaf else DETACH_FILTER, _SOCKET_FILTER
                     )
+
         return max(WATCH_INTERVAL[0], min(WATCH_INTERVAL[1], free_descriptors // MAX_ACCEPT_RATE))
 
 
 def free_ports(host: str, port: int, count: int) -> list[int]:
-    """Ports on `host`, from `port` on, or free ones for 0. ConfigError if one is taken."""
+    """Return ports on `host`, from `port` on, or free ports for 0. ConfigError if a port is taken."""
     with ExitStack() as stack:
         probe_sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for offset, probe_socket in enumerate(probe_sockets):
@@ -143,4 +154,5 @@ def free_ports(host: str, port: int, count: int) -> list[int]:
                     f"launch.host={host} launch.port={port}: cannot bind ({error.strerror}); "
                     "end what uses it, or set launch.port=0 for a free port"
                 ) from None
+
         return [probe_socket.getsockname()[1] for probe_socket in probe_sockets]

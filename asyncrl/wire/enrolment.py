@@ -1,10 +1,10 @@
-"""Lets in a process that the launcher did not start: a token lets one key of one role enrol, once.
+"""Admits a process that the launcher did not start: a token lets a single key of a role enrol, once.
 
-    launcher ──Invite(public half of the token)──► coordinator      who has the token is let in, to enrol
+    launcher ──Invite(public half of the token)──► coordinator      the owner of the token may enrol
         └── a person passes on the token ──► the process ──Enrol(public half of its own key)──► coordinator
 
-A token is a key pair of its own, with the coordinator's address and public key. Who reads it after its use
-can do nothing with it; the secret key of the process never leaves that process.
+A token is a separate key pair, with the coordinator's address and public key. A used token is worthless to a
+reader; the secret key of the process never leaves that process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEY_LENGTH = 40  # of a key, as text
 
 
 def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite, str]:
-    """Returns the message for the coordinator, and the token: a line of text, which is secret."""
+    """Return the message for the coordinator, and the token: a line of text, which is secret."""
     token_key = new_key_pair()
     keys = {COORDINATOR: msgspec.structs.replace(endpoints.keys[COORDINATOR], secret=""), TOKEN: token_key}
     token_content = msgspec.msgpack.encode(msgspec.structs.replace(endpoints, keys=keys))
@@ -35,7 +35,7 @@ def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite,
 
 
 def read_token(token: str | bytes) -> Endpoints:
-    """Return the address and keys in a token. ConfigError when it is not one."""
+    """Return the address and keys in a token. ConfigError for an invalid token."""
     try:
         endpoints = msgspec.msgpack.decode(base64.urlsafe_b64decode(token.strip()), type=Endpoints)
         token_keys = (
@@ -49,13 +49,14 @@ def read_token(token: str | bytes) -> Endpoints:
             raise ValueError
     except (*UNDECODABLE, ValueError, KeyError):
         raise ConfigError("this is no token of a run; copy all of it") from None
+
     return endpoints
 
 
 def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
-    """Make a key pair for this process, let the coordinator know its public half, and return where it is
-    dialled, with that pair, and what this process is from now on. ConfigError: the token is none, or is
-    refused, or nobody answers in time."""
+    """Make a key pair for this process, enrol the public half, and return the coordinator's endpoints with
+    that key pair, and the role of this process. ConfigError: the token is invalid, or is refused, or nobody
+    answers in time."""
     token_endpoints = read_token(token)
     own_key = new_key_pair()
     started_at = time.monotonic()
@@ -64,10 +65,11 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
     ) is None:
         if time.monotonic() > started_at + TOKEN_KNOWN_SECONDS:
             raise ConfigError(
-                f"the coordinator at {token_endpoints.control} refuses this token: it was used, is over, or is of "
-                "another launch; get a new one"
+                f"the coordinator at {token_endpoints.control} refuses this token: it was used, is over, or "
+                "is of another launch; get a new one"
             )
         time.sleep(RETRY_SECONDS)
+
     keys = {COORDINATOR: token_endpoints.keys[COORDINATOR], enrolled.role: own_key}
     return msgspec.structs.replace(token_endpoints, keys=keys), enrolled
 
@@ -90,4 +92,5 @@ def _request_enrolment(token_endpoints: Endpoints, message: Enrol, deadline: flo
                 return cast(Enrolled, received[0])
     finally:
         link.close()
+
     return None

@@ -1,17 +1,17 @@
-"""ZeroMQ between the processes of a run: a ROUTER for the coordinator, DEALERs for everyone else.
+"""ZeroMQ between the processes of a run: a ROUTER for the coordinator, DEALERs for all peers.
 
-| socket | when full                   | what was lost is resent by   | may block |
+| socket | when full                   | lost messages are resent by  | may block |
 |--------|-----------------------------|------------------------------|-----------|
 | Hub    | `send` returns False        | the peer (no ack)            | nobody    |
 | Link   | `send` raises DeadlineError | the coordinator (heartbeats) | the peer  |
 
-Every connection is encrypted and authenticated both ways (CURVE, RFC 26). The launcher makes one key pair for
-each role; a process gets its own role's, and nobody else's secret half. A Gate lets in only who has one of
-these keys (ZAP, RFC 27), and a Hub takes from a role only the messages that this role sends.
+Every connection is encrypted and authenticated both ways (CURVE, RFC 26). The launcher makes a key pair for
+each role; a process gets the pair of the own role, and no secret half of another role. A Gate admits only
+owners of these keys (ZAP, RFC 27), and a Hub accepts from a role only the messages that this role sends.
 
-Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER never delivers it a
-message for the old one. Messages are typed, and all frames of one together are bounded by MAX_BYTES. What is
-neither is never sent (ProtocolError); a Hub counts and drops it.
+Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER never delivers a message
+for the old peer. Messages are typed, and all frames of a message together are bounded by MAX_BYTES. Any other
+message is never sent (ProtocolError); a Hub counts and drops it.
 """
 
 from __future__ import annotations
@@ -36,37 +36,36 @@ from asyncrl.wire.messages.shared import WireMessage
 
 log = logging.getLogger("asyncrl.wire")
 
-MAX_BYTES = 256 << 20  # of a message, header and frames
+MAX_BYTES = 256 << 20  # of a message: header and frames
 MAX_DROPPED = 256  # messages that a Hub drops before it lets its owner go on
 HIGH_WATER_MARK = 4096
-LARGE_HIGH_WATER_MARK = 64  # large messages that a peer has not taken: bounds memory
-SEND_DEADLINE = 10.0  # seconds: HIGH_WATER messages are more than a peer sends in this time
-ENVELOPE_BYTES = 1024  # bytes that encryption may add to a frame
+LARGE_HIGH_WATER_MARK = 64  # queued large messages: bounds memory
+SEND_DEADLINE = 10.0  # seconds; a peer sends fewer than HIGH_WATER_MARK messages in this time
+ENVELOPE_BYTES = 1024  # upper bound of the bytes that encryption adds to a frame
 COORDINATOR = "coordinator"
 OBSERVER = "observer"
 TOKEN = "token"
 ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # of its peers
-# An option of the context. With it a message of 100 bytes, until it is read, keeps the 8 KB that it came in.
+# An option of the context, with which an unread message of 100 bytes keeps a receive buffer of 8 KB alive.
 ZERO_COPY_RECV = 10
-REDIAL_MILLISECONDS = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once
-HANDSHAKE_MILLISECONDS = 3000  # milliseconds in which a connection shows its key, or is closed
-LINGER_MILLISECONDS = 500  # milliseconds that a closed socket goes on sending
+REDIAL_MILLISECONDS = 100  # time in which ZeroMQ reports that a lost connection is dialled again
+HANDSHAKE_MILLISECONDS = 3000  # time in which a connection must show a key
+LINGER_MILLISECONDS = 500  # time in which a closed socket goes on sending
 
-LAST_PART_FLAGS = int(
-    zmq.DONTWAIT
-)  # flags of the last part of a message, and of those before it: ints, as sums of
-MORE_PARTS_FLAGS = LAST_PART_FLAGS | int(zmq.SNDMORE)  # zmq's enums take longer than the sending
+# Flags as plain ints, because combining zmq's enums takes longer than sending.
+LAST_PART_FLAGS = int(zmq.DONTWAIT)
+MORE_PARTS_FLAGS = LAST_PART_FLAGS | int(zmq.SNDMORE)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """A CURVE key pair, in Z85. Who holds only the `public` half cannot pass for its owner."""
+    """A CURVE key pair, in Z85. The `public` half alone does not let anybody pass for the owner."""
 
     public: str
     secret: str = ""
 
     def __repr__(self) -> str:
-        return f"KeyPair({self.public!r})"  # the other half belongs in no log
+        return f"KeyPair({self.public!r})"  # the secret half belongs in no log
 
 
 def new_key_pair() -> KeyPair:
@@ -75,8 +74,8 @@ def new_key_pair() -> KeyPair:
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """The addresses at which the coordinator is dialled, and the key pair of every role, the coordinator's
-    own too."""
+    """The addresses at which the coordinator is dialled, and the key pair of every role, including the
+    coordinator's."""
 
     control: str
     bulk: str
@@ -84,14 +83,14 @@ class Endpoints(msgspec.Struct, frozen=True):
     versions: str = ""
 
     def given_to(self, role: str) -> Endpoints:
-        """Returns the part that a process of that role may know: the secret key of no other role."""
+        """Return the part that a process of this role may know: no secret key of another role."""
         keys = {name: key if name == role else KeyPair(key.public) for name, key in self.keys.items()}
         return msgspec.structs.replace(self, keys=keys)
 
 
 def choose_endpoints(host: str, port: int) -> Endpoints:
-    """Three ports on `host`, from `port` on, or free ones for 0, and new keys. ConfigError if one is taken.
-    Nobody can dial 0.0.0.0 from elsewhere: there they are named with this machine's own address."""
+    """Return three ports on `host`, from `port` on, or free ports for 0, and new keys. ConfigError if a port
+    is taken. As nobody can dial 0.0.0.0 from elsewhere, the endpoints then have this machine's address."""
     dialled_host = own_address() if host == EVERY_ADDRESS else host
     control, bulk, versions = (f"tcp://{dialled_host}:{number}" for number in free_ports(host, port, 3))
     keys = {role: new_key_pair() for role in (COORDINATOR, *ROLES)}
@@ -99,30 +98,30 @@ def choose_endpoints(host: str, port: int) -> Endpoints:
 
 
 def identity(role: str, index: int, incarnation: str = "") -> bytes:
-    """The name of a process on its sockets: the same on both channels, never used twice."""
+    """Return the name of a process on both channels, never used twice."""
     return f"{role}/{index}/{incarnation or secrets.token_hex(6)}".encode()
 
 
 def role_of(name: bytes) -> str:
-    """The role that an identity names."""
+    """Return the role that an identity names."""
     return name.partition(b"/")[0].decode()
 
 
 def encode_message(message: WireMessage, frames: Sequence[bytes]) -> list[bytes]:
-    """Header and opaque frames as one multipart message. ProtocolError when it is larger than MAX_BYTES."""
+    """Return header and opaque frames as a multipart message. ProtocolError for more than MAX_BYTES."""
     message_parts = [_encoder.encode(message), *frames]
     _check_size(message_parts)
     return message_parts
 
 
 class Codec:
-    """Typed decoding of one direction's union."""
+    """Decodes the typed messages of a direction."""
 
     def __init__(self, union: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def decode(self, parts: list[bytes]) -> tuple[Any, list[bytes]]:
-        """(message, frames), or ProtocolError for what is not in the union."""
+        """Return (message, frames). ProtocolError for a message outside the union."""
         if not parts:
             raise ProtocolError("empty message")
         _check_size(parts)
@@ -133,10 +132,10 @@ class Codec:
 
 
 class Gate:
-    """Lets those in who have a key of the run: the ZAP handler of a process's Hubs, in a thread.
+    """Admits peers with a key of the run: the ZAP handler of a process's Hubs, in a thread.
 
-    `owner`: the role of that process. `members`: public key -> role, at first those of the launch
-    that are known, and the `enrolled`. One that is taken out is heard no more, even where it is connected.
+    `owner`: the role of this process. `members`: public key -> role: the known keys of the launch and the
+    `enrolled` keys. A removed member is no longer heard, even on an open connection.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class Gate:
         self.members = {key_pairs[role].public: role for role in ROLES if role in key_pairs} | dict(
             enrolled_keys
         )
-        self.context = zmq.Context(2)  # threads: what one of them encrypts does not hold up the other's
+        self.context = zmq.Context(2)  # threads: encrypting large messages does not delay small messages
         self.context.set(ZERO_COPY_RECV, 0)
         self.listeners = Listeners()
         zap_socket: zmq.Socket = self.context.socket(zmq.REP)
@@ -159,7 +158,7 @@ class Gate:
         refused_count = 0
         with zap_socket, suppress(zmq.ContextTerminated):
             while True:
-                if not zap_socket.poll(self.listeners.watch()):
+                if not zap_socket.poll(self.listeners.watch_descriptors()):
                     continue
                 version, request, _, address, _, _, *credentials = zap_socket.recv_multipart()
                 key = zmq.utils.z85.encode(b"".join(credentials)).decode()
@@ -171,34 +170,38 @@ class Gate:
                         "another machine a new token",
                         *(refused_count, address.decode(errors="replace")),
                     )
+
                 zap_answer = (b"200", b"OK", key.encode()) if is_member else (b"400", b"unknown key", b"")
                 zap_socket.send_multipart([version, request, *zap_answer, b""])
 
     def secure(self, sock: zmq.Socket) -> None:
-        """Before it is bound: from then on, nobody connects to it without a key of the run."""
+        """Secure a socket before binding: from then on, nobody connects without a key of the run."""
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt_string(zmq.CURVE_SECRETKEY, self.own.secret)
         sock.setsockopt(zmq.ZAP_DOMAIN, b"run")
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler nobody comes in
 
     def role(self, peer: bytes, key: str) -> str:
-        """Return the role of the key's owner. `peer` must name it, and a token its key, or ProtocolError."""
+        """Return the role of the key's owner. ProtocolError unless `peer` names this role, and for a token
+        this key."""
         role = self.members.get(key)
         if role is None or role_of(peer) != role or (role == TOKEN and peer != identity(TOKEN, 0, key)):
             raise ProtocolError(f"its key is that of {'no' if role is None else role!r} role")
         return role
 
     def close(self) -> None:
-        """After its Hubs: returns when they have sent their queues (LINGER at most) and ports are free."""
+        """Close after the Hubs: returns when the queues are sent (LINGER_MILLISECONDS at most) and ports are
+        free."""
         self.context.term()
 
 
 class Hub:
-    """The server's end of one channel. Never blocks. `unions`: what each role may send. `large`: what is
-    sent is encrypted by another thread than that of other channels."""
+    """The server's end of a channel. Never blocks. `unions`: the messages that each role may send.
+    `large`: messages are encrypted by a separate thread, apart from smaller channels."""
 
     def __init__(self, endpoint: str, unions: Mapping[str, Any], gate: Gate, large: bool = False) -> None:
-        listening_socket = gate.listeners.open(endpoint)  # it may fail, and an open socket keeps its context
+        # First, as opening may fail, and an open ZeroMQ socket keeps the context alive.
+        listening_socket = gate.listeners.open_listener(endpoint)
         self.socket: zmq.Socket = gate.context.socket(zmq.ROUTER)
         _configure(self.socket)
         if large:
@@ -215,7 +218,8 @@ class Hub:
         self.refused = 0  # messages that could not be read
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
-        """False when the peer is unknown or its queue is full; the caller's protocol resends."""
+        """Send a message; False when the peer is unknown or the queue is full; the caller's protocol
+        resends."""
         try:
             *parts, last_part = peer, *encode_message(message, frames)
             for part in parts:
@@ -223,28 +227,31 @@ class Hub:
             self.socket.send(last_part, LAST_PART_FLAGS)
         except (zmq.Again, zmq.ZMQError):
             return False
+
         return True
 
     def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
-        """The next message that can be read, or None when there is none now."""
+        """Return the next readable message, or None when there is none now."""
         for _ in range(MAX_DROPPED):
             try:
                 identity_frame = self.socket.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return None
+
             peer = identity_frame.bytes
             parts = self.socket.recv_multipart(zmq.DONTWAIT)
             try:
-                peer.decode()  # our identities are text, handlers use it as a name
+                peer.decode()  # identities are text, which handlers use as a name
                 role = self._gate.role(peer, str(identity_frame.get("User-Id")))
-                return peer, *self._codec(role).decode(parts)
+                return peer, *self._codec_of(role).decode(parts)
             except (ProtocolError, UnicodeDecodeError) as error:
                 self.refused += 1
                 if _is_power_of_two(self.refused):
                     log.warning("message %d dropped, from %r: %s", self.refused, peer, error)
+
         return None
 
-    def _codec(self, role: str) -> Codec:
+    def _codec_of(self, role: str) -> Codec:
         try:
             return self._codecs[role]
         except KeyError:
@@ -268,36 +275,38 @@ class Poller:
 
 class Dial:
     """Keeps a peer's end connected. ZeroMQ dials again by itself, unless bytes were damaged on the way: then
-    it gives the connection up, with the messages in its queue, which are sent again as after any loss."""
+    ZeroMQ gives up the connection and the queued messages, which are sent again as after any loss."""
 
     EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
     def __init__(self, sock: Any, endpoint: str) -> None:
         self._socket = sock
         self._endpoint = endpoint
-        self.refused = False  # the coordinator does not know the key of this end
+        self.key_refused = False  # the coordinator does not know the key of this end
         monitor_endpoint = f"inproc://{secrets.token_hex(8)}"
         sock.monitor(monitor_endpoint, self.EVENTS)
         self._monitor_socket: zmq.Socket = zmq.Context.shadow(sock.context.underlying).socket(zmq.PAIR)
-        self._monitor_socket.setsockopt(
-            zmq.RCVHWM, 0
-        )  # a full one, unread, would block the thread of all sockets
+        # No limit: a full queue, unread, would block the thread of all sockets.
+        self._monitor_socket.setsockopt(zmq.RCVHWM, 0)
         self._monitor_socket.connect(monitor_endpoint)
+
         try:
             sock.connect(endpoint)
         except zmq.ZMQError:
             self.close()
             raise
 
-    def mend(self) -> None:
-        """Dial again if ZeroMQ does not. It blocks for RETRIED milliseconds at most, and only then."""
+    def redial_if_lost(self) -> None:
+        """Dial again if ZeroMQ does not. Blocks for REDIAL_MILLISECONDS at most, and only after a
+        disconnection."""
         last_event = 0
         while self._monitor_socket.poll(REDIAL_MILLISECONDS if last_event == zmq.EVENT_DISCONNECTED else 0):
             last_event = recv_monitor_message(self._monitor_socket)["event"]
-            self.refused |= last_event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        if last_event == zmq.EVENT_DISCONNECTED and not self.refused:
+            self.key_refused |= last_event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+        if last_event == zmq.EVENT_DISCONNECTED and not self.key_refused:
             log.warning("connection to %s given up after damaged bytes: dialled again", self._endpoint)
-            with suppress(zmq.ZMQError):  # it knows of none any more
+            with suppress(zmq.ZMQError):  # no such connection any more
                 self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)
 
@@ -308,7 +317,7 @@ class Dial:
 
 
 class Link:
-    """A peer's blocking end of one channel (ranks, console). ProtocolError for a bad endpoint or key."""
+    """A peer's blocking end of a channel (ranks, console). ProtocolError for a bad endpoint or key."""
 
     def __init__(self, endpoint: str, union: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -324,7 +333,7 @@ class Link:
 
     def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
-        self._dial.mend()
+        self._dial.redial_if_lost()
         try:
             self.socket.send_multipart(encode_message(message, frames))
         except zmq.Again:
@@ -338,16 +347,16 @@ class Link:
 
     @property
     def refused(self) -> bool:
-        """True if the coordinator has refused the key of this end: then it is not dialled again."""
-        self._dial.mend()
-        return self._dial.refused
+        """Return True if the coordinator has refused the key of this end, which is then not dialled again."""
+        self._dial.redial_if_lost()
+        return self._dial.key_refused
 
     def close(self) -> None:
         self._dial.close()
 
 
 class AsyncLink:
-    """A peer's asyncio end of one channel (rollout workers)."""
+    """A peer's asyncio end of a channel (rollout workers)."""
 
     def __init__(self, endpoint: str, union: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -358,7 +367,7 @@ class AsyncLink:
 
     async def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
-        self._dial.mend()
+        self._dial.redial_if_lost()
         send_future: Any = self._socket.send_multipart(encode_message(message, frames))
         try:
             async with asyncio.timeout(SEND_DEADLINE) if not send_future.done() else nullcontext():
@@ -379,7 +388,8 @@ def _send_timeout(message: WireMessage) -> DeadlineError:
 
 
 def flush_sockets() -> None:
-    """Wait for closed sockets to send what they hold, at most LINGER. Afterwards there are none any more."""
+    """Wait for closed sockets to send queued messages, at most LINGER_MILLISECONDS. Afterwards no socket
+    exists any more."""
     zmq.Context.instance().term()
     zmq.asyncio.Context.instance().term()
 
@@ -392,12 +402,13 @@ def _check_size(parts: Sequence[bytes]) -> None:
 
 
 def _is_power_of_two(count: int) -> bool:
-    """A flood of the same trouble is logged at its 1st, 2nd, 4th, 8th … time."""
+    """Return True for the 1st, 2nd, 4th, 8th … repetition of a problem, which are logged."""
     return count & (count - 1) == 0
 
 
 def set_identity(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
-    """A peer's end, before it connects: its identity, its own role's key, and whom it expects there."""
+    """Set identity and keys of a peer's end before connecting: the key of the own role, and the coordinator's
+    public key."""
     key_pair = keys[role_of(name)]
     sock.setsockopt(zmq.IDENTITY, name)
     sock.setsockopt_string(zmq.CURVE_SERVERKEY, keys[COORDINATOR].public)

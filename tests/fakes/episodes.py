@@ -94,11 +94,11 @@ class Bench:
             self.sent.append(record)
             self.frames.append(own)
         if self.auto_ack:
-            self.outbox.ack(self.sent[-1].seq)
+            self.outbox.acknowledge(self.sent[-1].seq)
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
         """One episode, to its end."""
-        service = asyncio.create_task(self.outbox.run())
+        service = asyncio.create_task(self.outbox.run_sender())
         try:
             async with asyncio.timeout(SECONDS):
                 await EpisodeRunner(self.context, self.player).run(

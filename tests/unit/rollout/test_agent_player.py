@@ -84,7 +84,7 @@ def test_the_agent_hears_a_turn_when_it_is_durable() -> None:
         assert not playing.done()
         assert not heard
         bench.auto_ack = True
-        bench.outbox.ack(1)
+        bench.outbox.acknowledge(1)
         await playing
 
     asyncio.run(main())
@@ -742,7 +742,7 @@ class Leaver:
             await settle()
         self._left.set()
         bench.auto_ack = True
-        bench.outbox.ack(self.count)
+        bench.outbox.acknowledge(self.count)
         await playing
 
 

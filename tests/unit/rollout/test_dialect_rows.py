@@ -122,7 +122,7 @@ class LeavingBench(AgentBench):
         asking.cancel()
         assert await asyncio.to_thread(left.wait, 30)
         self.auto_ack = True
-        self.loop.call_soon_threadsafe(self.outbox.ack, len(self.sent))
+        self.loop.call_soon_threadsafe(self.outbox.acknowledge, len(self.sent))
 
 
 async def asked_by(

@@ -81,7 +81,7 @@ async def test_tools_wait_until_their_turn_is_durable() -> None:
     assert [type(record) for record in bench.sent] == [Generated]
     assert bench.calls == []
     bench.auto_ack = True
-    bench.outbox.ack(1)
+    bench.outbox.acknowledge(1)
     await asyncio.wait_for(episode, 60)
     assert bench.calls == ["left"]
 

@@ -25,17 +25,17 @@ class Routes:
         self.table(*(entry(name) for name in names))
 
     def table(self, *entries: EngineEntry) -> None:
-        self.pool.table(entries)
+        self.pool.update_table(entries)
 
     def begin(self, session: str, avoid: str = "") -> PooledServer | None:
         avoided = [s for s in self.pool._servers.values() if s.entry.name in avoid]
-        return self.pool.begin(session, avoided, self.oldest)
+        return self.pool.begin_request(session, avoided, self.oldest)
 
     def once(self, session: str, avoid: str = "") -> str:
         """A request that ends at once: the name of the server that gets it."""
         server = self.begin(session, avoid)
         assert server is not None
-        server.running -= 1
+        server.running_requests -= 1
         return server.entry.name
 
     def stay(self, session: str) -> str:
@@ -95,8 +95,8 @@ def test_the_prefix_s_server_within_the_bound_else_the_least_loaded(
     chosen = choose(servers, home.id if home else "somewhere else", prefixes)
     mean = Fraction(sum(running for running, _ in loads) + 1, len(loads))
     most = max(2, math.ceil(Fraction(5, 4) * mean))
-    assert chosen.running + 1 <= most
-    if home is not None and home.running + 1 <= most:
+    assert chosen.running_requests + 1 <= most
+    if home is not None and home.running_requests + 1 <= most:
         assert chosen is home
     else:
-        assert chosen is min(servers, key=lambda server: (server.running, prefixes[server.id]))
+        assert chosen is min(servers, key=lambda server: (server.running_requests, prefixes[server.id]))

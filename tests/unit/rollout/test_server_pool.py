@@ -174,7 +174,7 @@ async def test_a_turn_waits_by_name_for_a_server_that_is_fresh() -> None:
     s = Servers("a", "b")
     s.tell(entry("a", 3, healthy=False))
     oldest = 2
-    waiting = asyncio.create_task(s.pool.fresh(lambda: oldest))
+    waiting = asyncio.create_task(s.pool.wait_for_version(lambda: oldest))
     await settle()
     s.now = 3.0
     assert s.waits.longest() == "engines: no server with v2 (2 known, 1 healthy) (3 s)"
@@ -243,7 +243,7 @@ async def test_a_full_server_sends_the_turn_to_another() -> None:
     s["a"].acts = [Busy()]
     assert counts_up(await s.pool.generate(request()))
     assert s.asked() == ["a:1", "b:1"]
-    assert tuple(s.pool.uses.values())[1].moved == 0  # nobody had begun it
+    assert tuple(s.pool.usage_by_name.values())[1].moved == 0  # nobody had begun it
 
 
 async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ async def test_a_lost_turn_goes_on_from_its_last_token() -> None:
     assert (turn.stop, turn.seconds) == (StopReason.LENGTH, 2 * SECONDS)
     again = s["b"].requests[0]
     assert (again.ids, again.sampling.max_new_tokens) == (tuple(range(6)), 5)
-    assert sum(use.tokens for use in s.pool.uses.values()) == 8
+    assert sum(use.tokens for use in s.pool.usage_by_name.values()) == 8
 
 
 async def test_a_turn_that_a_server_ends_too_early_goes_on_there() -> None:
@@ -295,7 +295,10 @@ async def test_a_turn_that_a_server_ends_too_early_goes_on_there() -> None:
     turn = await s.pool.generate(request(limit=8))
     assert counts_up(turn) and turn.stop is StopReason.LENGTH
     assert s.asked() == ["a:3", "b:1"]
-    assert [(use.lost, use.busy, use.moved) for use in s.pool.uses.values()] == [(0, 1, 0), (0, 0, 1)]
+    assert [(use.lost, use.busy, use.moved) for use in s.pool.usage_by_name.values()] == [
+        (0, 1, 0),
+        (0, 0, 1),
+    ]
 
 
 async def test_a_turn_that_is_lost_after_its_last_token_is_whole() -> None:
@@ -389,9 +392,9 @@ def test_nothing_is_lost_or_sampled_twice(
         assert len(generation.ids) == min(limit, stop - 2)
         assert generation.stop is (StopReason.STOP if stop - 2 <= limit else StopReason.LENGTH)
         assert (
-            sum(use.tokens for use in s.pool.uses.values())
+            sum(use.tokens for use in s.pool.usage_by_name.values())
             == len(generation.ids)
-            == sum(each.tokens for each in s.pool.uses.values())
+            == sum(each.tokens for each in s.pool.usage_by_name.values())
         )
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -455,7 +458,7 @@ async def test_use_is_counted_over_all_incarnations_of_a_server() -> None:
     await s.pool.generate(request("s", limit=8))
     s.tell(entry("a", incarnation="2"))
     await s.pool.generate(request("t", limit=4))
-    assert tuple(s.pool.uses.values()) == (
+    assert tuple(s.pool.usage_by_name.values()) == (
         EngineUse("a", requests=2, prompt_tokens=6, tokens=6, lost=1),
         EngineUse("b", requests=1, prompt_tokens=5, tokens=6, moved=1),
     )
@@ -515,4 +518,4 @@ async def test_a_server_that_sleeps_keeps_its_turns_and_the_same_client_wakes() 
     s.tell(entry("a", version=1))
     s["a"].gate.set()
     assert counts_up(await turn)
-    assert s.asked() == ["a:1"] and s.pool.uses["a"].lost == 0
+    assert s.asked() == ["a:1"] and s.pool.usage_by_name["a"].lost == 0

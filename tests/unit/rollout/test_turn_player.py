@@ -321,7 +321,7 @@ def out_of_time(bench: TurnBench, busy: asyncio.Event) -> Outcome:
     """How an episode ends whose time is up when it is `busy`."""
 
     async def main() -> Outcome:
-        service = asyncio.create_task(bench.outbox.run())
+        service = asyncio.create_task(bench.outbox.run_sender())
         player = bench.player(
             EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0, asyncio.timeout(60))
         )

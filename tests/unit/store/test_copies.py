@@ -32,7 +32,7 @@ def copied(run: Coordinator) -> Path:
     """A checkpoint, and the copy that comes with it."""
     run.checkpoint(keep=2)
     run.turn()
-    run.store.copies.wait()
+    run.store.copies.wait_for_copy()
     return max((run.state.run_dir / "copies").iterdir())
 
 
@@ -76,11 +76,11 @@ def test_a_copy_shows_the_moment_of_its_checkpoint_whatever_is_written_meanwhile
     run.checkpoint(keep=2)
     run.turn()
     flow = run.buffer.flow()
-    busy = run.store.copies.busy
+    busy = run.store.copies.is_copying
     for _ in range(20):
         run.play()
         run.store.sync()
-    run.store.copies.wait()
+    run.store.copies.wait_for_copy()
     with closing(RunReader.open(tmp_path / "copies" / "000001")) as reader:
         assert restored(reader)[0].flow() == flow
     assert busy, "nothing was written meanwhile"
@@ -105,7 +105,7 @@ def test_a_copy_on_a_stuck_disk_is_named(
     assert re.search(r"a copy has taken \d+ s: is the disk stuck\? Its log grows", caplog.text)
     stuck.set()
     run.store.copies._thread.join(60)
-    assert not run.store.copies.late
+    assert not run.store.copies.overdue_seconds
     run.store.close()
 
 

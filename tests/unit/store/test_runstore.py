@@ -293,34 +293,36 @@ def test_records_come_back_and_survive_reopening(tmp_path: Path) -> None:
     segments = SegmentWriter(tmp_path, segment_bytes=100)
     reader = SegmentReader(tmp_path)
     payloads = [bytes([i]) * (30 * i) for i in range(6)]
-    places = [segments.append(payload) for payload in payloads]
-    assert [reader.read(place) for place in places] == payloads
+    places = [segments.append_record(payload) for payload in payloads]
+    assert [reader.read_record(place) for place in places] == payloads
     assert places[-1].segment > 0  # rolled over
     segments.close()
     again = SegmentWriter(tmp_path)
-    assert [reader.read(place) for place in places] == payloads
-    assert again.append(b"new").segment > places[-1].segment  # never appends to a file with an unknown tail
+    assert [reader.read_record(place) for place in places] == payloads
+    assert (
+        again.append_record(b"new").segment > places[-1].segment
+    )  # never appends to a file with an unknown tail
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
     segments = SegmentWriter(tmp_path)
     reader = SegmentReader(tmp_path)
-    place = segments.append(b"payload")
+    place = segments.append_record(b"payload")
     path = next(tmp_path.glob("*.seg"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(StoreError, match="damaged record at 0"):
-        reader.read(place)
+        reader.read_record(place)
     with pytest.raises(StoreError, match="damaged"):
-        reader.read(FrameLocation(place.segment, 4000))
+        reader.read_record(FrameLocation(place.segment, 4000))
 
 
 def test_old_segments_go_and_one_that_cannot_be_deleted_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     segments = SegmentWriter(tmp_path, segment_bytes=10)
-    places = [segments.append(b"0123456789") for _ in range(4)]
+    places = [segments.append_record(b"0123456789") for _ in range(4)]
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -331,18 +333,18 @@ def test_old_segments_go_and_one_that_cannot_be_deleted_ends_no_run(
     assert "Read-only" in caplog.text and len(list(tmp_path.glob("*.seg"))) == 4
     reader = SegmentReader(tmp_path)
     reader.remove_before(places[2].segment)
-    assert len(list(tmp_path.glob("*.seg"))) == 2 and reader.read(places[3]) == b"0123456789"
+    assert len(list(tmp_path.glob("*.seg"))) == 2 and reader.read_record(places[3]) == b"0123456789"
     with pytest.raises(StoreError, match="No such file"):
-        reader.read(places[0])
+        reader.read_record(places[0])
 
 
 def test_a_file_that_is_cut_short_while_it_is_written_loses_no_later_record(tmp_path: Path) -> None:
     segments = SegmentWriter(tmp_path)
     reader = SegmentReader(tmp_path)
-    first = segments.append(b"first")
-    second = segments.append(b"second")
+    first = segments.append_record(b"first")
+    second = segments.append_record(b"second")
     os.truncate(segment_path(tmp_path, first.segment), second.offset + 3)
-    third = segments.append(b"third")
-    assert reader.read(first) == b"first" and reader.read(third) == b"third"
+    third = segments.append_record(b"third")
+    assert reader.read_record(first) == b"first" and reader.read_record(third) == b"third"
     with pytest.raises(StoreError, match=f"damaged record at {second.offset}"):
-        reader.read(second)
+        reader.read_record(second)

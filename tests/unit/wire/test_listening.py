@@ -124,5 +124,5 @@ def test_an_idle_process_far_from_the_limit_looks_seldom(
     limit = lowest + SPARE + left if left else 4 * lowest // 3  # of so few a quarter is kept
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     listeners = Listeners()
-    assert listeners.watch() == milliseconds
+    assert listeners.watch_descriptors() == milliseconds
     assert bool(listeners.shortage) == (not left)
