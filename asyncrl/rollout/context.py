@@ -153,10 +153,12 @@ class EpisodeRun:
         sampling = Sampling(max_new_tokens, stop_ids, self.assignment.temperature)
         row_key = (self.assignment.key ^ (row * ROW_KEY_STEP)) & KEY_MASK
         routed_tokens = None if self.assignment.lane == "eval" else self._routed_tokens.get(row, 0)
+
         prompt_digest = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
         on_part = partial(self._post_part, row, prompt_digest) if is_trained else unheard
         part_seconds = self.context.rules.config.part_seconds
         request = Request(session, ids, sampling, row_key, watch, routed_tokens, agent, part_seconds, on_part)
+
         durable_part = self._durable_part(row, prompt_digest)
         with self.sampler.sleeps.during(asleep=self.paused):
             remaining = await self.sampler.generate(rest(request, durable_part), self._min_version)
@@ -190,10 +192,9 @@ class EpisodeRun:
         that are already durable (ForeignWeights)."""
         durable_part = self._durable_part(row, prompt_digest)
         durable_tokens = len(durable_part.ids)
-        extends_durable = (
-            sampled.stop is StopReason.ABORT and sampled.ids[:durable_tokens] == durable_part.ids
-        )
-        if extends_durable and len(sampled.ids) > durable_tokens:
+        is_unfinished = sampled.stop is StopReason.ABORT
+        extends_durable = sampled.ids[:durable_tokens] == durable_part.ids
+        if is_unfinished and extends_durable and len(sampled.ids) > durable_tokens:
             frame = _encode(TurnPart(row, prompt_digest, durable_tokens, beyond(durable_part, sampled)))
             await self.post_record(Sampled(0, self.attempt, self.seconds), frame)
             self._open_turns[row] = prompt_digest, sampled
@@ -268,9 +269,8 @@ class EpisodeRun:
         """Post a turn; the replies are posted later. The next turn of the row needs no routes for the tokens
         of this turn. `session`: the row that `generate` received; None: the row of the turn."""
         session = turn.row if session is None else session
-        self._newest_turn_durable = await self.post_record(
-            *generated(self.attempt, turn, self.seconds, session)
-        )
+        record, frame = generated(self.attempt, turn, self.seconds, session)
+        self._newest_turn_durable = await self.post_record(record, frame)
         self._open_turns.pop(session, None)  # after posting, as the client may leave meanwhile, and ask again
         if turn.routes is not None:
             self._routed_tokens[session] = turn.routes.end
@@ -284,9 +284,8 @@ class EpisodeRun:
 
     async def post_reply(self, turn: Turn) -> None:
         """Post the replies to a turn: tool replies and the observation."""
-        await self.post_record(
-            Replied(0, self.attempt, turn.index), _encode(TurnReply(turn.replies, turn.observation))
-        )
+        frame = _encode(TurnReply(turn.replies, turn.observation))
+        await self.post_record(Replied(0, self.attempt, turn.index), frame)
 
     async def post_record(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
         """Hand a record to the outbox once the window has room. The future is done when the record is

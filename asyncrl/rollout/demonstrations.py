@@ -43,13 +43,13 @@ class DemonstrationPlayer:
         if (length_failure := too_long(rules.config, turns)) is not None:
             return Outcome(length_failure, ())
 
-        if [(turn.context, turn.ids) for turn in recorded] != [
-            (turn.context, turn.ids) for turn in turns[: len(recorded)]
-        ]:
+        recorded_tokens = [(turn.context, turn.ids) for turn in recorded]
+        if recorded_tokens != [(turn.context, turn.ids) for turn in turns[: len(recorded)]]:
             raise ProtocolError("the recorded turns are not those of the data any more")
 
         for turn in turns[len(recorded) :]:
             await self.run.post_turn(turn)
+
         is_validation = self.run.assignment.lane == "eval"
         components = {"nll": await self._mean_nll(turns)} if is_validation else {}
         episode_result = EpisodeResult(0.0, sum(len(turn.ids) for turn in turns), components=components)
@@ -60,9 +60,8 @@ class DemonstrationPlayer:
     async def _mean_nll(self, turns: Sequence[Turn]) -> float:
         """Return the mean -log pi of the assistant's tokens."""
         requests = [Request(self.run.name, ids, Sampling(0, ())) for ids in rows_of(turns)]
-        token_logprobs = assistant_logprobs(
-            turns, [await self.run.sampler.score(request) for request in requests]
-        )
+        row_logprobs = [await self.run.sampler.score(request) for request in requests]
+        token_logprobs = assistant_logprobs(turns, row_logprobs)
         if not math.isfinite(logprob_sum := math.fsum(token_logprobs)):
             raise EngineError("the model's log-probs of the conversation are not finite numbers")
         return -logprob_sum / len(token_logprobs)

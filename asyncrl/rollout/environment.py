@@ -23,7 +23,7 @@ from asyncrl.values import encodable, finite
 
 T = TypeVar("T")
 
-CLOSE_SECONDS = 5.0  # that an environment may take to close
+CLOSE_SECONDS = 5.0  # deadline for closing an environment
 MAX_MESSAGES = 64  # of an observation
 MAX_NAME_LENGTH = 256  # characters of a role, a name or an id
 
@@ -43,7 +43,7 @@ class EpisodeEnvironment:
 
         self._default_limit = default_limit
         self._waits = waits
-        self._call_lock = asyncio.Lock()  # a call that was cancelled may still be ending
+        self._call_lock = asyncio.Lock()  # a cancelled call may still be ending
 
     async def reset(self, sample: Sample) -> Observation:
         return await self._call_environment(

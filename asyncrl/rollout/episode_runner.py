@@ -73,18 +73,17 @@ class EpisodeRunner:
     async def run(self, assignment: Assign, frames: Sequence[bytes], sampler: Sampler) -> None:
         """Play an episode, or continue an earlier attempt, and post the end."""
         time_limit = asyncio.timeout(self.context.rules.config.episode_timeout)
-        episode_run = EpisodeRun(
-            self.context, assignment, sampler, asyncio.get_running_loop().time(), time_limit
-        )
+        started_at = asyncio.get_running_loop().time()
+        episode_run = EpisodeRun(self.context, assignment, sampler, started_at, time_limit)
         player = self.make_player(episode_run)
         try:
             try:
                 final_record = await self._play_attempt(episode_run, player, frames)
             finally:
                 episode_run.release_sessions()
-            record_durable = await episode_run.post_record(
-                final_record, *episode_run.result_frame(final_record)
-            )
+
+            result_frame = episode_run.result_frame(final_record)
+            record_durable = await episode_run.post_record(final_record, *result_frame)
             if not (isinstance(final_record, Failed) and final_record.reason in RESUMABLE):
                 record_durable.add_done_callback(episode_run.forget_snapshots)
         finally:
@@ -108,9 +107,7 @@ class EpisodeRunner:
                 with users_code():
                     return episode_run.final_record(await player.expire())
         except Exception as error:
-            fail_reason = next(
-                fail_reason for error_type, fail_reason in FAIL_REASONS if isinstance(error, error_type)
-            )
+            fail_reason = next(reason for kind, reason in FAIL_REASONS if isinstance(error, kind))
             if isinstance(error, RewardError):
                 fail_reason = error.reason
             if frames and isinstance(error, ProtocolError):

@@ -1,7 +1,7 @@
 """A sampler with an embedded engine: loads offered versions, and samples turns.
 
 consumes: LoadWeights, Sleep
-waits for: the engine, also while asleep; with `keeps_version`, the end of all episodes before the weights change
+waits for: the engine, also while asleep; with `keeps_version`, the end of all episodes before a load
 unblocks: turns that wait for fresher weights
 """
 
@@ -31,7 +31,7 @@ from asyncrl.wire.messages.shared import Loaded
 
 log = logging.getLogger("asyncrl.worker")
 
-MAX_FAILURES = 8  # failed turns in a row after which the engine counts as broken
+MAX_FAILURES = 8  # failed turns in a row, after which the engine counts as broken
 
 
 @dataclass
@@ -45,12 +45,12 @@ class LocalSampler:
     waits: Waits
     busy_timer: BusyTimer
     timeline: Timeline
-    load_deadline: float  # of one load, in seconds
+    load_deadline: float  # seconds for each load
     mirror: Mirror | None = None
     keeps_version: bool = False
     engine: Engine | None = None
-    running_episodes: int = 0  # episodes
-    failures_in_row: int = 0  # turns in a row that the engine broke
+    running_episodes: int = 0
+    failures_in_row: int = 0  # failed turns
     loads: WeightLoader = field(init=False)
     sleeps: Sleeps = field(init=False)
 
@@ -145,7 +145,9 @@ class LocalSampler:
 
     @property
     def _engine_asleep(self) -> bool:
-        return self.engine is None or bool(getattr(self.engine, "asleep", False))  # a user's may lack it
+        return self.engine is None or bool(
+            getattr(self.engine, "asleep", False)
+        )  # a user's engine may lack the attribute
 
     def sleep(self) -> Awaitable[None]:
         """Give up KV cache and weights, in order with the loads; see `WeightLoader.sleep`."""
@@ -159,7 +161,7 @@ class LocalSampler:
     def release(self, session: str) -> None:
         if self.engine is None:
             return
-        with recorded() as release_failure:  # a registered engine's is users' code
+        with recorded() as release_failure:  # a registered engine is users' code
             self.engine.release(session)
         if release_failure:
             log.warning("the %s engine does not release a session: %s", self.name, release_failure.line)
@@ -183,9 +185,9 @@ class LocalSampler:
 
     async def _engine_to_load(self) -> Engine:
         if self.engine is None:
-            engine = await to_its_end(self.build_engine)  # before that it cannot sleep
+            engine = await to_its_end(self.build_engine)
             if not self.keeps_version:
-                await engine.sleep()  # as it does whenever it has no version
+                await engine.sleep()  # an engine without a version sleeps
             self.engine = engine
         return self.engine
 
@@ -216,7 +218,7 @@ def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
     with quick_imports():
         engine_class = engines.load(config.engine.name)
         device = str(config.model.device)
-        if config.engine.name == "torch" and config.shifts:  # it is built late
+        if config.engine.name == "torch" and config.shifts:  # the engine is built late
             from asyncrl.engines.torch.check import check_served
 
             check_served(config.model.path)

@@ -6,7 +6,7 @@ unblocks: episodes
 
     turn ──► a server (choose) ──► whole ──► answer
                ▲        │
-               └────────┘ full, lost, or ended too early: sampled tokens are kept, the remainder is asked for again
+               └────────┘ full, lost, or ended too early: sampled tokens are kept, the rest is asked for again
 
 Each turn goes to the server that holds the episode's prefix, within a bound on the server's load, or else to
 the least loaded server. With n servers and m requests in all, the server with the prefix may have at most
@@ -247,12 +247,12 @@ class ServerPool:
 
     async def _acquire_server(self, turn: ServerTurn) -> PooledServer:
         """Return the server that continues the turn. NoEngineError after the deadline."""
-        while (
-            server := self.begin_request(turn.request.session, turn.full_servers, turn.min_version())
-        ) is None:
+        session = turn.request.session
+        while (server := self.begin_request(session, turn.full_servers, turn.min_version())) is None:
             if self.sleeps.asleep:
                 turn.deadline += await self._wait_until_awake()
                 continue
+
             try:
                 async with asyncio.timeout_at(turn.deadline):
                     await self._wait_for_room(turn)
@@ -272,12 +272,14 @@ class ServerPool:
 
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; for a short pause only if servers were full."""
-        pause = min(FIRST_PAUSE * 2**turn.full_rounds, LONGEST_PAUSE) if turn.full_servers else None
-        span_name, while_waiting = (
-            (f"room on {self._config_section}", nullcontext)
-            if turn.full_servers
-            else (self._wait_span, turn.while_waiting)
-        )
+        pause = None
+        span_name = self._wait_span
+        while_waiting = turn.while_waiting
+        if turn.full_servers:
+            pause = min(FIRST_PAUSE * 2**turn.full_rounds, LONGEST_PAUSE)
+            span_name = f"room on {self._config_section}"
+            while_waiting = nullcontext
+
         wait_name = self._wait_name(turn.min_version(), len(turn.full_servers))
         with while_waiting(), self._waits.named(wait_name, self._turn_patience, span_name):
             try:
@@ -338,21 +340,24 @@ class ServerPool:
         self._servers = {}
         lane_entries = [entry for entry in entries if entry.lane in self._served_lanes]
         for entry in lane_entries:
-            if entry.url:
-                server_id = f"{entry.name} {entry.incarnation}"
-                usage = self.usage_by_name.setdefault(entry.name, EngineUse(entry.name))
-                server = previous_servers.pop(server_id, None) or PooledServer(
-                    entry, self._connect(entry, usage), usage
-                )
-                self._servers[server_id] = server
-                server.entry = entry
-                server.suspect = False
-                server.client.sleeps(entry.asleep)
-                if entry.healthy:  # else the coordinator may not know yet what it holds
-                    server.client.mark(entry.version)
+            if not entry.url:
+                continue
+
+            server_id = f"{entry.name} {entry.incarnation}"
+            usage = self.usage_by_name.setdefault(entry.name, EngineUse(entry.name))
+            server = previous_servers.pop(server_id, None)
+            if server is None:
+                server = PooledServer(entry, self._connect(entry, usage), usage)
+            self._servers[server_id] = server
+            server.entry = entry
+            server.suspect = False
+            server.client.sleeps(entry.asleep)
+            if entry.healthy:  # else the coordinator may not know the server's version yet
+                server.client.mark(entry.version)
 
         for server in previous_servers.values():
             self._close_server(server)
+
         any_awake = any(entry.healthy and not entry.asleep for entry in lane_entries)
         self.sleeps.change(not any_awake and any(entry.asleep for entry in lane_entries))
         self.changed.notify()

@@ -27,7 +27,7 @@ from asyncrl.rollout.environment import EpisodeEnvironment
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.tools import Toolbox, ToolSession
 from asyncrl.tools.snapshots import history
-from asyncrl.types import EpisodeStats, Message, Observation, Turn
+from asyncrl.types import EpisodeStats, Message, Observation, ToolReply, Turn
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -42,8 +42,8 @@ class TurnPlayer:
     episode: Episode | None = None
     _tools: ToolSession = field(init=False)
     _environment: EpisodeEnvironment | None = None
-    _stepped_turns: int = 0  # turns up to the newest that the environment got
-    _turn_histories: list[str] = field(default_factory=list)  # names of turns with all before, for snapshots
+    _stepped_turns: int = 0  # number of turns that the environment has received
+    _turn_histories: list[str] = field(default_factory=list)  # names of snapshots, one for each turn
 
     def __post_init__(self) -> None:
         episode = self.run.attempt.uid
@@ -72,7 +72,7 @@ class TurnPlayer:
 
     async def expire(self) -> Outcome:
         episode = self.episode or machine.begin(self.run.assignment.sample)
-        if not episode.over and not isinstance(episode.command, commands.Score):  # else its end is known
+        if not episode.over and not isinstance(episode.command, commands.Score):  # else the end is known
             episode = machine.expire(episode)
         if not episode.over:
             episode = machine.advance(self._rules, episode, await self._carry_out(episode))
@@ -89,29 +89,38 @@ class TurnPlayer:
         """Carry out the command for which the episode waits."""
         match episode.command:
             case commands.Generate(ids=ids, max_new_tokens=max_new_tokens, row=row) as generate_command:
-                teacher_prefix = (
-                    machine.taught(self._rules, episode, generate_command) if self.run.scorer else ()
-                )
-                return commands.TurnGenerated(
-                    await self.run.generate(ids, max_new_tokens, row, teacher_prefix=teacher_prefix)
-                )
+                teacher_prefix: tuple[int, ...] = ()
+                if self.run.scorer:
+                    teacher_prefix = machine.taught(self._rules, episode, generate_command)
+                generation = await self.run.generate(ids, max_new_tokens, row, teacher_prefix=teacher_prefix)
+                return commands.TurnGenerated(generation)
+
             case commands.CallTools(calls=calls):
                 await self.run.until_durable()
                 names = ", ".join(sorted({call.name for call in calls}))
                 with self.run.context.waits.named(f"tool {names}", self._tools.limit(calls)):
                     replies = await asyncio.gather(*map(self._tools.call, calls))
                 return commands.ToolsReplied(tuple(replies))
+
             case commands.Step(message=message):
                 await self.run.until_durable()
                 return commands.Observed(await self._step_environment(len(episode.turns), message))
+
             case commands.Score(answer=answer, end=end):
                 messages = machine.conversation(self._rules, replace(episode, folded=0))
                 with self.run.context.waits.named("the results of the tools"):
                     result = await self._tools.result()
-                given = answer, end, messages, episode.tool_calls, result
-                reward_result = await self.run.compute_reward(episode.turns, *given)
+                reward_result = await self.run.compute_reward(
+                    episode.turns,
+                    answer,
+                    end,
+                    messages=messages,
+                    tool_calls=episode.tool_calls,
+                    result=result,
+                )
                 score = reward_result.score + await self._cut_short_reward(episode)
                 return commands.EpisodeScored(replace(reward_result, score=score))
+
             case command:
                 raise ProtocolError(f"nothing answers {type(command).__name__}")
 
@@ -191,9 +200,8 @@ class TurnPlayer:
         """Name new turns, and the last turn again: more replies may have arrived."""
         del self._turn_histories[len(turns) - 1 :]
         for turn in turns[len(self._turn_histories) :]:
-            self._turn_histories.append(
-                history(self._turn_histories[-1] if self._turn_histories else "", turn)
-            )
+            earlier_history = self._turn_histories[-1] if self._turn_histories else ""
+            self._turn_histories.append(history(earlier_history, turn))
 
     async def _repeat_step(self, episode: Episode, turn: Turn, recorded_observation: Observation) -> None:
         assert self._environment is not None
@@ -215,12 +223,11 @@ class TurnPlayer:
             return
 
         last_turn = episode.turns[-1]
-        previous_turn = (
-            previous_episode.turns[-1] if len(previous_episode.turns) == len(episode.turns) else None
-        )
-        if (last_turn.replies, last_turn.observation) != (
-            (previous_turn.replies, previous_turn.observation) if previous_turn else ((), None)
-        ):
+        posted_reply: tuple[tuple[ToolReply, ...], Observation | None] = ((), None)
+        if len(previous_episode.turns) == len(episode.turns):
+            previous_turn = previous_episode.turns[-1]
+            posted_reply = (previous_turn.replies, previous_turn.observation)
+        if (last_turn.replies, last_turn.observation) != posted_reply:
             self._name_turns(episode.turns)
             await self._tools.save(last_turn.index, self._turn_histories[-1])  # first: see tools/snapshots.py
             await self.run.post_reply(last_turn)

@@ -68,15 +68,17 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     uses_servers = config.engine.remote
     build_engine = None if uses_servers else engine_factory(config, index)
     connectors = {name: connector(config, name) for name in dict(config.scorer_places)}
-    connectors |= (
-        dict.fromkeys([*ENGINE_LANES, *config.scorers_lent], connector(config)) if uses_servers else {}
-    )
+    if uses_servers:
+        connectors |= dict.fromkeys([*ENGINE_LANES, *config.scorers_lent], connector(config))
+
     engine: Engine | None = None if samples_turns else NoEngine()
     if engine is None and build_engine is not None and not config.shifts:
         engine = build_engine()
+
     gc.collect()
     gc.freeze()  # a collection that scans torch and all modules stops every episode for a third of a second
     gc.set_threshold(10_000)  # hardly any of a step's many young objects is in a cycle
+
     # Not asyncio.run, which waits for threads: a blocking tool may hold a thread for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
@@ -228,6 +230,7 @@ class RolloutWorker:
         self._drop_all_episodes("leaving")
         if dropped_tasks:
             await asyncio.wait(dropped_tasks, timeout=FLUSH_SECONDS)  # unfinished tasks end with the process
+
         try:
             async with asyncio.timeout(FLUSH_SECONDS):
                 await self.outbox.wait_until_flushed()
@@ -238,8 +241,10 @@ class RolloutWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
         if self._is_leaving:  # the last message of the worker
             await self._control_link.send(worker.Leave())
+
         samplers: list[LocalSampler | ServerPool] = [
             *self._local_samplers.values(),
             *self._server_pools.values(),
@@ -348,23 +353,29 @@ class RolloutWorker:
     async def _send_hello(self) -> None:
         self.outbox.pause_sending()
         slots = self.config.rollout.slots
-        acked_record = self.outbox.acked_seq
         engine_version = self._local_samplers["train"].loads.version if self._local_samplers else NO_VERSION
-        await self._control_link.send(
-            worker.WorkerHello(self.index, self.incarnation, slots, os.getpid(), acked_record, engine_version)
+        hello = worker.WorkerHello(
+            index=self.index,
+            incarnation=self.incarnation,
+            slots=slots,
+            pid=os.getpid(),
+            acked=self.outbox.acked_seq,
+            version=engine_version,
         )
+        await self._control_link.send(hello)
 
     def _heartbeat(self) -> worker.Heartbeat:
         """Return the heartbeat. `held` includes attempts with unacknowledged records: no other worker may
         start them."""
         busy_seconds, idle_seconds = self.busy_timer.seconds
+        local_tokens = sum(sampler.tokens for sampler in self._local_samplers.values())
+        server_tokens = sum(usage.tokens for usage in self._server_usage.values())
         return worker.Heartbeat(
             assigned=self._last_assigned,
             held=tuple(self.outbox.attempts | self._episodes.keys()),
             busy_s=busy_seconds,
             idle_s=idle_seconds,
-            tokens=sum(sampler.tokens for sampler in self._local_samplers.values())
-            + sum(usage.tokens for usage in self._server_usage.values()),
+            tokens=local_tokens + server_tokens,
             waiting=self.waits.longest(),
             in_time=self.waits.in_time,
             engines=tuple(self._server_usage.values()),
@@ -379,11 +390,8 @@ class RolloutWorker:
         if message.attempt in self._episodes:
             return
 
-        for older_attempt in [
-            running_attempt
-            for running_attempt in self._episodes
-            if running_attempt.uid == message.attempt.uid
-        ]:
+        uid = message.attempt.uid
+        for older_attempt in [attempt for attempt in self._episodes if attempt.uid == uid]:
             self._drop_episode(older_attempt)
 
         task = asyncio.create_task(self.runner.run(message, frames, self._sampler_of(message.lane)))

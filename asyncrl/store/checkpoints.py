@@ -26,7 +26,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
 
 MANIFEST = "manifest.json"
-TOKEN_FILE = "ranks"  # the file by which ranks see that their place is one
+TOKEN_FILE = "ranks"  # shows the ranks that all of them use the same location
 Files = dict[str, tuple[int, str]]  # path in a checkpoint → (bytes, xxh3)
 
 
@@ -81,7 +81,7 @@ class HashedFile(io.RawIOBase):
             return
         super().close()
         self._file.flush()
-        with suppress(AttributeError, io.UnsupportedOperation):  # of files that are not local
+        with suppress(AttributeError, io.UnsupportedOperation):  # remote files have no descriptor
             os.fsync(self._file.fileno())
         self._file.close()
         self._on_closed(self._size, self._digest.hexdigest())
@@ -218,7 +218,7 @@ class Checkpoints:
             if step > newest_step or step not in kept_steps:
                 self.remove(step)
 
-    # -- whether all see the same place ----------------------------------------------------------------
+    # -- the same location for all ranks ---------------------------------------------------------------
 
     def put_token(self, token: str) -> None:
         self._fs.makedirs(self.root, exist_ok=True)

@@ -29,9 +29,10 @@ log = logging.getLogger("asyncrl.store")
 
 FOLDER = "copies"
 KEPT_COPIES = 2
-CLOSE_PATIENCE = 60.0  # seconds that closing waits for a copy under way; one that takes longer is logged
-EPOCH_MARGIN = 1_000_000  # epochs: never are so many given between two checkpoints
-COPIED_ROWS = {  # that a copy has of each table
+CLOSE_PATIENCE = 60.0  # seconds that closing waits for an unfinished copy; a longer copy is logged
+EPOCH_MARGIN = 1_000_000  # more epochs than ever begin between two checkpoints
+# The condition of the rows that a copy has, by table.
+COPIED_ROWS = {
     **dict.fromkeys(("meta", "retired", "commits", "checkpoints"), ""),
     "plans": f"WHERE step >= (SELECT coalesce(max(value + 0), 0) FROM run.meta WHERE key='{COVERED_TO}')",
     "groups": "WHERE NOT over OR id IN needed OR id = (SELECT max(id) FROM run.groups)",
@@ -73,12 +74,15 @@ class Copies:
         self.due = False
         folder = self._run_dir / FOLDER
         with recorded() as failure:
-            (copy_directory := _unfinished_directory(folder)).mkdir(parents=True)
+            copy_directory = _unfinished_directory(folder)
+            copy_directory.mkdir(parents=True)
             db = sqlite3.connect(copy_directory / DATABASE, isolation_level=None, check_same_thread=False)
             db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {TABLES}")
             db.execute("ATTACH ? AS run", (str(self._run_dir / DATABASE),))
             db.execute("BEGIN")
-            db.execute("SELECT count(*) FROM run.meta").fetchone()  # from here on it sees this moment
+            # The first read fixes the state that the transaction sees.
+            db.execute("SELECT count(*) FROM run.meta").fetchone()
+
             self._thread = Thread(
                 target=_write_copy, args=(db, copy_directory, dict(episode_counts)), name="copy", daemon=True
             )
@@ -105,10 +109,13 @@ def _fill_copy(db: sqlite3.Connection, episode_counts: dict[State, int]) -> None
     plans = db.execute(f"SELECT record FROM run.plans {COPIED_ROWS['plans']}")
     uids = (uid for (plan,) in plans for uid in msgspec.msgpack.decode(plan, type=Batch).planned)
     needed_groups = {(int(uid.partition(".")[0]),) for uid in uids}
+
     db.execute("CREATE TEMP TABLE needed(id INTEGER PRIMARY KEY)")
     db.executemany("INSERT INTO needed VALUES(?)", needed_groups)
     for table, row_filter in COPIED_ROWS.items():
         db.execute(f"INSERT INTO main.{table} SELECT * FROM run.{table} {row_filter}")
+
+    # Episodes that are not copied are counted as pruned.
     copied_counts = dict(db.execute("SELECT state, count(*) FROM main.episodes GROUP BY state"))
     pruned_counts = [
         (state.value, count - copied_counts.get(state.value, 0)) for state, count in episode_counts.items()
@@ -134,8 +141,10 @@ def _finish_copy(unfinished: Path) -> Path:
     """Make a new copy the newest copy, completely or not at all."""
     for written_path in (unfinished / DATABASE, unfinished):
         fsync(written_path)
+
     finished_copies = _finished_copies(unfinished.parent)
-    finished_copy = unfinished.with_name(f"{int(finished_copies[0].name) + 1 if finished_copies else 1:06d}")
+    number = int(finished_copies[0].name) + 1 if finished_copies else 1
+    finished_copy = unfinished.with_name(f"{number:06d}")
     os.rename(unfinished, finished_copy)
     fsync(unfinished.parent)
     return finished_copy
@@ -150,7 +159,9 @@ def restore(run_dir: Path) -> list[str]:
     if good_copy is None:
         raise ConfigError(f"{database_path}: no good copy in {folder}; begin a new run with another name=…")
 
-    shutil.copytree(good_copy, restored_copy := _unfinished_directory(folder))
+    # The epochs of the restored run are larger than every epoch that was ever used.
+    restored_copy = _unfinished_directory(folder)
+    shutil.copytree(good_copy, restored_copy)
     with closing(sqlite3.connect(restored_copy / DATABASE)) as db, db:
         for key in ("coordinator_epoch", "trainer_epoch"):
             query = f"SELECT value FROM meta WHERE key='{key}'"
@@ -161,8 +172,10 @@ def restore(run_dir: Path) -> list[str]:
 
     good_copy = _finish_copy(restored_copy)
     damaged_progress = _progress_of(run_dir)
-    (damaged_directory := run_dir / f"damaged-{good_copy.name}").mkdir(exist_ok=True)
-    shutil.copyfile(good_copy / DATABASE, new_database := run_dir / f"{DATABASE}.new")
+    damaged_directory = run_dir / f"damaged-{good_copy.name}"
+    damaged_directory.mkdir(exist_ok=True)
+    new_database = run_dir / f"{DATABASE}.new"
+    shutil.copyfile(good_copy / DATABASE, new_database)
     fsync(new_database)
     for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"):
         with suppress(FileNotFoundError):
@@ -170,6 +183,7 @@ def restore(run_dir: Path) -> list[str]:
 
     os.replace(new_database, database_path)
     fsync(run_dir)
+
     pruned_episodes = _read_number(run_dir, "SELECT sum(count) FROM pruned")
     return [
         f"{database_path}: made from {good_copy}, {_progress_of(run_dir)}; "
@@ -210,9 +224,8 @@ def _unreadable_episodes(run_dir: Path) -> Iterator[str]:
     with closing(RunReader.open(run_dir)) as reader:
         stored_run = reader.load()
         live_episodes = (episode for episode in stored_run.episodes if not episode.state.over)
-        for uid, turns in {
-            episode.uid: episode.turns for episode in (*live_episodes, *stored_run.taken)
-        }.items():
+        turn_counts = {episode.uid: episode.turns for episode in (*live_episodes, *stored_run.taken)}
+        for uid, turns in turn_counts.items():
             with suppress(StoreError):
                 if all(list(reader.frames(uid, turns))[::2]):
                     continue

@@ -19,7 +19,7 @@ from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 from asyncrl.store.reader import meta_of
 from asyncrl.store.schema import StoreError
 
-KEY = "launches"  # in meta
+KEY = "launches"  # key in meta
 Tree = Mapping[str, Any]  # a configuration, section by section
 
 
@@ -79,7 +79,7 @@ def tree(config: RunConfig) -> dict[str, Any]:
 def differences(trees: Sequence[Tree]) -> dict[str, list[Any]]:
     """Return the keys whose values differ between configurations, with a value for each configuration; None:
     no such key. Keys that say where a run is stored, and how a run is begun, are left out."""
-    flat_configs = [dict(leaves(flat_config)) for flat_config in trees]
+    flat_configs = [dict(leaves(config)) for config in trees]
     key_names = sorted({name for config in flat_configs for name in config} - {"name", "run_dir", "resume"})
     values = {name: [flat_config.get(name) for flat_config in flat_configs] for name in key_names}
     return {

@@ -19,12 +19,11 @@ from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 from asyncrl.store.reader import RunReader
 
 PAGE_SIZE = 100  # episodes
-MAX_DISTINCT = 8  # values of a number that facets show one by one; of more they show ranges
-# of a facet; facets; of a search
+MAX_DISTINCT = 8  # different numbers of a column that facets show one by one; more numbers become ranges
 MAX_FACET_VALUES = 20
 MAX_COMPONENT_FACETS = 6
 MAX_SEARCH_WORDS = 10
-SCANNED_EPISODES = 200  # episodes, for the names of their components
+SCANNED_EPISODES = 200  # newest episodes whose component names become facets
 TEXTS = ("question", "answer", "truth")
 COMPONENT_PREFIX = "components."
 CALLED_TOOL = "tool"
@@ -56,8 +55,8 @@ FACETS = {
     "source": "source",
     "stale": "tokens masked as too old",
 }
-NEWEST_FIRST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out ones last
-# Of a run that is over: episodes that were under way come last, for there is nothing to read of them.
+NEWEST_FIRST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out episodes last
+# The order for a finished run: unfinished episodes come last, because they hold nothing to read.
 FINISHED_FIRST = f"e.state IN ('pending', 'running'), {NEWEST_FIRST}"
 FROM_TABLES = """FROM episodes e LEFT JOIN questions q ON q.group_id = e.group_id
     LEFT JOIN answers a ON a.uid = e.uid"""
@@ -104,15 +103,12 @@ class Listing(msgspec.Struct, frozen=True):
         if start and not (start.isdecimal() and len(start) < 10):
             raise ConfigError(f"episodes: start={start}: give a number from 0 on")
 
-        direction = " DESC" * order.startswith("-")
-        sort_column = order.removeprefix("-")
-        sort = (
-            f"{column_expression(sort_column)}{direction} NULLS LAST, {NEWEST_FIRST}"
-            if sort_column
-            else NEWEST_FIRST
-        )
-        search_words = tuple(search.split())[:MAX_SEARCH_WORDS]
+        sort = NEWEST_FIRST
+        if sort_column := order.removeprefix("-"):
+            direction = " DESC" if order.startswith("-") else ""
+            sort = f"{column_expression(sort_column)}{direction} NULLS LAST, {NEWEST_FIRST}"
 
+        search_words = tuple(search.split())[:MAX_SEARCH_WORDS]
         return cls(tuple(_clauses(conditions)), sort, int(start or 0), search_words)
 
     def where(self, found_uids: Sequence[str] = (), facets: bool = True) -> Clause:
@@ -153,9 +149,8 @@ def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
     for name, operator, value in conditions:
         expression = "" if name == CALLED_TOOL else column_expression(name)
         if name == CALLED_TOOL:
-            equal_clauses[name].append(
-                Clause("e.uid IN (SELECT uid FROM calls WHERE tool IS ?)", (_comparable_value(value),))
-            )
+            text = "e.uid IN (SELECT uid FROM calls WHERE tool IS ?)"
+            equal_clauses[name].append(Clause(text, (_comparable_value(value),)))
         elif operator != "=":
             clauses.append(Clause(f"{expression} {operator} ?", (_comparable_value(value),)))
         elif isinstance(value, tuple):
@@ -197,7 +192,7 @@ def episode_page(reader: RunReader, listing: Listing, found_uids: Sequence[str] 
     where = listing.where(found_uids)
     names = [*COLUMNS, "components"]
     columns = ", ".join([*COLUMNS.values(), "e.components"])
-    # Their texts are not read to sort all.
+    # Two queries in one: sorting all episodes must not read the long texts.
     page_uids = (
         f"SELECT e.uid {FROM_TABLES} WHERE {where.text} ORDER BY {listing.order} LIMIT {PAGE_SIZE} OFFSET ?"
     )
@@ -236,20 +231,25 @@ def count_facets(
     meet all conditions except the conditions on the facet."""
     facets = [_facet(reader, name, label) for name, label in FACETS.items()]
     facets += [_facet(reader, f"{COMPONENT_PREFIX}{name}", name) for name in _component_names(reader)]
-    facet_clauses = [one for one in listing.clauses if one.column]
+    facet_clauses = [clause for clause in listing.clauses if clause.column]
     where = listing.where(found_uids, facets=False)
-    columns = ", ".join([*(one.expression for one in facets), *(one.text for one in facet_clauses)])
-    values = [value for one in facet_clauses for value in one.values]
+    expressions = [facet.expression for facet in facets] + [clause.text for clause in facet_clauses]
+    columns = ", ".join(expressions)
+    values = [value for clause in facet_clauses for value in clause.values]
     group_columns = ",".join(
         str(column_index + 2) for column_index in range(len(facets) + len(facet_clauses))
     )
     query = f"SELECT count(*), {columns} {FROM_TABLES} WHERE {where.text} GROUP BY {group_columns}"
+
+    # An episode counts for a facet if at most the facet's own condition is missed.
     total = 0
     value_counts = [Counter[Any]() for _ in facets]
     for count, *row_values in reader.rows(query, *values, *where.values):
         clause_fits = row_values[len(facets) :]
         missed_columns = {
-            one.column for one, fits_clause in zip(facet_clauses, clause_fits, strict=True) if not fits_clause
+            clause.column
+            for clause, fits_clause in zip(facet_clauses, clause_fits, strict=True)
+            if not fits_clause
         }
         total += 0 if missed_columns else count
         for facet, counter, value in zip(facets, value_counts, row_values, strict=False):
@@ -261,7 +261,11 @@ def count_facets(
         for facet, counter in zip(facets, value_counts, strict=True)
     ]
 
-    return total, [one for one in answers if any(value["value"] not in ("", None) for value in one["values"])]
+    # Facets without any known value are left out.
+    shown_answers = [
+        answer for answer in answers if any(value["value"] not in ("", None) for value in answer["values"])
+    ]
+    return total, shown_answers
 
 
 def _facet_values(facet: Facet, value_counts: Counter[Any]) -> list[dict[str, Any]]:
@@ -298,13 +302,18 @@ def _facet(reader: RunReader, name: str, label: str) -> Facet:
     cases = " ".join(f"WHEN {expression} < {edge!r} THEN {position}" for position, edge in enumerate(edges))
     ends = [None, *edges, None]
     ranges: list[tuple[Any, str]] = [
-        ([a, b], f"under {b:g}" if a is None else f"{a:g} and more" if b is None else f"{a:g} to {b:g}")
-        for a, b in pairwise(ends)
+        ([start, end], _range_label(start, end)) for start, end in pairwise(ends)
     ]
+    range_expression = f"CASE WHEN {expression} IS NULL THEN NULL {cases} ELSE {len(edges)} END"
+    return Facet(name, label, range_expression, ranges)
 
-    return Facet(
-        name, label, f"CASE WHEN {expression} IS NULL THEN NULL {cases} ELSE {len(edges)} END", ranges
-    )
+
+def _range_label(start: float | None, end: float | None) -> str:
+    if start is None:
+        return f"under {end:g}"
+    if end is None:
+        return f"{start:g} and more"
+    return f"{start:g} to {end:g}"
 
 
 def _range_edges(low: float, high: float) -> list[float]:

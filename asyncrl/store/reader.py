@@ -16,10 +16,10 @@ from asyncrl.store.schema import DATABASE, StoreError, damage_error, open_to_rea
 from asyncrl.store.segments import FrameLocation, SegmentReader
 
 T = TypeVar("T")
-# The step of a held-out one is that of its validation, which no batch takes.
+# The step of a held-out episode is the step of the validation; no batch takes such an episode.
 EPISODE_QUERY = """SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, 0) - 1 ELSE -1 END
     FROM episodes WHERE """
-COVERED_TO = "covered_to"  # in meta: batches before this one, which a checkpoint covers, are forgotten
+COVERED_TO = "covered_to"  # key in meta: a checkpoint covers the batches before this number
 FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result; uid, session, part_kind
 
 
@@ -38,8 +38,8 @@ class StoredRun(msgspec.Struct):
     cursor: int
     retired: set[int]
     batches: list[Batch]
-    taken: list[EpisodeRecord]  # episodes of the plans, those that were trained or lost included
-    baselines: dict[int, Baseline]  # of their groups
+    taken: list[EpisodeRecord]  # episodes of the plans, including trained and lost episodes
+    baselines: dict[int, Baseline]  # by group of a taken episode
     committed: int
 
 

@@ -25,13 +25,13 @@ from asyncrl.store.segments import FrameLocation, SegmentReader, SegmentWriter, 
 from asyncrl.types import Sample, ToolReply
 from asyncrl.values import in_short
 
-EPISODE_TABLES = ("episodes", "answers", "calls", "frames")  # tables with rows of one
+EPISODE_TABLES = ("episodes", "answers", "calls", "frames")  # tables with rows by uid
 MEMBER_QUERY = "SELECT uid FROM episodes WHERE group_id=?"
-MAX_FORGOTTEN = 200  # episodes that one transaction forgets, so that none takes long
+MAX_FORGOTTEN = 200  # episodes that a transaction forgets, so that no transaction takes long
 log = logging.getLogger("asyncrl.store")
 
 Row = tuple[object, ...]
-# In place, and without its index: most of what a turn writes are episodes that were there.
+# Updates in place, without touching the index, because most written episodes exist already.
 PUT_EPISODE = """INSERT INTO episodes VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT(uid) DO
     UPDATE SET state=excluded.state, reason=excluded.reason, step=excluded.step, "end"=excluded."end",
     score=excluded.score, reward=excluded.reward, components=excluded.components, turns=excluded.turns,
@@ -55,16 +55,16 @@ class RunStore:
         self._run_dir = run_dir
         self._keep_bytes = keep_bytes
         self._db, self.epoch = take_over(run_dir)
-        self._fsync_index()  # after a power cut the number must not be given again
+        self._fsync_index()  # after a power cut the epoch must not be assigned again
         self._segments = SegmentWriter(run_dir / "segments")
         self._segment_reader = SegmentReader(run_dir / "segments")
-        self._statements: list[tuple[str, list[Row]]] = []  # of this turn, in order
-        self._frames: dict[FrameKey, bytes] = {}  # payloads of this turn
-        self._frame_episodes: set[str] = set()  # the episodes that they are of
-        self._released_episodes: set[str] = set()  # episodes whose payloads nothing needs any more
-        self._frame_places: dict[FrameKey, FrameLocation] = {}  # of those that are in a segment already
+        self._statements: list[tuple[str, list[Row]]] = []  # not committed, in order
+        self._frames: dict[FrameKey, bytes] = {}  # payloads that are not committed
+        self._frame_episodes: set[str] = set()  # uids of these payloads
+        self._released_episodes: set[str] = set()  # uids whose payloads nothing needs any more
+        self._frame_places: dict[FrameKey, FrameLocation] = {}  # of payloads already in a segment
         self._sync_due = False
-        self.pruning = False  # there may be more to forget: each commit forgets some
+        self.pruning = False  # each commit forgets some data, as there may be more to forget
         self.read = RunReader(self._db, self._segment_reader, self._frames)
         self.copies = Copies(run_dir)
 
@@ -250,7 +250,7 @@ class RunStore:
         fsync(self._run_dir)
 
     def _shorten_log(self) -> None:
-        if self.copies.is_copying:  # it reads what was committed when it began
+        if self.copies.is_copying:  # the copy reads the state at the start of the copy from the log
             if overdue_seconds := self.copies.overdue_seconds:
                 log.warning(
                     "%s: a copy has taken %.0f s: is the disk stuck? Its log grows",
@@ -296,34 +296,31 @@ def episode_row(
     """Return the row of an episode for the table `episodes`."""
     result = episode.result
     stats = episode.stats
-    has_landed = episode.stats.turns > 0
+    has_landed = stats.turns > 0
     step = _trained_step(episode) if step is None else step
     end_columns = (result.end.value, result.score, result.reward) if has_landed else ("", None, None)
     components = msgspec.json.encode(result.components).decode() if result.components else None
-    size_columns = (
-        (episode.turns, result.tokens, stats.tool_calls, stats.failed)
-        if has_landed
-        else (episode.turns, episode.sampled, 0, 0)
-    )
     version_columns = (episode.oldest, episode.newest) if episode.oldest >= 0 else (None, None)
 
     return (
-        *(episode.uid, episode.group if group is None else group, episode.member, kind),
-        *(
-            mode or ("greedy" if episode.greedy else "sampled"),
-            episode.state.value,
-            episode.reason,
-            step,
-            *end_columns,
-            components,
-        ),
-        *(
-            *size_columns,
-            episode.failed_tool,
-            episode.agent,
-            stats.seconds if has_landed else episode.seconds,
-            *version_columns,
-        ),
+        episode.uid,
+        episode.group if group is None else group,
+        episode.member,
+        kind,
+        mode or ("greedy" if episode.greedy else "sampled"),
+        episode.state.value,
+        episode.reason,
+        step,
+        *end_columns,
+        components,
+        episode.turns,
+        result.tokens if has_landed else episode.sampled,
+        stats.tool_calls if has_landed else 0,
+        stats.failed if has_landed else 0,
+        episode.failed_tool,
+        episode.agent,
+        stats.seconds if has_landed else episode.seconds,
+        *version_columns,
         msgspec.msgpack.encode(episode),
     )
 
@@ -341,19 +338,19 @@ def _plain_truth(truth: str) -> str:
 
 
 # -- retention ---------------------------------------------------------------------------------------------
-# Needed are payloads of episodes that are not over, and of batches that the oldest retained checkpoint does
-# not cover: a resume reads them. The newest `keep_bytes` of the others are kept for `asyncrl replay` and
-# `regrade`. Whole segments go, and with them all payloads of each episode that has one there.
+# A resume reads payloads of unfinished episodes, and of batches that the oldest retained checkpoint does not
+# cover. The newest `keep_bytes` of all further payloads are kept for `asyncrl replay` and `regrade`. Whole
+# segments are deleted, and then all payloads of each episode with a payload in a deleted segment.
 
-# The results of groups that are over go, once no payload is left of them and no kept plan compares with them.
-# The newest group stays: it is the data cursor.
+# Results of finished groups can be forgotten once the group has no payload and no stored plan needs the
+# results as a baseline. The newest group stays, because it is the data cursor.
 FORGETTABLE_GROUPS = """
 SELECT id FROM groups WHERE over AND id <= ? AND id < (SELECT max(id) FROM groups) AND NOT EXISTS (
     SELECT 1 FROM episodes e WHERE e.group_id = groups.id AND (
         e.step > (SELECT coalesce(min(step), 1 << 60) FROM plans)
         OR EXISTS (SELECT 1 FROM frames f WHERE f.uid = e.uid)))
 """
-# Held-out episodes, of this validation and of earlier ones.
+# Held-out episodes of this validation and of earlier validations.
 FORGETTABLE_HELD_OUT = """
 SELECT uid FROM episodes e WHERE group_id < 0 AND step <= ?
     AND NOT EXISTS (SELECT 1 FROM frames f WHERE f.uid = e.uid)
@@ -377,6 +374,7 @@ def prune_store(
     oldest_segment = segments.oldest_kept(
         newest_segment if needed_segment is None else needed_segment, keep_bytes
     )
+
     spare_query = "SELECT DISTINCT uid FROM frames WHERE spare=1 AND segment < ? LIMIT ?"
     pruned_uids = db.execute(spare_query, (oldest_segment, MAX_FORGOTTEN)).fetchall()
     if not pruned_uids:
@@ -387,12 +385,15 @@ def prune_store(
     covered_plans = [step for group, step in episode_rows if group >= 0 and step <= covered_steps]
     db.execute("DELETE FROM plans WHERE step < ?", (max(covered_plans, default=0),))
     db.executemany("DELETE FROM frames WHERE uid=?", pruned_uids)
+
     newest_group = max((group for group, _ in episode_rows), default=-1)  # newer groups have newer payloads
     forgotten_groups = db.execute(FORGETTABLE_GROUPS, (newest_group,)).fetchall()
     db.executemany(COUNT_PRUNED, forgotten_groups)
     uids = [uid for group in forgotten_groups for uid in db.execute(MEMBER_QUERY, group)]
+
     if validation_steps := [step for group, step in episode_rows if group < 0]:
         uids += db.execute(FORGETTABLE_HELD_OUT, (max(validation_steps),)).fetchall()
+
     for table in EPISODE_TABLES:
         db.executemany(f"DELETE FROM {table} WHERE uid=?", uids)
     db.executemany("DELETE FROM questions WHERE group_id=?", forgotten_groups)

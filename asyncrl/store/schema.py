@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
-SCHEMA_VERSION = 15  # to be raised when a table, a struct that is stored in one, or `Sample` changes
+SCHEMA_VERSION = 15  # raise when a table, a stored struct, or `Sample` changes
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);
@@ -56,13 +56,13 @@ TABLES += f"PRAGMA user_version={SCHEMA_VERSION};"
 
 NEXT_OWNER = "INSERT INTO meta VALUES('coordinator_epoch', '1') ON CONFLICT(key) DO UPDATE SET value=value+1"
 
-OPEN_DEADLINE = 60.0  # seconds that opening waits for a store that is locked or full
-RETRY_SECONDS = 0.25  # seconds between two of its tries
+OPEN_DEADLINE = 60.0  # seconds that opening waits for a locked or full store
+RETRY_SECONDS = 0.25  # seconds between two tries to open a store
 BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
-CHECK_SECONDS = 2.0  # seconds in which damage is looked for before a start
+CHECK_SECONDS = 2.0  # seconds spent on looking for damage before a start
 RESTORE_ADVICE = "; asyncrl runs restore NAME makes it anew from a copy (docs/reliability.md)"
 
-# May pass: a lock of another process; a full disk or quota.
+# Errors that may pass: a lock of another process; a full disk or quota.
 PASSING_CODES = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 
 
@@ -85,7 +85,7 @@ def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
         will_pass = lacks_descriptors or disk_full(error)
         advice = "raise ulimit -n" if lacks_descriptors else "free disk space"
     else:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # its low byte is the kind of error
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the kind of error
         is_full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
         advice = (
             "free disk space" if is_full else "end the process that locks it (lsof run.db), or let it finish"
@@ -156,7 +156,7 @@ def check_schema(run_dir: Path) -> None:
     database is gone, or damaged, as far as a check of CHECK_SECONDS shows."""
     database_path = run_dir / DATABASE
     if not database_path.exists() or not database_path.stat().st_size:
-        if (run_dir / "segments").exists():  # else its first coordinator ended before it made the tables
+        if (run_dir / "segments").exists():  # else the first coordinator ended before the tables existed
             raise ConfigError(f"{database_path}: is gone{RESTORE_ADVICE}")
         return
 
@@ -181,5 +181,6 @@ def _check_version(db: sqlite3.Connection, path: Path) -> None:
         age = "an older" if found_version < SCHEMA_VERSION else "a newer"
         raise ConfigError(
             f"{path}: written by {age} version of asyncrl (schema {found_version}, this version reads "
-            f"{SCHEMA_VERSION}); continue the run with the version that wrote it, or begin a new one with name=…"
+            f"{SCHEMA_VERSION}); continue the run with the version that wrote it, or begin a new one with "
+            "name=…"
         )

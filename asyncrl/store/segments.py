@@ -53,7 +53,7 @@ class SegmentWriter:
         try:
             if self._file < 0 or self._offset >= self.segment_bytes:
                 self._begin_segment()
-            # At its own offset, not at the file's end: one that somebody cuts short loses no later record.
+            # At the known offset, not at the file's end: a truncated file then loses no later record.
             written_bytes = os.pwrite(self._file, record, self._offset)
             if written_bytes != len(record):
                 os.ftruncate(self._file, self._offset)

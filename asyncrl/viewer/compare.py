@@ -19,13 +19,14 @@ from asyncrl.observe.held_out import ROUNDING, interval
 from asyncrl.store.launches import Tree, at, differences, launches_of
 from asyncrl.store.reader import RunReader
 
-SHOWN_QUESTIONS = 50  # questions of a mode that were lost, and that were won
-JUDGING_KEYS = (  # keys, and what is in them, by which episodes are judged
+SHOWN_QUESTIONS = 50  # lost questions of a mode, and as many won questions
+# Configuration keys and sections that decide how episodes are judged.
+JUDGING_KEYS = (
     *("data.columns.", "data.system_prompt.", "data.test.", "model.template.", "validation.success."),
     *("rollout.environment.", "rollout.max_new_tokens.", "rollout.max_tokens.", "rollout.max_turns."),
     *("rollout.reward.", "rollout.tools."),
 )
-# The answer is the first uid's. An episode that failed at every attempt has the lowest score, at most 0: see
+# The answer of the first uid. An episode that failed at every attempt has the lowest score, at most 0: see
 # observe/held_out.py.
 QUESTIONS_QUERY = """WITH played AS (
     SELECT uid, group_id, mode, score, components, min(0, ifnull(min(score) OVER (), 0)) AS lowest
@@ -40,7 +41,7 @@ COMPONENTS_QUERY = """SELECT mode, sample, key, avg(value)
 FAILED_QUERY = """SELECT count(*) FROM episodes
     WHERE kind = 'held out' AND step = ? AND state = 'failed'"""
 STEPS_QUERY = "SELECT DISTINCT step FROM episodes WHERE kind = 'held out' ORDER BY step"
-# in evaluation.json
+# Prefixes of keys in evaluation.json.
 ALL_PREFIX = "val-core/all/"
 TASK_PREFIX = "val-task/"
 _decode_evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
@@ -66,7 +67,7 @@ class Side(NamedTuple):
     """A validation of a run. `validation_steps`: the steps of all validations of the run."""
 
     step: int
-    validation_steps: list[int]  # the steps of all its validations
+    validation_steps: list[int]
     config: Tree
     answered_by_row: Mapping[tuple[str, int], Answered]
     failed_episodes: int
@@ -76,28 +77,26 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
     """Compare two validations. `steps`: the steps of the validations; None: the last validation; of a single
     run, the first and the last."""
     default_positions = (0 if runs[0] == runs[1] else -1), -1
-    sides = [_read_side(*first_answer) for first_answer in zip(runs, steps, default_positions, strict=True)]
+    sides = [
+        _read_side(run, step, position)
+        for run, step, position in zip(runs, steps, default_positions, strict=True)
+    ]
     first_answers, second_answers = (side.answered_by_row for side in sides)
     shared_pairs = defaultdict[str, list[Pair]](list)
-    for (mode, sample_row), side_arguments in first_answers.items():
-        second_answer = second_answers.get((mode, sample_row))
-        if second_answer and (side_arguments.question, side_arguments.truth) == (
-            second_answer.question,
-            second_answer.truth,
-        ):
-            shared_pairs[mode].append((side_arguments, second_answer))
+    for (mode, sample_row), first in first_answers.items():
+        second = second_answers.get((mode, sample_row))
+        if second and first.question == second.question and first.truth == second.truth:
+            shared_pairs[mode].append((first, second))
 
     differing_keys = [
         key for key in differences([side.config for side in sides]) if f"{key}.".startswith(JUDGING_KEYS)
     ]
-    warnings = (
-        [f"Not judged alike: the configurations differ in {', '.join(differing_keys)}"]
-        if differing_keys
-        else []
-    )
-    if unshared_count := len(first_answers.keys() | second_answers.keys()) - sum(
-        map(len, shared_pairs.values())
-    ):
+    warnings: list[str] = []
+    if differing_keys:
+        warnings.append(f"Not judged alike: the configurations differ in {', '.join(differing_keys)}")
+
+    question_count = len(first_answers.keys() | second_answers.keys())
+    if unshared_count := question_count - sum(map(len, shared_pairs.values())):
         warnings.append(f"{unshared_count} questions are not the same in both, and left out")
 
     warnings += [
@@ -117,15 +116,19 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
 
 def _read_side(run: Path, step: int | None, default_position: int) -> Side:
     with closing(RunReader.open(run)) as reader:
-        validation_steps = [columns for (columns,) in reader.rows(STEPS_QUERY)]
-        step = step if step is not None else (validation_steps or [0])[default_position]
+        validation_steps = [validation_step for (validation_step,) in reader.rows(STEPS_QUERY)]
+        if step is None:
+            step = (validation_steps or [0])[default_position]
+
         config = at(launches_of(run), step + 1).config
         rows = reader.rows(QUESTIONS_QUERY, step, parse(config).validation.success - ROUNDING)
-        answered_by_row = {(mode, sample_row): Answered(*answered) for mode, sample_row, *answered in rows}
+        answered_by_row = {(mode, sample_row): Answered(*fields) for mode, sample_row, *fields in rows}
         for mode, sample_row, name, value in reader.rows(COMPONENTS_QUERY, step):
-            if validation_step := answered_by_row.get((mode, sample_row)):  # none of one that was over since
-                validation_step.components[name] = value
-        return Side(step, validation_steps, config, answered_by_row, reader.rows(FAILED_QUERY, step)[0][0])
+            if answered := answered_by_row.get((mode, sample_row)):  # may have ended since the first query
+                answered.components[name] = value
+
+        failed_episodes = reader.rows(FAILED_QUERY, step)[0][0]
+        return Side(step, validation_steps, config, answered_by_row, failed_episodes)
 
 
 def _compare_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -173,15 +176,16 @@ def evaluation_measures(run_dir: Path) -> Iterator[dict[str, Any]]:
     with suppress(FileNotFoundError, *UNDECODABLE):
         evaluation = _decode_evaluation((run_dir / "evaluation.json").read_bytes())
     task_means = defaultdict[str, dict[str, float]](dict)
-    for measure_name in (measure_name for measure_name in evaluation if measure_name.startswith(TASK_PREFIX)):
-        task, mode, measure = measure_name.removeprefix(TASK_PREFIX).rsplit("/", 2)
-        task_means[f"{mode}/{measure}"][task] = evaluation[measure_name]["mean"]
+    for key, measured in evaluation.items():
+        if key.startswith(TASK_PREFIX):
+            task, mode, measure = key.removeprefix(TASK_PREFIX).rsplit("/", 2)
+            task_means[f"{mode}/{measure}"][task] = measured["mean"]
 
-    for measure_name, measured in (
-        (measure_name.removeprefix(ALL_PREFIX), measured)
-        for measure_name, measured in evaluation.items()
-        if measure_name.startswith(ALL_PREFIX)
-    ):
+    for key, measured in evaluation.items():
+        if not key.startswith(ALL_PREFIX):
+            continue
+
+        measure_name = key.removeprefix(ALL_PREFIX)
         interval = (measured["low"], measured["high"]) if "low" in measured else None
         after_training = {
             "value": measured["mean"],

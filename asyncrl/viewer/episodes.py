@@ -30,20 +30,20 @@ from asyncrl.store.reader import RunReader
 from asyncrl.types import Observation, Turn
 
 MAX_LOG_RATIO = 20.0  # nats
-SEARCH_SECONDS = 1.0  # that one search reads transcripts
-MAX_MATCHES = 500  # episodes of one search
+SEARCH_SECONDS = 1.0  # for reading transcripts in a search
+MAX_MATCHES = 500  # episodes of a search
 Decode = Callable[[Sequence[int]], str]
 
 
 def load_decoder(model: str) -> Decode:
     """Return a function that decodes ids with the tokenizer of a model directory. ConfigError."""
-    from tokenizers import Tokenizer  # load_tokenizer has compared the run's with it
+    from tokenizers import Tokenizer  # load_tokenizer has compared the run's tokenizer with this library's
 
     path = Path(model) / "tokenizer.json"
     try:
         with users_code():  # the library is in Rust, and panics
             tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # of tokenizers it is a bare Exception
+    except Exception as error:  # tokenizers raises a bare Exception
         raise ConfigError(f"{path}: no usable tokenizer ({one_line(error)}); put the model's back") from error
 
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -109,7 +109,7 @@ def transcript(
     StoreError, ConfigError."""
     episode = reader.episode(uid := episode_row["uid"])
     turns, missing = kept_turns(reader, episode)
-    token_values = dict[str, list[Any]]()  # of all tokens that are trained: they may be shorter
+    token_values = dict[str, list[Any]]()  # of all trained tokens; lists may be shorter
     if episode.step >= 0 and (ratio_record := read_ratios(run_dir, episode.step + 1, uid)):
         ratios = [
             None if log_ratio is None else exp(min(log_ratio, MAX_LOG_RATIO))

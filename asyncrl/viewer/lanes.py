@@ -31,15 +31,14 @@ from asyncrl.viewer.spans import (
     window_totals,
 )
 
-WINDOW_PIXELS = 1500  # of a window's width, unless all rows together would have more than MOST_SPANS
-MAX_SPANS = 15_000  # of about 45 bytes, so that an answer stays below 1 MB
-MAX_ROWS = 24  # of one process; names come from users' tools, too. More are joined as OTHER
-MAX_STEPS = 400  # on the ruler
-MAX_SECONDS = 1e9  # seconds from the run's start that can be asked for
-# rows; a trainer's is WORK
-OTHER = "others"
-WORK = "work"
-PROCESS_ORDER = (COORDINATOR, "trainer", "worker")  # of processes; engines follow
+WINDOW_PIXELS = 1500  # width of a window, unless all rows together would have more than MAX_SPANS spans
+MAX_SPANS = 15_000  # spans of about 45 bytes, so that an answer stays below 1 MB
+MAX_ROWS = 24  # rows of a process; names come from users' tools, too, and further names share the row OTHER
+MAX_STEPS = 400  # steps on the ruler
+MAX_SECONDS = 1e9  # farthest time of a window, in seconds from the run's start
+OTHER = "others"  # the row of all names beyond MAX_ROWS
+WORK = "work"  # the row of a trainer rank
+PROCESS_ORDER = (COORDINATOR, "trainer", "worker")  # engines follow
 
 
 class LaneReader:
@@ -49,10 +48,10 @@ class LaneReader:
         self._run_dir = run_dir
         self._files: dict[Path, TimelineFile] = {}
         self._spans = np.empty(0, SPAN)
-        self._row_numbers: dict[tuple[str, str], int] = {}  # numbers by process and title
+        self._row_numbers: dict[tuple[str, str], int] = {}  # by process and name
         self._name_numbers: dict[str, int] = {}
         self._text_numbers: dict[str, int] = {}
-        self._process_starts: dict[str, list[float]] = {}  # when processes began
+        self._process_starts: dict[str, list[float]] = {}  # times by process
 
     def window(
         self, since: float | None = None, until: float | None = None, step: int | None = None
@@ -69,8 +68,8 @@ class LaneReader:
         if not all(time is None or abs(time) <= MAX_SECONDS for time in (since, until)):  # nan neither
             raise ConfigError(f"lanes: from and to must be seconds since the start, within ±{MAX_SECONDS:g}")
 
-        for file in files(self._run_dir):  # what was added since the last call
-            file = self._files.setdefault(file.path, file)
+        for found_file in files(self._run_dir):
+            file = self._files.setdefault(found_file.path, found_file)
             if len(added_spans := np.fromiter(self._read_added(file), SPAN)):
                 self._spans = np.concatenate([self._spans, added_spans])
 
@@ -82,7 +81,7 @@ class LaneReader:
         is_step &= spans["row"] == self._row_numbers.get(("trainer 0", WORK), -1)
         steps = list(zip(spans["step"][is_step].tolist(), spans["end"][is_step].tolist(), strict=True))
         if step is not None:
-            if step not in (step_ends := dict(steps)):  # the last time, where it was made again
+            if step not in (step_ends := dict(steps)):  # of a repeated step the last end
                 last_step = max(step_ends, default="none")
                 raise ConfigError(f"lanes: step {step} is not in the timeline; the last one is {last_step}")
             until = step_ends[step]
@@ -93,16 +92,19 @@ class LaneReader:
         until = max(run_seconds if until is None else until, since + 1e-6)
         reaches_window = (spans["end"] >= since) & (spans["start"] <= until)
         window_spans = spans if reaches_window.all() else spans[reaches_window]  # 50 MB for a million spans
+
+        # Make pixels larger until there are few enough spans.
         pixel = (until - since) / WINDOW_PIXELS
-        while (
-            len(merged_spans := merge_spans(window_spans, since, pixel)) > MAX_SPANS and pixel < until - since
-        ):
+        merged_spans = merge_spans(window_spans, since, pixel)
+        while len(merged_spans) > MAX_SPANS and pixel < until - since:
             pixel *= 1.25 * len(merged_spans) / MAX_SPANS
+            merged_spans = merge_spans(window_spans, since, pixel)
 
         shown_steps = [step_end for step_end in steps if since <= step_end[1] <= until]
         names = [meaning_of(name) for name in self._name_numbers]
         process_kinds = [process.partition(" ")[0] for process, _ in self._row_numbers]
         processes = sorted({process for process, _ in self._row_numbers}, key=_process_order)
+
         row_shares = shares(spans, np.array([processes.index(process) for process, _ in self._row_numbers]))
         row_spans = spans_by_row(merged_spans, list(self._text_numbers), len(row_shares), pixel)
         lanes: dict[str, list[dict[str, Any]]] = {process: [] for process in processes}
@@ -110,13 +112,9 @@ class LaneReader:
             self._row_numbers.items(), key=lambda row: (meaning_of(row[0][1])[0], -row_shares[row[1]])
         )
         for (process, name), row_number in ordered_rows:
-            lanes[process].append(
-                {
-                    "title": meaning_of(name)[1],
-                    "share": row_shares[row_number],
-                    "spans": row_spans[row_number],
-                }
-            )
+            title = meaning_of(name)[1]
+            row = {"title": title, "share": row_shares[row_number], "spans": row_spans[row_number]}
+            lanes[process].append(row)
 
         return {
             "length": run_seconds,
@@ -140,6 +138,7 @@ class LaneReader:
             if line.name == START:
                 self._process_starts.setdefault(process, []).append(line.start)
                 continue
+
             key = (line.name, line.engine, line.error)
             duration = line.end - line.start
             if key not in numbers_by_key:
@@ -169,18 +168,19 @@ class LaneReader:
         elif role == "trainer":
             row = WORK
         elif name == LOAD:
-            row += " (validation)" * (line.engine == "eval")  # a second engine that a worker has for it
+            if line.engine == "eval":  # a second engine of a worker
+                row += " (validation)"
         elif line.engine:
             process = line.engine
 
-        if (process, row) not in self._row_numbers and sum(
-            row_process == process for row_process, _ in self._row_numbers
-        ) >= MAX_ROWS:
+        row_count = sum(row_process == process for row_process, _ in self._row_numbers)
+        if (process, row) not in self._row_numbers and row_count >= MAX_ROWS:
             row = OTHER
 
         row_number = self._row_numbers.setdefault((process, row), len(self._row_numbers))
         name_number = self._name_numbers.setdefault(name, len(self._name_numbers))
-        return row_number, name_number, self._text_numbers.setdefault(text, len(self._text_numbers))
+        text_number = self._text_numbers.setdefault(text, len(self._text_numbers))
+        return row_number, name_number, text_number
 
 
 def _process_order(process: str) -> tuple[int, int, str]:

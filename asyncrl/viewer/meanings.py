@@ -10,7 +10,7 @@ MEANINGS = (
 )
 GENERATE, TOOL, REWARD, TRAIN, WEIGHTS, DATA, PROCESS, OTHER = range(len(MEANINGS))
 
-# By what names start with, and what they are called then; None: their own name.
+# Meaning and legible name by the beginning of a span's name; None: the span's own name.
 SPANS: dict[str, tuple[int, str | None]] = {
     "decode": (GENERATE, "generate"),
     "tool ": (TOOL, None),
@@ -59,6 +59,8 @@ def meaning_of(name: str) -> tuple[int, str]:
     process: waits are named after the awaited thing."""
     match = _span_pattern.match(name)
     meaning_number, legible_name = SPANS[match.group()] if match else (PROCESS, None)
-    return meaning_number, name if legible_name is None else legible_name + " (validation)" * name.endswith(
-        " (validation)"
-    )
+    if legible_name is None:
+        return meaning_number, name
+    if name.endswith(" (validation)"):
+        legible_name += " (validation)"
+    return meaning_number, legible_name

@@ -25,9 +25,9 @@ from asyncrl.store.launches import described, differences, launches_of, tree
 from asyncrl.viewer.compare import ALL_PREFIX, evaluation_measures
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
-MAX_ROWS = 400  # of a longer run they are chosen
-CURVE_POINTS = 120  # of a small curve
-SHOWN_RESUMES = 3  # launches with other keys that are shown
+MAX_ROWS = 400  # metrics rows; of a longer run some rows are chosen
+CURVE_POINTS = 120  # points of a small curve
+SHOWN_RESUMES = 3  # newest launches with changed keys
 FIGURES = {  # metric: label and unit
     metric.REWARD: ("reward", ""),
     metric.NLL: ("loss per token", ""),
@@ -48,17 +48,19 @@ ROLE_OF_PROCESS = {"trainer": "trainer", **ENGINE_PROCESSES, "worker": "workers"
 
 def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     """Summarize a run that is over (`ended` says how) or goes on. ConfigError for an unreadable file."""
-    # Twice: steps that were repeated after a crash are read, and the row of the end.
+    # Twice the window, because repeated steps after a crash and the row of the end are read, too.
     rows = some_rows(run_dir, 2 * WINDOW, MAX_ROWS)
     status = read_status(run_dir)
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     gauges = status.get("gauges") or next(
         (row for row in reversed(rows) if metric.FLOW + "issued" in row), {}
     )
+
     episode_flow = flow_of(gauges)
     saved_summary = read_summary(run_dir)
     summary = saved_summary or summarize(rows, asdict(episode_flow), episode_flow.conserved)
-    is_complete = saved_summary or summary["steps"] == len(steps)  # else its sums are of some of the steps
+    is_complete = saved_summary or summary["steps"] == len(steps)  # otherwise sums cover only some steps
+
     launches = launches_of(run_dir)
     config = launches[-1].config if launches else {}
     key_changes = [
@@ -70,13 +72,17 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         for step, text in key_changes
         if text
     ]
+
     required_keys = {"name": "-", "model": {"path": "-"}, "data": {"train": "-"}}
     config_values = dict(leaves(config))
     differing_keys = differences([config, tree(parse(required_keys))]).items() if config else ()
+
     machine = recorded_machine(run_dir)
     is_training = bool(config_values.get("total_steps", 1))
     shown_alerts = alerts(rows, status, config_values)
     run_notes = notes(summary) if saved_summary else [unless_quoted(status.get("failed", ""), shown_alerts)]
+    if machine is None:
+        run_notes = [*run_notes, NO_MACHINE]
 
     return {
         "outcome": _outcome(ended, status, summary, is_training),
@@ -99,7 +105,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
             "All numbers": dict(numbers(summary, everything=True)) if is_complete else {},
             "Machine of the newest launch": machine or {},
         },
-        "notes": [note for note in (*run_notes, NO_MACHINE * (machine is None)) if note],
+        "notes": [note for note in run_notes if note],
     }
 
 
@@ -115,7 +121,9 @@ def _outcome(ended: str, status: Mapping[str, Any], summary: Mapping[str, Any], 
 
     batch_fraction = 0.0 if ended or summary["steps"] else status.get("gauges", {}).get(metric.BATCH, 0.0)
     outcome_text = outcome_line(summary, ended, status.get("total_steps", 0))
-    return outcome_text + f"; {batch_fraction:.0%} of the first batch is there" * (batch_fraction > 0)
+    if batch_fraction > 0:
+        outcome_text += f"; {batch_fraction:.0%} of the first batch is there"
+    return outcome_text
 
 
 def _validation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -127,9 +135,11 @@ def _validation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         measured_rows = [row for row in rows if name in row]
         if not measured_rows or (name in SUCCESS_OF_SCORE and curve == _curve(rows, SUCCESS_OF_SCORE[name])):
             continue
+
         result_rows = {} if measured_rows[0]["training/step"] else {"before": measured_rows[0]}
         if len(measured_rows) > len(result_rows):
             result_rows["after"] = measured_rows[-1]
+
         result = {"label": display_name, "unit": "share" if name in FRACTION_METRICS else "", "curve": curve}
         yield (
             result
@@ -141,7 +151,7 @@ def _validation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 def _evaluation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield the results of an evaluation so far, under the names of evaluation.json, before that file
     exists."""
-    newest_row = next((newest_row for newest_row in reversed(rows) if metric.ASKED in newest_row), {})
+    newest_row = next((row for row in reversed(rows) if metric.ASKED in row), {})
     for name in sorted(name for name in newest_row if name.startswith(ALL_PREFIX)):
         unit = "share" if name in FRACTION_METRICS else ""
         label = name.removeprefix(ALL_PREFIX)
@@ -173,9 +183,8 @@ def _figures(steps: Sequence[Row]) -> Iterator[dict[str, Any]]:
     component_figures = {
         name: (display_name, "") for display_name, name in matching(metric.COMPONENT, metric_names).items()
     }
-    for name, (display_name, unit) in (
-        {metric.REWARD: FIGURES[metric.REWARD]} | component_figures | FIGURES
-    ).items():
+    figures = {metric.REWARD: FIGURES[metric.REWARD]} | component_figures | FIGURES  # components come second
+    for name, (display_name, unit) in figures.items():
         if name in metric_names:
             first_mean, last_mean = edges(steps, name)
             yield {
@@ -231,6 +240,7 @@ def _time_shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
     shares_by_role = {"trainer": {name: share for name, share in trainer_shares.items() if share}}
     if (idle_share := mean(steps, metric.ROLLOUT_IDLE, weight=metric.STEP_SECONDS)) is not None:
         shares_by_role["engines"] = {"sampling": 1 - idle_share, "wait": idle_share}
+
     if episode_seconds := mean(steps, "timing_s/episode/mean"):
         tool_seconds, reward_seconds = (mean(steps, f"timing_s/{name}/mean") for name in ("tools", "reward"))
         worker_parts = {

@@ -22,7 +22,7 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.viewer.views import Views
 
 STATIC = files("asyncrl.viewer") / "static"
-# episodes of each run that a page in a file can open
+# Episodes of each run that a page in a file can open.
 SHOWN_EPISODES = 30
 SHOWN_HELD_OUT = 10
 
@@ -45,7 +45,7 @@ def build_page(recorded: Mapping[str, Any] | None = None) -> str:
         "STYLE": _static_text("vendor/uPlot.min.css") + _static_text("style.css"),
         "UPLOT": _static_text("vendor/uPlot.iife.min.js"),
         "IMPORTS": json.dumps({"imports": modules}),
-        # Within a script element, which no text in it can end. (json.dumps would write NaN.)
+        # Inside a script element, which an unescaped "<" could end. (json.dumps would write NaN.)
         "RECORDED": msgspec.json.encode(recorded).decode().replace("<", "\\u003c"),
     }
 
@@ -66,20 +66,24 @@ def write(path: Path, views: Views) -> bool:
             return {"error": str(error)}
 
     def keep_answer(name: str, **query: object) -> Any:
-        answer = answers[f"{name}?{urlencode(query)}"] = answer_or_error(name, **query)
+        answer = answer_or_error(name, **query)
+        answers[f"{name}?{urlencode(query)}"] = answer
         return answer
 
     for run in range(len(listed_runs["runs"])):
         for name in ("rows", "tools", "lanes"):
             keep_answer(name, run=run)
         all_conserved &= keep_answer("overview", run=run).get("conserved", True)
+
         held_out_condition = '[["kind","=","held out"]]'
-        held_out = answer_or_error("episodes", run=run, where=held_out_condition, order="-step").get(
-            "episodes", []
-        )
-        listed_episodes = keep_answer("episodes", run=run).get("episodes", [])
+        held_out_answer = answer_or_error("episodes", run=run, where=held_out_condition, order="-step")
+        held_out = held_out_answer.get("episodes", [])
+        episodes_answer = keep_answer("episodes", run=run)
+        listed_episodes = episodes_answer.get("episodes", [])
         train_episodes = [episode for episode in listed_episodes if episode["kind"] == "train"]
-        listed_episodes[:] = train_episodes + held_out
+        if "episodes" in episodes_answer:
+            episodes_answer["episodes"] = train_episodes + held_out
+
         for episode in train_episodes[:SHOWN_EPISODES] + held_out[:SHOWN_HELD_OUT]:
             if episode["end"]:
                 keep_answer("episode", run=run, uid=episode["uid"])

@@ -44,30 +44,27 @@ def curve_series(
     if until is not None:
         last_row = min(len(x_values), int(np.searchsorted(x_values, until, "right")) + 1)
 
+    # The lowest and the highest value of a bucket go to the first and the last row of the bucket.
     bucket_edges = np.linspace(first_row, last_row, MAX_POINTS // 2 + 1).astype(int)
     is_thinned = last_row - first_row > MAX_POINTS
+    bucket_rows = np.arange(first_row, last_row)
+    if is_thinned:
+        bucket_rows = np.stack([bucket_edges[:-1], bucket_edges[1:] - 1], 1).ravel()
+
     validated_rows = columns.having(*metric.HELD_OUT)
-    bucket_rows = (
-        np.stack([bucket_edges[:-1], bucket_edges[1:] - 1], 1).ravel()
-        if is_thinned
-        else np.arange(first_row, last_row)
-    )
-    shown_rows = np.union1d(
-        bucket_rows, _thinned(validated_rows[(validated_rows >= first_row) & (validated_rows < last_row)])
-    )
+    validated_rows = validated_rows[(validated_rows >= first_row) & (validated_rows < last_row)]
+    shown_rows = np.union1d(bucket_rows, _thinned(validated_rows))
 
     def shown_values(name: str) -> list[float | None]:
         column = columns.values(name)
-        thinned = np.full(len(x_values), math.nan)
         if not is_thinned or name.startswith("val-"):
             return _rounded_list(column[shown_rows])
 
-        lowest, highest = (
-            reduction.reduceat(column[:last_row], bucket_edges[:-1]) for reduction in (np.fmin, np.fmax)
-        )
+        lowest = np.fmin.reduceat(column[:last_row], bucket_edges[:-1])
+        highest = np.fmax.reduceat(column[:last_row], bucket_edges[:-1])
         is_rising = column[bucket_edges[1:] - 1] >= column[bucket_edges[:-1]]
+        thinned = np.full(len(x_values), math.nan)
         thinned[bucket_rows] = np.where(is_rising, [lowest, highest], [highest, lowest]).T.ravel()
-
         return _rounded_list(thinned[shown_rows])
 
     names = [name for name in sorted(columns.known()[0] - {STEP}) if not name.startswith(metric.LAG_TOKENS)]
@@ -79,9 +76,8 @@ def curve_series(
             wilson(fraction, count or 0.0)
             for fraction, count in zip(curves[name], question_counts, strict=True)
         ]
-        curves[f"{name}/low"], curves[f"{name}/high"] = (
-            [interval[bound] for interval in intervals] for bound in (0, 1)
-        )
+        curves[f"{name}/low"] = [interval[0] for interval in intervals]
+        curves[f"{name}/high"] = [interval[1] for interval in intervals]
 
     return {
         **{name: _rounded_list(values[shown_rows]) for name, values in axes.items()},
@@ -130,16 +126,19 @@ def run_marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
     validated = _thinned(columns.having(*metric.HELD_OUT))
     read_rows = np.unique(np.concatenate([validated, *windows]))
     row_by_index = dict(zip(read_rows.tolist(), columns.rows(read_rows), strict=True))
+
     validation_marks = (
         (steps[row_index], metric.figures(metric.HELD_OUT, row_by_index[row_index]))
         for row_index in validated.tolist()
     )
     marks = [(step, "validation", ", ".join(texts)) for step, texts in validation_marks]
+
     counted = columns.having(LOST_METRICS[0])
     counts = np.sum([np.nan_to_num(columns.values(name)[counted]) for name in LOST_METRICS], axis=0)
     new_losses = zip(counted.tolist(), np.diff(counts, prepend=0.0).tolist(), strict=True)
     loss_text = "{:.0f} attempts lost with a worker".format
     marks += [(steps[row_index], "lost", loss_text(count)) for row_index, count in new_losses if count > 0]
+
     keys = dict[str, Any]()
     with suppress(AsyncrlError), closing(RunReader.open(run_dir)) as reader:
         launches = launches_of(run_dir)

@@ -20,7 +20,7 @@ from asyncrl.viewer.views import Views
 
 LOOPBACK_HOST = "127.0.0.1"
 ANSWER_DEADLINE = 60.0  # seconds for an answer
-STOP_SECONDS = 0.2  # for answers under way, and then for the threads that make them
+STOP_SECONDS = 0.2  # for unfinished answers, and then again for the threads of these answers
 HEADERS = {
     "Content-Security-Policy": CONTENT_POLICY,
     "Referrer-Policy": "no-referrer",
@@ -37,7 +37,7 @@ class ViewServer:
         self._views = views
         self._port = port
         self._token = secrets.token_urlsafe(32)
-        # A thread a view: whatever one reads, others go on. What many threads read would take more memory.
+        # A thread for each view, so that a long read delays only this view; more threads need more memory.
         self._view_threads = {name: OwnThread(name) for name in views.names}
         self._hosts: frozenset[str] = frozenset()
         self.url = ""
@@ -55,7 +55,7 @@ class ViewServer:
 
     async def close(self) -> None:
         await self._runner.cleanup()
-        with suppress(TimeoutError):  # one that still reads ends with the process
+        with suppress(TimeoutError):  # a thread that still reads ends with the process
             async with asyncio.timeout(STOP_SECONDS):
                 await asyncio.gather(*(thread.end(bool) for thread in self._view_threads.values()))
 

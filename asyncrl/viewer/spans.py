@@ -33,11 +33,8 @@ def since_start(spans: np.ndarray, process_starts: Mapping[str, Sequence[float]]
             pause_lengths[relaunch] = relaunch - last_end
 
     def on_run_clock(times: Any) -> Any:
-        return (
-            times
-            - run_start
-            - sum(seconds * (times >= relaunch) for relaunch, seconds in pause_lengths.items())
-        )
+        paused_seconds = sum(seconds * (times >= relaunch) for relaunch, seconds in pause_lengths.items())
+        return times - run_start - paused_seconds
 
     marks = [
         (on_run_clock(relaunch), f"launched again, {clock(pause_lengths.get(relaunch, 0))} later")
@@ -45,14 +42,15 @@ def since_start(spans: np.ndarray, process_starts: Mapping[str, Sequence[float]]
     ]
     for process, times in process_starts.items():
         lone_starts = [
-            relaunch
-            for relaunch in times[1:]
-            if all(abs(relaunch - relaunch_time) >= LAUNCH_WINDOW for relaunch_time in relaunches)
+            start
+            for start in times[1:]
+            if all(abs(start - relaunch) >= LAUNCH_WINDOW for relaunch in relaunches)
         ]
-        marks += [(on_run_clock(relaunch), f"{process} began again") for relaunch in lone_starts]
+        marks += [(on_run_clock(start), f"{process} began again") for start in lone_starts]
 
     spans = spans.copy()
-    spans["start"], spans["end"] = on_run_clock(spans["start"]), on_run_clock(spans["end"])
+    spans["start"] = on_run_clock(spans["start"])
+    spans["end"] = on_run_clock(spans["end"])
     return spans, sorted(marks)
 
 
@@ -65,11 +63,8 @@ def shares(spans: np.ndarray, process_of_row: np.ndarray) -> list[float]:
     np.maximum.at(last_end, process_of_row[spans["row"]], spans["end"])
     row_seconds = np.bincount(spans["row"], spans["seconds"], len(process_of_row))
 
-    return (
-        np.minimum(1, row_seconds / np.maximum(last_end - first_start, 1e-9)[process_of_row])
-        .round(5)
-        .tolist()
-    )
+    process_seconds = np.maximum(last_end - first_start, 1e-9)
+    return np.minimum(1, row_seconds / process_seconds[process_of_row]).round(5).tolist()
 
 
 def window_totals(
@@ -83,10 +78,11 @@ def window_totals(
     window, the seconds inside the window, and the longest call; the most seconds first. `kind_of_row`: the
     kinds of process by row."""
     process_kinds = sorted({*kind_of_row})
-    group_number = (
-        np.array([process_kinds.index(kind) for kind in kind_of_row])[spans["row"]] * len(names)
-        + spans["name"]
-    )
+
+    # A group is a kind of process and a name.
+    kind_numbers = np.array([process_kinds.index(kind) for kind in kind_of_row])
+    group_number = kind_numbers[spans["row"]] * len(names) + spans["name"]
+
     window_fraction = np.minimum(spans["end"], until) - np.maximum(spans["start"], since)
     window_fraction /= np.maximum(spans["end"] - spans["start"], 1e-9)
     seconds = np.bincount(group_number, spans["seconds"] * window_fraction)
@@ -118,11 +114,15 @@ def merge_spans(spans: np.ndarray, since: float, pixel: float) -> np.ndarray:
     is_long = spans["end"] - spans["start"] >= pixel
     pixel_index = np.floor((spans["start"] - since) / pixel).clip(-1)
     sorted_order = np.lexsort((spans["seconds"], is_long, pixel_index, spans["row"]))
-    starts_group = np.diff(pixel_index[sorted_order]).astype(bool) | np.diff(
-        spans["row"][sorted_order]
-    ).astype(bool)
+
+    # A group is a long span, or the short spans of a row that begin in the same pixel.
+    changes_pixel = np.diff(pixel_index[sorted_order]).astype(bool)
+    changes_row = np.diff(spans["row"][sorted_order]).astype(bool)
+    starts_group = changes_pixel | changes_row
     group_starts = np.flatnonzero(np.append(True, starts_group | is_long[sorted_order][1:]))
     group_ends = np.append(group_starts[1:], len(spans)) - 1
+
+    # The last span of a group is the longest span, because of the order.
     merged = spans[sorted_order[group_ends]]
     for name in ("seconds", "calls"):
         merged[name] = np.add.reduceat(spans[name][sorted_order], group_starts)
@@ -130,6 +130,7 @@ def merge_spans(spans: np.ndarray, since: float, pixel: float) -> np.ndarray:
         merged[name] = np.maximum.reduceat(spans[name][sorted_order], group_starts)
     merged["start"] = np.minimum.reduceat(spans["start"][sorted_order], group_starts)
     merged["text"][group_starts < group_ends] = -1
+
     next_start = np.append(np.where(np.diff(merged["row"]), np.inf, merged["start"][1:]), np.inf)
     merged["end"] = np.maximum(merged["end"], np.minimum(merged["start"] + pixel, next_start))
 
@@ -141,19 +142,15 @@ def spans_by_row(
 ) -> list[list[list[Any]]]:
     """Return the spans to draw for each row."""
     digits = max(0, 2 - int(np.floor(np.log10(pixel))))
-    since, until = (spans[name_numbers].round(digits).tolist() for name_numbers in ("start", "end"))
-    seconds, longest = (
-        spans[name_numbers].astype(float).round(4).tolist() for name_numbers in ("seconds", "longest")
-    )
-    row_numbers, name_numbers, calls = (
-        spans[name_numbers].tolist() for name_numbers in ("row", "name", "calls")
-    )
-    details = spans[["text", "step", "micro", "epoch"]].tolist()
-    detail_texts = [
-        "" if detail[0] < 0 else _span_detail(texts, *detail) for detail in details
-    ]  # of what was merged: none
-    row_spans: list[list[list[Any]]] = [[] for _ in range(row_count)]
+    since, until = (spans[column].round(digits).tolist() for column in ("start", "end"))
+    seconds, longest = (spans[column].astype(float).round(4).tolist() for column in ("seconds", "longest"))
+    row_numbers, name_numbers, calls = (spans[column].tolist() for column in ("row", "name", "calls"))
 
+    # Merged spans, with text -1, have no details.
+    details = spans[["text", "step", "micro", "epoch"]].tolist()
+    detail_texts = ["" if detail[0] < 0 else _span_detail(texts, *detail) for detail in details]
+
+    row_spans: list[list[list[Any]]] = [[] for _ in range(row_count)]
     for row_number, *span in zip(
         row_numbers, since, until, name_numbers, calls, seconds, longest, detail_texts, strict=True
     ):
@@ -164,6 +161,9 @@ def spans_by_row(
 
 def _span_detail(texts: Sequence[str], text: int, step: int, micro: int, epoch: int) -> str:
     """Describe a span beside the name."""
-    detail_parts = [f"v{step} (epoch {epoch})" if epoch >= 0 else f"step {step}"] if step >= 0 else []
-    detail_parts += [f"micro-batch {micro}"] if micro >= 0 else []
+    detail_parts = list[str]()
+    if step >= 0:
+        detail_parts.append(f"v{step} (epoch {epoch})" if epoch >= 0 else f"step {step}")
+    if micro >= 0:
+        detail_parts.append(f"micro-batch {micro}")
     return ", ".join(filter(None, [*detail_parts, texts[text][:MAX_DETAIL_LENGTH]]))

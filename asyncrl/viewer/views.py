@@ -31,7 +31,7 @@ Query = Mapping[str, str]
 RunIdentity = tuple[Path, bytes]  # a run directory, and the content of the file `started`
 Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 MAX_LANE_READERS = 2  # runs whose timelines are in memory: 100 MB for a million spans
-# Size of the metrics files of unselected runs; a fifth of the size stays in memory, further files are read again.
+# Size of the metrics files whose content is cached, a fifth of it in memory; further files are read again.
 KEPT_METRIC_BYTES = 128 << 20
 
 
@@ -103,14 +103,14 @@ class Views:
         while sum(measured.read for measured in self._metric_columns.values()) > KEPT_METRIC_BYTES:
             del self._metric_columns[next(iter(self._metric_columns))]
         columns.update()
-        self._metric_columns[run_identity] = columns  # the newest one
+        self._metric_columns[run_identity] = columns  # last in order: the first is dropped first
         chart_groups = list(charts(*columns.known()))
         curves = curve_series(columns, query.get("by", ""), since, until)
 
         return curves | {"charts": chart_groups, "marks": run_marks(path, columns)}
 
     def _compare(self, query: Query) -> dict[str, Any]:
-        run_paths = self._run_path({"run": query.get("a", "0")}), self._run_path({"run": query.get("b", "0")})
+        run_paths = [self._run_path({"run": query.get(key, "0")}) for key in ("a", "b")]
         return compare(run_paths, [_query_number(query, key, Step) for key in ("from", "to")])
 
     def _episodes(self, query: Query) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Views:
             listed = msgspec.structs.replace(listed, order=listing.FINISHED_FIRST)
         with closing(RunReader.open(path)) as reader:
             if listed.search:
-                with suppress(AsyncrlError):  # else what the tools said is searched
+                with suppress(AsyncrlError):  # without a decoder only the texts of tools are searched
                     decode = self._load_decoder(_run_config(path).model.path)
                 matching_episodes = listing.matching_episodes(reader, listed)
                 found_uids, read_count = search(reader, matching_episodes, listed.search, decode)
