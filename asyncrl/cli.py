@@ -17,7 +17,7 @@ import asyncrl
 from asyncrl.errors import AsyncrlError, ConfigError, UnknownKeysError, one_line
 from asyncrl.values import printable
 
-# A command is a module of `asyncrl.commands`, imported when it is asked for. Here: its lines of --help.
+# The lines of --help for each command, a module of `asyncrl.commands` that is imported on demand.
 COMMANDS = {
     "train": [
         "experiment=calculator   train a small model to use a calculator, on a CPU",
@@ -51,8 +51,8 @@ COMMANDS = {
         "call NAME '{\"a\": 1}'    call one",
     ],
 }
-# Commands that run code of users in their process: what that starts must not outlive them. Seconds from a
-# signal to the end: an evaluation ends in order.
+# Commands that run users' code in the command's process, whose child processes must not outlive the command.
+# Values: seconds from a signal to the end; an evaluation may take as long as necessary to end in order.
 ENCLOSED_COMMANDS = {
     "doctor": 5.0,
     "regrade": 5.0,
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         check_interpreter()
         exit_code = _dispatch_command(sys.argv[1:] if argv is None else argv)
         if sys.stdout is not None:
-            sys.stdout.flush()  # here: at the exit of Python its errors are a stack trace
+            sys.stdout.flush()  # now, as errors of the flush at exit would print a stack trace
         return exit_code
     except UnknownKeysError as error:
         return _report_error(str(error), 2)
@@ -86,11 +86,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # asyncrl runs list | head -1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
         return 141
-    except UnicodeEncodeError as error:  # a path of other bytes than UTF-8
+    except UnicodeEncodeError as error:  # a path that is not UTF-8
         return _report_error(
             f"{error.object!a} is not UTF-8 text; rename the file or directory, or use another one", 2
         )
-    except OSError as error:  # a full disk, a file that may not be read
+    except OSError as error:  # a full disk, an unreadable file
         return _report_error(one_line(error), 1)
     except KeyboardInterrupt:
         return _report_error("interrupted", 130)

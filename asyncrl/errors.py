@@ -24,13 +24,13 @@ from asyncrl.values import printable
 
 T = TypeVar("T")
 
-# What msgspec raises for bytes that are not the struct asked for: no text in a string, too deeply nested.
+# Errors of msgspec for bytes that do not encode the requested struct: invalid UTF-8, too deep nesting.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-# What torch's CPU allocator, the CUDA runtime, and cuBLAS and cuDNN say.
+# Texts of torch's CPU allocator, the CUDA runtime, and cuBLAS and cuDNN.
 _NO_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-# What an error says that a process, or its machine, had too little of something; by number, or in its text,
-# where it comes from a server or from torch.
+# Errors for a lack of memory, descriptors or threads, of a process or a machine: by number, or by text, in
+# errors of a server or of torch.
 _LACKING_ERRNOS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 _LACKING_TEXTS = (
     *_NO_MEMORY_TEXTS,
@@ -59,7 +59,7 @@ class AsyncrlError(Exception):
                 yield
         except kinds as error:
             cause = f": {error}" if isinstance(error, AsyncrlError) else f" ({one_line(error)})"
-            raise cls(f"{text}{cause}" + f"; {advice}" * bool(advice)) from error
+            raise cls(f"{text}{cause}; {advice}" if advice else f"{text}{cause}") from error
 
 
 class ConfigError(AsyncrlError):
@@ -217,7 +217,7 @@ def _interrupts_named() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:  # the code may have set its own
+        if signal.getsignal(signal.SIGINT) is interrupt:  # the body may have set another handler
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -278,9 +278,9 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
         except BaseException as error:
             logger = logging.getLogger("asyncrl")
             logger.critical("thread %r cannot go on", name, exc_info=True)
-            # The last line of the log is what the launcher quotes.
+            # The launcher quotes the last line of the log.
             logger.critical("thread %r has died, and this process with it: %s", name, one_line(error))
-            _exit(1)  # by a name of its own: users' code meets an os._exit that raises (isolation/calls.py)
+            _exit(1)  # imported by name: in users' code os._exit raises (isolation/calls.py)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

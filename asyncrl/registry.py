@@ -21,7 +21,7 @@ import msgspec
 from asyncrl.errors import ConfigError, describe, one_line, users_code
 
 T = TypeVar("T")
-# Packages that asyncrl imports, and those that these import.
+# Packages that asyncrl imports, directly or indirectly.
 IMPORTED_PACKAGES = frozenset({
     *("accelerate", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated_types", "anthropic", "antlr4"),
     *("anyio", "attr", "attrs", "bm25s", "certifi", "cffi", "charset_normalizer", "click", "cloudpickle"),
@@ -274,7 +274,7 @@ def built(factory: Callable[[], Any], where: str) -> Any:
 def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
     """Raise ConfigError that begins with `where`, and names file and line, unless `call` fits the
     function."""
-    # A sync wrapper of a coroutine function counts: what it returns can be awaited.
+    # A sync wrapper of a coroutine function counts, because the result can be awaited.
     callables = (function, inspect.unwrap(function), type(function).__call__)
     is_async = any(map(inspect.iscoroutinefunction, callables))
     call_problem = "" if not call.awaited or is_async else "is not async"

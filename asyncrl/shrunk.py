@@ -29,26 +29,22 @@ from asyncrl.errors import lacks_memory, one_line
 from asyncrl.user_cache import keep_result, read_result
 
 logger = logging.getLogger(__name__)
-AGREE = 1e-3  # log-probs of one model in float32, computed in two ways, differ by less
-IGNORABLE_ARGUMENTS = {
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "is_causal",
-}  # an attention may ignore them
-# ids; those of special tokens are below RESERVED, and are not sampled
-VOCABULARY_SIZE = 128
-RESERVED = 8
-# tokens of windows and chunks; size of a head, at least
-WINDOW_TOKENS = 8
+AGREE = 1e-3  # upper bound of the difference between log-probs of a float32 model, computed in two ways
+# Arguments that an attention function may ignore.
+IGNORABLE_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "is_causal"}
+VOCABULARY_SIZE = 128  # token ids
+RESERVED = 8  # ids of special tokens are below this number, and are not sampled
+WINDOW_TOKENS = 8  # length of windows and chunks
 MIN_HEAD_SIZE = 8
+# Patterns of configuration keys, by the role of the value.
 HEAD_COUNT_KEYS = re.compile(r"heads(?!_per_)|groups$|n_head$")
 HEAD_SIZE_KEYS = re.compile(
     r"head_?(dim|size)|d_head|dim_head|kv_channels|rotary_dim|qk_\w+_dim|attn_scalar|mrope"
 )
 REACH_KEYS = re.compile(r"window|chunk|top_?k|block|scale|attention$|distance|extent")
 WIDTH_KEYS = re.compile(r"hidden|intermediate|ffn|dff|emb|width|inner|size|dim|model|rank|state|ssm|proj")
-UNIMPORTANT = ("_name_or_path", "transformers_version", "dtype")  # settings that decide no result
+UNIMPORTANT = ("_name_or_path", "transformers_version", "dtype")  # settings without influence on results
+# Numbers of layers to try for the copy.
 LAYER_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
 
 
@@ -123,7 +119,7 @@ def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
                     setattr(nested_config, name, value[:shallow_layers])
 
         shallow.get_text_config().num_hidden_layers = shallow_layers
-        with suppress(Exception):  # a layer that refers to another one may be beyond it
+        with suppress(Exception):  # a layer may refer to a layer beyond the cut
             if _layer_kinds(shallow) == layer_kinds:
                 return _random_model(shallow)
 
@@ -138,21 +134,21 @@ def narrowed_config(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreT
     integer_settings = {
         name: value for name, value in vars(text_config).items() if type(value) is int and value > 1
     }
-    head_size = integer_settings.get("head_dim") or text_config.hidden_size // getattr(
-        text_config, "num_attention_heads", 1
-    )
-    head_sizes, head_counts = (
-        [v for name, v in integer_settings.items() if kind.search(name)]
-        for kind in (HEAD_SIZE_KEYS, HEAD_COUNT_KEYS)
-    )
+    head_size = integer_settings.get("head_dim")
+    if not head_size:
+        head_size = text_config.hidden_size // getattr(text_config, "num_attention_heads", 1)
+    head_sizes = [value for name, value in integer_settings.items() if HEAD_SIZE_KEYS.search(name)]
+    head_counts = [value for name, value in integer_settings.items() if HEAD_COUNT_KEYS.search(name)]
+
     size_divisors = [
         n for n in range(1, max(head_size, *head_counts, 1) + 1) if not gcd(head_size, *head_sizes) % n
     ]
     size_divisor = max(
         n for n in size_divisors if n == 1 or (head_size // n >= head and head_size // n % 2 == 0)
     )
+
+    # At least eight of many heads are left, because an index over few heads has equal scores.
     narrow_width = text_config.hidden_size // size_divisor
-    # Of many heads eight are left: an index over few heads has equal scores.
     count_divisor = max(
         n
         for n in range(1, max(head_counts, default=1) + 1)
@@ -164,19 +160,17 @@ def narrowed_config(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreT
             and narrow_width // n % 4 == 0
         )
     )
+
     for nested_config in _nested_configs(narrow_config):
         if hasattr(nested_config, "quantization_config"):
             del nested_config.quantization_config
-        position_reach = (
-            4 * WINDOW_TOKENS if getattr(nested_config, "rope_parameters", None) else VOCABULARY_SIZE
-        )
+
+        has_rope = getattr(nested_config, "rope_parameters", None)
+        position_reach = 4 * WINDOW_TOKENS if has_rope else VOCABULARY_SIZE
         for name, value in list(vars(nested_config).items()):
             if not name.startswith("_") and not isinstance(value, PreTrainedConfig):
-                setattr(
-                    nested_config,
-                    name,
-                    _small_value(name, value, count_divisor, size_divisor, position_reach),
-                )
+                small_value = _small_value(name, value, count_divisor, size_divisor, position_reach)
+                setattr(nested_config, name, small_value)
 
     return narrow_config
 

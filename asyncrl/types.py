@@ -34,7 +34,7 @@ class StopReason(enum.StrEnum):
     """Says why one generation ended."""
 
     STOP = "stop"  # the model wrote a stop id
-    TEXT = "text"  # its watch ended it: the model wrote a text at which an agent wants turns to end
+    TEXT = "text"  # the watch ended the turn: the model wrote a stop text of the agent
     LENGTH = "length"  # the token budget ran out
     ABORT = "abort"  # the engine got an abort request
 
@@ -43,8 +43,8 @@ class EpisodeEnd(enum.StrEnum):
     """Says why an episode ended. Endings caused by the policy are rewarded; all further endings are not
     trained."""
 
-    ANSWERED = "answered"  # a turn without tool calls, and no environment that replies to it
-    DONE = "done"  # the environment, or the agent program, ended it
+    ANSWERED = "answered"  # a turn without tool calls, and no environment to reply
+    DONE = "done"  # the environment or the agent program ended the episode
     LENGTH = "length"  # token budget of the turn or the row
     MAX_TURNS = "max_turns"
     MAX_CALLS = "max_calls"  # more tool calls than an episode may make
@@ -67,13 +67,15 @@ class FailReason(enum.StrEnum):
     TOOL_ERROR = "tool_error"  # a tool could not be opened
     ENVIRONMENT_ERROR = "environment_error"
     AGENT_ERROR = "agent_error"  # the agent program failed
-    TESTS_FAILED_TO_RUN = "tests_failed_to_run"  # also on the task's untouched image
-    MISALIGNED = "misaligned"  # a prompt did not extend the tokens before it
+    TESTS_FAILED_TO_RUN = "tests_failed_to_run"  # not even on the task's untouched image
+    MISALIGNED = "misaligned"  # a prompt did not extend the earlier tokens
     PROMPT_TOO_LONG = "prompt_too_long"
-    DEADLINE = "deadline"  # the episode's wall-clock limit, before its first turn was done
-    # Losses, which rollout.retries do not count:
+    DEADLINE = "deadline"  # the episode's wall-clock limit, before the end of the first turn
+    # Losses, which do not count as retries (rollout.retries):
     WORKER_LOST = "worker_lost"
-    ENGINE_LOST = "engine_lost"  # no server took the turn in time, or it had weights that were never pushed
+    ENGINE_LOST = (
+        "engine_lost"  # no server took the turn in time, or a server had weights that were never pushed
+    )
     NOT_REPEATED = "not_repeated"  # recorded turns could not be continued: the episode starts again
 
 
@@ -82,9 +84,9 @@ class DropReason(enum.StrEnum):
 
     STALE = "stale"
     GROUP_SHORT = "group_short"
-    CORRUPT = "corrupt"  # its turns cannot be read any more
+    CORRUPT = "corrupt"  # the turns cannot be read any more
     END_OF_DATA = "end_of_data"
-    SPIKE = "spike"  # its batch was left out: trainer.on_spike
+    SPIKE = "spike"  # the batch was left out: trainer.on_spike
 
 
 class FilterReason(enum.StrEnum):
@@ -284,7 +286,9 @@ class TurnReply(msgspec.Struct, frozen=True):
 
 
 MAX_VOCABULARY = 1 << 31  # token ids are int32
-MAX_REWARD = 1e6  # what is larger is an error: with it, gradients are not finite, and every step is skipped
+MAX_REWARD = (
+    1e6  # a larger reward is an error: gradients would not be finite, and every step would be skipped
+)
 
 
 class RewardResult(msgspec.Struct, frozen=True):
@@ -341,7 +345,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
             tokens=sum(self.turn_tokens[turn] for turn in own_turns),
             turn_rewards=rewards,
             components=self.components,
-            shaping=self.shaping if self.agents[-1] == agent else 0.0,  # it falls on the last turn
+            shaping=self.shaping if self.agents[-1] == agent else 0.0,  # shaping falls on the last turn
             end=self.end,
         )
 

@@ -13,7 +13,7 @@ import msgspec
 
 T = TypeVar("T")
 
-MAX_RESULTS = 256  # the oldest are removed beyond that
+MAX_RESULTS = 256  # beyond this number the oldest results are removed
 
 
 def read_result(key: str, kind: type[T]) -> T | None:

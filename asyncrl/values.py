@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-MAX_LISTED_LENGTH = 200  # characters of a text, in a list of episodes
-MAX_RESULT = 1 << 20  # bytes of what an agent or a tool leaves for the reward, as JSON
+MAX_LISTED_LENGTH = 200  # characters of a text in a list of episodes
+MAX_RESULT = 1 << 20  # bytes, as JSON, of the result of an agent or a tool for the reward
 
 
 def finite(subject: str, value: Any) -> float:

@@ -27,9 +27,9 @@ from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line, wai
 from asyncrl.types import Message
 
 if TYPE_CHECKING:
-    import aiohttp  # imported when first used: it takes 0.1 s, and reward processes import this file
+    import aiohttp  # imported when first used: the import takes 0.1 s, and reward processes import this file
 
-MAX_BYTES = 4 << 20  # bytes of one answer
+MAX_BYTES = 4 << 20  # of an answer
 FIRST_PAUSE = 0.5  # seconds before the first repetition
 SCORER = "scorer:"  # beginning of a URL that names a scorer of the run
 RETRIED_STATUSES = frozenset({408, 409, 429})
@@ -164,7 +164,7 @@ def _is_bypassed(host: str, port: int | None, no_proxy: str) -> bool:
     if host == "localhost" or host.endswith(".localhost"):
         return True
 
-    proxy_bypass = request.proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
+    proxy_bypass = request.proxy_bypass_environment  # type: ignore[attr-defined]  # missing in typeshed
     if proxy_bypass(f"{host}:{port}" if port else host):
         return True
 
@@ -204,9 +204,9 @@ def _session() -> aiohttp.ClientSession:
     session = _sessions.get(loop)
     if session is None or session.closed:
         session = _sessions[loop] = aiohttp.ClientSession(
-            # Callers limit their own requests; waiting for one of aiohttp's 100 places would use `seconds`.
+            # Callers limit requests themselves; waiting for aiohttp's limit of 100 would use up `seconds`.
             connector=aiohttp.TCPConnector(limit=0),
-            # The deadline is `post`'s; aiohttp's own of five minutes would cut a longer one short.
+            # `post` has a deadline; aiohttp's default of five minutes would cut a longer deadline short.
             timeout=aiohttp.ClientTimeout(total=None),
         )
 

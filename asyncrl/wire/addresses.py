@@ -27,7 +27,7 @@ EVERY_ADDRESS = "0.0.0.0"
 def own_address() -> str:
     """Return this machine's address on the default route; a loopback address without a route."""
     try:
-        return local_address("tcp://192.0.2.1:9")  # an address for documentation: nobody has it
+        return local_address("tcp://192.0.2.1:9")  # an address for documentation, which no machine has
     except OSError:
         return "127.0.0.1"
 
@@ -41,7 +41,7 @@ def local_address(endpoint: str) -> str:
     """Return this machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-        probe_socket.connect((host, int(port)))  # of a datagram socket: nothing is sent
+        probe_socket.connect((host, int(port)))  # nothing is sent by a datagram socket
         return str(probe_socket.getsockname()[0])
 
 
@@ -64,29 +64,23 @@ def launch_of(incarnation: str) -> str:
 def is_older(incarnation: str, other_incarnation: str) -> bool:
     """Return True if `incarnation` was started before `other_incarnation` in the same launch. Any text may
     arrive: int() would raise for thousands of digits."""
-    (launch, _, start_text), (other_launch, _, other_start) = (
-        incarnation.rpartition("."),
-        other_incarnation.rpartition("."),
-    )
-    are_numbers = start_text.isdecimal() and other_start.isdecimal()
-
-    return (
-        launch == other_launch
-        and are_numbers
-        and (len(start_text), start_text) < (len(other_start), other_start)
-    )
+    launch, _, start = incarnation.rpartition(".")
+    other_launch, _, other_start = other_incarnation.rpartition(".")
+    if launch != other_launch or not (start.isdecimal() and other_start.isdecimal()):
+        return False
+    return (len(start), start) < (len(other_start), other_start)
 
 
 # -- listening ---------------------------------------------------------------------------------------------
 
 
-SPARE = 256  # but at most a quarter of all
-WATCH_INTERVAL = 10, 100  # milliseconds between two looks at the descriptors; fewer near the limit
+SPARE = 256  # descriptors for files of the process, but at most a quarter of all descriptors
+WATCH_INTERVAL = 10, 100  # shortest and longest milliseconds between two checks of the descriptors
 MAX_ACCEPT_RATE = 100  # descriptors in a millisecond; ZeroMQ accepts fewer connections
-BACKLOG = 64  # connections that a socket may yet accept when it becomes deaf
-_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter that lets nothing pass
+BACKLOG = 64  # waiting connections, which a deaf socket may still accept
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter that drops every packet
 _SOCKET_FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
-# of socket(7)
+# Socket options, see socket(7).
 ATTACH_FILTER = 26
 DETACH_FILTER = 27
 
@@ -118,10 +112,11 @@ class Listeners:
         spare_descriptors = min(SPARE, open_limit // 4)
         free_descriptors = 0
         try:
-            os.close(lowest_free := os.open(os.devnull, os.O_RDONLY))  # the lowest number that is free
+            lowest_free = os.open(os.devnull, os.O_RDONLY)  # the kernel assigns the lowest free number
+            os.close(lowest_free)
             free_descriptors = open_limit - spare_descriptors - lowest_free
             is_deaf = free_descriptors <= 0
-            if self.shortage:  # there may be gaps below
+            if self.shortage:  # count, because lower numbers may be free as well
                 is_deaf = len(os.listdir("/proc/self/fd")) >= open_limit - 2 * spare_descriptors
         except OSError:
             is_deaf = True
@@ -132,11 +127,10 @@ class Listeners:
                 "raise ulimit -n"
             )
             self.shortage = [shortage_text] if is_deaf else []
+            option = ATTACH_FILTER if is_deaf else DETACH_FILTER
             for file in self._listening:
                 with suppress(OSError), socket.fromfd(file, socket.AF_INET, socket.SOCK_STREAM) as sock:
-                    sock.setsockopt(
-                        socket.SOL_SOCKET, ATTACH_FILTER if is_deaf else DETACH_FILTER, _SOCKET_FILTER
-                    )
+                    sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_FILTER)
 
         return max(WATCH_INTERVAL[0], min(WATCH_INTERVAL[1], free_descriptors // MAX_ACCEPT_RATE))
 

@@ -22,8 +22,8 @@ from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite
 from asyncrl.wire.sockets import COORDINATOR, TOKEN, Endpoints, Link, identity, new_key_pair
 
 RETRY_SECONDS = 0.1
-TOKEN_KNOWN_SECONDS = 2.0  # until the coordinator knows a token that was just made
-KEY_LENGTH = 40  # of a key, as text
+TOKEN_KNOWN_SECONDS = 2.0  # time until the coordinator knows a new token
+KEY_LENGTH = 40  # characters of a key in Z85
 
 
 def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite, str]:
@@ -43,9 +43,8 @@ def read_token(token: str | bytes) -> Endpoints:
             endpoints.keys[TOKEN].public,
             endpoints.keys[TOKEN].secret,
         )
-        if not endpoints.control.startswith("tcp://") or {len(key.encode("ascii")) for key in token_keys} != {
-            KEY_LENGTH
-        }:
+        key_lengths = {len(key.encode("ascii")) for key in token_keys}
+        if not endpoints.control.startswith("tcp://") or key_lengths != {KEY_LENGTH}:
             raise ValueError
     except (*UNDECODABLE, ValueError, KeyError):
         raise ConfigError("this is no token of a run; copy all of it") from None
@@ -60,9 +59,8 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
     token_endpoints = read_token(token)
     own_key = new_key_pair()
     started_at = time.monotonic()
-    while (
-        enrolled := _request_enrolment(token_endpoints, Enrol(own_key.public), started_at + seconds)
-    ) is None:
+    request = Enrol(own_key.public)
+    while (enrolled := _request_enrolment(token_endpoints, request, started_at + seconds)) is None:
         if time.monotonic() > started_at + TOKEN_KNOWN_SECONDS:
             raise ConfigError(
                 f"the coordinator at {token_endpoints.control} refuses this token: it was used, is over, or "
@@ -76,14 +74,10 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
 
 def _request_enrolment(token_endpoints: Endpoints, message: Enrol, deadline: float) -> Enrolled | None:
     """Ask once; None: the token is refused. ConfigError where nobody answers."""
-    link = Link(
-        token_endpoints.control,
-        ToToken,
-        identity(TOKEN, 0, token_endpoints.keys[TOKEN].public),
-        token_endpoints.keys,
-    )
+    name = identity(TOKEN, 0, token_endpoints.keys[TOKEN].public)
+    link = Link(token_endpoints.control, ToToken, name, token_endpoints.keys)
     try:
-        with suppress(DeadlineError):  # where the token was refused before, there is no queue
+        with suppress(DeadlineError):  # a refused connection has no queue
             link.send(message)
         while not link.refused:
             if time.monotonic() > deadline:

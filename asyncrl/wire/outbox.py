@@ -26,11 +26,11 @@ log = logging.getLogger("asyncrl.worker")
 
 Send = Callable[[Records, Sequence[bytes]], Awaitable[None]]
 
-WINDOW_BYTES = 32 << 20
-RESEND_SECONDS = 5.0  # seconds without an ack; doubled up to RESEND_MOST until there is one
+WINDOW_BYTES = 32 << 20  # of unacknowledged records
+RESEND_SECONDS = 5.0  # wait for an ack before sending again; doubled up to MAX_RESEND_SECONDS
 MAX_RESEND_SECONDS = 60.0
-_RECORD_OVERHEAD = 256  # bytes a record counts for beside its frame
-_BUNDLE_BYTES = 1 << 20  # bytes of the records in one message; a larger one goes alone
+_RECORD_OVERHEAD = 256  # bytes of a record beside the frames
+_BUNDLE_BYTES = 1 << 20  # of the records in a message; a larger record travels alone
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Outbox:
         self._clock = clock
         self._max_record_bytes = max_record_bytes
         self._unacked: deque[_Entry] = deque()
-        self._next_index = 0  # index in _unacked of the next one to send
+        self._next_index = 0  # of the next record to send, in _unacked
         self._last_seq = 0
         self._unacked_bytes = 0
         self.is_paused = False
         self._changed = asyncio.Event()
-        self._progress_at = 0.0  # when the oldest was first sent, an ack came or all was sent again
+        self._progress_at = 0.0  # time of the last ack, of sending everything again, or of the oldest record
         self._resend_after = RESEND_SECONDS
 
     @property
@@ -109,7 +109,7 @@ class Outbox:
             self._next_index = max(0, self._next_index - 1)
             self._progress_at = self._clock()
             self._resend_after = RESEND_SECONDS
-            if not entry.durable.done():  # a waiter that was cancelled has cancelled it
+            if not entry.durable.done():  # a cancelled waiter cancels the future, too
                 entry.durable.set_result(None)
 
         self._notify_change()
@@ -121,7 +121,9 @@ class Outbox:
 
     def send_again(self) -> None:
         """Send everything unacknowledged again, oldest first."""
-        self._next_index, self.is_paused, self._progress_at = 0, False, self._clock()
+        self._next_index = 0
+        self.is_paused = False
+        self._progress_at = self._clock()
         self._notify_change()
 
     def resend_overdue(self) -> None:
@@ -140,7 +142,7 @@ class Outbox:
             while self.is_paused or self._next_index >= len(self._unacked):
                 await self._wait_for_change()
             entries = self._next_bundle()
-            self._next_index += len(entries)  # before the await, during which an ack or a rewind moves it
+            self._next_index += len(entries)  # before the await, because acks change the index
             records = Records(tuple((entry.record, len(entry.frames)) for entry in entries))
             try:
                 await self._send(records, [frame for entry in entries for frame in entry.frames])

@@ -37,15 +37,15 @@ from asyncrl.wire.messages.shared import WireMessage
 log = logging.getLogger("asyncrl.wire")
 
 MAX_BYTES = 256 << 20  # of a message: header and frames
-MAX_DROPPED = 256  # messages that a Hub drops before it lets its owner go on
-HIGH_WATER_MARK = 4096
+MAX_DROPPED = 256  # unreadable messages that a Hub drops in a call of `receive`
+HIGH_WATER_MARK = 4096  # queued messages of a socket
 LARGE_HIGH_WATER_MARK = 64  # queued large messages: bounds memory
 SEND_DEADLINE = 10.0  # seconds; a peer sends fewer than HIGH_WATER_MARK messages in this time
 ENVELOPE_BYTES = 1024  # upper bound of the bytes that encryption adds to a frame
 COORDINATOR = "coordinator"
 OBSERVER = "observer"
 TOKEN = "token"
-ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # of its peers
+ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # peers of the coordinator
 # An option of the context, with which an unread message of 100 bytes keeps a receive buffer of 8 KB alive.
 ZERO_COPY_RECV = 10
 REDIAL_MILLISECONDS = 100  # time in which ZeroMQ reports that a lost connection is dialled again
@@ -143,9 +143,9 @@ class Gate:
     ) -> None:
         self.own = endpoints.keys[owner]
         key_pairs = endpoints.keys
-        self.members = {key_pairs[role].public: role for role in ROLES if role in key_pairs} | dict(
-            enrolled_keys
-        )
+        launch_members = {key_pairs[role].public: role for role in ROLES if role in key_pairs}
+        self.members = launch_members | dict(enrolled_keys)
+
         self.context = zmq.Context(2)  # threads: encrypting large messages does not delay small messages
         self.context.set(ZERO_COPY_RECV, 0)
         self.listeners = Listeners()
@@ -160,6 +160,7 @@ class Gate:
             while True:
                 if not zap_socket.poll(self.listeners.watch_descriptors()):
                     continue
+
                 version, request, _, address, _, _, *credentials = zap_socket.recv_multipart()
                 key = zmq.utils.z85.encode(b"".join(credentials)).decode()
                 is_member = key in self.members
@@ -168,7 +169,8 @@ class Gate:
                     log.warning(
                         "connection %d refused, from %s: its key is none of this launch; give a worker of "
                         "another machine a new token",
-                        *(refused_count, address.decode(errors="replace")),
+                        refused_count,
+                        address.decode(errors="replace"),
                     )
 
                 zap_answer = (b"200", b"OK", key.encode()) if is_member else (b"400", b"unknown key", b"")
@@ -179,7 +181,7 @@ class Gate:
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt_string(zmq.CURVE_SECRETKEY, self.own.secret)
         sock.setsockopt(zmq.ZAP_DOMAIN, b"run")
-        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler nobody comes in
+        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler no peer is admitted
 
     def role(self, peer: bytes, key: str) -> str:
         """Return the role of the key's owner. ProtocolError unless `peer` names this role, and for a token
@@ -206,16 +208,19 @@ class Hub:
         _configure(self.socket)
         if large:
             self.socket.setsockopt(zmq.SNDHWM, LARGE_HIGH_WATER_MARK)
+
         self.socket.setsockopt(zmq.AFFINITY, 2 if large else 1)
         gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may dial again before its old end is gone
+        self.socket.setsockopt(
+            zmq.ROUTER_HANDOVER, 1
+        )  # a peer may dial again before the old connection is gone
         self.socket.setsockopt(zmq.USE_FD, listening_socket)
         self.socket.bind(endpoint)
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, where it was free
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the chosen port
         self._gate = gate
         self._codecs = {role: Codec(union) for role, union in unions.items()}
-        self.refused = 0  # messages that could not be read
+        self.refused = 0  # unreadable messages
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
         """Send a message; False when the peer is unknown or the queue is full; the caller's protocol

@@ -22,7 +22,7 @@ Record = worker.Record  # inside of Records
 FromTrainerBulk = trainer.PlanRequest | trainer.PayloadRequest
 AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | shared.Enrol
 AnyBulk = worker.Records | FromTrainerBulk | shared.WrittenBytes
-# By the role of the sender: the coordinator takes nothing else from it.
+# By the role of the sender, from which the coordinator accepts no further messages.
 ToCoordinatorControl = {
     "rollout": FromWorker,
     "engine": FromKeeper,

@@ -10,12 +10,12 @@ from msgspec import Meta
 from asyncrl.observe.alerts import Alert
 from asyncrl.weights.manifest import Probe, WeightsRef
 
-# What is not within these is not decoded: sums of such numbers stay finite, and the store can hold them.
+# Decoding fails for numbers out of range: sums of accepted numbers stay finite, and fit into the store.
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # a clock that is set back makes seconds negative
+Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # seconds may be negative after a clock was set back
 Share = Annotated[float, Meta(ge=0, le=1)]
-Gap = Annotated[float, Meta(ge=0)]  # infinite where one of both is no number
-PIECE = 1 << 20  # bytes of a file that a message has at most
+Gap = Annotated[float, Meta(ge=0)]  # infinite if a compared value is no number
+PIECE = 1 << 20  # maximum bytes of a file in a message
 FileName = Annotated[
     str, Meta(pattern=r"^(logs|timeline|ratios)/[a-z]+-[0-9-]+\.(log|jsonl)\Z", max_length=100)
 ]
@@ -162,7 +162,7 @@ class Status(WireMessage, frozen=True):
     step: int
     total_steps: int
     gauges: dict[str, float]
-    waits: tuple[str, ...]  # who waits for what
+    waits: tuple[str, ...]  # each wait names the waiting process and the awaited thing
     failed: str = ""  # failed attempts and the newest cause, to be shown
     alerts: tuple[Alert, ...] = ()
 

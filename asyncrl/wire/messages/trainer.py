@@ -17,7 +17,7 @@ class TrainerHello(WireMessage, frozen=True):
     """A rank reports in with the step of the checkpoint. Ranks of a start share the incarnation.
     `vocabulary`: token ids of the model are below this number."""
 
-    index: Count  # its rank
+    index: Count  # the rank
     ranks: Count
     incarnation: str
     step: Count
@@ -73,8 +73,8 @@ class Published(WireMessage, frozen=True):
     """Rank 0 wrote a version that engines may load."""
 
     ref: WeightsRef
-    snapshot_s: Finite  # what the trainer waited
-    write_s: Finite  # in the background; of a broadcast only the offer, keepers report each load
+    snapshot_s: Finite  # wait of the trainer
+    write_s: Finite  # in the background; for a broadcast only the offer, as keepers report each load
 
 
 class Probed(WireMessage, frozen=True):
@@ -205,7 +205,7 @@ class Payloads(WireMessage, frozen=True):
     lost: tuple[str, ...] = ()
 
 
-# What answers a request, and the fields in which both must agree. Stop answers all others.
+# The answer to each request, and the fields that must agree. Stop answers all further requests.
 ANSWER_TYPES: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     AskDevices: (GrantDevices, ()),
     TrainerHello: (Welcome, ()),
