@@ -145,9 +145,8 @@ class LocalSampler:
 
     @property
     def _engine_asleep(self) -> bool:
-        return self.engine is None or bool(
-            getattr(self.engine, "asleep", False)
-        )  # a user's engine may lack the attribute
+        # A user's engine may lack the attribute.
+        return self.engine is None or bool(getattr(self.engine, "asleep", False))
 
     def sleep(self) -> Awaitable[None]:
         """Give up KV cache and weights, in order with the loads; see `WeightLoader.sleep`."""

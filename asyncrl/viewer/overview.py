@@ -46,8 +46,8 @@ ENGINE_PROCESSES = dict.fromkeys(("server", "engine", "scorer"), "engines")
 ROLE_OF_PROCESS = {"trainer": "trainer", **ENGINE_PROCESSES, "worker": "workers"}
 
 
-def overview(run_dir: Path, ended: str) -> dict[str, Any]:
-    """Summarize a run that is over (`ended` says how) or goes on. ConfigError for an unreadable file."""
+def overview(run_dir: Path, ending: str) -> dict[str, Any]:
+    """Summarize a run that is over (`ending` says how) or goes on. ConfigError for an unreadable file."""
     # Twice the window, because repeated steps after a crash and the row of the end are read, too.
     rows = some_rows(run_dir, 2 * WINDOW, MAX_ROWS)
     status = read_status(run_dir)
@@ -85,7 +85,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         run_notes = [*run_notes, NO_MACHINE]
 
     return {
-        "outcome": _outcome(ended, status, summary, is_training),
+        "outcome": _outcome(ending, status, summary, is_training),
         "trains": is_training,
         "steps": summary["steps"],
         "seconds": summary["seconds"],
@@ -94,7 +94,7 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
         or list(_validation_results(rows) if is_training else _evaluation_results(rows)),
         "figures": list(_figures(steps)),
         "alerts": [*shown_alerts, *resume_alerts[-SHOWN_RESUMES:]],
-        "waits": list(_waits(steps if ended else steps[-1:], gauges, status, ended)),
+        "waits": list(_waits(steps if ending else steps[-1:], gauges, status, ending)),
         "flow": summary["flow"],
         "running": int(gauges.get("async/running", 0)),
         "reasons": summary.get("reasons", {}),
@@ -109,18 +109,18 @@ def overview(run_dir: Path, ended: str) -> dict[str, Any]:
     }
 
 
-def _outcome(ended: str, status: Mapping[str, Any], summary: Mapping[str, Any], trains: bool) -> str:
-    if not status and not ended and not summary["steps"]:
+def _outcome(ending: str, status: Mapping[str, Any], summary: Mapping[str, Any], is_training: bool) -> str:
+    if not status and not ending and not summary["steps"]:
         return "It starts: its coordinator has not reported yet"
 
     evaluated = any(summary.get(f"{key}_before") is not None for key in JUDGED)
-    if not (trains or evaluated):
-        if ended in ("", "completed"):
-            return "Evaluated without a reward" if ended else "It evaluates: no result is there yet"
-        return f"{ended.partition(':')[0].capitalize()}: nothing was evaluated"
+    if not (is_training or evaluated):
+        if ending in ("", "completed"):
+            return "Evaluated without a reward" if ending else "It evaluates: no result is there yet"
+        return f"{ending.partition(':')[0].capitalize()}: nothing was evaluated"
 
-    batch_fraction = 0.0 if ended or summary["steps"] else status.get("gauges", {}).get(metric.BATCH, 0.0)
-    outcome_text = outcome_line(summary, ended, status.get("total_steps", 0))
+    batch_fraction = 0.0 if ending or summary["steps"] else status.get("gauges", {}).get(metric.BATCH, 0.0)
+    outcome_text = outcome_line(summary, ending, status.get("total_steps", 0))
     if batch_fraction > 0:
         outcome_text += f"; {batch_fraction:.0%} of the first batch is there"
     return outcome_text
@@ -209,11 +209,11 @@ def _curve(steps: Sequence[Row], name: str) -> list[list[float]]:
 
 
 def _waits(
-    steps: Sequence[Row], gauges: Row, status: Mapping[str, Any], ended: str
+    steps: Sequence[Row], gauges: Row, status: Mapping[str, Any], ending: str
 ) -> Iterator[dict[str, Any]]:
     """Yield for each role the use of time in these steps, and the current waits."""
     current_waits = defaultdict[str, list[str]](list)
-    for wait in [] if ended else status.get("waits", []):
+    for wait in [] if ending else status.get("waits", []):
         role = ROLE_OF_PROCESS.get(wait.partition(" ")[0], "coordinator")
         current_waits[role].append(wait.partition(": ")[2] if role in ROLE_OF_PROCESS.values() else wait)
 
@@ -221,7 +221,7 @@ def _waits(
     worker_note = ", ".join(
         f"{gauges[name]:.0f} {label_text}"
         for name, label_text in counted_gauges.items()
-        if name in gauges and not ended
+        if name in gauges and not ending
     )
     shares = _time_shares(steps)
     for role in dict.fromkeys((*ROLE_OF_PROCESS.values(), "coordinator")):

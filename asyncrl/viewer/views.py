@@ -36,12 +36,12 @@ KEPT_METRIC_BYTES = 128 << 20
 
 
 class Views:
-    """Answers questions about several runs, which a query names by number: `run=0`. `ended` says how a run
+    """Answers questions about several runs, which a query names by number: `run=0`. `outcome_of` says how a run
     ended, '' while the run goes on. Each of `names` is for a single thread at a time."""
 
-    def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
+    def __init__(self, runs: Sequence[Path], outcome_of: Callable[[Path], str]) -> None:
         self._runs = list(dict.fromkeys(runs))
-        self._outcome_of = ended
+        self._outcome_of = outcome_of
         names = [path.absolute().name for path in self._runs]
         self._run_names = names if len({*names}) == len(names) else [*map(str, self._runs)]
         self._load_decoder = lru_cache(load_decoder)

@@ -212,9 +212,8 @@ class Hub:
         self.socket.setsockopt(zmq.AFFINITY, 2 if large else 1)
         gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(
-            zmq.ROUTER_HANDOVER, 1
-        )  # a peer may dial again before the old connection is gone
+        # A peer may dial again before the old connection is gone.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.setsockopt(zmq.USE_FD, listening_socket)
         self.socket.bind(endpoint)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the chosen port

@@ -709,7 +709,7 @@ def test_what_is_durable_of_a_turn_is_kept_until_the_turn_is_posted(monkeypatch:
 
     bench = AgentBench(agent)
     bench.engine = engine = Sampled(bench.script)
-    monkeypatch.setattr(type(bench.outbox), "full", property(is_full))
+    monkeypatch.setattr(type(bench.outbox), "is_full", property(is_full))
     bench.finished()
     assert bench.rows == ["q42"] and [read(request.ids) for request in engine.requests] == ["q", "q4"]
 

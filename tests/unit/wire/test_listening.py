@@ -24,7 +24,7 @@ from asyncrl.wire.messages.shared import ObserverHello, Status
 from asyncrl.wire.messages.shared import Stop
 
 hard, out, COUNT = int(sys.argv[1]), Path(sys.argv[2]), 1100
-sockets.HANDSHAKE = 1500 if hard > COUNT else 700  # milliseconds
+sockets.HANDSHAKE_MILLISECONDS = 1500 if hard > COUNT else 700  # milliseconds
 endpoints = sockets.choose_endpoints("127.0.0.1", 0)
 
 
@@ -89,7 +89,7 @@ while time.monotonic() < until and not (top > floor + 700 and opened() < floor +
     seen.update(gate.listeners.shortage)
     if (now := opened()) > max(top, floor + 600):
         heard(first)
-        segments.append(b"x")
+        segments.append_record(b"x")
     top = max(top, now)
 print("wait", *seen)
 print("after", heard(dialled(1)), gate.listeners.shortage)

@@ -305,7 +305,7 @@ def test_a_connection_that_damaged_bytes_ended_is_made_again(kind: type, towards
         await link.send(PlanRequest(1, 1, 1))
         assert await asyncio.to_thread(hub.socket.poll, 10_000) and hub.receive()
         proxy.garble(to_peers_only=towards == "peer")
-        assert link._dial._monitor.poll(10_000), "or the next message overtakes the damage"
+        assert link._dial._monitor_socket.poll(10_000), "or the next message overtakes the damage"
         for step in range(100):  # those that were in the queue are lost
             await link.send(PlanRequest(1, step, 1))
             if await asyncio.to_thread(hub.socket.poll, 100):
@@ -340,8 +340,8 @@ def test_events_that_nobody_reads_block_no_other_link(monkeypatch: pytest.Monkey
         while time.monotonic() < until:
             link.send(PlanRequest(1, 1, 1))
             assert hub.socket.poll(10_000) and hub.receive() is not None
-        while idle._dial._monitor.poll(0) and events <= 2100:
-            events += bool(recv_monitor_message(idle._dial._monitor))
+        while idle._dial._monitor_socket.poll(0) and events <= 2100:
+            events += bool(recv_monitor_message(idle._dial._monitor_socket))
         if events > 2100:
             break
     assert events > 2100
