@@ -36,8 +36,8 @@ KEPT_METRIC_BYTES = 128 << 20
 
 
 class Views:
-    """Answers questions about several runs, which a query names by number: `run=0`. `outcome_of` says how a run
-    ended, '' while the run goes on. Each of `names` is for a single thread at a time."""
+    """Answers questions about several runs, which a query names by number: `run=0`. `outcome_of` says how a
+    run ended, '' while the run goes on. Each of `names` is for a single thread at a time."""
 
     def __init__(self, runs: Sequence[Path], outcome_of: Callable[[Path], str]) -> None:
         self._runs = list(dict.fromkeys(runs))

@@ -68,8 +68,8 @@ ways = st.builds(
 class HoldingEngine(ScriptedEngine):
     """Where it `holds`, the next request waits until its client has left."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.holds = False
         self.entered = threading.Event()
         self.left = threading.Event()
@@ -94,7 +94,7 @@ class LeavingBench(AgentBench):
         self.posted = threading.Event()
         self.known = threading.Event()
 
-    async def run(self, *given: Any, **assigned: Any) -> None:
+    async def run(self, *arguments: Any, **assigned: Any) -> None:
         self.loop = asyncio.get_running_loop()
         mark = Branches.mark_undelivered
 
@@ -104,7 +104,7 @@ class LeavingBench(AgentBench):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Branches, "mark_undelivered", marked)
-            await super().run(*given, **assigned)
+            await super().run(*arguments, **assigned)
 
     async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
         await super()._send(records, frames)

@@ -137,12 +137,12 @@ def test_a_scorer_reads_each_turn_behind_the_prompt_of_a_teacher(privilege: str)
         bench.context.scorer_of = partial(getattr, bench, "sampler")
     first.finished()
     turns = first.turns
-    told = "It is 42.\n\n" * bool(privilege)
-    prompt = FakeChat().decode(turns[0].context).replace("q\x02", f"{told}q\x02")
+    teacher_text = "It is 42.\n\n" * bool(privilege)
+    prompt = FakeChat().decode(turns[0].context).replace("q\x02", f"{teacher_text}q\x02")
     assert FakeChat().decode(read[0]).startswith(prompt)
     assert all(row[-len(turn.ids) :] == turn.ids for row, turn in zip(read, turns, strict=True))
     assert read[2][: len(read[1])] == read[1] and read[1][: len(read[0])] == read[0]
-    assert len(read[2]) == sum(len(turn.context + turn.ids) for turn in turns) + len(told)
+    assert len(read[2]) == sum(len(turn.context + turn.ids) for turn in turns) + len(teacher_text)
     assert [turn.scores and len(turn.scores.logprobs) for turn in turns] == [4 * len(t.ids) for t in turns]
     again.finished(first.record[:4])
     assert again.engine.read_ids == read[2:]
@@ -155,8 +155,8 @@ def test_a_worker_need_not_know_a_reward_models_kind(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     policy = {"path": str(tmp_path / "policy")}
     reward = {"path": str(tmp_path / "reward")}
-    given = {"name": "x", "model": policy, "data": {"train": "d"}, "scorers": {"reward": reward}}
-    server_pool.connector(parse(given), "reward")
+    settings = {"name": "x", "model": policy, "data": {"train": "d"}, "scorers": {"reward": reward}}
+    server_pool.connector(parse(settings), "reward")
 
 
 # -- routing -----------------------------------------------------------------------------------------
@@ -377,8 +377,8 @@ def test_nothing_is_lost_or_sampled_twice(
 ) -> None:
     async def main() -> None:
         s = Servers("a", "b", "c")
-        for client, own in zip(s.clients, acts, strict=False):
-            client.acts = list(own)
+        for client, client_acts in zip(s.clients, acts, strict=False):
+            client.acts = list(client_acts)
         turn = asyncio.create_task(s.pool.generate(request(limit=limit, stops=[stop])))
         while not turn.done():
             await asyncio.sleep(0)
@@ -386,7 +386,9 @@ def test_nothing_is_lost_or_sampled_twice(
         try:
             generation = await turn
         except EngineError:
-            assert sum(act == Lose(0) for own in acts for act in own) >= server_pool.MAX_LOSSES
+            assert (
+                sum(act == Lose(0) for client_acts in acts for act in client_acts) >= server_pool.MAX_LOSSES
+            )
             return
         assert counts_up(generation)
         assert len(generation.ids) == min(limit, stop - 2)
@@ -394,7 +396,7 @@ def test_nothing_is_lost_or_sampled_twice(
         assert (
             sum(use.tokens for use in s.pool.usage_by_name.values())
             == len(generation.ids)
-            == sum(each.tokens for each in s.pool.usage_by_name.values())
+            == sum(usage.tokens for usage in s.pool.usage_by_name.values())
         )
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -409,10 +411,10 @@ async def test_the_turns_of_a_server_that_leaves_go_on_elsewhere() -> None:
     s["a"].streamed = 2
     turn = asyncio.create_task(s.pool.generate(request()))
     await s["a"].asked.wait()
-    gone = s["a"]
+    leaving_server = s["a"]
     s.tell(entry("a", 1, incarnation="2"))
     assert counts_up(await turn)
-    assert gone.closed and not s["a"].closed
+    assert leaving_server.closed and not s["a"].closed
     assert s.asked() == ["a:1", "b:0", "a:1"]
     assert s["a"].version == 1
 

@@ -394,12 +394,12 @@ async def test_the_engine_of_validation_sleeps_until_its_next_version() -> None:
             entered.set()
             await f.lane.generate(REQUEST)
 
-    late = asyncio.create_task(episode())
+    late_episode = asyncio.create_task(episode())
     await settle()
     assert not entered.is_set()
     f.lane.loads.offer(ref(1))
     await f.answered(2)
-    await asyncio.wait_for(late, 60)
+    await asyncio.wait_for(late_episode, 60)
     assert (f.builds, f.lane.version, len(f.engine.loads)) == (1, 1, 2)
     f.task.cancel()
 

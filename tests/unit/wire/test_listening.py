@@ -105,11 +105,11 @@ os._exit(0)
 def test_idle_connections_cost_neither_files_nor_peers(tmp_path: Path, hard: int) -> None:
     command = [sys.executable, "-c", IDLE, str(hard), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    said = done.stdout + done.stderr
-    lines = dict(line.partition(" ")[::2] for line in said.splitlines())
-    assert lines["before"] == "True", said
-    assert lines["after"] == "True []" and lines["refused"] == "0" and lines["child"] == "1024", said
-    assert (int(lines["top"]) > 1024) == (hard > 1100), said
+    output = done.stdout + done.stderr
+    lines = dict(line.partition(" ")[::2] for line in output.splitlines())
+    assert lines["before"] == "True", output
+    assert lines["after"] == "True []" and lines["refused"] == "0" and lines["child"] == "1024", output
+    assert (int(lines["top"]) > 1024) == (hard > 1100), output
     wait = "new connections wait: of 1024 open files 256 are kept for others; raise ulimit -n"
     assert lines["wait"] == ("" if hard > 1100 else wait)
 

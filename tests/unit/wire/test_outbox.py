@@ -35,10 +35,12 @@ class Played:
         if self.refusals:
             self.refusals -= 1
             raise DeadlineError("coordinator took no record")
-        got = [*records.unpacked(frames)]
-        assert [len(own) for _, own in got] == [1] * len(got), "each has its frame"
-        self.seqs += [record.seq for record, _ in got]
-        self.sizes.append(len(got))
+        records_with_frames = [*records.unpacked(frames)]
+        assert [len(record_frames) for _, record_frames in records_with_frames] == [1] * len(
+            records_with_frames
+        ), "each has its frame"
+        self.seqs += [record.seq for record, _ in records_with_frames]
+        self.sizes.append(len(records_with_frames))
 
     def durable(self, seq: int) -> bool:
         return self.posts[seq - 1].result().done()
