@@ -115,6 +115,7 @@ class Registry(Generic[T]):
             return self.get(spec)
         if ":" in spec:
             return self._load_checked(spec)
+
         for point in self._entry_points():
             if point.name == spec:
                 return self._load_checked(point.value)
@@ -164,6 +165,7 @@ def single(plugin: str | Mapping[str, Mapping[str, Any]], where: str = "") -> tu
     several names, beginning with `where`."""
     if isinstance(plugin, str):
         return plugin, {}
+
     if len(plugin) != 1:
         names = ", ".join(plugin) or "none"
         problem = f"one name is expected, with its options; there are {len(plugin)} ({names})"
@@ -218,20 +220,17 @@ def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Para
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     try:
         with users_code():
-            keyword_parameters = [
-                p for p in inspect.signature(function).parameters.values() if p.kind is keyword_only
-            ]
+            parameters = inspect.signature(function).parameters.values()
+            keyword_parameters = [parameter for parameter in parameters if parameter.kind is keyword_only]
             function_globals = getattr(inspect.unwrap(function), "__globals__", None)
             if function_globals is not None:
-                keyword_parameters = [
-                    p.replace(annotation=eval(p.annotation, function_globals))
-                    if isinstance(p.annotation, str)
-                    else p
-                    for p in keyword_parameters
-                ]
-            elif any(isinstance(p.annotation, str) for p in keyword_parameters):
+                for index, parameter in enumerate(keyword_parameters):
+                    if isinstance(parameter.annotation, str):
+                        annotation = eval(parameter.annotation, function_globals)
+                        keyword_parameters[index] = parameter.replace(annotation=annotation)
+            elif any(isinstance(parameter.annotation, str) for parameter in keyword_parameters):
                 parameters = inspect.signature(function, eval_str=True).parameters.values()
-                keyword_parameters = [p for p in parameters if p.kind is keyword_only]
+                keyword_parameters = [parameter for parameter in parameters if parameter.kind is keyword_only]
     except Exception as error:  # of an annotation, or a builtin without a signature
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
 
@@ -250,6 +249,7 @@ def bound(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> An
     ConfigError that begins with `where`. The arguments of a call are not checked."""
     if not callable(loaded):
         raise ConfigError(f"{where} is no function; write {call.usage}")
+
     plugin_object = bind(loaded, options, where)
     if isinstance(loaded, type) and not call.makes:
         plugin_object = built(plugin_object, where)

@@ -218,11 +218,9 @@ class Routes(msgspec.Struct, frozen=True, array_like=True):
         """Return the routes of the tokens before `end`; None without such tokens."""
         token_count = min(self.tokens, end - self.start)
         bytes_per_token = len(self.data) // self.tokens
-        return (
-            Routes(self.start, token_count, self.data[: token_count * bytes_per_token])
-            if token_count > 0
-            else None
-        )
+        if token_count <= 0:
+            return None
+        return Routes(self.start, token_count, self.data[: token_count * bytes_per_token])
 
 
 class TokenScores(msgspec.Struct, frozen=True):

@@ -203,12 +203,13 @@ def _session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:
-        session = _sessions[loop] = aiohttp.ClientSession(
+        session = aiohttp.ClientSession(
             # Callers limit requests themselves; waiting for aiohttp's limit of 100 would use up `seconds`.
             connector=aiohttp.TCPConnector(limit=0),
             # `post` has a deadline; aiohttp's default of five minutes would cut a longer deadline short.
             timeout=aiohttp.ClientTimeout(total=None),
         )
+        _sessions[loop] = session
 
     return session
 

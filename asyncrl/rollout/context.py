@@ -340,6 +340,10 @@ class EpisodeRun:
 
         rows = rows_of(outcome.turns)
         replies = [reply for turn in outcome.turns for reply in turn.replies]
+        text = ""
+        if self.assignment.transcript:
+            text = _without_middle(transcript(self.context.rules, outcome.turns))
+
         return Finished(
             seq=0,
             attempt=self.attempt,
@@ -357,9 +361,7 @@ class EpisodeRun:
                 refused=sum(reply.refused for reply in replies),
                 declined=sum(reply.declined for reply in replies),
             ),
-            text=_without_middle(transcript(self.context.rules, outcome.turns))
-            if self.assignment.transcript
-            else "",
+            text=text,
             notes=self._reward_notes if self.assignment.transcript else {},
             answer=in_short(answer_of(command.result, self._reward_notes) or self._last_words),
         )

@@ -101,6 +101,7 @@ def _checked_observation(answer: Any) -> Observation:
     TypeError or ValueError."""
     if not isinstance(answer, Observation):
         raise TypeError(f"an Observation is expected, not {type(answer).__name__}")
+
     messages = tuple(islice(answer.messages, MAX_MESSAGES + 1))
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"an Observation has at most {MAX_MESSAGES} messages")

@@ -104,7 +104,8 @@ class LocalSampler:
             wait_name = f"weights v{min_version()}: engine has v{self.version}"
             span_name = FRESHER
             if self.sleeps.asleep:
-                wait_name = span_name = ASLEEP
+                wait_name = ASLEEP
+                span_name = ASLEEP
             with self.waits.named(wait_name, span=span_name):
                 await self.changed.wait()
 

@@ -186,7 +186,8 @@ class ServerPool:
             wait_name = self._wait_name(min_version())
             span_name = FRESHER
             if self.sleeps.asleep:
-                wait_name = span_name = ASLEEP
+                wait_name = ASLEEP
+                span_name = ASLEEP
             with self._waits.named(wait_name, span=span_name):
                 await self.changed.wait()
 

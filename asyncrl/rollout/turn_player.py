@@ -227,6 +227,7 @@ class TurnPlayer:
         if len(previous_episode.turns) == len(episode.turns):
             previous_turn = previous_episode.turns[-1]
             posted_reply = (previous_turn.replies, previous_turn.observation)
+
         if (last_turn.replies, last_turn.observation) != posted_reply:
             self._name_turns(episode.turns)
             await self._tools.save(last_turn.index, self._turn_histories[-1])  # first: see tools/snapshots.py

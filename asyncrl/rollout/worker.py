@@ -117,7 +117,8 @@ class RolloutWorker:
         connectors: Mapping[str, Connect],
         engine: Engine | None,
     ) -> None:
-        config = self.config = episode_parts.config
+        config = episode_parts.config
+        self.config = config
         self.index = index
         self.incarnation = incarnation
         self._episode_parts = episode_parts
@@ -127,7 +128,8 @@ class RolloutWorker:
         self.timeline = Timeline(run_directory / "timeline" / f"rollout-{index}.jsonl")
         self.timeline.past(START, 0.0)
         self.activity = Activity(self.timeline)
-        self.waits, self.busy_timer = Waits(activity=self.activity), BusyTimer(self.timeline)
+        self.waits = Waits(activity=self.activity)
+        self.busy_timer = BusyTimer(self.timeline)
         self._weight_mirror = Mirror(config, endpoints, "rollout", index, self.timeline)
         self._local_samplers: dict[str, LocalSampler] = {}
 
@@ -173,9 +175,10 @@ class RolloutWorker:
             self.agents = Agents(episode_parts.agent, gateway, episode_parts.untrained)
         self.runner = EpisodeRunner(episode_context, self._make_player)
         self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
-        self._last_assigned = self._min_version = 0
+        self._last_assigned = 0
+        self._min_version = 0
         self._sleep_task: asyncio.Task[None] | None = None
-        self._is_leaving = False  # before the run has ended
+        self._is_leaving = False  # True: the worker leaves before the run has ended
         self._coordinator_epoch = -1
 
     def _make_player(self, run: EpisodeRun) -> Player:

@@ -206,10 +206,11 @@ class RunReader:
         decode_record = msgspec.msgpack.Decoder(EpisodeRecord).decode
         episodes = list[EpisodeRecord]()
         for record, state, reason, step in self.rows(EPISODE_QUERY + where, *values):
-            episodes.append(episode := decode_record(record))
+            episode = decode_record(record)
             episode.state = State(state)
             episode.reason = reason
             episode.step = step
+            episodes.append(episode)
 
         return episodes
 

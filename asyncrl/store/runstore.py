@@ -180,7 +180,8 @@ class RunStore:
     def sync(self) -> None:
         """Make the next commit power-loss safe, with all earlier commits. Afterwards, while `pruning`, each
         commit forgets some unneeded data."""
-        self._sync_due = self.pruning = True
+        self._sync_due = True
+        self.pruning = True
 
     # -- writing -----------------------------------------------------------------------------------------
 

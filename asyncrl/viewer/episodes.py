@@ -107,7 +107,8 @@ def transcript(
     """Return an episode as JSON. `turns` are the stored turns; `missing` says why there are fewer turns than
     in the episode, `text` is the stored text in that case, `no_advantage` says why no token has an advantage.
     StoreError, ConfigError."""
-    episode = reader.episode(uid := episode_row["uid"])
+    uid = episode_row["uid"]
+    episode = reader.episode(uid)
     turns, missing = kept_turns(reader, episode)
     token_values = dict[str, list[Any]]()  # of all trained tokens; lists may be shorter
     if episode.step >= 0 and (ratio_record := read_ratios(run_dir, episode.step + 1, uid)):
@@ -186,9 +187,10 @@ def _turn_answers(
     trained."""
     token_offset = 0
     for turn in turns:
-        turn_slice = slice(
-            token_offset, token_offset := token_offset + (0 if turn.untrained else len(turn.ids))
-        )
+        trained_tokens = 0 if turn.untrained else len(turn.ids)
+        turn_slice = slice(token_offset, token_offset + trained_tokens)
+        token_offset += trained_tokens
+
         spans = [(span.version, span.kv_version) for span in turn.spans for _ in range(span.start, span.end)]
         lags = [] if turn.untrained or step < 0 else token_lags(turn.spans, step)
         yield {

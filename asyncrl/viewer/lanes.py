@@ -160,11 +160,15 @@ class LaneReader:
 
     def _numbers(self, role: str, process: str, line: Line) -> tuple[int, int, int]:
         """Return the numbers of the line's row, name and text."""
-        row = name = line.name
+        name = line.name
+        row = name
         text = line.error
         before_decode, is_remote, server = name.partition(f"{DECODE} on ")
         if is_remote and not before_decode:
-            process, row, name, text = server, DECODE, DECODE, process
+            text = process
+            process = server
+            row = DECODE
+            name = DECODE
         elif role == "trainer":
             row = WORK
         elif name == LOAD:

@@ -123,6 +123,7 @@ def _outcome(ending: str, status: Mapping[str, Any], summary: Mapping[str, Any],
     outcome_text = outcome_line(summary, ending, status.get("total_steps", 0))
     if batch_fraction > 0:
         outcome_text += f"; {batch_fraction:.0%} of the first batch is there"
+
     return outcome_text
 
 

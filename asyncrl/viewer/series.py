@@ -65,6 +65,7 @@ def curve_series(
         is_rising = column[bucket_edges[1:] - 1] >= column[bucket_edges[:-1]]
         thinned = np.full(len(x_values), math.nan)
         thinned[bucket_rows] = np.where(is_rising, [lowest, highest], [highest, lowest]).T.ravel()
+
         return _rounded_list(thinned[shown_rows])
 
     names = [name for name in sorted(columns.known()[0] - {STEP}) if not name.startswith(metric.LAG_TOKENS)]

@@ -225,7 +225,7 @@ class Hub:
         """Send a message; False when the peer is unknown or the queue is full; the caller's protocol
         resends."""
         try:
-            *parts, last_part = peer, *encode_message(message, frames)
+            *parts, last_part = [peer, *encode_message(message, frames)]
             for part in parts:
                 self.socket.send(part, MORE_PARTS_FLAGS)
             self.socket.send(last_part, LAST_PART_FLAGS)
