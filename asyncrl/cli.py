@@ -37,7 +37,7 @@ COMMANDS = {
     ],
     "status": ["[NAME]                 a run under way: who waits for what; after its end, why it ended"],
     "invite": ["[NAME]                 a token with which a worker or server may join a run under way"],
-    "worker": ["--join TOKEN           be that one, on this or on another machine, until a signal"],
+    "worker": ["--join TOKEN           run as that worker or server until stopped"],
     "plan": ["NAME | KEY=VALUE...     what limits it, and what other slots, splits and bounds would do"],
     "view": ["[NAME...]                a page in the browser: curves, episodes token by token, time"],
     "replay": ["NAME --step N          a recorded step again, as it was or with other keys"],
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     except AsyncrlError as error:
         return _report_error(str(error), 1)
     except BrokenPipeError:  # asyncrl runs list | head -1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the exit then succeeds
         return 141
     except UnicodeEncodeError as error:  # a path that is not UTF-8
         return _report_error(

@@ -319,7 +319,7 @@ def lacks_memory(error: BaseException) -> bool:
 def lacks_resources(error: BaseException) -> bool:
     """Return True if a process had too little memory, too few descriptors or threads, or a full disk,
     according to the error or the cause. The input of the failed work may be sound."""
-    error_number = getattr(error, "errno", None)  # of ZeroMQ's errors, too
+    error_number = getattr(error, "errno", None)  # ZeroMQ's errors have the attribute, too
     if (
         error_number in _LACKING_ERRNOS
         or disk_full(error)

@@ -231,7 +231,7 @@ def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Para
             elif any(isinstance(parameter.annotation, str) for parameter in keyword_parameters):
                 parameters = inspect.signature(function, eval_str=True).parameters.values()
                 keyword_parameters = [parameter for parameter in parameters if parameter.kind is keyword_only]
-    except Exception as error:  # of an annotation, or a builtin without a signature
+    except Exception as error:  # an annotation raised, or a builtin has no signature
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
 
     return keyword_parameters

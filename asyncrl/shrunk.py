@@ -192,7 +192,8 @@ def _small_value(name: str, value: Any, count_divisor: int, size_divisor: int, p
             for key, nested in value.items()
         }
 
-    if isinstance(value, list | tuple) and name.endswith("_factor"):  # for each pair of a rope's dimensions
+    # Factors of a rope: a value for each pair of dimensions.
+    if isinstance(value, list | tuple) and name.endswith("_factor"):
         return value[: max(len(value) // size_divisor, 1)]
     if isinstance(value, list | tuple):
         return [_small_value(name, nested, count_divisor, size_divisor, position_reach) for nested in value]

@@ -29,7 +29,7 @@ from asyncrl.types import Message
 if TYPE_CHECKING:
     import aiohttp  # imported when first used: the import takes 0.1 s, and reward processes import this file
 
-MAX_BYTES = 4 << 20  # of an answer
+MAX_BYTES = 4 << 20  # maximum size of an answer
 FIRST_PAUSE = 0.5  # seconds before the first repetition
 SCORER = "scorer:"  # beginning of a URL that names a scorer of the run
 RETRIED_STATUSES = frozenset({408, 409, 429})

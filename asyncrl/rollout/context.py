@@ -118,13 +118,13 @@ class EpisodeRun:
     _sessions: set[str] = field(default_factory=set)
     # By row: the unfinished turn (TurnPart.prompt), and the durable part of that turn.
     _open_turns: dict[int, tuple[bytes, Generation]] = field(default_factory=dict)
-    _routed_tokens: dict[int, int] = field(default_factory=dict)  # by row: tokens with known routes
+    _routed_tokens: dict[int, int] = field(default_factory=dict)  # tokens with known routes, by row
     _reward_notes: dict[str, str] = field(default_factory=dict)
     _agent_result: object = None  # seen by the reward function
     _reward_seconds: float = 0.0
     _paused_rows: int = 0  # rows that wait for a sleeping engine, or for a scorer without a server
     _clock: PausableClock = field(default_factory=PausableClock)
-    _last_words: str = ""  # of the model
+    _last_words: str = ""  # the model's last message
 
     @property
     def attempt(self) -> Attempt:

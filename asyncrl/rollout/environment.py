@@ -24,7 +24,7 @@ from asyncrl.values import encodable, finite
 T = TypeVar("T")
 
 CLOSE_SECONDS = 5.0  # deadline for closing an environment
-MAX_MESSAGES = 64  # of an observation
+MAX_MESSAGES = 64  # messages of an observation
 MAX_NAME_LENGTH = 256  # characters of a role, a name or an id
 
 

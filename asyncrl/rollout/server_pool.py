@@ -61,7 +61,7 @@ class PooledServer:
 
     entry: EngineEntry
     client: SGLangClient
-    usage: EngineUse  # of all incarnations
+    usage: EngineUse  # summed over incarnations
     running_requests: int = 0
     suspect: bool = False  # lost a turn, and no table has arrived since
 
@@ -126,8 +126,8 @@ class ServerPool:
 
         self._url_calls = itertools.count()
         self.usage_by_name = {} if usage_by_name is None else usage_by_name
-        self._servers: dict[str, PooledServer] = {}  # by id
-        self._session_homes: dict[str, str] = {}  # by session: id of the server with the prefix
+        self._servers: dict[str, PooledServer] = {}  # keys: server ids
+        self._session_homes: dict[str, str] = {}  # the id of the server with the prefix, by session
         self._close_tasks: set[asyncio.Task[None]] = set()
 
     # -- the sampler ---------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class ServerPool:
             server.entry = entry
             server.suspect = False
             server.client.sleeps(entry.asleep)
-            if entry.healthy:  # else the coordinator may not know the server's version yet
+            if entry.healthy:  # the coordinator may not know an unhealthy server's version
                 server.client.mark(entry.version)
 
         for server in previous_servers.values():

@@ -72,7 +72,7 @@ class TurnPlayer:
 
     async def expire(self) -> Outcome:
         episode = self.episode or machine.begin(self.run.assignment.sample)
-        if not episode.over and not isinstance(episode.command, commands.Score):  # else the end is known
+        if not episode.over and not isinstance(episode.command, commands.Score):  # Score: the end is known
             episode = machine.expire(episode)
         if not episode.over:
             episode = machine.advance(self._rules, episode, await self._carry_out(episode))
@@ -218,7 +218,7 @@ class TurnPlayer:
         once)."""
         if len(episode.turns) > len(previous_episode.turns):
             await self.run.post_turn(episode.turns[-1])
-            self.episode = episode  # from here on a timeout counts the turn
+            self.episode = episode  # a later timeout counts the turn
         if not episode.turns:
             return
 

@@ -146,8 +146,8 @@ class RolloutWorker:
                 "eval", build_engine, *sampler_parts, keeps_version=True
             )
 
-        self._servers: dict[str, worker.EngineEntry] = {}  # by name
-        self._server_usage: dict[str, worker.EngineUse] = {}  # by server name
+        self._servers: dict[str, worker.EngineEntry] = {}  # keys: server names
+        self._server_usage: dict[str, worker.EngineUse] = {}  # keys: server names
         pool_parts = (self.waits, self.busy_timer, config.engine.start_timeout, self._server_usage)
         self._server_pools = {
             name: ServerPool(name, connect, *pool_parts) for name, connect in connectors.items()

@@ -39,7 +39,7 @@ class StoredRun(msgspec.Struct):
     retired: set[int]
     batches: list[Batch]
     taken: list[EpisodeRecord]  # episodes of the plans, including trained and lost episodes
-    baselines: dict[int, Baseline]  # by group of a taken episode
+    baselines: dict[int, Baseline]  # keys: groups of the taken episodes
     committed: int
 
 

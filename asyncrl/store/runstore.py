@@ -62,7 +62,7 @@ class RunStore:
         self._frames: dict[FrameKey, bytes] = {}  # payloads that are not committed
         self._frame_episodes: set[str] = set()  # uids of these payloads
         self._released_episodes: set[str] = set()  # uids whose payloads nothing needs any more
-        self._frame_places: dict[FrameKey, FrameLocation] = {}  # of payloads already in a segment
+        self._frame_places: dict[FrameKey, FrameLocation] = {}  # locations of payloads already in a segment
         self._sync_due = False
         self.pruning = False  # each commit forgets some data, as there may be more to forget
         self.read = RunReader(self._db, self._segment_reader, self._frames)

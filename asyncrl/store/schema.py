@@ -142,7 +142,7 @@ def open_to_read(run_dir: Path) -> sqlite3.Connection:
     """Open the database of a running or finished run to read. Raises as `take_over` does, but never waits."""
     path = run_dir / DATABASE
     try:
-        uri = f"{path.absolute().as_uri()}?mode=ro"  # with ? and % of the path as %3F and %25
+        uri = f"{path.absolute().as_uri()}?mode=ro"  # as_uri() writes ? and % of the path as %3F and %25
         db = sqlite3.connect(uri, uri=True, isolation_level=None)
         _check_version(db, path)
     except sqlite3.Error as error:
@@ -156,7 +156,7 @@ def check_schema(run_dir: Path) -> None:
     database is gone, or damaged, as far as a check of CHECK_SECONDS shows."""
     database_path = run_dir / DATABASE
     if not database_path.exists() or not database_path.stat().st_size:
-        if (run_dir / "segments").exists():  # else the first coordinator ended before the tables existed
+        if (run_dir / "segments").exists():  # without segments the first coordinator ended early
             raise ConfigError(f"{database_path}: is gone{RESTORE_ADVICE}")
         return
 

@@ -30,7 +30,7 @@ from asyncrl.store.reader import RunReader
 from asyncrl.types import Observation, Turn
 
 MAX_LOG_RATIO = 20.0  # nats
-SEARCH_SECONDS = 1.0  # for reading transcripts in a search
+SEARCH_SECONDS = 1.0  # time limit for reading transcripts in a search
 MAX_MATCHES = 500  # episodes of a search
 Decode = Callable[[Sequence[int]], str]
 
@@ -110,7 +110,7 @@ def transcript(
     uid = episode_row["uid"]
     episode = reader.episode(uid)
     turns, missing = kept_turns(reader, episode)
-    token_values = dict[str, list[Any]]()  # of all trained tokens; lists may be shorter
+    token_values = dict[str, list[Any]]()  # lists of all trained tokens, or shorter
     if episode.step >= 0 and (ratio_record := read_ratios(run_dir, episode.step + 1, uid)):
         ratios = [
             None if log_ratio is None else exp(min(log_ratio, MAX_LOG_RATIO))

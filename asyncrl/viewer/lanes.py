@@ -48,7 +48,7 @@ class LaneReader:
         self._run_dir = run_dir
         self._files: dict[Path, TimelineFile] = {}
         self._spans = np.empty(0, SPAN)
-        self._row_numbers: dict[tuple[str, str], int] = {}  # by process and name
+        self._row_numbers: dict[tuple[str, str], int] = {}  # keys: process and name
         self._name_numbers: dict[str, int] = {}
         self._text_numbers: dict[str, int] = {}
         self._process_starts: dict[str, list[float]] = {}  # times by process
@@ -81,7 +81,7 @@ class LaneReader:
         is_step &= spans["row"] == self._row_numbers.get(("trainer 0", WORK), -1)
         steps = list(zip(spans["step"][is_step].tolist(), spans["end"][is_step].tolist(), strict=True))
         if step is not None:
-            if step not in (step_ends := dict(steps)):  # of a repeated step the last end
+            if step not in (step_ends := dict(steps)):  # a repeated step counts where it ended last
                 last_step = max(step_ends, default="none")
                 raise ConfigError(f"lanes: step {step} is not in the timeline; the last one is {last_step}")
             until = step_ends[step]

@@ -20,7 +20,7 @@ from asyncrl.observe.held_out import wilson
 from asyncrl.store.launches import described, launches_of
 from asyncrl.store.reader import RunReader
 
-MAX_POINTS = 1000  # of a curve on a page; a longer curve is thinned
+MAX_POINTS = 1000  # points of a curve on a page; a longer curve is thinned
 ALERT_CHECKS = 100  # positions at which a run is searched for alerts
 LOST_METRICS = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/engine_lost")
 

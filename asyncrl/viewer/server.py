@@ -20,7 +20,7 @@ from asyncrl.viewer.views import Views
 
 LOOPBACK_HOST = "127.0.0.1"
 ANSWER_DEADLINE = 60.0  # seconds for an answer
-STOP_SECONDS = 0.2  # for unfinished answers, and then again for the threads of these answers
+STOP_SECONDS = 0.2  # wait for unfinished answers, and then again for the threads
 HEADERS = {
     "Content-Security-Policy": CONTENT_POLICY,
     "Referrer-Policy": "no-referrer",

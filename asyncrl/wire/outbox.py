@@ -26,11 +26,11 @@ log = logging.getLogger("asyncrl.worker")
 
 Send = Callable[[Records, Sequence[bytes]], Awaitable[None]]
 
-WINDOW_BYTES = 32 << 20  # of unacknowledged records
+WINDOW_BYTES = 32 << 20  # maximum size of unacknowledged records
 RESEND_SECONDS = 5.0  # wait for an ack before sending again; doubled up to MAX_RESEND_SECONDS
 MAX_RESEND_SECONDS = 60.0
 _RECORD_OVERHEAD = 256  # bytes of a record beside the frames
-_BUNDLE_BYTES = 1 << 20  # of the records in a message; a larger record travels alone
+_BUNDLE_BYTES = 1 << 20  # maximum size of the records in a message; a larger record travels alone
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Outbox:
         self._clock = clock
         self._max_record_bytes = max_record_bytes
         self._unacked: deque[_Entry] = deque()
-        self._next_index = 0  # of the next record to send, in _unacked
+        self._next_index = 0  # position in _unacked of the next record to send
         self._last_seq = 0
         self._unacked_bytes = 0
         self.is_paused = False

@@ -36,7 +36,7 @@ from asyncrl.wire.messages.shared import WireMessage
 
 log = logging.getLogger("asyncrl.wire")
 
-MAX_BYTES = 256 << 20  # of a message: header and frames
+MAX_BYTES = 256 << 20  # maximum size of a message: header and frames
 MAX_DROPPED = 256  # unreadable messages that a Hub drops in a call of `receive`
 HIGH_WATER_MARK = 4096  # queued messages of a socket
 LARGE_HIGH_WATER_MARK = 64  # queued large messages: bounds memory
@@ -216,7 +216,7 @@ class Hub:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.setsockopt(zmq.USE_FD, listening_socket)
         self.socket.bind(endpoint)
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the chosen port
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # includes the chosen port
         self._gate = gate
         self._codecs = {role: Codec(union) for role, union in unions.items()}
         self.refused = 0  # unreadable messages

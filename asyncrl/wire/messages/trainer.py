@@ -74,7 +74,7 @@ class Published(WireMessage, frozen=True):
 
     ref: WeightsRef
     snapshot_s: Finite  # wait of the trainer
-    write_s: Finite  # in the background; for a broadcast only the offer, as keepers report each load
+    write_s: Finite  # background time; a broadcast counts only the offer, as keepers report each load
 
 
 class Probed(WireMessage, frozen=True):
@@ -186,7 +186,7 @@ class WorkPlan(WireMessage, frozen=True):
     micro: int
     kind: Literal["work", "probe", "step", "end", "stop", "rest"]
     trajectories: tuple[PlannedTrajectory, ...] = ()
-    plan_hash: str = ""  # with kind "step"
+    plan_hash: str = ""  # only for the kind "step"
 
 
 class PayloadRequest(WireMessage, frozen=True):

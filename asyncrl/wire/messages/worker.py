@@ -142,7 +142,7 @@ class Generated(WireMessage, frozen=True):
     seq: Count
     attempt: Attempt
     turn: Count
-    seconds: Finite = 0.0  # that the episode has taken up to here, earlier attempts included
+    seconds: Finite = 0.0  # duration of the episode so far, including earlier attempts
     session: Count = 0
 
 
@@ -171,8 +171,8 @@ class Finished(WireMessage, frozen=True):
     result: EpisodeResult
     stats: EpisodeStats
     text: str = ""  # the transcript, where Assign asks for it
-    notes: dict[str, str] = {}  # what the reward function said beside numbers
-    answer: Annotated[str, msgspec.Meta(max_length=MAX_LISTED_LENGTH)] = ""  # in short, for lists
+    notes: dict[str, str] = {}  # further texts of the reward function
+    answer: Annotated[str, msgspec.Meta(max_length=MAX_LISTED_LENGTH)] = ""  # shortened, for lists
 
 
 class Failed(WireMessage, frozen=True):
@@ -185,7 +185,7 @@ class Failed(WireMessage, frozen=True):
 
 
 Record = Generated | Sampled | Replied | Finished | Failed
-MAX_RECORDS = 64  # in one message
+MAX_RECORDS = 64  # records in a message
 
 
 class Records(WireMessage, frozen=True):
