@@ -63,9 +63,9 @@ def test_requests_become_turns_and_the_end_of_the_agent_ends_the_episode() -> No
     assert end.result.turn_rewards == (0.0, 1.5)
     assert bench.rows == ["q42sure?42"]
     assert bench.turns[0].spans[0].version == 0
-    (given,) = seen
-    assert (given.result, given.answer, given.turns) == (0.5, "42", 2)
-    assert given.messages[-2:] == (Message("user", "sure?"), Message("assistant", "42"))
+    (seen_input,) = seen
+    assert (seen_input.result, seen_input.answer, seen_input.turns) == (0.5, "42", 2)
+    assert seen_input.messages[-2:] == (Message("user", "sure?"), Message("assistant", "42"))
 
 
 def test_the_agent_hears_a_turn_when_it_is_durable() -> None:
@@ -623,9 +623,9 @@ class Parted(ScriptedEngine):
         for _ in range(answers):
             assert await asyncio.to_thread(self.left.acquire, timeout=30)
 
-    async def begun(self, endpoint: Endpoint, *said: Any, n: int = 1) -> asyncio.Future[Any]:
+    async def begun(self, endpoint: Endpoint, *texts: Any, n: int = 1) -> asyncio.Future[Any]:
         """A request, half of each of whose answers is durable."""
-        asking = asyncio.ensure_future(ask(endpoint, *said, n=n))
+        asking = asyncio.ensure_future(ask(endpoint, *texts, n=n))
         for _ in range(n):
             assert await asyncio.to_thread(self.parted.acquire, timeout=30)
         return asking
@@ -1014,8 +1014,8 @@ def test_what_changed_is_judged_however_the_agent_ended(
     bench.taken = 0.0
     bench.sample = replace(bench.sample, extra_info=TASK_INFO)
     assert bench.finished().result.end is end
-    (given,) = seen
-    assert given.result == result or str(result) in given.result["failed"]
+    (seen_input,) = seen
+    assert seen_input.result == result or str(result) in seen_input.result["failed"]
 
 
 def test_a_place_that_cannot_be_made_is_a_failed_setup() -> None:

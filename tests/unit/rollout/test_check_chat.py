@@ -41,8 +41,8 @@ def saved(family: str, path: Path) -> Path:
     return path
 
 
-def ids(found: str) -> dict[str, Any]:
-    return {"generation_config.json": f'{{"eos_token_id": {found}}}'}
+def ids(eos_token_ids: str) -> dict[str, Any]:
+    return {"generation_config.json": f'{{"eos_token_id": {eos_token_ids}}}'}
 
 
 PICK = f"{__name__}:pick"

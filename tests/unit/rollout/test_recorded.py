@@ -141,7 +141,7 @@ def test_the_episodes_of_an_evaluation_are_judged_and_other_validations_are_left
     store.close()
     read, judged = evaluated(tmp_path)
     assert read.fingerprint == samples.fingerprint
-    assert sorted(judged, key=lambda one: one.which.row) == [
+    assert sorted(judged, key=lambda judged_episode: judged_episode.which.row) == [
         Judged(HeldOut(0, SAMPLED, 1), samples[1].data_source, RESULT, STATS, "2.0"),
         Judged(HeldOut(0, GREEDY, 2), samples[2].data_source, None),
     ]
