@@ -330,7 +330,7 @@ def test_each_agent_earns_its_own_reward_on_its_last_turn() -> None:
 
 def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_told() -> None:
     assert AgentBench(duel).finished().result.agents == ()
-    reason, detail = reason_of(AgentBench(duel, reward=lambda reward_input: {"white": 1.0, "blak": -1.0}))
+    reason, detail = reason_of(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
     assert reason is FailReason.REWARD_ERROR
     assert detail.startswith("the reward is a dict of white, blak, and not of 'black': give 'score', or")
 
