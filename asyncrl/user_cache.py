@@ -16,22 +16,22 @@ T = TypeVar("T")
 MAX_RESULTS = 256  # beyond this number the oldest results are removed
 
 
-def read_result(key: str, kind: type[T]) -> T | None:
+def read_result(key: str, result_type: type[T]) -> T | None:
     """Return the result that was kept under `key`; None without a result, or where reading fails."""
     with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(_cache_file(key).read_bytes(), type=kind)
+        return msgspec.json.decode(_cache_file(key).read_bytes(), type=result_type)
     return None
 
 
 def keep_result(key: str, result: object) -> None:
     """Keep a result. Processes may race; a cache that cannot be written stays unchanged."""
     cache_file = _cache_file(key)
-    content = msgspec.json.encode(result)
+    encoded_result = msgspec.json.encode(result)
     with suppress(OSError):
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache_file.parent, delete=False) as temporary:
             try:
-                temporary.write(content)
+                temporary.write(encoded_result)
                 temporary.flush()
                 os.replace(temporary.name, cache_file)
             except BaseException:
@@ -43,5 +43,5 @@ def keep_result(key: str, result: object) -> None:
 
 
 def _cache_file(key: str) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return cache / "asyncrl" / "models" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    cache_directory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return cache_directory / "asyncrl" / "models" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
