@@ -17,7 +17,7 @@ import asyncrl
 from asyncrl.errors import AsyncrlError, ConfigError, UnknownKeysError, one_line
 from asyncrl.values import printable
 
-# A command is a module of `asyncrl.commands`, imported when it is asked for. Here: its lines of --help.
+# The lines of --help for each command, a module of `asyncrl.commands` that is imported on demand.
 COMMANDS = {
     "train": [
         "experiment=calculator   train a small model to use a calculator, on a CPU",
@@ -37,7 +37,7 @@ COMMANDS = {
     ],
     "status": ["[NAME]                 a run under way: who waits for what; after its end, why it ended"],
     "invite": ["[NAME]                 a token with which a worker or server may join a run under way"],
-    "worker": ["--join TOKEN           be that one, on this or on another machine, until a signal"],
+    "worker": ["--join TOKEN           run as that worker or server until stopped"],
     "plan": ["NAME | KEY=VALUE...     what limits it, and what other slots, splits and bounds would do"],
     "view": ["[NAME...]                a page in the browser: curves, episodes token by token, time"],
     "replay": ["NAME --step N          a recorded step again, as it was or with other keys"],
@@ -51,45 +51,53 @@ COMMANDS = {
         "call NAME '{\"a\": 1}'    call one",
     ],
 }
-# Commands that run code of users in their process: what that starts must not outlive them. Seconds from a
-# signal to the end: an evaluation ends in order.
-ENCLOSED = {"doctor": 5.0, "regrade": 5.0, "tasks": 5.0, "tools": 5.0, "eval": math.inf, "generate": math.inf}
-HELP = "\n".join(f"  asyncrl {name} {line}" for name, lines in COMMANDS.items() for line in lines)
+# Commands that run users' code in the command's process, whose child processes must not outlive the command.
+# Values: seconds from a signal to the end; an evaluation may take as long as necessary to end in order.
+ENCLOSED_COMMANDS = {
+    "doctor": 5.0,
+    "regrade": 5.0,
+    "tasks": 5.0,
+    "tools": 5.0,
+    "eval": math.inf,
+    "generate": math.inf,
+}
+COMMAND_HELP = "\n".join(f"  asyncrl {name} {line}" for name, lines in COMMANDS.items() for line in lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. An error that has a name is printed on one line."""
-    if argv is None and sys.argv[1:2] and sys.argv[1] in ENCLOSED:
+    """Run the command line. A named error is printed on a single line."""
+    if argv is None and sys.argv[1:2] and sys.argv[1] in ENCLOSED_COMMANDS:
         from asyncrl.isolation.child import run_enclosed
 
-        return run_enclosed("asyncrl.cli:main", sys.argv[1:], grace=ENCLOSED[sys.argv[1]])
+        return run_enclosed("asyncrl.cli:main", sys.argv[1:], grace=ENCLOSED_COMMANDS[sys.argv[1]])
+
     try:
         check_interpreter()
-        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        exit_code = _dispatch_command(sys.argv[1:] if argv is None else argv)
         if sys.stdout is not None:
-            sys.stdout.flush()  # here: at the exit of Python its errors are a stack trace
-        return code
+            sys.stdout.flush()  # now, as errors of the flush at exit would print a stack trace
+        return exit_code
     except UnknownKeysError as error:
-        return _report(str(error), 2)
+        return _report_error(str(error), 2)
     except ConfigError as error:
-        return _report(" ".join(str(error).split()), 2)
+        return _report_error(" ".join(str(error).split()), 2)
     except AsyncrlError as error:
-        return _report(str(error), 1)
+        return _report_error(str(error), 1)
     except BrokenPipeError:  # asyncrl runs list | head -1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the exit then succeeds
         return 141
-    except UnicodeEncodeError as error:  # a path of other bytes than UTF-8
-        return _report(
+    except UnicodeEncodeError as error:  # a path that is not UTF-8
+        return _report_error(
             f"{error.object!a} is not UTF-8 text; rename the file or directory, or use another one", 2
         )
-    except OSError as error:  # a full disk, a file that may not be read
-        return _report(one_line(error), 1)
+    except OSError as error:  # a full disk, an unreadable file
+        return _report_error(one_line(error), 1)
     except KeyboardInterrupt:
-        return _report("interrupted", 130)
+        return _report_error("interrupted", 130)
 
 
 def check_interpreter() -> None:
-    """ConfigError where Python strips docstrings: models of transformers cannot be loaded then."""
+    """Raise ConfigError where Python strips docstrings: models of transformers cannot be loaded then."""
     if sys.flags.optimize > 1:
         raise ConfigError(
             "PYTHONOPTIMIZE=2 (python -OO) strips docstrings, which transformers and descriptions of tools "
@@ -97,19 +105,19 @@ def check_interpreter() -> None:
         )
 
 
-def _report(text: str, code: int) -> int:
+def _report_error(text: str, code: int) -> int:
     with suppress(OSError):
         print(printable(f"asyncrl: {text}"), file=sys.stderr)
     return code
 
 
-def _dispatch(argv: list[str]) -> int:
-    """Parse the name of the command, which parses its own arguments."""
+def _dispatch_command(argv: list[str]) -> int:
+    """Parse the name of the command, and let the command parse the arguments."""
     parser = argparse.ArgumentParser(
         prog="asyncrl",
         description=asyncrl.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=HELP,
+        epilog=COMMAND_HELP,
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
     parser.add_argument("command", choices=COMMANDS, help="see below")
@@ -117,9 +125,10 @@ def _dispatch(argv: list[str]) -> int:
     if not argv:
         parser.print_help(sys.stderr)
         return 2
+
     options = parser.parse_args(argv)
-    code: int = import_module(f"asyncrl.commands.{options.command}").main(options.arguments)
-    return code
+    exit_code: int = import_module(f"asyncrl.commands.{options.command}").main(options.arguments)
+    return exit_code
 
 
 if __name__ == "__main__":

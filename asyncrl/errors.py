@@ -1,4 +1,4 @@
-"""Errors at the boundaries, and the one place that turns a failure into a recorded value."""
+"""Errors at the boundaries, and the only place that turns a failure into a recorded value."""
 
 from __future__ import annotations
 
@@ -24,33 +24,42 @@ from asyncrl.values import printable
 
 T = TypeVar("T")
 
-# What msgspec raises for bytes that are not the struct asked for: no text in a string, too deeply nested.
+# Errors of msgspec for bytes that do not encode the requested struct: invalid UTF-8, too deep nesting.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-# What torch's CPU allocator, the CUDA runtime, and cuBLAS and cuDNN say.
-_NO_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-# What an error says that a process, or its machine, had too little of something; by number, or in its text,
-# where it comes from a server or from torch.
-_LACKS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
-_LACKS_TEXTS = (*_NO_MEMORY, "Cannot allocate memory", "Too many open files", "can't start new thread")
-_PACKAGE = (f"{Path(__file__).parent}/", "<")
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+# Texts of torch's CPU allocator, the CUDA runtime, and cuBLAS and cuDNN.
+_NO_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+# Errors for a lack of memory, descriptors or threads, of a process or a machine: by number, or by text, in
+# errors of a server or of torch.
+_LACKING_ERRNOS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+_LACKING_TEXTS = (
+    *_NO_MEMORY_TEXTS,
+    "Cannot allocate memory",
+    "Too many open files",
+    "can't start new thread",
+)
+_OWN_PREFIXES = (f"{Path(__file__).parent}/", "<")
+_INSTALLED_PREFIXES = tuple(
+    sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 class AsyncrlError(Exception):
-    """Base of every error the project raises on purpose. Its text is one line: where, what, what to do."""
+    """Base of every error the project raises on purpose. The text is a single line: where, what, what to
+    do."""
 
     @classmethod
     @contextmanager
     def instead_of(cls, *kinds: type[Exception], text: str, advice: str = "") -> Iterator[None]:
-        """Raise this error in place of one of these kinds in the body: `text (Type: message); advice`, or of
-        one of the project's own: `text: message; advice`. With Exception among them: of all `users_code`."""
+        """Raise this error instead of errors of these kinds in the body: `text (Type: message); advice`, or
+        for the project's own errors: `text: message; advice`. With Exception among the kinds, all errors of
+        `users_code` are included."""
         try:
             with users_code() if Exception in kinds else nullcontext():
                 yield
         except kinds as error:
-            why = f": {error}" if isinstance(error, AsyncrlError) else f" ({one_line(error)})"
-            raise cls(f"{text}{why}" + f"; {advice}" * bool(advice)) from error
+            cause = f": {error}" if isinstance(error, AsyncrlError) else f" ({one_line(error)})"
+            raise cls(f"{text}{cause}; {advice}" if advice else f"{text}{cause}") from error
 
 
 class ConfigError(AsyncrlError):
@@ -66,16 +75,16 @@ class MissingKeyError(ConfigError):
 
 
 class UnknownKeysError(ConfigError):
-    """Several keys that the configuration has not: a line of text for each."""
+    """Several unknown configuration keys: a line of text for each."""
 
 
 class GaveUpError(AsyncrlError):
-    """A trainer rank gave up a batch, and has said so: ranks that are started again recompute
-    more layers, have smaller micro-batches, or leave the batch out."""
+    """A trainer rank gave up a batch, and has reported that: ranks that are started again recompute more
+    layers, have smaller micro-batches, or leave the batch out."""
 
 
 class SetupError(AsyncrlError):
-    """The place in which an episode works could not be made: `FailReason.SETUP_FAILED`."""
+    """The workspace of an episode could not be made: `FailReason.SETUP_FAILED`."""
 
 
 class ProtocolError(AsyncrlError):
@@ -95,7 +104,7 @@ class DeadlineError(AsyncrlError):
 
 
 class UserCodeError(AsyncrlError):
-    """Users' code raised no Exception, but another BaseException: the type and text of that."""
+    """Users' code raised a BaseException that is no Exception: type and text of that error."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -103,7 +112,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Failure:
-    """Holds what `recorded` caught: empty until something failed."""
+    """The error that `recorded` caught; empty until something failed."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -113,7 +122,7 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """One line for a record or the model to read; '' when nothing failed."""
+        """Return the error on a single line for a record or the model; '' when nothing failed."""
         return one_line(self.error) if self.error else ""
 
     @property
@@ -134,11 +143,11 @@ def recorded() -> Iterator[Failure]:
 
 @contextmanager
 def users_code() -> Iterator[None]:
-    """Run users' code in the body: all errors that leave it are Exceptions.
+    """Run users' code in the body: all errors that leave the body are Exceptions.
 
-    A BaseException that the code raised itself becomes a UserCodeError: the panic of a Rust extension, an
+    A BaseException that the code raised by itself becomes a UserCodeError: the panic of a Rust extension, an
     outcome of pytest, SystemExit, KeyboardInterrupt, CancelledError, GeneratorExit. Ctrl-C, a cancellation of
-    this task and the closing of its coroutine travel on.
+    this task and the closing of the task's coroutine travel on.
     """
     task = _current_task()
     try:
@@ -147,9 +156,11 @@ def users_code() -> Iterator[None]:
     except Exception:
         raise
     except BaseException as error:
-        closed = _current_task() is not task
-        cancelled = task is not None and task.cancelling() and type(error).__name__ == "CancelledError"
-        if closed or cancelled or isinstance(error, Interrupted):
+        task_has_changed = _current_task() is not task
+        task_is_cancelled = (
+            task is not None and task.cancelling() and type(error).__name__ == "CancelledError"
+        )
+        if task_has_changed or task_is_cancelled or isinstance(error, Interrupted):
             raise
         raise UserCodeError(one_line(error)).with_traceback(error.__traceback__) from error
 
@@ -159,7 +170,8 @@ _waits: ContextVar[dict[object, str]] = ContextVar("waits")
 
 @contextmanager
 def waits_noted() -> Iterator[dict[object, str]]:
-    """In the body, and in what it starts, `waits_for` writes into this dict; into the outermost one."""
+    """Let `waits_for` write into the yielded dict, in the body and in everything the body starts; nested
+    calls share the outermost dict."""
     waits = _waits.get({})
     token = _waits.set(waits)
     try:
@@ -170,8 +182,8 @@ def waits_noted() -> Iterator[dict[object, str]]:
 
 @contextmanager
 def waits_for(text: str) -> Iterator[None]:
-    """Say, for the time of the body, why the call of users' code under way waits. The error of a deadline
-    names the newest of such waits."""
+    """Say, during the body, why the current call of users' code waits. The error of a deadline names the
+    newest wait."""
     waits = _waits.get({})
     key = object()
     waits[key] = text
@@ -182,7 +194,7 @@ def waits_for(text: str) -> Iterator[None]:
 
 
 def _current_task() -> Any:
-    """The asyncio task that runs now. A process that never imported asyncio has none."""
+    """Return the running asyncio task. A process that never imported asyncio has none."""
     asyncio = sys.modules.get("asyncio")
     try:
         return asyncio and asyncio.current_task()
@@ -205,56 +217,60 @@ def _interrupts_named() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:  # the code may have set its own
+        if signal.getsignal(signal.SIGINT) is interrupt:  # the body may have set another handler
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def disk_full(error: BaseException) -> bool:
-    """True if it passes when space is freed: a full disk, or a quota."""
+    """Return True for an error that passes when space is freed: a full disk, or a quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason(error: BaseException) -> str:
-    """Say what a model or a log reads of an error: its text if it was raised on purpose, else `one_line`."""
+    """Return the text of an error for a model or a log: the message if raised on purpose, else `one_line`."""
     return str(error) if isinstance(error, AsyncrlError) else one_line(error)
 
 
 def describe(error: BaseException, limit: int = 300) -> str:
-    """`one_line`, and the place in users' code that raised: "KeyError: 'b' (bad.py:41)". An error that was
-    raised on purpose is its own text, which may hold such a description: up to twice the limit."""
+    """Return `one_line`, and the place in users' code that raised: "KeyError: 'b' (bad.py:41)". An error that
+    was raised on purpose is returned unchanged, up to twice the limit, because the text may contain such a
+    description."""
     if isinstance(error, AsyncrlError) and not isinstance(error, UserCodeError):
         return printable(" ".join(str(error).split()))[: 2 * limit]
-    place = _place(error)
-    return one_line(error, limit - len(place)) + place
+    location = _code_location(error)
+    return one_line(error, limit - len(location)) + location
 
 
-def _place(error: BaseException) -> str:
-    """File and line of the innermost frame that is in a user's file; where all are in installed packages, of
-    the first one that is not ours."""
+def _code_location(error: BaseException) -> str:
+    """Return file and line of the innermost frame in a user's file; if all frames are in installed packages,
+    of the first frame outside asyncrl."""
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
-    users = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
-    found = users[-1:] or foreign[:1]
-    return f" ({Path(found[0].filename).name}:{found[0].lineno})" if found else ""
+    foreign_frames = [frame for frame in frames if not frame.filename.startswith(_OWN_PREFIXES)]
+    user_frames = [frame for frame in foreign_frames if not frame.filename.startswith(_INSTALLED_PREFIXES)]
+    named_frames = user_frames[-1:] or foreign_frames[:1]
+    return f" ({Path(named_frames[0].filename).name}:{named_frames[0].lineno})" if named_frames else ""
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """`Type: message` on one line, at most `limit` characters, without control characters. The error may be
-    of users' code, or carry the line of another one of its type, which is not named twice."""
+    """Return `Type: message` on a single line, at most `limit` characters, without control characters. The
+    error may come from users' code, or carry the line of another error of the same type, which is not named
+    twice."""
     try:
         text = printable(" ".join(str(error)[: 4 * limit].split()))
     except BaseException:
         text = "its text cannot be read"
-    kind = type(error).__name__
-    names_kind = isinstance(error, UserCodeError) or text == kind or text.startswith(f"{kind}: ")
+
+    type_name = type(error).__name__
+    names_kind = isinstance(error, UserCodeError) or text == type_name or text.startswith(f"{type_name}: ")
     if text and not names_kind:
-        text = f"{kind}: {text}"
-    return text[:limit] or kind
+        text = f"{type_name}: {text}"
+
+    return text[:limit] or type_name
 
 
 def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Start a thread without which its process is of no use. An error in it is logged with its name, and ends
-    the process, for another one to take its place."""
+    """Start a thread without which the process is useless. An error in the thread is logged with the thread's
+    name, and ends the process, to be replaced by another process."""
 
     def run() -> None:
         try:
@@ -262,9 +278,9 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
         except BaseException as error:
             logger = logging.getLogger("asyncrl")
             logger.critical("thread %r cannot go on", name, exc_info=True)
-            # The last line of the log is what the launcher quotes.
+            # The launcher quotes the last line of the log.
             logger.critical("thread %r has died, and this process with it: %s", name, one_line(error))
-            _exit(1)  # by a name of its own: users' code meets an os._exit that raises (isolation/calls.py)
+            _exit(1)  # imported by name: in users' code os._exit raises (isolation/calls.py)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
@@ -272,8 +288,8 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def fulfil(future: Future[T], function: Callable[[], T]) -> None:
-    """Call a function in this thread for a future, unless it was cancelled before the end. It carries
-    Exceptions as `users_code` does, but for StopIteration, which becomes a UserCodeError, too."""
+    """Call a function in this thread for a future, unless the future was cancelled before the end. The future
+    carries Exceptions as in `users_code`, except that StopIteration becomes a UserCodeError, too."""
     try:
         with users_code():
             result = function()
@@ -285,26 +301,33 @@ def fulfil(future: Future[T], function: Callable[[], T]) -> None:
         if future.set_running_or_notify_cancel():
             future.set_exception(problem)
         return
+
     if future.set_running_or_notify_cancel():
         future.set_result(result)
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True if there was too little memory, of a GPU or of the machine: the error says so, or the one that it
-    was raised from. A ConfigError from such an error is advice for a person. torch's error by its name."""
-    told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
-    if told or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    """Return True if there was too little memory, of a GPU or of the machine, according to the error or the
+    cause. A ConfigError from such an error is advice for a person. torch's error is recognized by name."""
+    text_says_so = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY_TEXTS)
+    if text_says_so or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     cause = None if isinstance(error, ConfigError) else error.__cause__
     return cause is not None and lacks_memory(cause)
 
 
 def lacks_resources(error: BaseException) -> bool:
-    """True if a process had too little memory, or too few descriptors or threads, or its disk no room: the
-    error says so, or one that it was raised from. What it worked on may be sound."""
-    number = getattr(error, "errno", None)  # of ZeroMQ's errors, too
-    if number in _LACKS or disk_full(error) or any(text in str(error) for text in _LACKS_TEXTS):
+    """Return True if a process had too little memory, too few descriptors or threads, or a full disk,
+    according to the error or the cause. The input of the failed work may be sound."""
+    error_number = getattr(error, "errno", None)  # ZeroMQ's errors have the attribute, too
+    if (
+        error_number in _LACKING_ERRNOS
+        or disk_full(error)
+        or any(text in str(error) for text in _LACKING_TEXTS)
+    ):
         return True
+
     if lacks_memory(error):
         return True
+
     return error.__cause__ is not None and lacks_resources(error.__cause__)

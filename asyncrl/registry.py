@@ -1,4 +1,4 @@
-"""One small registry for everything a user can name in the config."""
+"""A small registry for everything a user can name in the config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import msgspec
 from asyncrl.errors import ConfigError, describe, one_line, users_code
 
 T = TypeVar("T")
-# Packages that asyncrl imports, and those that these import.
+# Packages that asyncrl imports, directly or indirectly.
 IMPORTED_PACKAGES = frozenset({
     *("accelerate", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated_types", "anthropic", "antlr4"),
     *("anyio", "attr", "attrs", "bm25s", "certifi", "cffi", "charset_normalizer", "click", "cloudpickle"),
@@ -42,9 +42,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Call(NamedTuple):
-    """Say how a plugin is called, and what errors tell the user to write. It takes the parameters `given`, by
-    position or `by_name`; `awaited`: it must be async. A class is called as it stands if it `makes` what is
-    wanted; else an instance of it is."""
+    """How a plugin is called, and the usage that errors show to the user. The plugin takes the parameters
+    `given`, by position or `by_name`; `awaited`: the plugin must be async. `makes`: calling a class makes the
+    wanted object; otherwise an instance of the class is called."""
 
     usage: str
     given: Sequence[str] = ()
@@ -54,12 +54,12 @@ class Call(NamedTuple):
 
 
 class Registry(Generic[T]):
-    """Names to objects of one kind. The error for an unknown name lists the nearest known ones.
+    """Maps names to objects of a kind. The error for an unknown name lists the nearest known names.
 
     An installed package adds to the registry of kind `loss` by an entry point in the group `asyncrl.loss`.
-    `entry`: the type of the entries, which decorators make; objects loaded by file or module must have it.
-    `former`: a removed name → what to write instead. `modules`: a name → the module that registers it, which
-    is imported when the name is asked for: these are slow to import.
+    `entry`: the type of the entries, which decorators make; objects loaded by file or module must have this
+    type. `former`: a removed name → the replacement to write. `modules`: a name → the module that registers
+    the name, imported when the name is asked for: these modules are slow to import.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator. Registering another object under a taken name is an error."""
+        """Return a decorator that registers an object. Registering another object under a taken name is an
+        error."""
 
         def add(entry: T) -> T:
             if self._entries.setdefault(name, entry) is not entry:
@@ -86,44 +87,47 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The entry, or ConfigError with the nearest names."""
+        """Return the entry. ConfigError with the nearest names for an unknown name."""
         if name in self._modules:
             importlib.import_module(self._modules[name])
         try:
             return self._entries[name]
         except KeyError:
-            raise ConfigError(f"unknown {self.kind} {name!r}; {self._hint(name)}") from None
+            raise ConfigError(f"unknown {self.kind} {name!r}; {self._nearest_names(name)}") from None
 
     def load(self, plugin: str | Mapping[str, Any], where: str = "") -> T:
-        """A registered name, an entry point's, `module:attribute` or `path/to/file.py:attribute`, or one of
-        these with options, which are not bound here. ConfigError begins with `where`, the plugin's key."""
+        """Return the object of a registered name, an entry point, `module:attribute` or
+        `path/to/file.py:attribute`, possibly with options, which are not bound here. ConfigError begins with
+        `where`, the plugin's key."""
         try:
             return self._load(single(plugin)[0])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") if where else error from None
 
     def make(self, plugin: str | Mapping[str, Any], where: str, call: Call) -> T:
-        """The plugin with its options bound, as `make` does it."""
+        """Return the plugin with the options bound, as the function `make` does."""
         spec, options = single(plugin, where)
-        made: T = make(self.load(spec, where), options, f"{where}.{spec}", call)
-        return made
+        plugin_object: T = make(self.load(spec, where), options, f"{where}.{spec}", call)
+        return plugin_object
 
     def _load(self, spec: str) -> T:
         if spec in self:
             return self.get(spec)
         if ":" in spec:
-            return self._checked(spec)
-        for point in self._points():
+            return self._load_checked(spec)
+
+        for point in self._entry_points():
             if point.name == spec:
-                return self._checked(point.value)
+                return self._load_checked(point.value)
+
         return self.get(spec)
 
     def names(self) -> list[str]:
         return sorted({*self._entries, *self._modules})
 
     def known(self) -> list[str]:
-        """With those of installed packages."""
-        return sorted({*self.names(), *self._points().names})
+        """Return all names, including names of installed packages."""
+        return sorted({*self.names(), *self._entry_points().names})
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries or name in self._modules
@@ -131,106 +135,133 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
-    def _checked(self, spec: str) -> T:
-        found: T = load_object(spec, self.kind)
-        if self._entry is not None and not isinstance(found, self._entry):
+    def _load_checked(self, spec: str) -> T:
+        loaded: T = load_object(spec, self.kind)
+        if self._entry is not None and not isinstance(loaded, self._entry):
             raise ConfigError(
-                f"{self.kind} {spec!r} is of type {type(found).__name__}; decorate its function with "
+                f"{self.kind} {spec!r} is of type {type(loaded).__name__}; decorate its function with "
                 f'@{self.kind}("name")'
             )
-        return found
+        return loaded
 
-    def _points(self) -> importlib.metadata.EntryPoints:
+    def _entry_points(self) -> importlib.metadata.EntryPoints:
         return importlib.metadata.entry_points(group=f"asyncrl.{self.kind}")
 
-    def _hint(self, name: str) -> str:
+    def _nearest_names(self, name: str) -> str:
         if name in self._former:
             return f"write {self._former[name]} instead"
         if name.endswith(".py"):
             return f"name what is in the file, too: {name}:NAME"
-        known = self.known()
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        return f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
+
+        known_names = self.known()
+        nearest = difflib.get_close_matches(name, known_names, n=3, cutoff=0.4)
+        return (
+            f"did you mean {', '.join(nearest)}?" if nearest else f"known: {', '.join(known_names) or 'none'}"
+        )
 
 
 def single(plugin: str | Mapping[str, Mapping[str, Any]], where: str = "") -> tuple[str, Mapping[str, Any]]:
-    """Name and options of a key that takes a name or `{name: {options}}`. ConfigError for none or several,
-    beginning with `where`."""
+    """Return name and options of a key that takes a name or `{name: {options}}`. ConfigError for no name or
+    several names, beginning with `where`."""
     if isinstance(plugin, str):
         return plugin, {}
+
     if len(plugin) != 1:
         names = ", ".join(plugin) or "none"
         problem = f"one name is expected, with its options; there are {len(plugin)} ({names})"
         raise ConfigError(f"{where}: {problem}" if where else problem)
+
     ((name, options),) = plugin.items()
     return name, options
 
 
 def bind(function: F, options: Mapping[str, Any], where: str) -> F:
-    """The function with its keyword-only parameters set from `options`, converted to their annotations.
+    """Return the function with keyword-only parameters set from `options`, converted to the annotated types.
 
-    Raises ConfigError that begins with `where`, the key the options came from: an unknown option (the error
-    lists the known ones), a missing one, or a value of a wrong type or out of bounds.
+    Raises ConfigError that begins with `where`, the key of the options: an unknown option (the error lists
+    the known options), a missing option, or a value of a wrong type or out of bounds.
     """
-    known = _keyword_only(function, where)
-    if unknown := sorted(options.keys() - {p.name for p in known}):
-        names = ", ".join(p.name for p in known) or "none"
-        raise ConfigError(f"{where}: unknown option {unknown[0]!r}; options: {names}")
-    kinds = [Any if p.annotation is p.empty else p.annotation for p in known]
-    defaults = [(p.default,) if p.default is not p.empty else () for p in known]
-    fields = [(p.name, kind, *default) for p, kind, default in zip(known, kinds, defaults, strict=True)]
+    parameters = _keyword_only(function, where)
+    if unknown_options := sorted(options.keys() - {parameter.name for parameter in parameters}):
+        names = ", ".join(parameter.name for parameter in parameters) or "none"
+        raise ConfigError(f"{where}: unknown option {unknown_options[0]!r}; options: {names}")
+
+    annotations = [
+        Any if parameter.annotation is parameter.empty else parameter.annotation for parameter in parameters
+    ]
+    defaults = [
+        (parameter.default,) if parameter.default is not parameter.empty else () for parameter in parameters
+    ]
+    fields = [
+        (parameter.name, kind, *default)
+        for parameter, kind, default in zip(parameters, annotations, defaults, strict=True)
+    ]
     struct = msgspec.defstruct("Options", fields, kw_only=True, frozen=True)  # type: ignore[arg-type]
-    if missing := [p.name for p in known if p.default is p.empty and p.name not in options]:
-        raise ConfigError(f"{where}: option {missing[0]!r} is missing; set {where}.{missing[0]}")
+    if missing_options := [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.name not in options
+    ]:
+        raise ConfigError(
+            f"{where}: option {missing_options[0]!r} is missing; set {where}.{missing_options[0]}"
+        )
+
     try:
-        bound = msgspec.convert(dict(options), struct, strict=False)
+        bound_options = msgspec.convert(dict(options), struct, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(_named(str(error), options, known, where)) from None
-    return functools.partial(function, **msgspec.structs.asdict(bound))  # type: ignore[return-value]
+        raise ConfigError(_option_error(str(error), options, parameters, where)) from None
+
+    return functools.partial(function, **msgspec.structs.asdict(bound_options))  # type: ignore[return-value]
 
 
 def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
-    """With evaluated annotations. Those of other parameters may name what is imported for type checkers."""
-    kind = inspect.Parameter.KEYWORD_ONLY
+    """Return the keyword-only parameters with evaluated annotations. Annotations of further parameters may
+    name imports that exist only for type checkers."""
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
     try:
         with users_code():
-            known = [p for p in inspect.signature(function).parameters.values() if p.kind is kind]
-            names = getattr(inspect.unwrap(function), "__globals__", None)
-            if names is not None:
-                known = [
-                    p.replace(annotation=eval(p.annotation, names)) if isinstance(p.annotation, str) else p
-                    for p in known
-                ]
-            elif any(isinstance(p.annotation, str) for p in known):
+            parameters = inspect.signature(function).parameters.values()
+            keyword_parameters = [parameter for parameter in parameters if parameter.kind is keyword_only]
+            function_globals = getattr(inspect.unwrap(function), "__globals__", None)
+            if function_globals is not None:
+                for index, parameter in enumerate(keyword_parameters):
+                    if isinstance(parameter.annotation, str):
+                        annotation = eval(parameter.annotation, function_globals)
+                        keyword_parameters[index] = parameter.replace(annotation=annotation)
+            elif any(isinstance(parameter.annotation, str) for parameter in keyword_parameters):
                 parameters = inspect.signature(function, eval_str=True).parameters.values()
-                known = [p for p in parameters if p.kind is kind]
-    except Exception as error:  # of an annotation, or a builtin without a signature
+                keyword_parameters = [parameter for parameter in parameters if parameter.kind is keyword_only]
+    except Exception as error:  # an annotation raised, or a builtin has no signature
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
-    return known
+
+    return keyword_parameters
 
 
-def make(found: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
-    """Make what `bound` makes. ConfigError that begins with `where` if it cannot be called as `call` says."""
-    made = bound(found, options, where, call)
-    check_call(made, where, call)
-    return made
+def make(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
+    """Bind the plugin and check that `call` fits. ConfigError that begins with `where` if it does not."""
+    plugin_object = bound(loaded, options, where, call)
+    check_call(plugin_object, where, call)
+    return plugin_object
 
 
-def bound(found: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
-    """Return a function with its options bound, or an instance of a class made with them. Raises ConfigError
-    that begins with `where`. With which arguments it can be called is not checked."""
-    if not callable(found):
+def bound(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
+    """Return a function with the options bound, or an instance of a class made with the options. Raises
+    ConfigError that begins with `where`. The arguments of a call are not checked."""
+    if not callable(loaded):
         raise ConfigError(f"{where} is no function; write {call.usage}")
-    made = bind(found, options, where)
-    if isinstance(found, type) and not call.makes:
-        made = built(made, where)
-        if not callable(made):
+
+    plugin_object = bind(loaded, options, where)
+    if isinstance(loaded, type) and not call.makes:
+        plugin_object = built(plugin_object, where)
+        if not callable(plugin_object):
             raise ConfigError(f"{where}: its instances cannot be called; write {call.usage}")
-    return made
+
+    return plugin_object
 
 
 def built(factory: Callable[[], Any], where: str) -> Any:
-    """Make it by a factory. Any error of its becomes a ConfigError that begins with `where`."""
+    """Return the object that a factory makes. Any error of the factory becomes a ConfigError that begins with
+    `where`."""
     try:
         with users_code():
             return factory()
@@ -241,22 +272,24 @@ def built(factory: Callable[[], Any], where: str) -> Any:
 
 
 def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
-    """ConfigError that begins with `where`, and names file and line, unless the function can be called so."""
-    # A sync wrapper of a coroutine function counts: what it returns can be awaited.
-    found = (function, inspect.unwrap(function), type(function).__call__)
-    is_async = any(map(inspect.iscoroutinefunction, found))
-    problem = "" if not call.awaited or is_async else "is not async"
+    """Raise ConfigError that begins with `where`, and names file and line, unless `call` fits the
+    function."""
+    # A sync wrapper of a coroutine function counts, because the result can be awaited.
+    callables = (function, inspect.unwrap(function), type(function).__call__)
+    is_async = any(map(inspect.iscoroutinefunction, callables))
+    call_problem = "" if not call.awaited or is_async else "is not async"
     if inspect.isasyncgenfunction(inspect.unwrap(function)):
-        problem = "yields; it must return"
+        call_problem = "yields; it must return"
     try:
         bind_to = inspect.signature(function).bind
         bind_to(**dict.fromkeys(call.given)) if call.by_name else bind_to(*call.given)
     except TypeError as error:
-        problem = f"takes other arguments ({error})"
+        call_problem = f"takes other arguments ({error})"
     except ValueError:  # a builtin
         return
-    if problem:
-        raise ConfigError(f"{where}: {_named_with_place(function)} {problem}; write {call.usage}")
+
+    if call_problem:
+        raise ConfigError(f"{where}: {_named_with_place(function)} {call_problem}; write {call.usage}")
 
 
 def _named_with_place(function: Any) -> str:
@@ -264,34 +297,43 @@ def _named_with_place(function: Any) -> str:
         function = function.func
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None)
-    place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
-    return getattr(inner, "__name__", type(inner).__name__) + place
+    location = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+    return getattr(inner, "__name__", type(inner).__name__) + location
 
 
-def _named(complaint: str, options: Mapping[str, Any], known: list[inspect.Parameter], where: str) -> str:
-    """msgspec's error under the option's own key, with the given value and the allowed ones."""
-    what, _, path = complaint.partition(" - at `$.")
+def _option_error(
+    complaint: str, options: Mapping[str, Any], parameters: list[inspect.Parameter], where: str
+) -> str:
+    """Return msgspec's error under the option's own key, with the wrong value and the allowed values."""
+    problem, _, path = complaint.partition(" - at `$.")
     name = path.rstrip("`").partition("[")[0]
-    allowed = [typing.get_args(p.annotation) for p in known if p.name == name]
-    literal = bool(allowed) and all(isinstance(value, str) for value in allowed[0])
-    choice = f"; one of {', '.join(allowed[0])}" if literal and allowed[0] else ""
-    given = "" if what.startswith("Invalid enum") else f", not {options.get(name)!r}"
-    return f"{where}.{name}: {what}{given}{choice}"
+    allowed = [typing.get_args(parameter.annotation) for parameter in parameters if parameter.name == name]
+    is_literal = bool(allowed) and all(isinstance(value, str) for value in allowed[0])
+    choice_text = f"; one of {', '.join(allowed[0])}" if is_literal and allowed[0] else ""
+    value_text = "" if problem.startswith("Invalid enum") else f", not {options.get(name)!r}"
+    return f"{where}.{name}: {problem}{value_text}{choice_text}"
 
 
 def search_working_directory() -> None:
-    """Let modules of users be imported from the working directory. It comes behind the standard library,
-    whose modules no file there may hide from others, and before installed packages. ConfigError for a file
-    that hides one that asyncrl imports."""
+    """Let modules of users be imported from the working directory. The directory comes behind the standard
+    library, whose modules no file there may hide, and before installed packages. ConfigError for a file that
+    hides a package that asyncrl imports."""
     working_directory = os.getcwd()
     paths = [path for path in sys.path if os.path.realpath(path) != working_directory]
     for name in sorted(IMPORTED_PACKAGES):
-        file = next((file for file in (f"{name}.py", f"{name}/__init__.py") if os.path.isfile(file)), "")
-        installed = PathFinder.find_spec(name, paths) if file else None
-        if installed and os.path.realpath(str(installed.origin)) != os.path.realpath(file):
+        hiding_file = next(
+            (
+                hiding_file
+                for hiding_file in (f"{name}.py", f"{name}/__init__.py")
+                if os.path.isfile(hiding_file)
+            ),
+            "",
+        )
+        installed_spec = PathFinder.find_spec(name, paths) if hiding_file else None
+        if installed_spec and os.path.realpath(str(installed_spec.origin)) != os.path.realpath(hiding_file):
             raise ConfigError(
-                f"{working_directory}/{file}: hides the installed package {name}, which asyncrl imports; "
-                "rename it, or work in another directory"
+                f"{working_directory}/{hiding_file}: hides the installed package {name}, which asyncrl "
+                "imports; rename it, or work in another directory"
             )
 
     library = os.path.dirname(os.__file__)
@@ -301,46 +343,56 @@ def search_working_directory() -> None:
 
 
 def load_object(spec: str, kind: str) -> Any:
-    """Import `module:attribute` or `file.py:attribute`; ConfigError says which part was wrong."""
+    """Import `module:attribute` or `file.py:attribute`; ConfigError names the wrong part."""
     source, _, attribute = spec.rpartition(":")
     try:
         with users_code():
             module = _module_from_file(source) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         problem = f"{kind} {spec!r}: cannot import {source!r} ({describe(error)})"
-        raise ConfigError(f"{problem}{_hidden(source)}") from error
+        raise ConfigError(f"{problem}{_stdlib_hint(source)}") from error
+
     try:
         return getattr(module, attribute)
     except AttributeError:
-        near = difflib.get_close_matches(attribute, dir(module), n=3)
-        hint = _hidden(source) or (f"; did you mean {', '.join(near)}?" if near else "")
+        nearest = difflib.get_close_matches(attribute, dir(module), n=3)
+        hint = _stdlib_hint(source) or (f"; did you mean {', '.join(nearest)}?" if nearest else "")
         raise ConfigError(f"{kind} {spec!r}: {source} has no {attribute!r}{hint}") from None
 
 
-def _hidden(source: str) -> str:
-    """Say that a module of the working directory has the name of one of the standard library; '' if it has
-    not, and for a file, which is loaded by its path."""
+def _stdlib_hint(source: str) -> str:
+    """Return a hint that a module of the working directory has the name of a module of the standard library;
+    '' if not, and for a file, which is loaded by path."""
     if source.endswith(".py"):
         return ""
-    top = source.partition(".")[0]
-    if top not in sys.stdlib_module_names or not (os.path.isfile(f"{top}.py") or os.path.isdir(top)):
+
+    top_module = source.partition(".")[0]
+    if top_module not in sys.stdlib_module_names or not (
+        os.path.isfile(f"{top_module}.py") or os.path.isdir(top_module)
+    ):
         return ""
-    return f"; {top} is a module of Python, which hides yours: write {top}.py:NAME, or rename it"
+
+    return (
+        f"; {top_module} is a module of Python, which hides yours: write {top_module}.py:NAME, or rename it"
+    )
 
 
 def _module_from_file(source: str) -> Any:
     path = Path(source).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {source}")
+
     name = f"asyncrl_user_{path.stem}_{abs(hash(str(path))):x}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
+
         try:
             spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise
+
     return sys.modules[name]

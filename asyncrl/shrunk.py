@@ -1,8 +1,8 @@
 """A small copy of a model's architecture, on which a start checks in a second how the model must be computed.
 
-The copy has the classes and the kinds of layers of the model, few and narrow ones with random weights in
-float32. Within some tokens it reaches what the model reaches in thousands: windows, chunks, top-k. Nothing
-here knows a model by name: the keys of a configuration are told apart by what their names say.
+The copy has the classes and the kinds of layers of the model, but few and narrow layers with random weights
+in float32. Windows, chunks and top-k, which matter in the model after thousands of tokens, matter in the copy
+after a few. Nothing here knows a model by name: the keys of a configuration are recognized by patterns.
 """
 
 from __future__ import annotations
@@ -29,164 +29,216 @@ from asyncrl.errors import lacks_memory, one_line
 from asyncrl.user_cache import keep_result, read_result
 
 logger = logging.getLogger(__name__)
-AGREE = 1e-3  # log-probs of one model in float32, computed in two ways, differ by less
-HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}  # an attention may ignore them
-# ids; those of special tokens are below RESERVED, and are not sampled
-VOCABULARY = 128
-RESERVED = 8
-# tokens of windows and chunks; size of a head, at least
-REACH = 8
-HEAD = 8
-COUNT = re.compile(r"heads(?!_per_)|groups$|n_head$")
-DIM = re.compile(r"head_?(dim|size)|d_head|dim_head|kv_channels|rotary_dim|qk_\w+_dim|attn_scalar|mrope")
-FAR = re.compile(r"window|chunk|top_?k|block|scale|attention$|distance|extent")
-WIDTH = re.compile(r"hidden|intermediate|ffn|dff|emb|width|inner|size|dim|model|rank|state|ssm|proj")
-UNIMPORTANT = ("_name_or_path", "transformers_version", "dtype")  # settings that decide no result
-LAYERS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
+AGREE = 1e-3  # upper bound of the difference between log-probs of a float32 model, computed in two ways
+# Arguments that an attention function may ignore.
+IGNORABLE_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "is_causal"}
+VOCABULARY_SIZE = 128  # token ids
+RESERVED = 8  # ids of special tokens are below this number, and are not sampled
+WINDOW_TOKENS = 8  # length of windows and chunks
+MIN_HEAD_SIZE = 8
+# Patterns of configuration keys, by the role of the value.
+HEAD_COUNT_KEYS = re.compile(r"heads(?!_per_)|groups$|n_head$")
+HEAD_SIZE_KEYS = re.compile(
+    r"head_?(dim|size)|d_head|dim_head|kv_channels|rotary_dim|qk_\w+_dim|attn_scalar|mrope"
+)
+REACH_KEYS = re.compile(r"window|chunk|top_?k|block|scale|attention$|distance|extent")
+WIDTH_KEYS = re.compile(r"hidden|intermediate|ffn|dff|emb|width|inner|size|dim|model|rank|state|ssm|proj")
+UNIMPORTANT = ("_name_or_path", "transformers_version", "dtype")  # settings without influence on results
+# Numbers of layers to try for the copy.
+LAYER_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
 
 
 def unknown(arguments: Mapping[str, Any]) -> list[str]:
-    """Names of those that an attention function must not ignore: ignoring them may change little."""
-    given = {name: one for name, one in arguments.items() if name not in HARMLESS}
-    return sorted(name for name, one in given.items() if isinstance(one, Tensor) or one not in (None, False))
+    """Return the names of arguments that an attention function must not ignore: ignoring them may change
+    little."""
+    checked_arguments = {name: value for name, value in arguments.items() if name not in IGNORABLE_ARGUMENTS}
+    return sorted(
+        name
+        for name, value in checked_arguments.items()
+        if isinstance(value, Tensor) or value not in (None, False)
+    )
 
 
 def passes(error: Exception) -> bool:
-    """The error says something of the machine now, not of the model: no result is kept."""
+    """Return True if the error concerns the machine now, not the model: no result is kept."""
     return lacks_memory(error) or isinstance(error, OSError) or "new thread" in str(error)
 
 
 def remembered(
-    config: PreTrainedConfig, purpose: str, check: Callable[[PreTrainedModel], dict[str, str]]
+    config: PreTrainedConfig, purpose: str, run_check: Callable[[PreTrainedModel], dict[str, str]]
 ) -> dict[str, str] | None:
-    """Run `check` on the copy: findings by name; None where no copy can be made. They are kept in
-    the user's cache, for this purpose, architecture, and these versions of code. Processes may race."""
+    """Run `run_check` on the copy and return findings by name; None where no copy can be made. Findings are
+    cached in the user's cache directory, by purpose, architecture and versions of code. Processes may race.
+    """
     try:
-        narrow = narrowed(config)
-        settings = narrow.to_dict() | dict.fromkeys(UNIMPORTANT)
-        key = json.dumps([purpose, type(config).__name__, settings, *versions()], sort_keys=True, default=str)
-        if (kept := read_result(key, dict[str, str])) is not None:
-            return kept
+        narrow_config = narrowed_config(config)
+        settings = narrow_config.to_dict() | dict.fromkeys(UNIMPORTANT)
+        cache_key = json.dumps(
+            [purpose, type(config).__name__, settings, *versions()], sort_keys=True, default=str
+        )
+        if (cached := read_result(cache_key, dict[str, str])) is not None:
+            return cached
         logger.info("a small copy of %s is checked, once on this machine", type(config).__name__)
-        findings = check(shrunk(narrow))
+        findings = run_check(shrunken_model(narrow_config))
     except Exception as error:
-        kind = type(config).__name__
-        why = one_line(error)
-        logger.warning("%s is not checked on a small copy, since none can be made: %s", kind, why)
+        config_class = type(config).__name__
+        error_line = one_line(error)
+        logger.warning(
+            "%s is not checked on a small copy, since none can be made: %s", config_class, error_line
+        )
         return None
 
-    keep_result(key, findings)
+    keep_result(cache_key, findings)
     return findings
 
 
 @cache
 def versions() -> tuple[str, ...]:
-    """Return those of torch, transformers, and the code here that computes with models."""
-    root = Path(__file__).parent
-    files = [Path(__file__), *sorted(root.glob("trainer/*.py")), *sorted(root.glob("engines/**/*.py"))]
-    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return torch.__version__, transformers.__version__, platform.machine(), code
+    """Return the versions of torch, transformers, and the code here that computes with models."""
+    package_root = Path(__file__).parent
+    files = [
+        Path(__file__),
+        *sorted(package_root.glob("trainer/*.py")),
+        *sorted(package_root.glob("engines/**/*.py")),
+    ]
+    code_hash = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+    return torch.__version__, transformers.__version__, platform.machine(), code_hash
 
 
-def shrunk(narrow: PreTrainedConfig) -> PreTrainedModel:
-    """The copy for a narrowed configuration: the first layers, as many as are of all its kinds."""
-    depth = narrow.get_text_config().num_hidden_layers
-    kinds = _kinds(narrow)
-    for layers in (count for count in LAYERS if count < depth):
-        shallow = copy.deepcopy(narrow)
-        for part in _parts(shallow):
-            for name, value in list(vars(part).items()):
-                if isinstance(value, list | tuple | str) and len(value) == depth:
-                    setattr(part, name, value[:layers])
-        shallow.get_text_config().num_hidden_layers = layers
-        with suppress(Exception):  # a layer that refers to another one may be beyond it
-            if _kinds(shallow) == kinds:
-                return _filled(shallow)
-    return _filled(narrow)
+def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the copy for a narrowed configuration: as few of the first layers as contain all kinds of
+    layers."""
+    layer_count = narrow_config.get_text_config().num_hidden_layers
+    layer_kinds = _layer_kinds(narrow_config)
+    for shallow_layers in (count for count in LAYER_COUNTS if count < layer_count):
+        shallow = copy.deepcopy(narrow_config)
+        for nested_config in _nested_configs(shallow):
+            for name, value in list(vars(nested_config).items()):
+                if isinstance(value, list | tuple | str) and len(value) == layer_count:
+                    setattr(nested_config, name, value[:shallow_layers])
+
+        shallow.get_text_config().num_hidden_layers = shallow_layers
+        with suppress(Exception):  # a layer may refer to a layer beyond the cut
+            if _layer_kinds(shallow) == layer_kinds:
+                return _random_model(shallow)
+
+    return _random_model(narrow_config)
 
 
-def narrowed(config: PreTrainedConfig, head: int = HEAD) -> PreTrainedConfig:
-    """The same layers, each with few and small heads, small experts, and a short reach."""
-    found = copy.deepcopy(config)
-    text = found.get_text_config()
-    ints = {name: value for name, value in vars(text).items() if type(value) is int and value > 1}
-    own = ints.get("head_dim") or text.hidden_size // getattr(text, "num_attention_heads", 1)
-    dims, counts = ([v for name, v in ints.items() if kind.search(name)] for kind in (DIM, COUNT))
-    divisors = [n for n in range(1, max(own, *counts, 1) + 1) if not gcd(own, *dims) % n]
-    narrower = max(n for n in divisors if n == 1 or (own // n >= head and own // n % 2 == 0))
-    width = text.hidden_size // narrower
-    # Of many heads eight are left: an index over few heads has equal scores.
-    fewer = max(
+def narrowed_config(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreTrainedConfig:
+    """Return a configuration of the same layers, each with few and small heads, small experts, and a short
+    reach."""
+    narrow_config = copy.deepcopy(config)
+    text_config = narrow_config.get_text_config()
+    integer_settings = {
+        name: value for name, value in vars(text_config).items() if type(value) is int and value > 1
+    }
+    head_size = integer_settings.get("head_dim")
+    if not head_size:
+        head_size = text_config.hidden_size // getattr(text_config, "num_attention_heads", 1)
+    head_sizes = [value for name, value in integer_settings.items() if HEAD_SIZE_KEYS.search(name)]
+    head_counts = [value for name, value in integer_settings.items() if HEAD_COUNT_KEYS.search(name)]
+
+    size_divisors = [
+        n for n in range(1, max(head_size, *head_counts, 1) + 1) if not gcd(head_size, *head_sizes) % n
+    ]
+    size_divisor = max(
+        n for n in size_divisors if n == 1 or (head_size // n >= head and head_size // n % 2 == 0)
+    )
+
+    # At least eight of many heads are left, because an index over few heads has equal scores.
+    narrow_width = text_config.hidden_size // size_divisor
+    count_divisor = max(
         n
-        for n in range(1, max(counts, default=1) + 1)
+        for n in range(1, max(head_counts, default=1) + 1)
         if n == 1
         or (
-            not gcd(*counts) % n
-            and all(c // n >= min(2 + c // 10, 8) for c in counts)
-            and width // n >= 24
-            and width // n % 4 == 0
+            not gcd(*head_counts) % n
+            and all(c // n >= min(2 + c // 10, 8) for c in head_counts)
+            and narrow_width // n >= 24
+            and narrow_width // n % 4 == 0
         )
     )
-    for part in _parts(found):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
-        reach = 4 * REACH if getattr(part, "rope_parameters", None) else VOCABULARY
-        for name, value in list(vars(part).items()):
+
+    for nested_config in _nested_configs(narrow_config):
+        if hasattr(nested_config, "quantization_config"):
+            del nested_config.quantization_config
+
+        has_rope = getattr(nested_config, "rope_parameters", None)
+        position_reach = 4 * WINDOW_TOKENS if has_rope else VOCABULARY_SIZE
+        for name, value in list(vars(nested_config).items()):
             if not name.startswith("_") and not isinstance(value, PreTrainedConfig):
-                setattr(part, name, _small(name, value, fewer, narrower, reach))
-    return found
+                small_value = _small_value(name, value, count_divisor, size_divisor, position_reach)
+                setattr(nested_config, name, small_value)
+
+    return narrow_config
 
 
-def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
-            yield from _parts(value)
+            yield from _nested_configs(value)
 
 
-def _small(name: str, value: Any, fewer: int, narrower: int, reach: int) -> Any:
-    """The copy's value of a key. `fewer`, `narrower`: what heads, and their sizes, are divided by, so that
-    products of the two stay what they are. `reach`: the positions that there are."""
+def _small_value(name: str, value: Any, count_divisor: int, size_divisor: int, position_reach: int) -> Any:
+    """Return the copy's value of a key. `count_divisor`, `size_divisor`: divisors of the number of heads and
+    of the size of heads, so that products of both stay consistent. `position_reach`: the number of positions.
+    """
     if isinstance(value, dict):
-        return {key: _small(str(key), one, fewer, narrower, reach) for key, one in value.items()}
-    if isinstance(value, list | tuple) and name.endswith("_factor"):  # for each pair of a rope's dimensions
-        return value[: max(len(value) // narrower, 1)]
+        return {
+            key: _small_value(str(key), nested, count_divisor, size_divisor, position_reach)
+            for key, nested in value.items()
+        }
+
+    # Factors of a rope: a value for each pair of dimensions.
+    if isinstance(value, list | tuple) and name.endswith("_factor"):
+        return value[: max(len(value) // size_divisor, 1)]
     if isinstance(value, list | tuple):
-        return [_small(name, one, fewer, narrower, reach) for one in value]
+        return [_small_value(name, nested, count_divisor, size_divisor, position_reach) for nested in value]
     if type(value) is not int or value < 2 or "layers" in name:
         return value
+
+    aligned_width = -(-value // (count_divisor * size_divisor * 4)) * 4  # experts need multiples of 4
     rules: tuple[tuple[str | re.Pattern[str], int], ...] = (
         ("token_id$", value % RESERVED),
-        ("vocab", min(value, VOCABULARY)),
-        (DIM, max(value // narrower, 1)),
-        (COUNT, max(value // fewer, 1)),
-        ("original_max_position", 2 * REACH),
-        ("position|seq_len|ctx|context|max_length", min(value, reach)),
+        ("vocab", min(value, VOCABULARY_SIZE)),
+        (HEAD_SIZE_KEYS, max(value // size_divisor, 1)),
+        (HEAD_COUNT_KEYS, max(value // count_divisor, 1)),
+        ("original_max_position", 2 * WINDOW_TOKENS),
+        ("position|seq_len|ctx|context|max_length", min(value, position_reach)),
         (r"experts?(_num)?$", min(value, 16)),
         (r"experts?_per_tok|moe_top_?k", min(value, 8)),
-        (FAR, REACH if value > 32 else value),
-        (WIDTH, -(-value // (fewer * narrower * 4)) * 4 if value > 32 else value),  # aligned, for experts
+        (REACH_KEYS, WINDOW_TOKENS if value > 32 else value),
+        (WIDTH_KEYS, aligned_width if value > 32 else value),
     )
+
     return next((small for pattern, small in rules if re.search(pattern, name)), value)
 
 
-def _kinds(config: PreTrainedConfig) -> set[Any]:
-    """Say how layers differ: in modules, their sizes and settings, and in what the configuration lists."""
+def _layer_kinds(config: PreTrainedConfig) -> set[Any]:
+    """Return the kinds of layers: modules, sizes and settings, and the lists of the configuration."""
     with torch.device("meta"):
-        model = _model(config)
-    text = config.get_text_config()
-    depth = text.num_hidden_layers
-    lists = [v for v in vars(text).values() if isinstance(v, list | tuple | str) and len(v) == depth]
-    listed = [value for value in lists if len({*map(str, value)}) <= 4]
+        model = _model_of(config)
+    text_config = config.get_text_config()
+    layer_count = text_config.num_hidden_layers
+    per_layer_settings = [
+        setting
+        for setting in vars(text_config).values()
+        if isinstance(setting, list | tuple | str) and len(setting) == layer_count
+    ]
+    varying_settings = [value for value in per_layer_settings if len({*map(str, value)}) <= 4]
+
     return {
-        (name, *(str(value[index]) for value in listed), *_settings(layer))
+        (name, *(str(value[index]) for value in varying_settings), *_layer_settings(layer))
         for name, stack in model.named_modules()
-        if isinstance(stack, nn.ModuleList) and len(stack) == depth
+        if isinstance(stack, nn.ModuleList) and len(stack) == layer_count
         for index, layer in enumerate(stack)
     }
 
 
-def _settings(layer: nn.Module) -> Iterator[Any]:
+def _layer_settings(layer: nn.Module) -> Iterator[Any]:
     for name, module in layer.named_modules():
         yield name, type(module)
         for key, value in sorted(vars(module).items()):
@@ -196,31 +248,32 @@ def _settings(layer: nn.Module) -> Iterator[Any]:
             yield key, weight.shape
 
 
-def _model(config: PreTrainedConfig) -> PreTrainedModel:
-    own = own_attention(config)
+def _model_of(config: PreTrainedConfig) -> PreTrainedModel:
+    attention = own_attention(config)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), dtype=torch.float32, **own
+        copy.deepcopy(config), dtype=torch.float32, **attention
     )
     return model.eval()
 
 
 def own_attention(config: PreTrainedConfig) -> dict[str, str]:
-    """An argument for a model whose scores are capped, which SDPA ignores."""
+    """Return the attention argument for a model whose scores are capped, because SDPA ignores the cap."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return {"attn_implementation": "eager"} if capped else {}
 
 
 @torch.no_grad()
-def _filled(config: PreTrainedConfig) -> PreTrainedModel:
-    """With random weights, of which small or zero ones become larger: distributions are to be far from
-    uniform. Raises what its forward raises."""
+def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model with random weights; small or zero weights become larger, so that distributions are far
+    from uniform. Raises every error of the model's forward."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _model(config)
+        model = _model_of(config)
         for weight in model.parameters():
             if weight.dim() < 2:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
-            elif weight.std() < (scale := weight.shape[-1] ** -0.5):
-                weight.normal_(0, scale)
-    model(input_ids=torch.ones(1, 2 * REACH, dtype=torch.int64), use_cache=False)
+            elif weight.std() < (weight_scale := weight.shape[-1] ** -0.5):
+                weight.normal_(0, weight_scale)
+
+    model(input_ids=torch.ones(1, 2 * WINDOW_TOKENS, dtype=torch.int64), use_cache=False)
     return model

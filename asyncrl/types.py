@@ -1,7 +1,7 @@
-"""The data types of the project, those that processes exchange and the store holds.
+"""The data types of the project that processes exchange and the store holds.
 
-Units and alignment are stated once, here: token sequences are int32 ids, log-probs are natural
-logs in float32, version spans are half-open ranges of token positions, durations are seconds.
+Units and alignment are stated once, here: token sequences are int32 ids, log-probs are natural logs in
+float32, version spans are half-open ranges of token positions, durations are seconds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 
 
 class PolicyVersion(NamedTuple):
-    """Names a published version: the optimizer step that it holds, and the trainer's epoch, which grows with
-    each start of the trainer. Of two versions the one of the later epoch is newer, then that of the later
+    """Names a published version: the optimizer step of the weights, and the trainer's epoch, which grows with
+    each start of the trainer. Of two versions the version of the later epoch is newer, then that of the later
     step: (1, 8) < (2, 5). Steps may skip when not every step is published."""
 
     epoch: int
@@ -23,7 +23,7 @@ class PolicyVersion(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name on a server, which stamps sampled tokens with it."""
+        """Return the name on a server, which stamps sampled tokens with this label."""
         return f"e{self.epoch}-v{self.step}"
 
 
@@ -34,16 +34,17 @@ class StopReason(enum.StrEnum):
     """Says why one generation ended."""
 
     STOP = "stop"  # the model wrote a stop id
-    TEXT = "text"  # its watch ended it: the model wrote a text at which an agent wants turns to end
+    TEXT = "text"  # the watch ended the turn: the model wrote a stop text of the agent
     LENGTH = "length"  # the token budget ran out
     ABORT = "abort"  # the engine got an abort request
 
 
 class EpisodeEnd(enum.StrEnum):
-    """Says why an episode ended. Endings caused by the policy are rewarded; the others are not trained."""
+    """Says why an episode ended. Endings caused by the policy are rewarded; all further endings are not
+    trained."""
 
-    ANSWERED = "answered"  # a turn without tool calls, and no environment that replies to it
-    DONE = "done"  # the environment, or the agent program, ended it
+    ANSWERED = "answered"  # a turn without tool calls, and no environment to reply
+    DONE = "done"  # the environment or the agent program ended the episode
     LENGTH = "length"  # token budget of the turn or the row
     MAX_TURNS = "max_turns"
     MAX_CALLS = "max_calls"  # more tool calls than an episode may make
@@ -57,7 +58,7 @@ class EpisodeEnd(enum.StrEnum):
 
 
 class FailReason(enum.StrEnum):
-    """Why an episode has no trajectory. The policy is the cause of none of them."""
+    """Says why an episode has no trajectory. The policy is never the cause."""
 
     REWARD_ERROR = "reward_error"
     ENGINE_ERROR = "engine_error"
@@ -66,28 +67,30 @@ class FailReason(enum.StrEnum):
     TOOL_ERROR = "tool_error"  # a tool could not be opened
     ENVIRONMENT_ERROR = "environment_error"
     AGENT_ERROR = "agent_error"  # the agent program failed
-    TESTS_FAILED_TO_RUN = "tests_failed_to_run"  # also on the task's untouched image
-    MISALIGNED = "misaligned"  # a prompt did not extend the tokens before it
+    TESTS_FAILED_TO_RUN = "tests_failed_to_run"  # not even on the task's untouched image
+    MISALIGNED = "misaligned"  # a prompt did not extend the earlier tokens
     PROMPT_TOO_LONG = "prompt_too_long"
-    DEADLINE = "deadline"  # the episode's wall-clock limit, before its first turn was done
-    # Losses, which rollout.retries do not count:
+    DEADLINE = "deadline"  # the episode's wall-clock limit, before the end of the first turn
+    # Losses, which do not count as retries (rollout.retries):
     WORKER_LOST = "worker_lost"
-    ENGINE_LOST = "engine_lost"  # no server took the turn in time, or it had weights that were never pushed
+    ENGINE_LOST = (
+        "engine_lost"  # no server took the turn in time, or a server had weights that were never pushed
+    )
     NOT_REPEATED = "not_repeated"  # recorded turns could not be continued: the episode starts again
 
 
 class DropReason(enum.StrEnum):
-    """Why a finished trajectory, or a whole group, was not trained."""
+    """Says why a finished trajectory, or a whole group, was not trained."""
 
     STALE = "stale"
     GROUP_SHORT = "group_short"
-    CORRUPT = "corrupt"  # its turns cannot be read any more
+    CORRUPT = "corrupt"  # the turns cannot be read any more
     END_OF_DATA = "end_of_data"
-    SPIKE = "spike"  # its batch was left out: trainer.on_spike
+    SPIKE = "spike"  # the batch was left out: trainer.on_spike
 
 
 class FilterReason(enum.StrEnum):
-    """Why a usable group was left out by choice of the algorithm."""
+    """Says why a usable group was left out by choice of the algorithm."""
 
     ZERO_VARIANCE = "zero_variance"
     BASELINE = "baseline"  # the group's greedy episode: a part of the baseline, never trained
@@ -101,7 +104,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str = ""
 
     def openai(self) -> dict[str, Any]:
-        """Write it as OpenAI's JSON."""
+        """Return the call as OpenAI's JSON."""
         return {
             "id": self.id,
             "type": "function",
@@ -110,7 +113,8 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Is one chat message in OpenAI's shape. `reasoning`: what a thinking model wrote before its content."""
+    """A chat message in OpenAI's shape. `reasoning`: the text that a thinking model wrote before the
+    content."""
 
     role: str
     content: str = ""
@@ -120,23 +124,25 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: str = ""
 
     def openai(self) -> dict[str, Any]:
-        """As OpenAI's JSON, empty parts left out; `reasoning_content` is what servers call the reasoning."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        """Return the message as OpenAI's JSON, without empty parts; servers call the reasoning
+        `reasoning_content`."""
+        message_json: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
-            found["reasoning_content"] = self.reasoning
+            message_json["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            found["tool_calls"] = [call.openai() for call in self.tool_calls]
+            message_json["tool_calls"] = [call.openai() for call in self.tool_calls]
         if self.tool_call_id:
-            found["tool_call_id"] = self.tool_call_id
+            message_json["tool_call_id"] = self.tool_call_id
         if self.name:
-            found["name"] = self.name
-        return found
+            message_json["name"] = self.name
+
+        return message_json
 
 
 class ToolReply(msgspec.Struct, frozen=True):
-    """Holds what a call gave back. `error` names the failure, and its place in users' code; the content is
-    what the model reads, the `reward` falls on the turn that made the call. `refused`: nothing was run, the
-    call itself was wrong. `declined`: the error is the tool's own answer, a ToolError."""
+    """The result of a call. `error` names the failure, and the place in users' code; the model reads the
+    content, the `reward` falls on the turn that made the call. `refused`: nothing was run, the call was
+    wrong. `declined`: the error is the tool's own answer, a ToolError."""
 
     call: ToolCall
     content: str
@@ -152,7 +158,7 @@ class ToolReply(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """Holds what an environment, or a simulated user, says to a turn of the model. The `reward` falls on that
+    """The reply of an environment, or of a simulated user, to a turn of the model. The `reward` falls on that
     turn; `done`: the episode is over, and the messages are not used."""
 
     messages: tuple[Message, ...] = ()
@@ -162,9 +168,9 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One sample of the data, in verl's layout. `ground_truth` and `extra_info` are JSON text. `prompt` of a
-    demonstration: the whole conversation, of which the first `given` messages are not to be learned. None: it
-    is a prompt."""
+    """A sample of the data, in verl's layout. `ground_truth` and `extra_info` are JSON text. `prompt` of a
+    demonstration: the whole conversation, of which the first `given` messages are not to be learned. `given`
+    None: the sample is a prompt."""
 
     row: int
     data_source: str
@@ -185,9 +191,8 @@ Token = Annotated[int, msgspec.Meta(ge=0)]
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) were sampled by policy `version`.
 
-    `kv_version` is the oldest version that wrote any key or value these tokens attended to: when it
-    differs from `version`, no single policy reproduces their log-probs. -1: unknown; `version` is then a
-    lower bound.
+    `kv_version` is the oldest version that wrote any key or value these tokens attended to: if different from
+    `version`, no single policy reproduces the log-probs. -1: unknown; `version` is then a lower bound.
     """
 
     start: int
@@ -198,7 +203,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 class Routes(msgspec.Struct, frozen=True, array_like=True):
     """The experts that a server's routers chose for tokens [start, start + tokens) of a row: in `data` as
-    little-endian uint16 [tokens, layers, k]. The last token of a row has none: no layer has read it yet."""
+    little-endian uint16 [tokens, layers, k]. The last token of a row has no experts: no layer has read that
+    token yet."""
 
     start: int
     tokens: int
@@ -209,16 +215,18 @@ class Routes(msgspec.Struct, frozen=True, array_like=True):
         return self.start + self.tokens
 
     def until(self, end: int) -> Routes | None:
-        """Return those of the tokens before `end`; None: of none."""
-        tokens = min(self.tokens, end - self.start)
-        each = len(self.data) // self.tokens
-        return Routes(self.start, tokens, self.data[: tokens * each]) if tokens > 0 else None
+        """Return the routes of the tokens before `end`; None without such tokens."""
+        token_count = min(self.tokens, end - self.start)
+        bytes_per_token = len(self.data) // self.tokens
+        if token_count <= 0:
+            return None
+        return Routes(self.start, token_count, self.data[: token_count * bytes_per_token])
 
 
 class TokenScores(msgspec.Struct, frozen=True):
-    """Holds what a frozen model (`scorers`) makes of a turn's model tokens: log-probs, at the temperature of
-    the rollout. `ids`: its k likeliest tokens at each of these places, `top`: their log-probs; empty: not
-    asked for. Little-endian float32 [T], int32 [T, k], float32 [T, k]."""
+    """The scores of a frozen model (`scorers`) for a turn's model tokens: log-probs, at the temperature of
+    the rollout. `ids`: the k likeliest tokens at each of these positions, `top`: the log-probs of the
+    likeliest tokens; empty: not asked for. Little-endian float32 [T], int32 [T, k], float32 [T, k]."""
 
     logprobs: bytes
     ids: bytes = b""
@@ -226,7 +234,7 @@ class TokenScores(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """An engine returns it for one request. Spans are relative to `ids`. `routes`: where asked for. `scores`:
+    """The answer of an engine to a request. Spans are relative to `ids`. `routes`: if asked for. `scores`:
     added by a scorer."""
 
     ids: tuple[Token, ...]
@@ -239,16 +247,16 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One engine call and the replies to it: those of the tools, then the environment's observation.
+    """An engine call and the replies: the replies of the tools, then the environment's observation.
 
-    An episode is one row of tokens, or several where its history was rewritten or branched. The tokens of a
-    row are, turn by turn, `context` (written by the template) followed by `ids` (written by the model); a
-    turn that begins a row has the whole prompt as its context. Spans are relative to `ids`. `agent`: who
-    asked for it, by the `model` of the request, where an agent program leads the episode. `routes`: of the
-    tokens of its row up to here that no turn before it has routes of. `untrained`: it answers a side request
-    of the agent (`rollout.untrained_agents`), and no loss, baseline or normaliser knows it. `scores`: by the
-    scorer that reads it; none in validation. `taught`: what a teacher reads in place of the context of a turn
-    that begins a row (`kl.prompt`).
+    An episode is a single row of tokens, or several rows where the history was rewritten or branched. The
+    tokens of a row are, turn by turn, `context` (written by the template) followed by `ids` (written by the
+    model); a turn that begins a row has the whole prompt as context. Spans are relative to `ids`. `agent`:
+    the sender of the request, by the `model` of the request, where an agent program leads the episode.
+    `routes`: of the row's tokens up to here without routes in an earlier turn. `untrained`: the turn answers
+    a side request of the agent (`rollout.untrained_agents`), and counts in no loss, baseline or normaliser.
+    `scores`: by the scorer of the data source; none in validation. `taught`: the teacher's prompt in place of
+    the context of a turn that begins a row (`kl.prompt`).
     """
 
     index: int
@@ -269,23 +277,25 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class TurnReply(msgspec.Struct, frozen=True):
-    """The replies to a turn. They are recorded after the turn, in a frame of their own."""
+    """The replies to a turn, recorded after the turn in a separate frame."""
 
     replies: tuple[ToolReply, ...] = ()
     observation: Observation | None = None
 
 
 MAX_VOCABULARY = 1 << 31  # token ids are int32
-MAX_REWARD = 1e6  # what is larger is an error: with it, gradients are not finite, and every step is skipped
+MAX_REWARD = (
+    1e6  # a larger reward is an error: gradients would not be finite, and every step would be skipped
+)
 
 
 class RewardResult(msgspec.Struct, frozen=True):
-    """A reward function returns it for one episode. All numbers are finite.
+    """The result of a reward function for an episode. All numbers are finite.
 
-    `score` falls on the last turn, `turns` (empty, or one number per turn) on theirs. `components`: named
-    parts, for advantages that weigh them. `shaping`: what `algorithm.shaping` adds to the last turn. `notes`:
-    what else it said, such as the answer that it read, for transcripts. `agents`: what each agent of the
-    episode earns for itself, on its own last turn; the score is then earned by every one of them.
+    `score` falls on the last turn, `turns` (empty, or a number per turn) on each turn. `components`: named
+    parts, for advantages that weigh parts. `shaping`: the term that `algorithm.shaping` adds to the last
+    turn. `notes`: further texts, such as the answer that the function read, for transcripts. `agents`: the
+    reward of each agent of the episode, on the agent's last turn; every agent then also earns the score.
     """
 
     score: float
@@ -297,15 +307,17 @@ class RewardResult(msgspec.Struct, frozen=True):
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Say what an episode earned, how it ended. It travels unchanged inside other structs: from the episode
-    to the worker's last record, into the buffer and the store, and as a part of the baseline to the trainer.
+    """The reward and the end of an episode. The result travels unchanged inside other structs: from the
+    episode to the worker's last record, into the buffer and the store, and as a part of the baseline to the
+    trainer.
 
-    `reward` is all of it; `turn_rewards`: the part of each turn; they sum to it (empty: all of it is
-    the last turn's); `components` are its named parts, as the reward function reports them. `tokens` counts
-    model tokens. `shaping`: the part of `reward` that `algorithm.shaping` added.
+    `reward` is the total; `turn_rewards`: the part of each turn, which sum to the total (empty: the last turn
+    has the total); `components` are named parts, as reported by the reward function. `tokens` counts model
+    tokens. `shaping`: the part of `reward` that `algorithm.shaping` added.
 
-    Where agents earn rewards of their own, `agents` is the agent of each turn, and `turn_tokens` its model
-    tokens. The reward is their sum then, 0 in a zero-sum game: baselines compare the parts, `of(agent)`.
+    Where agents have separate rewards, `agents` is the agent of each turn, and `turn_tokens` the turn's model
+    tokens. The reward is then the sum over agents, 0 in a zero-sum game: baselines compare the parts,
+    `of(agent)`.
     """
 
     reward: float
@@ -319,19 +331,19 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def parts(self) -> dict[str, EpisodeResult]:
-        """`of` each agent that earns a reward of its own, in the order of their first turns."""
+        """Return `of` each agent that earns a separate reward, in the order of the agents' first turns."""
         return {agent: self.of(agent) for agent in dict.fromkeys(self.agents)}
 
     def of(self, agent: str) -> EpisodeResult:
-        """One agent's turns, as if they were the whole episode."""
-        mine = [turn for turn, who in enumerate(self.agents) if who == agent]
-        rewards = tuple(self.turn_rewards[turn] for turn in mine)
+        """Return the result of an agent's turns, as if these turns were the whole episode."""
+        own_turns = [turn for turn, turn_agent in enumerate(self.agents) if turn_agent == agent]
+        rewards = tuple(self.turn_rewards[turn] for turn in own_turns)
         return EpisodeResult(
             reward=math.fsum(rewards),
-            tokens=sum(self.turn_tokens[turn] for turn in mine),
+            tokens=sum(self.turn_tokens[turn] for turn in own_turns),
             turn_rewards=rewards,
             components=self.components,
-            shaping=self.shaping if self.agents[-1] == agent else 0.0,  # it falls on the last turn
+            shaping=self.shaping if self.agents[-1] == agent else 0.0,  # shaping falls on the last turn
             end=self.end,
         )
 
@@ -342,37 +354,46 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def judged(self) -> float:
-        """Return what `validation.success` judges: the component `acc`, as in verl, or else the score."""
+        """Return the number that `validation.success` judges: the component `acc`, as in verl, or else the
+        score."""
         return self.components.get("acc", self.score)
 
     @property
     def problem(self) -> str:
-        """Name what makes it unusable: a number that is not finite or beyond MAX_REWARD; '' if none is."""
-        numbers = {"the reward": self.reward, "its shaping": self.shaping}
-        numbers |= {f"the reward of turn {turn}": value for turn, value in enumerate(self.turn_rewards)}
-        numbers |= {f"component {name!r} of the reward": value for name, value in self.components.items()}
-        wrong = [f"{name} is {value:g}" for name, value in numbers.items() if not abs(value) <= MAX_REWARD]
-        return f"{wrong[0]}; it must be within ±{MAX_REWARD:g}" if wrong else ""
+        """Name a number that makes the result unusable: not finite or beyond MAX_REWARD; '' if none does."""
+        checked_numbers = {"the reward": self.reward, "its shaping": self.shaping}
+        checked_numbers |= {
+            f"the reward of turn {turn}": value for turn, value in enumerate(self.turn_rewards)
+        }
+        checked_numbers |= {
+            f"component {name!r} of the reward": value for name, value in self.components.items()
+        }
+        bad_numbers = [
+            f"{name} is {value:g}" for name, value in checked_numbers.items() if not abs(value) <= MAX_REWARD
+        ]
+
+        return f"{bad_numbers[0]}; it must be within ±{MAX_REWARD:g}" if bad_numbers else ""
 
     def misfit(self, turns: int, tokens: int) -> str:
-        """Why it is no result of an episode of so many turns and at most so many tokens; '' if it may be."""
-        lists = [len(self.turn_rewards), len(self.agents), len(self.turn_tokens)]
-        if any(length not in (0, turns) for length in lists):
-            return f"lists of {lists} entries for {turns} turns"
+        """Return why this cannot be the result of an episode of `turns` turns and at most `tokens` tokens; ''
+        if it can."""
+        list_lengths = [len(self.turn_rewards), len(self.agents), len(self.turn_tokens)]
+        if any(length not in (0, turns) for length in list_lengths):
+            return f"lists of {list_lengths} entries for {turns} turns"
         if not all(0 <= count <= tokens for count in (self.tokens, *self.turn_tokens)):
             return f"{self.tokens} model tokens, {list(self.turn_tokens)} in its turns, of {tokens} at most"
         if self.agents and not (self.turn_rewards and self.turn_tokens):
             return "agents whose turns have no rewards or tokens"
+
         return ""
 
 
 class EpisodeStats(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment; `reward_s`: in
-    the reward. `longest_row`: tokens; `prompt`: those of the first row before what was sampled. Of the
-    `answered` tool calls, `failed` raised or ran out of time, `declined` got a ToolError for an answer, and
-    `refused` were wrong themselves.
-    `system_folded`: system messages that the chat template got as others. All of it is of the turns that are
-    trained; `untrained_turns` there were beside them."""
+    the reward. `longest_row`: tokens; `prompt`: tokens of the first row before the first sampled token. Of
+    the `answered` tool calls, `failed` raised or ran out of time, `declined` got a ToolError for an answer,
+    and `refused` were malformed. `system_folded`: system messages that the chat template got under another
+    role. All figures are of trained turns, except `untrained_turns`."""
 
     turns: int
     tool_calls: int = 0
@@ -390,8 +411,11 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False, array_like=True):
     declined: int = 0
 
     def misfit(self, tokens: int) -> str:
-        """Why these are no figures of an episode of no more than so many tokens; '' if they may be."""
-        named = msgspec.structs.asdict(self)
-        most = dict.fromkeys(named, 1 << 53) | {"longest_row": tokens, "prompt": tokens}
-        wrong = [f"{name} is {value:g}" for name, value in named.items() if not 0 <= value <= most[name]]
-        return wrong[0] if wrong else ""
+        """Return why these cannot be figures of an episode of no more than `tokens` tokens; '' if they
+        can."""
+        figures = msgspec.structs.asdict(self)
+        upper_bounds = dict.fromkeys(figures, 1 << 53) | {"longest_row": tokens, "prompt": tokens}
+        bad_figures = [
+            f"{name} is {value:g}" for name, value in figures.items() if not 0 <= value <= upper_bounds[name]
+        ]
+        return bad_figures[0] if bad_figures else ""

@@ -1,4 +1,4 @@
-"""Results that are kept between runs in the user's cache directory, each under a hash of what decides it."""
+"""Results that are kept between runs in the user's cache directory, each under a hash of the inputs."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import msgspec
 
 T = TypeVar("T")
 
-MAX_RESULTS = 256  # the oldest are removed beyond that
+MAX_RESULTS = 256  # beyond this number the oldest results are removed
 
 
-def read_result(key: str, kind: type[T]) -> T | None:
-    """Return the result that was kept under `key`; None without one, or where it cannot be read."""
+def read_result(key: str, result_type: type[T]) -> T | None:
+    """Return the result that was kept under `key`; None without a result, or where reading fails."""
     with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(_file(key).read_bytes(), type=kind)
+        return msgspec.json.decode(_cache_file(key).read_bytes(), type=result_type)
     return None
 
 
 def keep_result(key: str, result: object) -> None:
-    """Keep a result. Processes may race; a cache that cannot be written is left as it is."""
-    file = _file(key)
-    content = msgspec.json.encode(result)
+    """Keep a result. Processes may race; a cache that cannot be written stays unchanged."""
+    cache_file = _cache_file(key)
+    encoded_result = msgspec.json.encode(result)
     with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache_file.parent, delete=False) as temporary:
             try:
-                temporary.write(content)
+                temporary.write(encoded_result)
                 temporary.flush()
-                os.replace(temporary.name, file)
+                os.replace(temporary.name, cache_file)
             except BaseException:
                 os.unlink(temporary.name)
                 raise
 
-        for old in sorted(file.parent.iterdir(), key=os.path.getmtime)[:-MAX_RESULTS]:
-            old.unlink()
+        for oldest_file in sorted(cache_file.parent.iterdir(), key=os.path.getmtime)[:-MAX_RESULTS]:
+            oldest_file.unlink()
 
 
-def _file(key: str) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return cache / "asyncrl" / "models" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+def _cache_file(key: str) -> Path:
+    cache_directory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return cache_directory / "asyncrl" / "models" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

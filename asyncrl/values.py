@@ -1,4 +1,4 @@
-"""Values that users' code, models and other programs gave, as values that can be recorded."""
+"""Converts values of users' code, models and other programs into values that can be recorded."""
 
 from __future__ import annotations
 
@@ -10,56 +10,61 @@ from typing import Any
 
 import msgspec
 
-LISTED = 200  # characters of a text, in a list of episodes
-MAX_RESULT = 1 << 20  # bytes of what an agent or a tool leaves for the reward, as JSON
+MAX_LISTED_LENGTH = 200  # characters of a text in a list of episodes
+MAX_RESULT = 1 << 20  # bytes, as JSON, of the result of an agent or a tool for the reward
 
 
-def finite(what: str, value: Any) -> float:
-    """A number of any type as a float. TypeError or ValueError, beginning with `what`, if it is no number, or
-    no finite one."""
+def finite(subject: str, value: Any) -> float:
+    """Return a number of any type as a float. TypeError or ValueError, beginning with `subject`, if the value
+    is no number, or no finite number."""
     try:
         number = float(value)
     except OverflowError:  # an int with hundreds of digits
         number = math.inf
     except (TypeError, ValueError):
-        raise TypeError(f"{what} is {value!r}, which is no number") from None
+        raise TypeError(f"{subject} is {value!r}, which is no number") from None
+
     if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}, which is no finite number")
+        raise ValueError(f"{subject} is {number}, which is no finite number")
+
     return number
 
 
-def result_of(value: Any, whose: str = "the agent") -> Any:
-    """Return what an agent or a tool returned for the reward, as a JSON value. TypeError or ValueError where
-    it is none, or no result."""
+def result_of(value: Any, subject: str = "the agent") -> Any:
+    """Return the value that an agent or a tool returned for the reward, as a JSON value. TypeError or
+    ValueError where the value is no JSON value, or no result."""
     if isinstance(value, Real):
-        value = finite(f"the result of {whose}", value)
+        value = finite(f"the result of {subject}", value)
     elif value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{whose} returned a {type(value).__name__}; None, a number or a dict is expected")
+        raise TypeError(f"{subject} returned a {type(value).__name__}; None, a number or a dict is expected")
+
     encoded = msgspec.json.encode(value)
     if len(encoded) > MAX_RESULT:
-        raise ValueError(f"{whose} returned {len(encoded)} bytes, {MAX_RESULT} are allowed")
+        raise ValueError(f"{subject} returned {len(encoded)} bytes, {MAX_RESULT} are allowed")
     return msgspec.json.decode(encoded)
 
 
 def encodable(text: str) -> str:
-    """The text with a question mark for each half of a surrogate pair: JSON can write one, UTF-8 cannot, and
-    no tokenizer takes it."""
+    """Return the text with a question mark for each half of a surrogate pair: JSON can write half a pair,
+    UTF-8 cannot, and no tokenizer accepts it."""
     return text.encode(errors="replace").decode()
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Return whether a JSON value is nested deeper than so many levels."""
+    """Return whether a JSON value is nested deeper than `levels`."""
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, list) and (not levels or any(is_deeper(item, levels - 1) for item in value))
 
 
-def in_short(text: str, most: int = LISTED) -> str:
-    """Return the text on one line of at most so many characters."""
-    line = " ".join(encodable(text[: 4 * most]).replace("\0", " ").split())
-    return line if len(line) <= most and len(text) <= 4 * most else f"{line[: most - 1]}…"
+def in_short(text: str, max_length: int = MAX_LISTED_LENGTH) -> str:
+    """Return the text on a single line of at most `max_length` characters."""
+    line = " ".join(encodable(text[: 4 * max_length]).replace("\0", " ").split())
+    return line if len(line) <= max_length and len(text) <= 4 * max_length else f"{line[: max_length - 1]}…"
 
 
 def printable(text: str) -> str:
-    """The text with the control characters that a terminal would obey as `^[`; lines and tabs stay."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda one: f"^{chr(ord(one[0]) & 127 ^ 64)}", text)
+    """Return the text with control characters that a terminal would obey as `^[`; lines and tabs stay."""
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"^{chr(ord(control[0]) & 127 ^ 64)}", text
+    )

@@ -1,7 +1,7 @@
-"""Models behind an OpenAI-compatible URL, and JSON over HTTP to a server that may be busy: one deadline over
-all tries, bounded answers, one error.
+"""Models behind an OpenAI-compatible URL, and JSON over HTTP to a server that may be busy: a deadline over
+all tries, bounded answers, a single error type.
 
-429, 5xx, connection refused or cut     tried again after a pause that doubles, or what Retry-After says
+429, 5xx, connection refused or cut     tried again after a pause that doubles, or after Retry-After seconds
 every other refusal                     RemoteError at once
 """
 
@@ -27,12 +27,12 @@ from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line, wai
 from asyncrl.types import Message
 
 if TYPE_CHECKING:
-    import aiohttp  # imported when first used: it takes 0.1 s, and reward processes import this file
+    import aiohttp  # imported when first used: the import takes 0.1 s, and reward processes import this file
 
-MAX_BYTES = 4 << 20  # bytes of one answer
-PAUSE = 0.5  # seconds before the first repetition
+MAX_BYTES = 4 << 20  # maximum size of an answer
+FIRST_PAUSE = 0.5  # seconds before the first repetition
 SCORER = "scorer:"  # beginning of a URL that names a scorer of the run
-AGAIN = frozenset({408, 409, 429})
+RETRIED_STATUSES = frozenset({408, 409, 429})
 
 _Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "aiohttp.ClientSession"]
 _sessions: _Sessions = weakref.WeakKeyDictionary()
@@ -47,16 +47,16 @@ class RemoteLost(RemoteError):
 
 
 class _Busy(Exception):
-    """Worth another try, after `pause` seconds if the server asks for that."""
+    """A failure worth another try, after `pause` seconds if the server asks for a pause."""
 
-    def __init__(self, why: str, pause: float = 0.0) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, pause: float = 0.0) -> None:
+        super().__init__(reason)
         self.pause = pause
 
 
 def check_url(url: str, *, direct: bool = False) -> None:
-    """Raise ConfigError for a URL that is neither of HTTP nor of a scorer and, unless `direct`, for one whose
-    proxy cannot be used."""
+    """Raise ConfigError for a URL that is neither of HTTP nor of a scorer and, unless `direct`, for a URL
+    whose proxy cannot be used."""
     if not url.startswith(("http://", "https://", SCORER)):
         raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER}NAME")
     with ConfigError.instead_of(ValueError, text=f"the URL {url!r}", advice="correct its host or its port"):
@@ -78,51 +78,54 @@ async def post(
     headers: Mapping[str, str] | None = None,
     direct: bool = False,
 ) -> bytes:
-    """The answer to `body`, sent as JSON, at most MAX_BYTES. `seconds` bound all of it, tries and pauses
-    included. `direct`: through no proxy. Raises RemoteError, which begins with the URL."""
-    data = msgspec.json.encode(body)
+    """Return the answer to `body`, sent as JSON, at most MAX_BYTES. `seconds` is the deadline over all tries
+    and pauses. `direct`: use no proxy. Raises RemoteError, which begins with the URL."""
+    encoded_body = msgspec.json.encode(body)
     headers = {"Content-Type": "application/json", **(headers or {})}
     proxy = None if direct else proxy_of(url)
     via_proxy = f" through the proxy {_without_password(proxy)}" if proxy else ""
-    trouble = "no answer"
+    last_problem = "no answer"
 
     try:
         async with asyncio.timeout(seconds):
             for attempt in range(retries + 1):
                 try:
-                    with waits_for(f"{url}{via_proxy}: {trouble}"):
-                        return await _once(url, data, headers, proxy)
+                    with waits_for(f"{url}{via_proxy}: {last_problem}"):
+                        return await _post_once(url, encoded_body, headers, proxy)
                 except _Busy as busy:
-                    trouble = str(busy)
-                    pause = max(busy.pause, PAUSE * 2**attempt * random.uniform(0.5, 1.0))
+                    last_problem = str(busy)
+                    pause_seconds = max(busy.pause, FIRST_PAUSE * 2**attempt * random.uniform(0.5, 1.0))
 
                 if attempt < retries:
-                    with waits_for(f"{url}{via_proxy}: {trouble}"):
-                        await asyncio.sleep(pause)
+                    with waits_for(f"{url}{via_proxy}: {last_problem}"):
+                        await asyncio.sleep(pause_seconds)
     except TimeoutError:
-        raise RemoteLost(f"{url}: no answer within {seconds:g} s{via_proxy} (last: {trouble})") from None
-    raise RemoteLost(f"{url}: {trouble}{via_proxy}, after {retries + 1} tries")
+        raise RemoteLost(f"{url}: no answer within {seconds:g} s{via_proxy} (last: {last_problem})") from None
+
+    raise RemoteLost(f"{url}: {last_problem}{via_proxy}, after {retries + 1} tries")
 
 
 async def close_sessions() -> None:
-    """Close the connections of this event loop; they are opened again when needed."""
+    """Close the connections of this event loop; new connections are opened when needed."""
     session = _sessions.pop(asyncio.get_running_loop(), None)
     if session is not None:
         await session.close()
 
 
-async def _once(url: str, data: bytes, headers: Mapping[str, str], proxy: str | None) -> bytes:
+async def _post_once(url: str, encoded_body: bytes, headers: Mapping[str, str], proxy: str | None) -> bytes:
     import aiohttp
 
     try:
-        sent = _session().post(url, data=data, headers=headers, allow_redirects=False, proxy=proxy)
-        async with sent as response:
-            answer = await _bounded(url, response)
-            if response.status in AGAIN or response.status >= 500:
-                raise _Busy(_describe(response.status, answer), _pause(response))
+        response_context = _session().post(
+            url, data=encoded_body, headers=headers, allow_redirects=False, proxy=proxy
+        )
+        async with response_context as response:
+            content = await _read_bounded(url, response)
+            if response.status in RETRIED_STATUSES or response.status >= 500:
+                raise _Busy(_describe_response(response.status, content), _retry_after(response))
             if response.status != 200:
-                raise RemoteError(f"{url}: {_describe(response.status, answer)}")
-            return answer
+                raise RemoteError(f"{url}: {_describe_response(response.status, content)}")
+            return content
     except aiohttp.ClientError as error:
         raise _Busy(one_line(error)) from None
 
@@ -130,35 +133,38 @@ async def _once(url: str, data: bytes, headers: Mapping[str, str], proxy: str | 
 def proxy_of(url: str) -> str | None:
     """Return the proxy that the environment names for a URL (`http_proxy`, `https_proxy`, `all_proxy`); None
     for hosts and networks of `no_proxy` and for this machine. ws:// and wss:// are as http:// and https://."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
+    url_parts = urlsplit(url)
+    host = url_parts.hostname or ""
     proxies = request.getproxies_environment()
-    if _is_bypassed(host, parts.port, proxies.get("no", "")):
+    if _is_bypassed(host, url_parts.port, proxies.get("no", "")):
         return None
 
-    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+    scheme = {"ws": "http", "wss": "https"}.get(url_parts.scheme, url_parts.scheme)
     proxy = proxies.get(scheme) or proxies.get("all")
     if proxy and "://" not in proxy:
         proxy = f"http://{proxy}"
     if proxy and not proxy.startswith(("http://", "https://")):
-        kind = proxy.partition("://")[0]
+        proxy_scheme = proxy.partition("://")[0]
         raise ConfigError(
-            f"{scheme if proxies.get(scheme) else 'all'}_proxy: a proxy of the kind {kind}:// is not "
+            f"{scheme if proxies.get(scheme) else 'all'}_proxy: a proxy of the kind {proxy_scheme}:// is not "
             f"supported; set an http:// or https:// proxy, or add {host} to no_proxy"
         )
+
     return proxy or None
 
 
 def _without_password(proxy: str) -> str:
-    parts = urlsplit(proxy)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    proxy_parts = urlsplit(proxy)
+    return f"{proxy_parts.scheme}://{proxy_parts.netloc.rpartition('@')[2]}"
 
 
 def _is_bypassed(host: str, port: int | None, no_proxy: str) -> bool:
-    """True for this machine, and for what `no_proxy` lists: names with or without a port, and networks."""
+    """Return True for this machine, and for entries of `no_proxy`: names with or without a port, and
+    networks."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
-    proxy_bypass = request.proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
+
+    proxy_bypass = request.proxy_bypass_environment  # type: ignore[attr-defined]  # missing in typeshed
     if proxy_bypass(f"{host}:{port}" if port else host):
         return True
 
@@ -166,6 +172,7 @@ def _is_bypassed(host: str, port: int | None, no_proxy: str) -> bool:
         address = ip_address(host)
     except ValueError:  # a name
         return False
+
     return address.is_loopback or any(address in network for network in _networks(no_proxy))
 
 
@@ -176,16 +183,17 @@ def _networks(no_proxy: str) -> Iterator[IPv4Network | IPv6Network]:
             yield ip_network(entry.strip(), strict=False)
 
 
-async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
-    parts = []
-    size = 0
-    async for part in response.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > MAX_BYTES:
+async def _read_bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
+    chunks = []
+    total_bytes = 0
+    async for chunk in response.content.iter_any():
+        chunks.append(chunk)
+        total_bytes += len(chunk)
+        if total_bytes > MAX_BYTES:
             response.close()
             raise RemoteError(f"{url}: the answer is larger than {MAX_BYTES} bytes")
-    return b"".join(parts)
+
+    return b"".join(chunks)
 
 
 def _session() -> aiohttp.ClientSession:
@@ -195,22 +203,24 @@ def _session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:
-        session = _sessions[loop] = aiohttp.ClientSession(
-            # Callers limit their own requests; waiting for one of aiohttp's 100 places would use `seconds`.
+        session = aiohttp.ClientSession(
+            # Callers limit requests themselves; waiting for aiohttp's limit of 100 would use up `seconds`.
             connector=aiohttp.TCPConnector(limit=0),
-            # The deadline is `post`'s; aiohttp's own of five minutes would cut a longer one short.
+            # `post` has a deadline; aiohttp's default of five minutes would cut a longer deadline short.
             timeout=aiohttp.ClientTimeout(total=None),
         )
+        _sessions[loop] = session
+
     return session
 
 
-def _describe(status: int, answer: bytes) -> str:
-    text = " ".join(answer[:1000].decode("utf-8", "replace").split())[:200]
+def _describe_response(status: int, content: bytes) -> str:
+    text = " ".join(content[:1000].decode("utf-8", "replace").split())[:200]
     return f"status {status} ({text})" if text else f"status {status}"
 
 
-def _pause(response: aiohttp.ClientResponse) -> float:
-    """Return seconds of Retry-After; its other form, a date, is ignored."""
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    """Return seconds of Retry-After; a date in this header is ignored."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "")))
     except ValueError:
@@ -232,17 +242,17 @@ class _Completion(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...]
 
 
-_completion = msgspec.json.Decoder(_Completion).decode
+_decode_completion = msgspec.json.Decoder(_Completion).decode
 
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """`url` is the base URL as OpenAI clients take it, ending with `/v1`.
+    """A chat model; `url` is the base URL as OpenAI clients expect, ending with `/v1`.
 
-    `api_key_env` names the environment variable that holds the key; empty: none is sent. `timeout` is in
-    seconds, of one `chat` with its repetitions. A `temperature` below 0 and `max_tokens` of 0 are not sent,
-    as some models refuse them. Instances hold no connection: those are shared within an event loop and closed
-    by `close_sessions`. ConfigError: a bad URL, or no such key.
+    `api_key_env` names the environment variable that holds the key; empty: no key is sent. `timeout` is in
+    seconds, for a `chat` with all repetitions. A `temperature` below 0 and `max_tokens` of 0 are not sent, as
+    some models refuse these settings. Instances hold no connection: connections are shared within an event
+    loop and closed by `close_sessions`. ConfigError: a bad URL, or no such key.
     """
 
     url: str
@@ -260,7 +270,7 @@ class RemoteModel:
         bearer(self.api_key_env)
 
     async def chat(self, messages: Sequence[Message]) -> str:
-        """The model's next message, which may be ''. Raises RemoteError."""
+        """Return the model's next message, which may be ''. Raises RemoteError."""
         url = f"{self.url.rstrip('/')}/chat/completions"
         body = {
             "model": self.model,
@@ -277,16 +287,17 @@ class RemoteModel:
             direct=self.direct,
         )
         try:
-            return _completion(answer).choices[0].message.content or ""
+            return _decode_completion(answer).choices[0].message.content or ""
         except (*UNDECODABLE, IndexError) as error:
             raise RemoteError(f"{url}: the answer is no chat completion ({one_line(error)})") from error
 
 
 def bearer(api_key_env: str) -> dict[str, str]:
-    """The header with the key of that environment variable; none without a name. ConfigError: it is empty."""
+    """Return the header with the key of an environment variable; none without a name. ConfigError: the
+    variable is empty."""
     if not api_key_env:
         return {}
-    key = os.environ.get(api_key_env)
-    if not key:
+    api_key = os.environ.get(api_key_env)
+    if not api_key:
         raise ConfigError(f"the environment variable {api_key_env} holds no key; set it")
-    return {"Authorization": f"Bearer {key}"}
+    return {"Authorization": f"Bearer {api_key}"}

@@ -1,10 +1,10 @@
-"""Plays an episode that an agent program leads: each of its requests becomes a turn.
+"""Plays an episode that an agent program leads: each request of the agent becomes a turn.
 
     agent --request--> Gateway --AgentRequest--> AgentHost: place, sample, post, wait until durable --> agent
     the agent ends --> reward
 
-A turn is durable before the agent gets it, which may then have side effects. A turn whose client had left
-(a timeout) is kept for the same request.
+A turn is durable before the agent receives the reply, because the agent may then cause side effects. A turn
+whose client has left (a timeout) is kept for a repetition of the same request.
 """
 
 from __future__ import annotations
@@ -35,154 +35,172 @@ from asyncrl.values import result_of
 
 
 class IdleTimer:
-    """Adds up the seconds in which an agent has no request under way; they count as one named wait."""
+    """Adds up the seconds in which an agent has no open request; they count as a named wait."""
 
-    def __init__(self, waits: Waits, limit: float) -> None:
-        self.seconds = 0.0
-        self._limit = limit  # of the episode, in seconds: an agent has no deadline of its own
+    def __init__(self, waits: Waits, episode_timeout: float) -> None:
+        self.idle_seconds = 0.0
+        self._episode_timeout = episode_timeout  # seconds; an agent has no separate deadline
         self._waits = waits
-        self._requests = 0
-        self._since = 0.0
-        self._wait = ExitStack()
+        self._open_requests = 0
+        self._idle_since = 0.0
+        self._named_wait = ExitStack()
 
-    def start(self) -> None:
-        self._since = asyncio.get_running_loop().time()
-        self._wait.enter_context(self._waits.named("the agent program", self._limit))
+    def start_idle(self) -> None:
+        self._idle_since = asyncio.get_running_loop().time()
+        self._named_wait.enter_context(self._waits.named("the agent program", self._episode_timeout))
 
-    def stop(self) -> None:
-        self.seconds += asyncio.get_running_loop().time() - self._since
-        self._wait.close()
+    def stop_idle(self) -> None:
+        self.idle_seconds += asyncio.get_running_loop().time() - self._idle_since
+        self._named_wait.close()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The body answers a request; several may overlap."""
-        if not self._requests:
-            self.stop()
-        self._requests += 1
+    def answering(self) -> Iterator[None]:
+        """Answers a request in the body; several bodies may overlap."""
+        if not self._open_requests:
+            self.stop_idle()
+        self._open_requests += 1
         try:
             yield
         finally:
-            self._requests -= 1
-            if not self._requests:
-                self.start()
+            self._open_requests -= 1
+            if not self._open_requests:
+                self.start_idle()
 
 
 class AgentHost:
-    """Answers the requests of one agent. `failed` is done, with the error, when the episode cannot go on."""
+    """Answers the requests of an agent. `fatal_error` is done, with the error, when the episode cannot go
+    on."""
 
-    def __init__(self, run: EpisodeRun, branches: Branches, idle: IdleTimer) -> None:
-        self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._run = run
+    def __init__(self, episode_run: EpisodeRun, branches: Branches, idle_timer: IdleTimer) -> None:
+        self.fatal_error: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._episode_run = episode_run
         self._branches = branches
-        self._idle = idle
-        self._rendering = asyncio.Lock()
-        self._posting = asyncio.Lock()  # turns are posted in the order of their numbers
-        self._changed = Notifier()  # there is one more turn
+        self._idle_timer = idle_timer
+        self._render_lock = asyncio.Lock()
+        self._post_lock = asyncio.Lock()  # turns are posted in the order of turn numbers
+        self._turn_added = Notifier()
 
     async def answer(
         self, request: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
     ) -> Sequence[AgentReply] | Refusal:
-        with self._ending(ConfigError):
+        with self._end_episode_on_error(ConfigError):
             await self._render(request)
-            found = self._branches.find(request, count, attempt)
-        if isinstance(found, Refusal):
-            return found
-        with self._ending(), self._idle.paused():
-            return await self._together(found, listener)
+            sources = self._branches.find(request, count, attempt)
+        if isinstance(sources, Refusal):
+            return sources
+        with self._end_episode_on_error(), self._idle_timer.answering():
+            return await self._reply_to_all(sources, listener)
 
     async def count(self, request: AgentRequest) -> int:
-        with self._ending(ConfigError):
+        with self._end_episode_on_error(ConfigError):
             await self._render(request)
             return self._branches.count(request)
 
     @contextmanager
-    def _ending(self, *others: type[Exception]) -> Iterator[None]:
-        """End the episode if the body raises an error, unless it is one of these: see `Host`."""
+    def _end_episode_on_error(self, *reported_errors: type[Exception]) -> Iterator[None]:
+        """End the episode if the body raises an error, except for `reported_errors`: see `Host`."""
         try:
             with users_code():
                 yield
-        except others:
+        except reported_errors:
             raise
         except Exception as error:
-            if not self.failed.done():
-                self.failed.set_result(error)
+            if not self.fatal_error.done():
+                self.fatal_error.set_result(error)
             raise
 
     async def _render(self, request: AgentRequest) -> None:
-        """Other episodes go on meanwhile, and share the threads: each has one of them, which is busy to the
-        end even if the client leaves."""
-        async with self._rendering:
-            if (rendering := self._branches.rendering(request)) is not None:
-                await to_its_end(rendering)
+        """Render a request in a thread while the event loop serves further episodes. An episode uses a single
+        thread at a time, and keeps that thread busy to the end even if the client leaves."""
+        async with self._render_lock:
+            if (render_call := self._branches.rendering(request)) is not None:
+                await to_its_end(render_call)
 
     def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)
 
-    async def _together(self, found: list[Turn | Placement], listener: Listener | None) -> list[AgentReply]:
-        """All answers to a request, once they are durable. When one fails, or the client leaves, none is left
-        under way, and none counts as delivered."""
+    async def _reply_to_all(
+        self, sources: list[Turn | Placement], listener: Listener | None
+    ) -> list[AgentReply]:
+        """Return all answers to a request, once they are durable. When an answer fails, or the client leaves,
+        the remaining tasks are cancelled and no answer counts as delivered."""
         if listener is not None:
-            listener.begun(self._branches.prompt_tokens(found[0]))
-        answers = [
-            self._one(one, None if listener is None else partial(listener.delta, index))
-            for index, one in enumerate(found)
+            listener.begun(self._branches.prompt_tokens(sources[0]))
+        pending_replies = [
+            self._reply_from(source, None if listener is None else partial(listener.delta, index))
+            for index, source in enumerate(sources)
         ]
-        tasks = list(map(asyncio.ensure_future, answers))
+        reply_tasks = list(map(asyncio.ensure_future, pending_replies))
         try:
-            replies = await asyncio.gather(*tasks)
-            await self._run.until_durable()
+            replies = await asyncio.gather(*reply_tasks)
+            await self._episode_run.until_durable()
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-            self._branches.give_back([*found, *(one.turn for one in ended if isinstance(one, AgentReply))])
+            for reply_task in reply_tasks:
+                reply_task.cancel()
+            task_results = await asyncio.gather(*reply_tasks, return_exceptions=True)
+            self._branches.give_back(
+                [*sources, *(reply.turn for reply in task_results if isinstance(reply, AgentReply))]
+            )
             raise
+
         return replies
 
-    async def _one(self, found: Turn | Placement, on_text: OnText | None) -> AgentReply:
-        """Reply with a turn that was not delivered, a recorded one, or one that is sampled and posted."""
-        turn = found if isinstance(found, Turn) else await self._turn(found, on_text)
+    async def _reply_from(self, source: Turn | Placement, on_text: OnText | None) -> AgentReply:
+        """Reply with an undelivered turn, a recorded turn, or a turn that is sampled and posted now."""
+        turn = source if isinstance(source, Turn) else await self._obtain_turn(source, on_text)
         branches = self._branches
-        decode = self._run.context.rules.chat.decode
-        stopped = branches.stopped_at(turn)
-        return AgentReply(branches.said(turn), turn, branches.prompt_tokens(turn), decode, stopped)
+        decode = self._episode_run.context.rules.chat.decode
+        stop_text = branches.stopped_at(turn)
+        return AgentReply(branches.said(turn), turn, branches.prompt_tokens(turn), decode, stop_text)
 
-    async def _turn(self, place: Placement, on_text: OnText | None) -> Turn:
+    async def _obtain_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
         try:
-            return await self._recorded(place) or await self._sample(place, on_text)
+            return await self._recorded_turn(placement) or await self._sample_turn(placement, on_text)
         finally:
-            self._branches.cancel(place)
+            self._branches.cancel(placement)
 
-    async def _recorded(self, place: Placement) -> Turn | None:
-        """The turn that answered this request in an earlier attempt, once all turns before it were added."""
-        while (turn := self._branches.recorded_turn(place)) is not None:
+    async def _recorded_turn(self, placement: Placement) -> Turn | None:
+        """Return the turn that answered this request in an earlier attempt, once all turns before have been
+        added."""
+        while (turn := self._branches.recorded_turn(placement)) is not None:
             if turn.index == len(self._branches.turns):
-                added = self._add(place, turn)
+                added_turn = self._add_turn(placement, turn)
                 if not self._branches.replaying:
-                    self._run.caught_up()
-                return added
-            await self._changed.wait()
+                    self._episode_run.restart_clock()
+                return added_turn
+            await self._turn_added.wait()
+
         return None
 
-    async def _sample(self, place: Placement, on_text: OnText | None) -> Turn:
-        rules = self._run.context.rules
-        asked = place.request
-        watch = None
-        on_text = None if asked.prompt is not None else on_text  # its thoughts and calls are not told apart
-        if asked.stops or on_text:
-            watch = TurnWatch(rules, asked.tools, asked.stops, opening(rules, place.context), on_text)
-        asked_for = place.ids, place.max_new_tokens, place.session, watch, not place.untrained, asked.agent
-        generation = await self._run.generate(*asked_for)
-        if trouble := problem(rules.chat.stop_ids, place.max_new_tokens, generation):
-            raise EngineError(trouble)
-        async with self._posting:
-            turn = self._branches.turn(place, generation)
-            await self._run.post_turn(turn, place.session)
-            return self._add(place, turn)  # at once: what is posted is a turn, even if the client has left
+    async def _sample_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
+        rules = self._episode_run.context.rules
+        request = placement.request
+        if request.prompt is not None:
+            on_text = None  # thoughts and calls of a plain completion are not told apart
 
-    def _add(self, place: Placement, turn: Turn) -> Turn:
-        self._branches.add(place, turn)
-        self._changed.notify()
+        watch = None
+        if request.stops or on_text:
+            watch = TurnWatch(rules, request.tools, request.stops, opening(rules, placement.context), on_text)
+        generation = await self._episode_run.generate(
+            placement.ids,
+            placement.max_new_tokens,
+            row=placement.session,
+            watch=watch,
+            is_trained=not placement.untrained,
+            agent=request.agent,
+        )
+        if turn_problem := problem(rules.chat.stop_ids, placement.max_new_tokens, generation):
+            raise EngineError(turn_problem)
+
+        async with self._post_lock:
+            turn = self._branches.turn(placement, generation)
+            await self._episode_run.post_turn(turn, placement.session)
+            # A posted turn counts at once, even if the client has left.
+            return self._add_turn(placement, turn)
+
+    def _add_turn(self, placement: Placement, turn: Turn) -> Turn:
+        self._branches.add(placement, turn)
+        self._turn_added.notify()
         return turn
 
 
@@ -191,95 +209,121 @@ class AgentPlayer:
     """See `Player`."""
 
     run: EpisodeRun
-    shared: Agents
+    agents: Agents
     _branches: Branches = field(init=False)
-    _idle: IdleTimer = field(init=False)
-    _ended: tuple[EpisodeEnd, Any] | None = None  # how, and with what result, once the agent has
+    _idle_timer: IdleTimer = field(init=False)
+    _agent_outcome: tuple[EpisodeEnd, Any] | None = None  # end and result, once the agent has ended
 
     def __post_init__(self) -> None:
-        self._branches = Branches(self.run.context.rules, (), self.shared.untrained)
-        self._idle = IdleTimer(self.run.context.waits, self.run.context.rules.config.episode_timeout)
+        self._branches = Branches(self.run.context.rules, (), self.agents.untrained)
+        self._idle_timer = IdleTimer(self.run.context.waits, self.run.context.rules.config.episode_timeout)
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
-        self._branches = Branches(self.run.context.rules, recorded, self.shared.untrained)
-        late, result = await self._serve_agent()
+        self._branches = Branches(self.run.context.rules, recorded, self.agents.untrained)
+        timed_out, result = await self._serve_agent()
         self._check_replayed()
         if trained(self._branches.turns):
-            self._ended = EpisodeEnd.TIMEOUT if late else self._branches.end, result
-            return await self._scored(*self._ended)
+            self._agent_outcome = EpisodeEnd.TIMEOUT if timed_out else self._branches.end, result
+            return await self._score_turns(*self._agent_outcome)
         if self._branches.refused is not None:
             return Outcome(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
-        side = ", but for side requests (rollout.untrained_agents, or not of `agents`)"
-        side = side if self._branches.turns else ""
-        raise AgentError(f"the agent ended without asking the model{side}")
+
+        side_requests = ""
+        if self._branches.turns:
+            side_requests = ", but for side requests (rollout.untrained_agents, or not of `agents`)"
+        raise AgentError(f"the agent ended without asking the model{side_requests}")
 
     async def expire(self) -> Outcome:
         self._check_replayed()
         if not trained(self._branches.turns):
             detail = "not one turn was done within rollout.episode_timeout"
             return Outcome(Fail(FailReason.DEADLINE, detail), ())
-        lost = {"failed": "the time was up before what changed was collected"}
-        nothing = lost if task_of(self.run.assign.sample) else None
-        return await self._scored(*(self._ended or (EpisodeEnd.TIMEOUT, nothing)))
+
+        if self._agent_outcome is not None:
+            end, result = self._agent_outcome
+            return await self._score_turns(end, result)
+
+        unknown_result = {"failed": "the time was up before what changed was collected"}
+        result = unknown_result if task_of(self.run.assignment.sample) else None
+        return await self._score_turns(EpisodeEnd.TIMEOUT, result)
 
     async def close(self) -> None:
         """Do nothing: the agent has ended with `play`."""
 
     async def _serve_agent(self) -> tuple[bool, Any]:
-        """Run the agent, and return whether its time was up, and its result; None if it gave up after a limit
-        had refused its request or cut its last turn."""
-        host = AgentHost(self.run, self._branches, self._idle)
-        self._idle.start()
+        """Run the agent; return whether the time was up, and the agent's result. The result is None if the
+        agent gave up after a limit had refused a request or cut the last turn."""
+        host = AgentHost(self.run, self._branches, self._idle_timer)
+        self._idle_timer.start_idle()
         try:
-            async with self.shared.gateway.admit(host, lambda: self.run.seconds) as endpoint:
-                agent = await self._run_agent(endpoint, host.failed)
+            async with self.agents.gateway.admit(host, lambda: self.run.seconds) as endpoint:
+                agent_task = await self._run_agent(endpoint, host.fatal_error)
         finally:
-            self._idle.stop()
-        if host.failed.done():
-            raise host.failed.result()
+            self._idle_timer.stop_idle()
+
+        if host.fatal_error.done():
+            raise host.fatal_error.result()
+
         try:
-            return False, result_of(agent.result())
+            return False, result_of(agent_task.result())
         except TimeUp as error:
             return True, result_of(error.result)
         except SetupError:
             raise
         except Exception as error:
             branches = self._branches
-            ran = isinstance(error, CommandError)
-            judged = ran and task_of(self.run.assign.sample)  # the model can end its program
-            own = bool(trained(branches.turns)) and (judged or branches.end is EpisodeEnd.LENGTH)
-            if branches.refused is None and not own:
+            program_failed = isinstance(error, CommandError)
+            # In a task the model can end the agent's program.
+            model_failed_program = program_failed and task_of(self.run.assignment.sample)
+            model_is_cause = bool(trained(branches.turns)) and (
+                model_failed_program or branches.end is EpisodeEnd.LENGTH
+            )
+            if branches.refused is None and not model_is_cause:
                 raise AgentError(describe(error)) from error
             return False, result_of(error.result) if isinstance(error, CommandError) else None
 
-    async def _run_agent(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
-        """Run the agent until it ends, or `failed` is done; it is done in both cases."""
-        tokens = self.run.context.rules.config.max_tokens
-        endpoint = replace(endpoint, max_tokens=tokens, seconds=self.run.seconds_left)
-        call = self.shared.threads.call(partial(self.shared.agent, self.run.assign.sample, endpoint))
-        agent = asyncio.ensure_future(call)
-        try:
-            await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            agent.cancel()
-            await asyncio.gather(agent, return_exceptions=True)
-        return agent
-
-    async def _scored(self, end: EpisodeEnd, result: Any) -> Outcome:
-        """Score the turns, limited by `rollout.reward_timeout`, not by what is left of the episode's time."""
-        turns = trained(self._branches.turns)
-        branches = self._branches
-        calls = branches.calls
-        shown = branches.messages, calls, result, branches.main
-        earned = await self.run.reward(turns, branches.answer, end, *shown)
-        stats = EpisodeStats(
-            len(turns),
-            calls,
-            tool_s=self._idle.seconds,
-            system_folded=branches.folded,
-            untrained_turns=len(branches.turns) - len(turns),
+    async def _run_agent(
+        self, endpoint: Endpoint, fatal_error: asyncio.Future[Exception]
+    ) -> asyncio.Future[Any]:
+        """Run the agent until the program ends or `fatal_error` is done; the returned future is done in both
+        cases."""
+        max_tokens = self.run.context.rules.config.max_tokens
+        endpoint = replace(endpoint, max_tokens=max_tokens, seconds=self.run.seconds_left)
+        agent_call = self.agents.threads.call(
+            partial(self.agents.agent, self.run.assignment.sample, endpoint)
         )
-        return Outcome(scored(turns, end, earned), turns, stats)
+        agent_task = asyncio.ensure_future(agent_call)
+        try:
+            await asyncio.wait([agent_task, fatal_error], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            agent_task.cancel()
+            await asyncio.gather(agent_task, return_exceptions=True)
+
+        return agent_task
+
+    async def _score_turns(self, end: EpisodeEnd, result: Any) -> Outcome:
+        """Score the turns, limited by `rollout.reward_timeout`, not by the remaining time of the episode."""
+        branches = self._branches
+        trained_turns = trained(branches.turns)
+        call_count = branches.calls
+        reward_result = await self.run.compute_reward(
+            trained_turns,
+            branches.answer,
+            end,
+            messages=branches.messages,
+            tool_calls=call_count,
+            result=result,
+            main_conversation=branches.main,
+        )
+        stats = EpisodeStats(
+            turns=len(trained_turns),
+            tool_calls=call_count,
+            tool_s=self._idle_timer.idle_seconds,
+            system_folded=branches.folded,
+            untrained_turns=len(branches.turns) - len(trained_turns),
+        )
+
+        return Outcome(scored(trained_turns, end, reward_result), trained_turns, stats)
 
     def _check_replayed(self) -> None:
         if self._branches.replaying:
@@ -287,7 +331,7 @@ class AgentPlayer:
 
 
 class Agents:
-    """The agent, gateway and threads that all episodes of a worker share. Start the gateway first."""
+    """Holds the agent, gateway and threads that all episodes of a worker share. Start the gateway first."""
 
     def __init__(self, agent: Agent, gateway: Gateway, untrained: Untrained = lambda request: False) -> None:
         self.agent = agent

@@ -1,8 +1,8 @@
-"""Attempts at episodes: what both players use to sample a turn, post records and compute the reward.
+"""Attempts at episodes: both players sample turns, post records and compute the reward here.
 
 generate -> post_turn -> until_durable -> (tools, environment or agent) -> post_reply -> ... -> reward
 
-A turn that lasts is posted in parts, too; `generate` goes on after those that are durable.
+A long turn is also posted in parts; `generate` continues after the durable parts.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from asyncrl.wire.outbox import Outbox
 
 log = logging.getLogger("asyncrl.worker")
 
-_ROW_KEY = 0x9E3779B97F4A7C15  # odd: rows of one episode never draw the same random numbers
-TEXT_LIMIT = 20_000  # characters of a transcript that is kept
-_KEYS = (1 << 63) - 1
+ROW_KEY_STEP = 0x9E3779B97F4A7C15  # odd, so that rows of an episode never draw the same random numbers
+TEXT_LIMIT = 20_000  # characters of a stored transcript
+KEY_MASK = (1 << 63) - 1  # random keys are non-negative 64-bit integers
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -60,22 +60,44 @@ Sampler = LocalSampler | ServerPool
 
 @dataclass
 class EpisodeContext:
-    """The parts that all episodes of a worker share. `oldest`: the version a training turn needs at least.
-    `reader`: the scorer that reads the turns of episodes of a data source, and names the `top` likeliest
-    tokens at each place."""
+    """Holds the parts that all episodes of a worker share. `min_version`: the oldest version that may sample
+    a training turn. `scorer_of`: the scorer for the turns of a data source, which also names the `top_tokens`
+    likeliest tokens at each position."""
 
     rules: Rules
     reward: EpisodeReward
     outbox: Outbox
     waits: Waits
-    oldest: Callable[[], int]
+    min_version: Callable[[], int]
     snapshots: Snapshots | None = None
-    reader: Callable[[str], Sampler | None] = lambda source: None
-    top: int = 0
+    scorer_of: Callable[[str], Sampler | None] = lambda source: None
+    top_tokens: int = 0
+
+
+class PausableClock:
+    """The event loop's time, less the seconds for which the clock was paused."""
+
+    def __init__(self) -> None:
+        self.paused_at: float | None = None  # time of this clock while paused
+        self.paused_seconds = 0.0
+
+    def now(self) -> float:
+        paused_at = self.paused_at
+        if paused_at is not None:
+            return paused_at
+        return asyncio.get_running_loop().time() - self.paused_seconds
+
+    def pause(self) -> None:
+        self.paused_at = self.now()
+
+    def resume(self) -> None:
+        if self.paused_at is not None:
+            self.paused_seconds = asyncio.get_running_loop().time() - self.paused_at
+            self.paused_at = None  # last, because agents' threads read the clock
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """An episode that is over. `stats`: what its turns do not tell."""
+    """The end of an episode. `stats`: figures that the turns do not contain."""
 
     command: Done | Fail
     turns: tuple[Turn, ...]
@@ -84,29 +106,29 @@ class Outcome(msgspec.Struct, frozen=True):
 
 @dataclass
 class EpisodeRun:
-    """Holds an attempt. One task uses it, but several may call `generate`."""
+    """One attempt at an episode: samples turns and posts records. A single task uses a run, but several tasks
+    may call `generate`."""
 
     context: EpisodeContext
-    assign: Assign
+    assignment: Assign
     sampler: Sampler
-    started: float  # as `_now`; moved back by what earlier attempts took
-    limit: asyncio.Timeout  # of the episode's time
-    _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
+    started_at: float  # time of the clock; moved back by the duration of earlier attempts
+    time_limit: asyncio.Timeout
+    _newest_turn_durable: asyncio.Future[None] | None = None  # None: durable from the start
     _sessions: set[str] = field(default_factory=set)
-    # By row: which turn of it is under way (TurnPart.prompt), and what is durable of that.
-    _open: dict[int, tuple[bytes, Generation]] = field(default_factory=dict)
-    _routed: dict[int, int] = field(default_factory=dict)  # tokens of a row whose routes are known
-    _notes: dict[str, str] = field(default_factory=dict)  # of the reward
-    _result: object = None  # that it saw
-    _reward_s: float = 0.0
-    _paused: int = 0  # rows that wait for an engine that sleeps, or for a scorer without a server
-    _still: float | None = None  # when its clock was stopped for them
-    _stood: float = 0.0  # seconds, all together
-    _said: str = ""  # the model's last words
+    # By row: the unfinished turn (TurnPart.prompt), and the durable part of that turn.
+    _open_turns: dict[int, tuple[bytes, Generation]] = field(default_factory=dict)
+    _routed_tokens: dict[int, int] = field(default_factory=dict)  # tokens with known routes, by row
+    _reward_notes: dict[str, str] = field(default_factory=dict)
+    _agent_result: object = None  # seen by the reward function
+    _reward_seconds: float = 0.0
+    _paused_rows: int = 0  # rows that wait for a sleeping engine, or for a scorer without a server
+    _clock: PausableClock = field(default_factory=PausableClock)
+    _last_words: str = ""  # the model's last message
 
     @property
     def attempt(self) -> Attempt:
-        return self.assign.attempt
+        return self.assignment.attempt
 
     @property
     def name(self) -> str:
@@ -118,159 +140,162 @@ class EpisodeRun:
         max_new_tokens: int,
         row: int = 0,
         watch: Watch | None = None,
-        trains: bool = True,
+        is_trained: bool = True,
         agent: str = "",
-        taught: tuple[int, ...] = (),
+        teacher_prefix: tuple[int, ...] = (),
     ) -> Generation:
-        """Sample a turn after `ids`, the whole prefix, or the rest of it. Rows may be sampled side by side.
-        `trains`: it is made durable in parts if it lasts, and scorers read it when it is whole, after
-        `taught` if that is another prefix. `agent`: who asked for it."""
+        """Sample a turn after `ids`, the whole prefix, or the remainder of a turn. Rows may be sampled side
+        by side. `is_trained`: a long turn is made durable in parts, and scorers read the finished turn, after
+        `teacher_prefix` if given. `agent`: the name of the agent that sent the request."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
         stop_ids = self.context.rules.chat.stop_ids
-        sampling = Sampling(max_new_tokens, stop_ids, self.assign.temperature)
-        key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
-        routed = None if self.assign.lane == "eval" else self._routed.get(row, 0)
-        prompt = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
-        on_part = partial(self._post_part, row, prompt) if trains else unheard
-        seconds = self.context.rules.config.part_seconds
-        request = Request(session, ids, sampling, key, watch, routed, agent, seconds, on_part)
-        durable = self._durable_part(row, prompt)
+        sampling = Sampling(max_new_tokens, stop_ids, self.assignment.temperature)
+        row_key = (self.assignment.key ^ (row * ROW_KEY_STEP)) & KEY_MASK
+        routed_tokens = None if self.assignment.lane == "eval" else self._routed_tokens.get(row, 0)
+
+        prompt_digest = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
+        on_part = partial(self._post_part, row, prompt_digest) if is_trained else unheard
+        part_seconds = self.context.rules.config.part_seconds
+        request = Request(session, ids, sampling, row_key, watch, routed_tokens, agent, part_seconds, on_part)
+
+        durable_part = self._durable_part(row, prompt_digest)
         with self.sampler.sleeps.during(asleep=self.paused):
-            sampled = await self.sampler.generate(rest(request, durable), self._oldest)
-            whole = extended(request, durable, sampled)
-            return await self._read(session, taught or ids, whole) if trains else whole
+            remaining = await self.sampler.generate(rest(request, durable_part), self._min_version)
+            generation = extended(request, durable_part, remaining)
+            if not is_trained:
+                return generation
+            return await self._with_scores(session, teacher_prefix or ids, generation)
 
-    async def _read(self, session: str, prefix: tuple[int, ...], sampled: Generation) -> Generation:
-        """Add what scorers make of the turn."""
-        ids = prefix + sampled.ids
-        count = len(sampled.ids)
-        reader = self.reader
-        if reader is None or not count:
-            return sampled
-        scores = await reader.read(session, ids, count, self.context.top, self.paused)
-        return msgspec.structs.replace(sampled, scores=scores)
+    async def _with_scores(self, session: str, prefix: tuple[int, ...], generation: Generation) -> Generation:
+        """Return the generation with the scores of the scorer, if there is a scorer."""
+        ids = prefix + generation.ids
+        token_count = len(generation.ids)
+        scorer = self.scorer
+        if scorer is None or not token_count:
+            return generation
+        scores = await scorer.read(session, ids, token_count, self.context.top_tokens, self.paused)
+        return msgspec.structs.replace(generation, scores=scores)
 
-    def recall(self, frames: Sequence[bytes]) -> None:
-        """Take over the parts of turns that no earlier attempt has ended."""
+    def recall_parts(self, frames: Sequence[bytes]) -> None:
+        """Take over the parts of turns that no earlier attempt has finished."""
         for part in map(decode_part, frames):
-            durable = self._durable_part(part.session, part.prompt)
-            self._open[part.session] = part.prompt, together(durable, part.sampled)
+            durable_part = self._durable_part(part.session, part.prompt)
+            self._open_turns[part.session] = part.prompt, together(durable_part, part.sampled)
 
-    def _durable_part(self, row: int, prompt: bytes) -> Generation:
-        known, durable = self._open.get(row, (b"", NOTHING))
-        return durable if known == prompt else NOTHING
+    def _durable_part(self, row: int, prompt_digest: bytes) -> Generation:
+        open_prompt, durable_part = self._open_turns.get(row, (b"", NOTHING))
+        return durable_part if open_prompt == prompt_digest else NOTHING
 
-    async def _post_part(self, row: int, prompt: bytes, sampled: Generation) -> None:
-        """Post what is new of a turn under way. Where a server has taken back tokens that are durable already
-        (ForeignWeights), nothing more is."""
-        durable = self._durable_part(row, prompt)
-        count = len(durable.ids)
-        goes_on = sampled.stop is StopReason.ABORT and sampled.ids[:count] == durable.ids
-        if goes_on and len(sampled.ids) > count:
-            frame = _encode(TurnPart(row, prompt, count, beyond(durable, sampled)))
-            await self.post(Sampled(0, self.attempt, self.seconds), frame)
-            self._open[row] = prompt, sampled
+    async def _post_part(self, row: int, prompt_digest: bytes, sampled: Generation) -> None:
+        """Post the new tokens of an unfinished turn. Nothing is posted after a server has taken back tokens
+        that are already durable (ForeignWeights)."""
+        durable_part = self._durable_part(row, prompt_digest)
+        durable_tokens = len(durable_part.ids)
+        is_unfinished = sampled.stop is StopReason.ABORT
+        extends_durable = sampled.ids[:durable_tokens] == durable_part.ids
+        if is_unfinished and extends_durable and len(sampled.ids) > durable_tokens:
+            frame = _encode(TurnPart(row, prompt_digest, durable_tokens, beyond(durable_part, sampled)))
+            await self.post_record(Sampled(0, self.attempt, self.seconds), frame)
+            self._open_turns[row] = prompt_digest, sampled
 
-    def _oldest(self) -> int:
-        """The version that a turn which begins now must not be below: the buffer counts on what the episode
-        was started on, also when a server comes back with older weights."""
-        return max(self.assign.oldest, self.context.oldest())
+    def _min_version(self) -> int:
+        """Return the oldest version that may sample a turn from now on: the buffer relies on the version of
+        the episode's start, also when a server comes back with older weights."""
+        return max(self.assignment.oldest, self.context.min_version())
 
     @property
-    def reader(self) -> Sampler | None:
-        """The scorer of its turns; none in validation, where nothing trains, or greedily."""
-        idle = self.assign.lane == "eval" or not self.assign.temperature
-        return None if idle else self.context.reader(self.assign.sample.data_source)
+    def scorer(self) -> Sampler | None:
+        """Return the scorer of the episode's turns; None in validation, where nothing trains, and for greedy
+        episodes."""
+        reads_nothing = self.assignment.lane == "eval" or not self.assignment.temperature
+        return None if reads_nothing else self.context.scorer_of(self.assignment.sample.data_source)
 
     @property
     def seconds(self) -> float:
-        """Seconds that the episode has taken, earlier attempts included, waits for scorers and sleeping
-        engines not."""
-        return self._now() - self.started
+        """Return the seconds that the episode has taken, including earlier attempts, without waits for
+        scorers and sleeping engines."""
+        return self._clock.now() - self.started_at
 
     @property
     def seconds_left(self) -> float:
-        return (self.limit.when() or math.inf) - asyncio.get_running_loop().time()
+        return (self.time_limit.when() or math.inf) - asyncio.get_running_loop().time()
 
-    def caught_up(self) -> None:
-        """The recorded turns have been repeated, which costs the episode nothing: what is left of its time
-        begins now."""
-        self.started = self._now() - self.assign.seconds
-        self._set_limit()
+    def restart_clock(self) -> None:
+        """Restart the clock after the recorded turns have been repeated: repeating costs the episode no
+        time."""
+        self.started_at = self._clock.now() - self.assignment.seconds
+        self._reschedule_limit()
 
-    def _set_limit(self) -> None:
-        ends = self.started + self.context.rules.config.episode_timeout + self._stood
-        with suppress(RuntimeError):  # it is over
-            self.limit.reschedule(ends if self._still is None else None)
+    def _reschedule_limit(self) -> None:
+        episode_timeout = self.context.rules.config.episode_timeout
+        deadline = self.started_at + episode_timeout + self._clock.paused_seconds
+        with suppress(RuntimeError):  # the episode is over
+            self.time_limit.reschedule(deadline if self._clock.paused_at is None else None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The body waits for an engine that sleeps, or for a scorer without a server: the episode's clock
-        stands still. Rows that are sampled side by side may be in it together."""
-        if not self._paused:
-            self._still = self._now()
-            self._set_limit()
-        self._paused += 1
+        """Stop the episode's clock while the body waits for a sleeping engine, or for a scorer without a
+        server. The waits of rows that are sampled side by side may overlap."""
+        if not self._paused_rows:
+            self._clock.pause()
+            self._reschedule_limit()
+
+        self._paused_rows += 1
         try:
             yield
         finally:
-            self._paused -= 1
-            if not self._paused and self._still is not None:
-                self._stood = asyncio.get_running_loop().time() - self._still
-                self._still = None  # last: agents' threads read `seconds`
-                self._set_limit()
+            self._paused_rows -= 1
+            if not self._paused_rows:
+                self._clock.resume()
+                self._reschedule_limit()
 
-    def _now(self) -> float:
-        """Return the loop's time less the seconds for which the episode's clock stood still."""
-        still = self._still
-        return asyncio.get_running_loop().time() - self._stood if still is None else still
-
-    def release(self) -> None:
-        """The engines may forget the episode."""
+    def release_sessions(self) -> None:
+        """Let the engines forget the episode."""
         for session in self._sessions | {self.name}:
             self.sampler.release(session)
-            if self.reader is not None:
-                self.reader.release(session)
+            if self.scorer is not None:
+                self.scorer.release(session)
 
-    def forget(self, ended: asyncio.Future[None]) -> None:
-        """The episode's end is durable: nothing goes on from its snapshots."""
+    def forget_snapshots(self, end_durable: asyncio.Future[None]) -> None:
+        """Delete the snapshots once the end of the episode is durable: no attempt will continue from them."""
         snapshots = self.context.snapshots
         episode = self.attempt.uid
-        if snapshots is not None and not ended.cancelled() and snapshots.kept(episode):
-            forget = partial(snapshots.forget, episode)
-            asyncio.get_running_loop().run_in_executor(None, forget)
+        if snapshots is not None and not end_durable.cancelled() and snapshots.kept(episode):
+            forget_call = partial(snapshots.forget, episode)
+            asyncio.get_running_loop().run_in_executor(None, forget_call)
 
     async def post_turn(self, turn: Turn, session: int | None = None) -> None:
-        """Post a turn; its replies are posted later. The row's next one needs no routes of its tokens.
-        `session`: the row that `generate` was told; None: that of the turn."""
+        """Post a turn; the replies are posted later. The next turn of the row needs no routes for the tokens
+        of this turn. `session`: the row that `generate` received; None: the row of the turn."""
         session = turn.row if session is None else session
-        self._durable = await self.post(*generated(self.attempt, turn, self.seconds, session))
-        self._open.pop(session, None)  # not before: its client may leave meanwhile, and ask again
+        record, frame = generated(self.attempt, turn, self.seconds, session)
+        self._newest_turn_durable = await self.post_record(record, frame)
+        self._open_turns.pop(session, None)  # after posting, as the client may leave meanwhile, and ask again
         if turn.routes is not None:
-            self._routed[session] = turn.routes.end
+            self._routed_tokens[session] = turn.routes.end
 
     async def until_durable(self) -> None:
-        """Wait until the newest turn would survive a crash, as its receiver may have side effects. The wait
-        ends with the ack, the episode's deadline or the worker's lease."""
-        if self._durable is not None and not self._durable.done():
+        """Wait until the newest turn would survive a crash, because the receiver may cause side effects. The
+        wait ends with the ack, the episode's deadline or the worker's lease."""
+        if self._newest_turn_durable is not None and not self._newest_turn_durable.done():
             with self.context.waits.named("acks: turns that are not yet durable"):
-                await asyncio.shield(self._durable)
+                await asyncio.shield(self._newest_turn_durable)
 
     async def post_reply(self, turn: Turn) -> None:
-        """Post what answered a turn: the replies of tools, the observation."""
-        await self.post(
-            Replied(0, self.attempt, turn.index), _encode(TurnReply(turn.replies, turn.observation))
-        )
+        """Post the replies to a turn: tool replies and the observation."""
+        frame = _encode(TurnReply(turn.replies, turn.observation))
+        await self.post_record(Replied(0, self.attempt, turn.index), frame)
 
-    async def post(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
-        """Hand a record to the outbox once its window has room. The future is done when it is durable."""
+    async def post_record(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
+        """Hand a record to the outbox once the window has room. The future is done when the record is
+        durable."""
         outbox = self.context.outbox
-        wait = "acks: the window of unacknowledged records is full"
-        with self.context.waits.named(wait) if outbox.full else nullcontext():
-            return await outbox.post(record, *frames)
+        wait_name = "acks: the window of unacknowledged records is full"
+        with self.context.waits.named(wait_name) if outbox.is_full else nullcontext():
+            return await outbox.post_record(record, *frames)
 
-    async def reward(
+    async def compute_reward(
         self,
         turns: Sequence[Turn],
         answer: str,
@@ -278,14 +303,17 @@ class EpisodeRun:
         messages: tuple[Message, ...],
         tool_calls: int,
         result: object = None,
-        main: tuple[Message, ...] | None = None,
+        main_conversation: tuple[Message, ...] | None = None,
     ) -> RewardResult:
-        """Return the episode's reward, shaped if it trains. `tool_calls`: well-formed ones; `result`: see
-        RewardInput. `main`: the conversation whose last words lists show; None: `messages`. RewardError."""
-        self._result = result
-        self._said = last_words(messages if main is None else main, self.assign.sample.prompt)
+        """Return the episode's reward, shaped if the episode trains. `tool_calls`: well-formed calls;
+        `result`: see RewardInput. `main_conversation`: the conversation whose last words appear in lists;
+        None: `messages`. RewardError."""
+        self._agent_result = result
+        self._last_words = last_words(
+            messages if main_conversation is None else main_conversation, self.assignment.sample.prompt
+        )
         reward_input = RewardInput(
-            sample=self.assign.sample,
+            sample=self.assignment.sample,
             answer=answer,
             messages=messages,
             turns=len(turns),
@@ -294,22 +322,28 @@ class EpisodeRun:
             transcript=transcript(self.context.rules, turns),
             result=result,
         )
-        began = time.monotonic()
+        started_at = time.monotonic()
         with self.context.waits.named("the reward function", self.context.reward.deadline):
-            earned = await self.context.reward.score(reward_input)
-        self._reward_s = time.monotonic() - began
-        self._notes = earned.notes
-        if self.assign.lane == "eval":  # validation reports scores as they are
-            return earned
-        return shaped(self.context.rules, self.context.reward, earned, turns, end)
+            reward_result = await self.context.reward.score(reward_input)
+        self._reward_seconds = time.monotonic() - started_at
+        self._reward_notes = reward_result.notes
+        if self.assignment.lane == "eval":  # validation reports unshaped scores
+            return reward_result
+
+        return shaped(self.context.rules, self.context.reward, reward_result, turns, end)
 
     def final_record(self, outcome: Outcome) -> Finished | Failed:
-        """The last record."""
+        """Return the last record of the episode."""
         command = outcome.command
         if isinstance(command, Fail):
             return Failed(0, self.attempt, command.reason, command.detail)
+
         rows = rows_of(outcome.turns)
         replies = [reply for turn in outcome.turns for reply in turn.replies]
+        text = ""
+        if self.assignment.transcript:
+            text = _without_middle(transcript(self.context.rules, outcome.turns))
+
         return Finished(
             seq=0,
             attempt=self.attempt,
@@ -321,33 +355,34 @@ class EpisodeRun:
                 longest_row=max(map(len, rows)),
                 prompt=len(outcome.turns[0].context),
                 seconds=self.seconds,
-                reward_s=self._reward_s,
+                reward_s=self._reward_seconds,
                 answered=len(replies),
                 failed=sum(reply.failed for reply in replies),
                 refused=sum(reply.refused for reply in replies),
                 declined=sum(reply.declined for reply in replies),
             ),
-            text=_cut(transcript(self.context.rules, outcome.turns)) if self.assign.transcript else "",
-            notes=self._notes if self.assign.transcript else {},
-            answer=in_short(answer_of(command.result, self._notes) or self._said),
+            text=text,
+            notes=self._reward_notes if self.assignment.transcript else {},
+            answer=in_short(answer_of(command.result, self._reward_notes) or self._last_words),
         )
 
     def result_frame(self, record: Record) -> tuple[bytes, ...]:
-        """Return the frame of the last record: the result, where there is one, for `asyncrl regrade`."""
-        found = isinstance(record, Finished) and self._result is not None
-        return (msgspec.json.encode(self._result),) if found else ()
+        """Return the frames of the last record: the agent's result, if any, for `asyncrl regrade`."""
+        has_result = isinstance(record, Finished) and self._agent_result is not None
+        return (msgspec.json.encode(self._agent_result),) if has_result else ()
 
 
-def _cut(text: str) -> str:
-    """Beginning and end of a transcript that is too long to keep."""
-    over = len(text) - TEXT_LIMIT
-    half = TEXT_LIMIT // 2
-    return f"{text[:half]}\n[… {over} characters …]\n{text[-half:]}" if over > 0 else text
+def _without_middle(text: str) -> str:
+    """Return the beginning and the end of a transcript that is too long to keep."""
+    excess = len(text) - TEXT_LIMIT
+    kept_length = TEXT_LIMIT // 2
+    return f"{text[:kept_length]}\n[… {excess} characters …]\n{text[-kept_length:]}" if excess > 0 else text
 
 
 def generated(
     attempt: Attempt, turn: Turn, seconds: float = 0.0, session: int = 0
 ) -> tuple[Generated, bytes]:
-    """The record of a turn, `seconds` after the episode began, and its frame, the turn without replies."""
+    """Return the record of a turn, `seconds` after the episode began, and the frame: the turn without
+    replies."""
     frame = _encode(msgspec.structs.replace(turn, replies=(), observation=None))
     return Generated(0, attempt, turn.index, seconds, session), frame

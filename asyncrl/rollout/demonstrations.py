@@ -1,8 +1,9 @@
-"""Supervised episodes: conversations of the data go the way of sampled ones, but nothing is sampled.
+"""Supervised episodes: conversations of the data take the path of sampled episodes, but nothing is sampled.
 
     Assign -> DemonstrationPlayer: the sample's messages as turns -> Finished (reward 0) | Failed
 
-Those held out are scored by the engine of validations, which also samples held-out prompts, as always.
+Held-out conversations are scored by the engine of validations, which also samples held-out prompts, as
+always.
 """
 
 from __future__ import annotations
@@ -33,53 +34,58 @@ class DemonstrationPlayer:
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
         """Post the turns that are not recorded yet."""
-        sample = self.run.assign.sample
+        sample = self.run.assignment.sample
         version = max(0, self.run.sampler.version)
         rules = self.run.context.rules
         turns = demonstrated(rules, sample, self.toolbox.schemas(sample), version)
         if isinstance(turns, Fail):
             return Outcome(turns, ())
-        if (fail := too_long(rules.config, turns)) is not None:
-            return Outcome(fail, ())
-        if [(turn.context, turn.ids) for turn in recorded] != [
-            (turn.context, turn.ids) for turn in turns[: len(recorded)]
-        ]:
+        if (length_failure := too_long(rules.config, turns)) is not None:
+            return Outcome(length_failure, ())
+
+        recorded_tokens = [(turn.context, turn.ids) for turn in recorded]
+        if recorded_tokens != [(turn.context, turn.ids) for turn in turns[: len(recorded)]]:
             raise ProtocolError("the recorded turns are not those of the data any more")
+
         for turn in turns[len(recorded) :]:
             await self.run.post_turn(turn)
-        held_out = self.run.assign.lane == "eval"
-        components = {"nll": await self._nll(turns)} if held_out else {}
-        result = EpisodeResult(0.0, sum(len(turn.ids) for turn in turns), components=components)
-        calls = sum(len(message.tool_calls) for message in sample.prompt)
-        return Outcome(Done(result), turns, EpisodeStats(len(turns), calls))
 
-    async def _nll(self, turns: Sequence[Turn]) -> float:
-        """The mean -log pi of what the assistant says, over its tokens."""
+        is_validation = self.run.assignment.lane == "eval"
+        components = {"nll": await self._mean_nll(turns)} if is_validation else {}
+        episode_result = EpisodeResult(0.0, sum(len(turn.ids) for turn in turns), components=components)
+        call_count = sum(len(message.tool_calls) for message in sample.prompt)
+
+        return Outcome(Done(episode_result), turns, EpisodeStats(len(turns), call_count))
+
+    async def _mean_nll(self, turns: Sequence[Turn]) -> float:
+        """Return the mean -log pi of the assistant's tokens."""
         requests = [Request(self.run.name, ids, Sampling(0, ())) for ids in rows_of(turns)]
-        said = said_logprobs(turns, [await self.run.sampler.score(request) for request in requests])
-        if not math.isfinite(total := math.fsum(said)):
+        row_logprobs = [await self.run.sampler.score(request) for request in requests]
+        token_logprobs = assistant_logprobs(turns, row_logprobs)
+        if not math.isfinite(logprob_sum := math.fsum(token_logprobs)):
             raise EngineError("the model's log-probs of the conversation are not finite numbers")
-        return -total / len(said)
+        return -logprob_sum / len(token_logprobs)
 
     async def expire(self) -> Outcome:
         raise ProtocolError("a conversation of the data was not posted within rollout.episode_timeout")
 
     async def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: nothing was opened."""
 
 
-def said_logprobs(turns: Sequence[Turn], rows: Sequence[Sequence[float]]) -> list[float]:
-    """Pick the log-probs of the turns' ids out of the log-probs of each row's tokens but its first."""
-    ends = [-1] * len(rows)
-    said = list[float]()
+def assistant_logprobs(turns: Sequence[Turn], row_logprobs: Sequence[Sequence[float]]) -> list[float]:
+    """Pick the log-probs of the turns' ids out of the log-probs of each row; the first token of a row has
+    none."""
+    row_ends = [-1] * len(row_logprobs)
+    token_logprobs = list[float]()
     for turn in turns:
-        ends[turn.row] += len(turn.context) + len(turn.ids)
-        said += rows[turn.row][ends[turn.row] - len(turn.ids) : ends[turn.row]]
-    return said
+        row_ends[turn.row] += len(turn.context) + len(turn.ids)
+        token_logprobs += row_logprobs[turn.row][row_ends[turn.row] - len(turn.ids) : row_ends[turn.row]]
+    return token_logprobs
 
 
 class NoEngine:
-    """Stands in for an engine where nothing is sampled: it confirms versions, and reads none."""
+    """Replaces an engine where nothing is sampled: confirms versions, and reads none."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -90,7 +96,7 @@ class NoEngine:
         raise EngineError("a supervised run samples in validation only")
 
     def release(self, session: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: sessions hold nothing."""
 
     async def load(self, ref: WeightsRef) -> Manifest:
         manifest = await asyncio.to_thread(disk.read_manifest, ref)
@@ -108,4 +114,4 @@ class NoEngine:
         raise EngineError("a supervised run has no scorers")
 
     async def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: nothing was opened."""

@@ -1,4 +1,5 @@
-"""An environment as an episode uses it: one call at a time, with a deadline, and every answer is checked.
+"""An environment from the episode's side: calls run one after another, with a deadline, and every answer is
+checked.
 
 TurnPlayer ──► EpisodeEnvironment.step ──► call_user ──► Environment.step ──► Observation | EnvironmentFailed
 """
@@ -22,98 +23,120 @@ from asyncrl.values import encodable, finite
 
 T = TypeVar("T")
 
-CLOSE_SECONDS = 5.0  # that an environment may take to close
-MOST_MESSAGES = 64  # of an observation
-LONGEST_NAME = 256  # characters of a role, a name or an id
+CLOSE_SECONDS = 5.0  # deadline for closing an environment
+MAX_MESSAGES = 64  # messages of an observation
+MAX_NAME_LENGTH = 256  # characters of a role, a name or an id
 
 
 class EpisodeEnvironment:
-    """The environment of one episode. `limit`: seconds for each answer, where the environment states none of
-    its own. A call that does not end by then is cancelled and abandoned. Only EnvironmentFailed is raised."""
+    """The environment of an episode. `default_limit`: seconds for each answer, if the environment states no
+    limit. A call that takes longer is cancelled and abandoned. Only EnvironmentFailed is raised."""
 
-    def __init__(self, make: Callable[[], Environment], limit: float, waits: Waits) -> None:
+    def __init__(
+        self, make_environment: Callable[[], Environment], default_limit: float, waits: Waits
+    ) -> None:
         try:
             with users_code():
-                self.inner = make()
+                self.environment = make_environment()
         except Exception as error:
             raise EnvironmentFailed(f"the environment cannot be made: {describe(error)}") from error
-        self._limit = limit
+
+        self._default_limit = default_limit
         self._waits = waits
-        self._turn = asyncio.Lock()  # a call that was cancelled may still be ending
+        self._call_lock = asyncio.Lock()  # a cancelled call may still be ending
 
     async def reset(self, sample: Sample) -> Observation:
-        return await self._ask("reset", lambda: self.inner.reset(sample), _observation)
+        return await self._call_environment(
+            "reset", lambda: self.environment.reset(sample), _checked_observation
+        )
 
     async def step(self, message: Message) -> Observation:
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        observation = await self._ask("step", lambda: self.inner.step(message), _observation)
-        return msgspec.structs.replace(observation, seconds=clock() - started)
+        loop_time = asyncio.get_running_loop().time
+        started_at = loop_time()
+        observation = await self._call_environment(
+            "step", lambda: self.environment.step(message), _checked_observation
+        )
+        return msgspec.structs.replace(observation, seconds=loop_time() - started_at)
 
     async def cut_short(self, unanswered: Message | None) -> float:
-        return await self._ask(
-            "cut_short", lambda: self.inner.cut_short(unanswered), lambda given: finite("the reward", given)
+        return await self._call_environment(
+            "cut_short",
+            lambda: self.environment.cut_short(unanswered),
+            lambda reward: finite("the reward", reward),
         )
 
     async def close(self) -> str:
-        """Close it; say why it did not close, or ''. Bounded in time, and never raises."""
+        """Close the environment; return why closing failed, or ''. Bounded in time, and never raises."""
         try:
-            await call_user(lambda: self._alone(self.inner.close), CLOSE_SECONDS)
+            await call_user(lambda: self._locked_call(self.environment.close), CLOSE_SECONDS)
         except Exception as error:
             return describe(error)
         return ""
 
-    async def _ask(self, what: str, function: Callable[[], Awaitable[Any]], read: Callable[[Any], T]) -> T:
-        limit = self.inner.timeout or self._limit
+    async def _call_environment(
+        self, method_name: str, function: Callable[[], Awaitable[Any]], read_answer: Callable[[Any], T]
+    ) -> T:
+        limit = self.environment.timeout or self._default_limit
         with self._waits.named("the environment", limit):
             try:
                 with users_code():
-                    return read(await call_user(lambda: self._alone(function), limit))
-            except CallTimeout as late:
-                text = f"{what} of the environment did not end within {limit:g} s{late.last_wait}"
+                    return read_answer(await call_user(lambda: self._locked_call(function), limit))
+            except CallTimeout as call_timeout:
+                text = (
+                    f"{method_name} of the environment did not end within {limit:g} s{call_timeout.last_wait}"
+                )
                 raise EnvironmentFailed(text) from None
             except Exception as error:
-                raise EnvironmentFailed(f"{what} of the environment failed: {describe(error)}") from error
+                raise EnvironmentFailed(
+                    f"{method_name} of the environment failed: {describe(error)}"
+                ) from error
 
-    async def _alone(self, function: Callable[[], Awaitable[Any]]) -> Any:
-        async with self._turn:
+    async def _locked_call(self, function: Callable[[], Awaitable[Any]]) -> Any:
+        async with self._call_lock:
             return await function()
 
 
-def _observation(answer: Any) -> Observation:
-    """Make an observation that can be recorded: numbers may have been numpy's, and messages a list. TypeError
-    or ValueError."""
+def _checked_observation(answer: Any) -> Observation:
+    """Return an observation that can be recorded: rewards may be numpy numbers, and messages a list.
+    TypeError or ValueError."""
     if not isinstance(answer, Observation):
         raise TypeError(f"an Observation is expected, not {type(answer).__name__}")
-    messages = tuple(islice(answer.messages, MOST_MESSAGES + 1))
-    if len(messages) > MOST_MESSAGES:
-        raise ValueError(f"an Observation has at most {MOST_MESSAGES} messages")
-    return Observation(tuple(map(_message, messages)), finite("the reward", answer.reward), bool(answer.done))
+
+    messages = tuple(islice(answer.messages, MAX_MESSAGES + 1))
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"an Observation has at most {MAX_MESSAGES} messages")
+
+    return Observation(
+        tuple(map(_checked_message, messages)), finite("the reward", answer.reward), bool(answer.done)
+    )
 
 
-def _message(message: Any) -> Message:
-    """Check a message; its content and reasoning are cut where the model's tokens are counted."""
+def _checked_message(message: Any) -> Message:
+    """Check a message; content and reasoning are cut later, where the model's tokens are counted."""
     if not isinstance(message, Message):
         raise TypeError(f"the messages of an Observation must be Messages, not {type(message).__name__}")
     if message.tool_calls:
         raise ValueError("the messages of an Observation make no tool calls; only the model does")
+
     return Message(
-        _name("role", message.role),
-        _text("content", message.content),
-        tool_call_id=_name("tool_call_id", message.tool_call_id),
-        name=_name("name", message.name),
-        reasoning=_text("reasoning", message.reasoning),
+        _checked_name("role", message.role),
+        _checked_text("content", message.content),
+        tool_call_id=_checked_name("tool_call_id", message.tool_call_id),
+        name=_checked_name("name", message.name),
+        reasoning=_checked_text("reasoning", message.reasoning),
     )
 
 
-def _name(key: str, value: Any) -> str:
-    name = _text(key, value)
-    if len(name) > LONGEST_NAME:
-        raise ValueError(f"the {key} of a message has at most {LONGEST_NAME} characters, not {len(name)}")
-    return name
+def _checked_name(key: str, value: Any) -> str:
+    checked_name = _checked_text(key, value)
+    if len(checked_name) > MAX_NAME_LENGTH:
+        raise ValueError(
+            f"the {key} of a message has at most {MAX_NAME_LENGTH} characters, not {len(checked_name)}"
+        )
+    return checked_name
 
 
-def _text(key: str, value: Any) -> str:
+def _checked_text(key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"the {key} of a message must be text, not {type(value).__name__}")
     return encodable(value)

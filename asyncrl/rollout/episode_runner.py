@@ -35,10 +35,10 @@ log = logging.getLogger("asyncrl.worker")
 
 
 class EnvironmentFailed(AsyncrlError):
-    """The environment raised, or ran out of time."""
+    """The environment raised an error, or ran out of time."""
 
 
-_REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
+FAIL_REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
     (NoEngineError, FailReason.ENGINE_LOST),
     (EngineError, FailReason.ENGINE_ERROR),
     (RewardError, FailReason.REWARD_ERROR),
@@ -51,16 +51,18 @@ _REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
 
 
 class Player(Protocol):
-    """Plays one attempt. Used by one task."""
+    """Plays an attempt. Used by a single task."""
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
-        """Play to the end, continuing after recorded turns. ProtocolError: they cannot be continued."""
+        """Play to the end, continuing after recorded turns. ProtocolError: the recorded turns cannot be
+        continued."""
 
     async def expire(self) -> Outcome:
-        """`play` was cancelled because the time is up: score the finished turns."""
+        """Score the finished turns after `play` was cancelled because the time was up."""
 
     async def close(self) -> None:
-        """Close what was opened; called once, however the attempt ended. Bounded in time; never raises."""
+        """Close everything that was opened; called once, however the attempt ended. Bounded in time; never
+        raises."""
 
 
 @dataclass(frozen=True)
@@ -68,43 +70,48 @@ class EpisodeRunner:
     context: EpisodeContext
     make_player: Callable[[EpisodeRun], Player]
 
-    async def run(self, assign: Assign, frames: Sequence[bytes], sampler: Sampler) -> None:
-        """Play an episode, or the rest of one, and post its end."""
-        limit = asyncio.timeout(self.context.rules.config.episode_timeout)
-        run = EpisodeRun(self.context, assign, sampler, asyncio.get_running_loop().time(), limit)
-        player = self.make_player(run)
+    async def run(self, assignment: Assign, frames: Sequence[bytes], sampler: Sampler) -> None:
+        """Play an episode, or continue an earlier attempt, and post the end."""
+        time_limit = asyncio.timeout(self.context.rules.config.episode_timeout)
+        started_at = asyncio.get_running_loop().time()
+        episode_run = EpisodeRun(self.context, assignment, sampler, started_at, time_limit)
+        player = self.make_player(episode_run)
         try:
             try:
-                record = await self._attempt(run, player, frames)
+                final_record = await self._play_attempt(episode_run, player, frames)
             finally:
-                run.release()
-            durable = await run.post(record, *run.result_frame(record))
-            if not (isinstance(record, Failed) and record.reason in RESUMABLE):
-                durable.add_done_callback(run.forget)
+                episode_run.release_sessions()
+
+            result_frame = episode_run.result_frame(final_record)
+            record_durable = await episode_run.post_record(final_record, *result_frame)
+            if not (isinstance(final_record, Failed) and final_record.reason in RESUMABLE):
+                record_durable.add_done_callback(episode_run.forget_snapshots)
         finally:
             await asyncio.shield(asyncio.ensure_future(player.close()))
 
-    async def _attempt(self, run: EpisodeRun, player: Player, frames: Sequence[bytes]) -> Finished | Failed:
+    async def _play_attempt(
+        self, episode_run: EpisodeRun, player: Player, frames: Sequence[bytes]
+    ) -> Finished | Failed:
         try:
             try:
-                async with run.limit, run.sampler.episode():
-                    count = len(frames) - run.assign.parts
-                    run.recall(frames[count:])
-                    if run.assign.parts and not count:
-                        run.caught_up()
+                async with episode_run.time_limit, episode_run.sampler.episode():
+                    turn_frames = len(frames) - episode_run.assignment.parts
+                    episode_run.recall_parts(frames[turn_frames:])
+                    if episode_run.assignment.parts and not turn_frames:
+                        episode_run.restart_clock()
                     with users_code():
-                        return run.final_record(await player.play(turns_of(frames[:count])))
+                        return episode_run.final_record(await player.play(turns_of(frames[:turn_frames])))
             except TimeoutError:
-                if not run.limit.expired():
+                if not episode_run.time_limit.expired():
                     raise
                 with users_code():
-                    return run.final_record(await player.expire())
+                    return episode_run.final_record(await player.expire())
         except Exception as error:
-            reason = next(reason for kind, reason in _REASONS if isinstance(error, kind))
+            fail_reason = next(reason for kind, reason in FAIL_REASONS if isinstance(error, kind))
             if isinstance(error, RewardError):
-                reason = error.reason
+                fail_reason = error.reason
             if frames and isinstance(error, ProtocolError):
-                reason = FailReason.NOT_REPEATED
-            if reason is FailReason.EPISODE_ERROR:
-                log.warning("episode %s failed", run.name, exc_info=error)
-            return Failed(0, run.attempt, reason, describe(error))
+                fail_reason = FailReason.NOT_REPEATED
+            if fail_reason is FailReason.EPISODE_ERROR:
+                log.warning("episode %s failed", episode_run.name, exc_info=error)
+            return Failed(0, episode_run.attempt, fail_reason, describe(error))

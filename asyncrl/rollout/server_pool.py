@@ -1,17 +1,17 @@
-"""A sampler over many servers: each turn goes to one of them, and one that a server loses goes on at another.
+"""A sampler over many servers: each turn goes to a server, and continues elsewhere if that server is lost.
 
 consumes: the table of engines; turns
-waits for: a server that may be used and has room -- with a deadline; the server that samples
+waits for: a usable server with room -- with a deadline; the server that samples
 unblocks: episodes
 
     turn ──► a server (choose) ──► whole ──► answer
                ▲        │
-               └────────┘ full, lost, or ended too early: what is sampled is kept, the rest is asked for again
+               └────────┘ full, lost, or ended too early: sampled tokens are kept, the rest is asked for again
 
-Each turn goes to the server that holds the episode's prefix, within a bound on its load, or else to the least
-loaded one. Of n servers with m requests in all, the one that holds the prefix may have at most
-max(2, ceil(1.25 * (m + 1) / n)) with this request. Example: n = 3, m = 5 gives ceil(2.5) = 3. The least
-loaded server always has room within that bound: it has at most floor(m / n) requests, and
+Each turn goes to the server that holds the episode's prefix, within a bound on the server's load, or else to
+the least loaded server. With n servers and m requests in all, the server with the prefix may have at most
+max(2, ceil(1.25 * (m + 1) / n)) requests, this request included. Example: n = 3, m = 5 gives ceil(2.5) = 3.
+The least loaded server always has room within that bound: at most floor(m / n) requests are there, and
 floor(m / n) + 1 <= ceil((m + 1) / n).
 """
 
@@ -42,114 +42,120 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
 
-LOAD_FACTOR = 1.25  # load of a server that is chosen for its prefix, relative to the mean
-LANES = {"train", "eval"}  # of engines; others are names of scorers
-MIN_BOUND = 2  # requests; so few are no overload, whatever the mean over many servers is
-MAX_LOSSES = 8  # in a row without a token end a turn: its request may be what kills the servers
-# seconds between two rounds of full servers, doubled each time
-PAUSE = 0.1
-LONGEST_PAUSE = 2.0
-SUSPECT_SECONDS = 10.0  # seconds that a server which lost a turn gets none, unless a new table comes before
+LOAD_FACTOR = 1.25  # maximum load, relative to the mean, of a server chosen for a prefix
+ENGINE_LANES = {"train", "eval"}  # lanes of engines; any further lane is the name of a scorer
+MIN_LOAD_BOUND = 2  # requests; so few are no overload, whatever the mean over many servers is
+MAX_LOSSES = 8  # losses in a row, without a new token, that end a turn: the request may kill the servers
+FIRST_PAUSE = 0.1  # seconds between two rounds of full servers, doubled each time
+LONGEST_PAUSE = 2.0  # seconds
+SUSPECT_SECONDS = 10.0  # seconds without requests for a server that lost a turn, unless a new table arrives
 
 
-# The client counts what it does in the EngineUse.
+# Makes a client that counts requests in the EngineUse.
 Connect = Callable[[EngineEntry, EngineUse], "SGLangClient"]
 
 
 @dataclass(eq=False)
 class PooledServer:
-    """Holds an incarnation of a server, and the client of it."""
+    """An incarnation of a server, with a client."""
 
     entry: EngineEntry
     client: SGLangClient
-    use: EngineUse  # of all incarnations
-    running: int = 0  # requests
-    suspect: bool = False  # it lost a turn, and no table has come since
+    usage: EngineUse  # summed over incarnations
+    running_requests: int = 0
+    suspect: bool = False  # lost a turn, and no table has arrived since
 
     @property
     def id(self) -> str:
-        """A restarted server has lost its prefixes: it counts as another one."""
+        """Return a name that a restart changes: a restarted server has lost all prefixes."""
         return f"{self.entry.name} {self.entry.incarnation}"
 
 
 @dataclass(eq=False)
 class ServerTurn:
-    """A turn under way. `oldest`: it is sampled on no older version. `deadline`: loop time by which a server
-    must have taken it."""
+    """An unfinished turn. `min_version`: no older version may sample. `deadline`: loop time by which a server
+    must have taken the turn."""
 
     request: Request
-    oldest: Callable[[], int]
+    min_version: Callable[[], int]
     deadline: float
     sampled: Generation = NOTHING
-    last: PooledServer | None = None  # that sampled of it
-    losses: int = 0  # in a row that brought no token
-    full: set[PooledServer] = field(default_factory=set)  # had no room, in this round
-    rounds: int = 0  # in a row in which no server had room
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait until one is there
+    last_server: PooledServer | None = None  # the server that sampled the newest part
+    losses_in_row: int = 0  # losses without a new token
+    full_servers: set[PooledServer] = field(default_factory=set)  # without room in this round
+    full_rounds: int = 0  # rounds in which no server had room
+    # Entered around each wait for a server.
+    while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class ServerPool:
-    """`name` "train" uses the servers that are not set aside for validation; "eval" those that are, whatever
-    they hold, and the others while there is none; a scorer's, its own. `patience`: seconds that a turn waits
-    for a server to take it; a lost server should be back by then. `uses`: what each server has done, by its
-    name, all its incarnations together; pools of one worker share it."""
+    """The servers for one purpose. The pool "train" uses the servers that are not reserved for validation;
+    "eval" uses the reserved servers, with any version, and the training servers while none is reserved; the
+    pool of a scorer uses that scorer's servers.
+
+    `turn_patience`: seconds that a turn waits for a server to accept it; a lost server should be back by
+    then. `usage_by_name`: the work of each server, by server name, summed over incarnations; the pools of a
+    worker share this table.
+    """
 
     def __init__(
         self,
         name: str,
         connect: Connect,
         waits: Waits,
-        meter: BusyTimer,
-        patience: float = 600.0,
-        uses: dict[str, EngineUse] | None = None,
+        busy_timer: BusyTimer,
+        turn_patience: float = 600.0,
+        usage_by_name: dict[str, EngineUse] | None = None,
     ) -> None:
         self.name = name
         self.changed = Notifier()
         self.sleeps = Sleeps()
         self._connect = connect
         self._waits = waits
-        self._patience = patience
-        self._lanes = LANES
-        self._kind = "engines"
-        self._span = FRESHER
-        self._asking: Callable[[str], AbstractContextManager[None]] = meter.turn  # around each request
-        if name not in LANES:
-            self._lanes = {name}
-            self._kind = f"scorers.{name}"
-            self._span = f"scorers.{name}: reads turns"
-            self._asking = lambda _: waits.named(self._span)
-        self._calls = itertools.count()
-        self.uses = {} if uses is None else uses
-        self._servers: dict[str, PooledServer] = {}  # by id
-        self._homes: dict[str, str] = {}  # by session: the server that holds its prefix
-        self._closing: set[asyncio.Task[None]] = set()
+        self._turn_patience = turn_patience
+        self._served_lanes = ENGINE_LANES
+        self._config_section = "engines"
+        self._wait_span = FRESHER
+        self._request_span: Callable[[str], AbstractContextManager[None]] = busy_timer.turn
+
+        if name not in ENGINE_LANES:
+            self._served_lanes = {name}
+            self._config_section = f"scorers.{name}"
+            self._wait_span = f"scorers.{name}: reads turns"
+            self._request_span = lambda _: waits.named(self._wait_span)
+
+        self._url_calls = itertools.count()
+        self.usage_by_name = {} if usage_by_name is None else usage_by_name
+        self._servers: dict[str, PooledServer] = {}  # keys: server ids
+        self._session_homes: dict[str, str] = {}  # the id of the server with the prefix, by session
+        self._close_tasks: set[asyncio.Task[None]] = set()
 
     # -- the sampler ---------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """The body is one episode. It need not wait here: each of its turns does."""
+        """Run one episode in the body. Nothing is awaited here: each turn waits."""
         yield
 
     @property
     def version(self) -> int:
-        """The newest version that a turn can be sampled with; -1 without a server."""
-        return max((server.entry.version.step for server in self._eligible(0)), default=-1)
+        """Return the newest version that can sample a turn; -1 without a server."""
+        return max((server.entry.version.step for server in self._eligible_servers(0)), default=-1)
 
-    async def generate(self, request: Request, oldest: Callable[[], int] = lambda: 0) -> Generation:
-        """Sample a turn, on as many servers as it takes; the wait for weights that are not older than
-        `oldest()` has no deadline of its own. Validation takes what there is. Raises EngineError when no
-        server takes it in time, one refuses it, or too many lose it."""
+    async def generate(self, request: Request, min_version: Callable[[], int] = lambda: 0) -> Generation:
+        """Sample a turn, on as many servers as necessary; the wait for weights that are not older than
+        `min_version()` has no deadline. Validation takes any version. Raises EngineError when no server
+        accepts the turn in time, a server refuses the turn, or too many servers lose it."""
         if self.name == "train":
-            await self.fresh(oldest)
-        turn = ServerTurn(request, oldest, asyncio.get_running_loop().time() + self._patience)
-        while turn.sampled.stop is StopReason.ABORT:  # a server samples what is left, or as much as it can
-            async with self._server(turn) as server:
-                self._append(turn, server, await server.client.generate(rest(request, turn.sampled)))
+            await self.wait_for_version(min_version)
+        turn = ServerTurn(request, min_version, asyncio.get_running_loop().time() + self._turn_patience)
+        while turn.sampled.stop is StopReason.ABORT:  # a server samples the remainder, or a part
+            async with self._asked_server(turn) as server:
+                self._append_part(turn, server, await server.client.generate(rest(request, turn.sampled)))
         return turn.sampled
 
     async def score(self, request: Request) -> tuple[float, ...]:
-        return await self._ask(request, lambda client: client.score(request.ids))
+        return await self._first_answer(request, lambda client: client.score(request.ids))
 
     async def read(
         self,
@@ -157,188 +163,210 @@ class ServerPool:
         ids: tuple[int, ...],
         count: int,
         top: int = 0,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> TokenScores:
-        """Have the scorer of this name score the last `count` of these ids, and name its `top` likeliest
-        tokens at each of their places. Waits for a server, within `waiting`, and raises, as `generate`
+        """Have a scorer of this pool score the last `count` of these ids, and name the `top` likeliest tokens
+        at each of these positions. Waits for a server, within `while_waiting`, and raises, as `generate`
         does."""
         request = Request(session, ids, Sampling(0, ()))
-        return await self._ask(request, lambda client: client.read(ids, count, top), waiting)
+        return await self._first_answer(request, lambda client: client.read(ids, count, top), while_waiting)
 
     async def url(self) -> str:
-        """Return the address of a server, each in turn. Waits for one, and raises, as `generate` does."""
-        deadline = asyncio.get_running_loop().time() + self._patience
+        """Return the address of a server, round robin. Waits for a server, and raises, as `generate` does."""
+        deadline = asyncio.get_running_loop().time() + self._turn_patience
         turn = ServerTurn(Request("", (), Sampling(0, ())), lambda: 0, deadline)
-        (await self._acquire(turn)).running -= 1
+        (await self._acquire_server(turn)).running_requests -= 1
         self.release("")
-        servers = self._eligible(0)
-        return servers[next(self._calls) % len(servers)].entry.url
+        servers = self._eligible_servers(0)
+        return servers[next(self._url_calls) % len(servers)].entry.url
 
-    async def fresh(self, oldest: Callable[[], int]) -> None:
-        """Wait for a server that is not older than `oldest()`."""
-        while self.version < oldest():
-            lack = self._waits_for(oldest())
-            span = FRESHER
+    async def wait_for_version(self, min_version: Callable[[], int]) -> None:
+        """Wait for a server that is not older than `min_version()`."""
+        while self.version < min_version():
+            wait_name = self._wait_name(min_version())
+            span_name = FRESHER
             if self.sleeps.asleep:
-                lack = span = ASLEEP
-            with self._waits.named(lack, span=span):
+                wait_name = ASLEEP
+                span_name = ASLEEP
+            with self._waits.named(wait_name, span=span_name):
                 await self.changed.wait()
 
     def release(self, session: str) -> None:
-        """The episode is over."""
-        self._homes.pop(session, None)
+        """Forget the server that holds a session's prefix: the episode is over."""
+        self._session_homes.pop(session, None)
 
     async def close(self) -> None:
         for server in self._servers.values():
-            self._close(server)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+            self._close_server(server)
+        await asyncio.gather(*self._close_tasks, return_exceptions=True)
 
-    # -- one turn ------------------------------------------------------------------------------------
+    # -- single turns --------------------------------------------------------------------------------
 
-    async def _ask(
+    async def _first_answer(
         self,
         request: Request,
         question: Callable[[SGLangClient], Awaitable[T]],
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> T:
         """Return the first answer of a server; see `generate`."""
-        deadline = asyncio.get_running_loop().time() + self._patience
-        turn = ServerTurn(request, lambda: 0, deadline, waiting=waiting)
+        deadline = asyncio.get_running_loop().time() + self._turn_patience
+        turn = ServerTurn(request, lambda: 0, deadline, while_waiting=while_waiting)
         while True:
-            async with self._server(turn) as server:
+            async with self._asked_server(turn) as server:
                 return await question(server.client)
 
     @asynccontextmanager
-    async def _server(self, turn: ServerTurn) -> AsyncIterator[PooledServer]:
-        """The body asks a server. If that is full, or is lost, another one is to be asked."""
-        server = await self._acquire(turn)
+    async def _asked_server(self, turn: ServerTurn) -> AsyncIterator[PooledServer]:
+        """Ask a server in the body. If the server is full, or is lost, the caller asks again."""
+        server = await self._acquire_server(turn)
         try:
-            asking = partial(self._asking, server.entry.name)
-            with self.sleeps.during(asking, partial(self._waits.named, ASLEEP)):
+            request_span = partial(self._request_span, server.entry.name)
+            with self.sleeps.during(request_span, partial(self._waits.named, ASLEEP)):
                 yield server
         except EngineBusy:
-            server.use.busy += 1
-            turn.full.add(server)
-        except EngineLost as lost:
-            server.use.lost += 1
-            self._suspect(server, lost)
-            self._append(turn, server, lost.partial)
+            server.usage.busy += 1
+            turn.full_servers.add(server)
+        except EngineLost as engine_lost:
+            server.usage.lost += 1
+            self._suspend_server(server, engine_lost)
+            self._append_part(turn, server, engine_lost.partial)
             await turn.request.on_part(turn.sampled)
-            if turn.losses >= MAX_LOSSES:
-                text = f"{MAX_LOSSES} servers in a row lost the turn; the last one: {lost}"
-                raise EngineError(text) from lost
+            if turn.losses_in_row >= MAX_LOSSES:
+                loss_text = f"{MAX_LOSSES} servers in a row lost the turn; the last one: {engine_lost}"
+                raise EngineError(loss_text) from engine_lost
         finally:
-            server.running -= 1
+            server.running_requests -= 1
 
-    def _append(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
+    def _append_part(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
         turn.sampled = extended(turn.request, turn.sampled, part)
-        turn.losses = 0 if part.ids else turn.losses + 1
-        turn.deadline = asyncio.get_running_loop().time() + self._patience
-        turn.full.clear()
-        turn.rounds = 0
-        server.use.moved += turn.last not in (None, server)
-        turn.last = server
+        turn.losses_in_row = 0 if part.ids else turn.losses_in_row + 1
+        turn.deadline = asyncio.get_running_loop().time() + self._turn_patience
+        turn.full_servers.clear()
+        turn.full_rounds = 0
+        server.usage.moved += turn.last_server not in (None, server)
+        turn.last_server = server
 
-    async def _acquire(self, turn: ServerTurn) -> PooledServer:
-        """The server that goes on with the turn. NoEngineError after the deadline."""
-        while (server := self.begin(turn.request.session, turn.full, turn.oldest())) is None:
+    async def _acquire_server(self, turn: ServerTurn) -> PooledServer:
+        """Return the server that continues the turn. NoEngineError after the deadline."""
+        session = turn.request.session
+        while (server := self.begin_request(session, turn.full_servers, turn.min_version())) is None:
             if self.sleeps.asleep:
-                turn.deadline += await self._slept()
+                turn.deadline += await self._wait_until_awake()
                 continue
+
             try:
                 async with asyncio.timeout_at(turn.deadline):
                     await self._wait_for_room(turn)
             except TimeoutError:
-                lack = self._waits_for(turn.oldest(), len(turn.full))
-                raise NoEngineError(f"{lack}, after {self._patience:g} s") from None
+                wait_name = self._wait_name(turn.min_version(), len(turn.full_servers))
+                raise NoEngineError(f"{wait_name}, after {self._turn_patience:g} s") from None
+
         return server
 
-    async def _slept(self) -> float:
-        """Wait until the servers wake; the seconds that it took, which are no turn's own."""
-        start = asyncio.get_running_loop().time()
+    async def _wait_until_awake(self) -> float:
+        """Wait until the servers wake; return the seconds of that wait, which extend the turn's deadline."""
+        started_at = asyncio.get_running_loop().time()
         with self._waits.named(ASLEEP):
             while self.sleeps.asleep:
                 await self.changed.wait()
-        return asyncio.get_running_loop().time() - start
+        return asyncio.get_running_loop().time() - started_at
 
     async def _wait_for_room(self, turn: ServerTurn) -> None:
-        """Wait for a change of the table; if servers were full, only a little."""
-        pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        span, waiting = (f"room on {self._kind}", nullcontext) if turn.full else (self._span, turn.waiting)
-        lack = self._waits_for(turn.oldest(), len(turn.full))
-        with waiting(), self._waits.named(lack, self._patience, span):
+        """Wait for a change of the table; for a short pause only if servers were full."""
+        pause = None
+        span_name = self._wait_span
+        while_waiting = turn.while_waiting
+        if turn.full_servers:
+            pause = min(FIRST_PAUSE * 2**turn.full_rounds, LONGEST_PAUSE)
+            span_name = f"room on {self._config_section}"
+            while_waiting = nullcontext
+
+        wait_name = self._wait_name(turn.min_version(), len(turn.full_servers))
+        with while_waiting(), self._waits.named(wait_name, self._turn_patience, span_name):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()
             except TimeoutError:
-                turn.rounds += 1
-        turn.full.clear()
+                turn.full_rounds += 1
 
-    def _waits_for(self, oldest: int, full: int = 0) -> str:
-        """Name what a turn waits for."""
-        version = f" with v{oldest}" if oldest else ""
-        if full:
-            return f"{self._kind}: all {full} servers{version} are full"
-        known = f"({len(self._servers)} known, {len(self._eligible(0))} healthy)"
-        return f"{self._kind}: no server{version} {known}"
+        turn.full_servers.clear()
+
+    def _wait_name(self, min_version: int, full_count: int = 0) -> str:
+        """Name the wait of a turn."""
+        version_text = f" with v{min_version}" if min_version else ""
+        if full_count:
+            return f"{self._config_section}: all {full_count} servers{version_text} are full"
+        server_counts = f"({len(self._servers)} known, {len(self._eligible_servers(0))} healthy)"
+        return f"{self._config_section}: no server{version_text} {server_counts}"
 
     # -- routing -------------------------------------------------------------------------------------
 
-    def begin(
-        self, session: str, avoid: Collection[PooledServer] = (), oldest: int = 0
+    def begin_request(
+        self, session: str, avoided: Collection[PooledServer] = (), min_version: int = 0
     ) -> PooledServer | None:
-        """Choose the server for the session's next request, counted in its `running`; None: there is none."""
-        servers = [server for server in self._eligible(oldest) if server not in avoid]
+        """Choose the server for the session's next request and count the request; None if there is no
+        server."""
+        servers = [server for server in self._eligible_servers(min_version) if server not in avoided]
         if not servers:
             return None
-        chosen = choose(servers, self._homes.get(session), Counter(self._homes.values()))
-        self._homes[session] = chosen.id
-        chosen.running += 1
-        return chosen
 
-    def _eligible(self, oldest: int) -> list[PooledServer]:
-        """Servers that may be used and whose weights are not older than `oldest`."""
-        found = self._servers.values()
-        set_aside = any(server.entry.lane == "eval" for server in found)
-        lane = "train" if self.name == "eval" and not set_aside else self.name
+        chosen_server = choose(
+            servers, self._session_homes.get(session), Counter(self._session_homes.values())
+        )
+        self._session_homes[session] = chosen_server.id
+        chosen_server.running_requests += 1
+
+        return chosen_server
+
+    def _eligible_servers(self, min_version: int) -> list[PooledServer]:
+        """Return the usable servers whose weights are not older than `min_version`."""
+        servers = self._servers.values()
+        has_validation_servers = any(server.entry.lane == "eval" for server in servers)
+        lane = "train" if self.name == "eval" and not has_validation_servers else self.name
         return [
             server
-            for server in found
+            for server in servers
             if server.entry.healthy
             and not server.entry.asleep
             and not server.suspect
             and server.entry.lane == lane
-            and (self.name == "eval" or server.entry.version.step >= oldest)
+            and (self.name == "eval" or server.entry.version.step >= min_version)
         ]
 
     # -- the table -----------------------------------------------------------------------------------
 
-    def table(self, entries: Iterable[EngineEntry]) -> None:
-        """The servers from now on. The turns of one that left, or was restarted, go on elsewhere."""
-        before = self._servers
+    def update_table(self, entries: Iterable[EngineEntry]) -> None:
+        """Replace the servers. The turns of servers that left, or were restarted, continue elsewhere."""
+        previous_servers = self._servers
         self._servers = {}
-        own = [entry for entry in entries if entry.lane in self._lanes]
-        for entry in own:
-            if entry.url:
-                id = f"{entry.name} {entry.incarnation}"
-                use = self.uses.setdefault(entry.name, EngineUse(entry.name))
-                server = before.pop(id, None) or PooledServer(entry, self._connect(entry, use), use)
-                self._servers[id] = server
-                server.entry = entry
-                server.suspect = False
-                server.client.sleeps(entry.asleep)
-                if entry.healthy:  # else the coordinator may not know yet what it holds
-                    server.client.mark(entry.version)
-        for server in before.values():
-            self._close(server)
-        awake = any(entry.healthy and not entry.asleep for entry in own)
-        self.sleeps.change(not awake and any(entry.asleep for entry in own))
+        lane_entries = [entry for entry in entries if entry.lane in self._served_lanes]
+        for entry in lane_entries:
+            if not entry.url:
+                continue
+
+            server_id = f"{entry.name} {entry.incarnation}"
+            usage = self.usage_by_name.setdefault(entry.name, EngineUse(entry.name))
+            server = previous_servers.pop(server_id, None)
+            if server is None:
+                server = PooledServer(entry, self._connect(entry, usage), usage)
+            self._servers[server_id] = server
+            server.entry = entry
+            server.suspect = False
+            server.client.sleeps(entry.asleep)
+            if entry.healthy:  # the coordinator may not know an unhealthy server's version
+                server.client.mark(entry.version)
+
+        for server in previous_servers.values():
+            self._close_server(server)
+
+        any_awake = any(entry.healthy and not entry.asleep for entry in lane_entries)
+        self.sleeps.change(not any_awake and any(entry.asleep for entry in lane_entries))
         self.changed.notify()
 
-    def _suspect(self, server: PooledServer, why: Exception) -> None:
-        """Avoid a server that lost a turn until the next table, or until some time has passed."""
+    def _suspend_server(self, server: PooledServer, lost_error: Exception) -> None:
+        """Avoid a server that lost a turn until the next table, or for SUSPECT_SECONDS."""
         if not server.suspect and server.id in self._servers:
-            log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, why)
+            log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, lost_error)
             server.suspect = True
             asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._clear_suspicion, server)
 
@@ -346,38 +374,42 @@ class ServerPool:
         server.suspect = False
         self.changed.notify()
 
-    def _close(self, server: PooledServer) -> None:
+    def _close_server(self, server: PooledServer) -> None:
         task = asyncio.get_running_loop().create_task(server.client.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._close_tasks.add(task)
+        task.add_done_callback(self._close_tasks.discard)
 
 
-def choose(servers: Sequence[PooledServer], home: str | None, prefixes: Counter[str]) -> PooledServer:
-    """The server `home`, which holds the prefix, if it is one of them and within the bound; else the one with
-    the fewest requests, and of these the one with the fewest prefixes."""
-    requests = sum(server.running for server in servers) + 1
-    bound = max(MIN_BOUND, math.ceil(LOAD_FACTOR * requests / len(servers)))
+def choose(servers: Sequence[PooledServer], home_id: str | None, prefix_counts: Counter[str]) -> PooledServer:
+    """Return the server `home_id`, which holds the prefix, if available and within the bound; else the server
+    with the fewest requests, and among equals the server with the fewest prefixes."""
+    request_count = sum(server.running_requests for server in servers) + 1
+    load_bound = max(MIN_LOAD_BOUND, math.ceil(LOAD_FACTOR * request_count / len(servers)))
     for server in servers:
-        if server.id == home and server.running + 1 <= bound:
+        if server.id == home_id and server.running_requests + 1 <= load_bound:
             return server
-    return min(servers, key=lambda server: (server.running, prefixes[server.id]))  # ties: the first
+
+    # Of equal servers min() returns the first.
+    return min(servers, key=lambda server: (server.running_requests, prefix_counts[server.id]))
 
 
 def connector(config: RunConfig, scorer: str = "") -> Connect:
-    """Return what makes a client of an engine, or of a scorer. ConfigError where keys or the model's
-    vocabulary cannot be read; that of a scorer whose model is not on this machine, or reads no turns, is the
-    policy's."""
+    """Return a function that makes a client for a server of the engine, or of a scorer. ConfigError where
+    keys or the model's vocabulary cannot be read. If the scorer's model is not on this machine, or reads no
+    turns, the policy's vocabulary is used."""
     from asyncrl.engines.sglang.client import SGLangClient
     from asyncrl.engines.sglang.http import ServerApi
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import vocabulary_of
 
-    path = config.scorers[scorer].path if scorer not in ("", "reward") else config.model.path
-    known = path if (Path(path) / "config.json").is_file() else config.model.path
-    vocabulary = vocabulary_of(known)
-    secrets = keys(config.engine)
+    model_path = config.scorers[scorer].path if scorer not in ("", "reward") else config.model.path
+    vocabulary_path = model_path if (Path(model_path) / "config.json").is_file() else config.model.path
+    vocabulary = vocabulary_of(vocabulary_path)
+    api_keys = keys(config.engine)
 
-    def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
-        return SGLangClient(ServerApi(entry.url, *secrets), config, vocabulary, use, salt=entry.incarnation)
+    def connect(entry: EngineEntry, usage: EngineUse) -> SGLangClient:
+        return SGLangClient(
+            ServerApi(entry.url, *api_keys), config, vocabulary, usage, salt=entry.incarnation
+        )
 
     return connect

@@ -1,8 +1,8 @@
-"""Plays an episode turn by turn: carries out the commands of the episode machine, and gives it the answers.
+"""Plays an episode turn by turn: carries out the commands of the episode machine, and feeds the answers back.
 
     resume -> [command -> engine, tools, environment or reward -> event -> advance -> post turn or reply]
 
-until the episode is over. A turn is durable before a tool or an environment gets it.
+until the episode is over. A turn is durable before a tool or an environment receives it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from asyncrl.rollout.environment import EpisodeEnvironment
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.tools import Toolbox, ToolSession
 from asyncrl.tools.snapshots import history
-from asyncrl.types import EpisodeStats, Message, Observation, Turn
+from asyncrl.types import EpisodeStats, Message, Observation, ToolReply, Turn
 
 log = logging.getLogger("asyncrl.worker")
 
 
 @dataclass
 class TurnPlayer:
-    """See `Player`. `episode` is the newest state of which everything was posted."""
+    """See `Player`. `episode` is the newest state that has been posted completely."""
 
     run: EpisodeRun
     toolbox: Toolbox
@@ -42,158 +42,196 @@ class TurnPlayer:
     episode: Episode | None = None
     _tools: ToolSession = field(init=False)
     _environment: EpisodeEnvironment | None = None
-    _stepped: int = 0  # turns up to the newest that the environment got
-    _histories: list[str] = field(default_factory=list)  # names of turns with all before, for snapshots
+    _stepped_turns: int = 0  # number of turns that the environment has received
+    _turn_histories: list[str] = field(default_factory=list)  # names of snapshots, one for each turn
 
     def __post_init__(self) -> None:
         episode = self.run.attempt.uid
         snapshots = self.run.context.snapshots
-        self._tools = self.toolbox.session(self.run.assign.sample, episode, snapshots)
+        self._tools = self.toolbox.session(self.run.assignment.sample, episode, snapshots)
 
     @property
     def _rules(self) -> Rules:
         return self.run.context.rules
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
-        opened = await self._open()
-        episode = machine.resume(self._rules, self.run.assign.sample, opened, recorded)
-        await self._rebuild(episode, recorded)
+        opened_tools = await self._open_tools()
+        episode = machine.resume(self._rules, self.run.assignment.sample, opened_tools, recorded)
+        await self._rebuild_state(episode, recorded)
         self.episode = episode
         if recorded:
-            self.run.caught_up()
+            self.run.restart_clock()
         while not episode.over:
-            event = await self._answer(episode)
-            before = episode
+            event = await self._carry_out(episode)
+            previous_episode = episode
             episode = machine.advance(self._rules, episode, event)
-            await self._post(before, episode)
+            await self._post_changes(previous_episode, episode)
             self.episode = episode
+
         return _outcome(episode)
 
     async def expire(self) -> Outcome:
-        episode = self.episode or machine.begin(self.run.assign.sample)
-        if not episode.over and not isinstance(episode.command, commands.Score):  # else its end is known
+        episode = self.episode or machine.begin(self.run.assignment.sample)
+        if not episode.over and not isinstance(episode.command, commands.Score):  # Score: the end is known
             episode = machine.expire(episode)
         if not episode.over:
-            episode = machine.advance(self._rules, episode, await self._answer(episode))
+            episode = machine.advance(self._rules, episode, await self._carry_out(episode))
         return _outcome(episode)
 
     async def close(self) -> None:
         await self._tools.close()
-        if self._environment is not None and (trouble := await self._environment.close()):
-            log.warning("the environment of episode %s did not close: %s", self.run.name, trouble)
+        if self._environment is not None and (close_problem := await self._environment.close()):
+            log.warning("the environment of episode %s did not close: %s", self.run.name, close_problem)
 
     # -- commands ------------------------------------------------------------------------------------
 
-    async def _answer(self, episode: Episode) -> commands.Event:
-        """Carry out the command the episode waits for."""
+    async def _carry_out(self, episode: Episode) -> commands.Event:
+        """Carry out the command for which the episode waits."""
         match episode.command:
-            case commands.Generate(ids=ids, max_new_tokens=limit, row=row) as asked:
-                taught = machine.taught(self._rules, episode, asked) if self.run.reader else ()
-                return commands.TurnGenerated(await self.run.generate(ids, limit, row, taught=taught))
+            case commands.Generate(ids=ids, max_new_tokens=max_new_tokens, row=row) as generate_command:
+                teacher_prefix: tuple[int, ...] = ()
+                if self.run.scorer:
+                    teacher_prefix = machine.taught(self._rules, episode, generate_command)
+                generation = await self.run.generate(ids, max_new_tokens, row, teacher_prefix=teacher_prefix)
+                return commands.TurnGenerated(generation)
+
             case commands.CallTools(calls=calls):
                 await self.run.until_durable()
                 names = ", ".join(sorted({call.name for call in calls}))
                 with self.run.context.waits.named(f"tool {names}", self._tools.limit(calls)):
                     replies = await asyncio.gather(*map(self._tools.call, calls))
                 return commands.ToolsReplied(tuple(replies))
+
             case commands.Step(message=message):
                 await self.run.until_durable()
-                return commands.Observed(await self._step(len(episode.turns), message))
+                return commands.Observed(await self._step_environment(len(episode.turns), message))
+
             case commands.Score(answer=answer, end=end):
                 messages = machine.conversation(self._rules, replace(episode, folded=0))
                 with self.run.context.waits.named("the results of the tools"):
                     result = await self._tools.result()
-                given = answer, end, messages, episode.tool_calls, result
-                earned = await self.run.reward(episode.turns, *given)
-                score = earned.score + await self._cut_short(episode)
-                return commands.EpisodeScored(replace(earned, score=score))
+                reward_result = await self.run.compute_reward(
+                    episode.turns,
+                    answer,
+                    end,
+                    messages=messages,
+                    tool_calls=episode.tool_calls,
+                    result=result,
+                )
+                score = reward_result.score + await self._cut_short_reward(episode)
+                return commands.EpisodeScored(replace(reward_result, score=score))
+
             case command:
                 raise ProtocolError(f"nothing answers {type(command).__name__}")
 
-    async def _open(self) -> commands.Opened:
-        """Open the tools, then let the environment begin."""
+    async def _open_tools(self) -> commands.Opened:
+        """Open the tools, then reset the environment."""
         await self._tools.open()
         if self.make_environment is None:
             return commands.Opened(self._tools.schemas)
-        limit = self._rules.config.tool_timeout
-        self._environment = EpisodeEnvironment(self.make_environment, limit, self.run.context.waits)
-        first = await self._environment.reset(self.run.assign.sample)
-        if first.done:
-            raise EnvironmentFailed("the environment was over before the first turn")
-        own = self._environment.inner.tools
-        schemas = (*self._tools.schemas, *(msgspec.json.encode(schema).decode() for schema in own))
-        return commands.Opened(schemas, frozenset(tool["function"]["name"] for tool in own), first.messages)
 
-    async def _step(self, count: int, message: Message) -> Observation:
-        """Give the environment the message of turn number `count`, from 1."""
+        tool_timeout = self._rules.config.tool_timeout
+        self._environment = EpisodeEnvironment(self.make_environment, tool_timeout, self.run.context.waits)
+        first_observation = await self._environment.reset(self.run.assignment.sample)
+        if first_observation.done:
+            raise EnvironmentFailed("the environment was over before the first turn")
+
+        environment_tools = self._environment.environment.tools
+        schemas = (
+            *self._tools.schemas,
+            *(msgspec.json.encode(schema).decode() for schema in environment_tools),
+        )
+
+        return commands.Opened(
+            schemas,
+            frozenset(tool["function"]["name"] for tool in environment_tools),
+            first_observation.messages,
+        )
+
+    async def _step_environment(self, turn_number: int, message: Message) -> Observation:
+        """Give the environment the message of the turn `turn_number`, counted from 1."""
         assert self._environment is not None
-        self._stepped = count
+        self._stepped_turns = turn_number
         return await self._environment.step(message)
 
-    async def _cut_short(self, episode: Episode) -> float:
-        """The environment's reward for an episode that it did not end itself."""
-        last = episode.turns[-1]
-        if self._environment is None or (last.observation is not None and last.observation.done):
+    async def _cut_short_reward(self, episode: Episode) -> float:
+        """Return the environment's reward for an episode that did not end in the environment."""
+        last_turn = episode.turns[-1]
+        if self._environment is None or (last_turn.observation is not None and last_turn.observation.done):
             return 0.0
-        got_last = self._stepped == len(episode.turns)  # even if the time was up during that step
-        return await self._environment.cut_short(None if got_last else self._message(episode, last))
 
-    def _message(self, episode: Episode, turn: Turn) -> Message:
+        # The environment has the last turn even if the time was up during that step.
+        environment_got_last = self._stepped_turns == len(episode.turns)
+        unanswered = None if environment_got_last else self._turn_message(episode, last_turn)
+        return await self._environment.cut_short(unanswered)
+
+    def _turn_message(self, episode: Episode, turn: Turn) -> Message:
         return turn_message(self._rules, turn, episode.read[turn.index])
 
-    async def _rebuild(self, episode: Episode, recorded: Sequence[Turn]) -> None:
-        """Bring back on this worker what the recorded turns did to tools and environment: take snapshots, and
-        repeat the rest. If that fails, repeat all. Then post the replies to malformed calls of the last
-        turn, if they were not recorded."""
-        self._note(episode.turns)
+    async def _rebuild_state(self, episode: Episode, recorded: Sequence[Turn]) -> None:
+        """Rebuild on this worker the state of tools and environment after the recorded turns.
+
+        Snapshots are restored first, and the turns after the snapshot are repeated. If that fails, all turns
+        are repeated. At last the replies to malformed calls of the last turn are posted, if they were not
+        recorded.
+        """
+        self._name_turns(episode.turns)
         try:
-            await self._tools.restore(self._histories)
-            await self._repeat(episode)
+            await self._tools.restore(self._turn_histories)
+            await self._repeat_turns(episode)
         except AsyncrlError:
             if not self._tools.restored or self._environment is not None:
                 raise
             await self._tools.close()
             await self._tools.open()
-            await self._repeat(episode)
+            await self._repeat_turns(episode)
+
         self._tools.caught_up()
         if recorded and episode.turns[-1].replies != recorded[-1].replies:
             await self.run.post_reply(episode.turns[-1])
 
-    async def _repeat(self, episode: Episode) -> None:
+    async def _repeat_turns(self, episode: Episode) -> None:
         for turn in episode.turns:
             await self._tools.redo(turn.replies, self._rules.shorten, turn.index)
             if turn.observation is not None:
-                await self._step_again(episode, turn, turn.observation)
+                await self._repeat_step(episode, turn, turn.observation)
 
-    def _note(self, turns: Sequence[Turn]) -> None:
-        """Name new turns, and the last one again: it may have got more replies."""
-        del self._histories[len(turns) - 1 :]
-        for turn in turns[len(self._histories) :]:
-            self._histories.append(history(self._histories[-1] if self._histories else "", turn))
+    def _name_turns(self, turns: Sequence[Turn]) -> None:
+        """Name new turns, and the last turn again: more replies may have arrived."""
+        del self._turn_histories[len(turns) - 1 :]
+        for turn in turns[len(self._turn_histories) :]:
+            earlier_history = self._turn_histories[-1] if self._turn_histories else ""
+            self._turn_histories.append(history(earlier_history, turn))
 
-    async def _step_again(self, episode: Episode, turn: Turn, recorded: Observation) -> None:
+    async def _repeat_step(self, episode: Episode, turn: Turn, recorded_observation: Observation) -> None:
         assert self._environment is not None
-        if self._environment.inner.replay == "no":
+        if self._environment.environment.replay == "no":
             raise ProtocolError("the environment cannot be repeated, so the episode starts again")
-        again = await self._step(turn.index + 1, self._message(episode, turn))
-        if machine.shorten_observation(self._rules, again).messages != recorded.messages:
+        repeated = await self._step_environment(turn.index + 1, self._turn_message(episode, turn))
+        if machine.shorten_observation(self._rules, repeated).messages != recorded_observation.messages:
             raise ProtocolError("the environment answered differently when repeated")
 
     # -- records -------------------------------------------------------------------------------------
 
-    async def _post(self, before: Episode, now: Episode) -> None:
-        """Post what an event added: a turn, its reply, or both (malformed calls are answered at once)."""
-        if len(now.turns) > len(before.turns):
-            await self.run.post_turn(now.turns[-1])
-            self.episode = now  # from here on a timeout counts the turn
-        if not now.turns:
+    async def _post_changes(self, previous_episode: Episode, episode: Episode) -> None:
+        """Post everything that an event added: a turn, the reply, or both (malformed calls are answered at
+        once)."""
+        if len(episode.turns) > len(previous_episode.turns):
+            await self.run.post_turn(episode.turns[-1])
+            self.episode = episode  # a later timeout counts the turn
+        if not episode.turns:
             return
-        last = now.turns[-1]
-        known = before.turns[-1] if len(before.turns) == len(now.turns) else None
-        if (last.replies, last.observation) != ((known.replies, known.observation) if known else ((), None)):
-            self._note(now.turns)
-            await self._tools.save(last.index, self._histories[-1])  # first: see tools/snapshots.py
-            await self.run.post_reply(last)
+
+        last_turn = episode.turns[-1]
+        posted_reply: tuple[tuple[ToolReply, ...], Observation | None] = ((), None)
+        if len(previous_episode.turns) == len(episode.turns):
+            previous_turn = previous_episode.turns[-1]
+            posted_reply = (previous_turn.replies, previous_turn.observation)
+
+        if (last_turn.replies, last_turn.observation) != posted_reply:
+            self._name_turns(episode.turns)
+            await self._tools.save(last_turn.index, self._turn_histories[-1])  # first: see tools/snapshots.py
+            await self.run.post_reply(last_turn)
 
 
 def _outcome(episode: Episode) -> Outcome:

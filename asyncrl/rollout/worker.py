@@ -1,4 +1,4 @@
-"""A rollout worker: many episodes in one asyncio loop, over an engine of its own or over all servers.
+"""A rollout worker: many episodes in a single asyncio loop, over an embedded engine or over all servers.
 
 consumes: assignments, weight versions and Sleep or the table of servers, the clock (control); acks and
     fences (bulk)
@@ -6,10 +6,10 @@ waits for: the coordinator, engines, tools and rewards -- each by name, see `wai
 unblocks: the coordinator (turns and endings), in sequence and kept until acknowledged
 
 `serve` runs side by side: _listen_control, _listen_bulk, _keep_contact, the outbox and the loading of weights
-into own engines. Each Assign starts a task of `EpisodeRunner.run`.
+into embedded engines. Each Assign starts a task of `EpisodeRunner.run`.
 
-The worker owns nothing that could be lost: records that were not acknowledged are sent again, and an episode
-is continued from its last durable turn by the worker that gets it next.
+A worker owns nothing that could be lost: unacknowledged records are sent again, and the next worker continues
+an episode after the last durable turn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
 from asyncrl.rollout.samplers import LocalSampler, engine_factory
-from asyncrl.rollout.server_pool import LANES, Connect, ServerPool, connector
+from asyncrl.rollout.server_pool import ENGINE_LANES, Connect, ServerPool, connector
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import Activity, BusyTimer, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
@@ -55,34 +55,41 @@ from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
 log = logging.getLogger("asyncrl.worker")
 
-FLUSH = 2.0  # seconds for the last records to become durable when stopping
-SPARE_THREADS = 8  # beside one per episode for blocking tools: loading weights must not wait for those
+FLUSH_SECONDS = 2.0  # seconds for the last records to become durable when stopping
+SPARE_THREADS = 8  # beside a thread per episode for blocking tools: loading weights must not wait for tools
 
 
 @exits_raise()
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
     """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
-    sampling = config.total_steps and not imitates(config)  # first: its files may register a shaping
-    parts = EpisodeParts(config).load()
-    remote = config.engine.remote
-    build = None if remote else engine_factory(config, index)
-    connect = {name: connector(config, name) for name in dict(config.scorer_places)}
-    connect |= dict.fromkeys([*LANES, *config.scorers_lent], connector(config)) if remote else {}
-    engine: Engine | None = None if sampling else NoEngine()
-    if engine is None and build is not None and not config.shifts:
-        engine = build()
+    samples_turns = config.total_steps and not imitates(config)  # first: user files may register a shaping
+    episode_parts = EpisodeParts(config).load()
+    uses_servers = config.engine.remote
+    build_engine = None if uses_servers else engine_factory(config, index)
+    connectors = {name: connector(config, name) for name in dict(config.scorer_places)}
+    if uses_servers:
+        connectors |= dict.fromkeys([*ENGINE_LANES, *config.scorers_lent], connector(config))
+
+    engine: Engine | None = None if samples_turns else NoEngine()
+    if engine is None and build_engine is not None and not config.shifts:
+        engine = build_engine()
+
     gc.collect()
     gc.freeze()  # a collection that scans torch and all modules stops every episode for a third of a second
-    gc.set_threshold(10_000)  # of the many young objects of a step hardly any is in a cycle
-    # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
+    gc.set_threshold(10_000)  # hardly any of a step's many young objects is in a cycle
+
+    # Not asyncio.run, which waits for threads: a blocking tool may hold a thread for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
-    role = RolloutWorker(endpoints, index, incarnation, parts, build, connect, engine)
-    # What tools, rewards and agents had started ends by the same signal: that is no result of theirs.
-    at_ending(loop, role.leave)
+    rollout_worker = RolloutWorker(
+        endpoints, index, incarnation, episode_parts, build_engine, connectors, engine
+    )
+    # Programs of tools, rewards and agents end by the same signal, which must not count as a result.
+    at_ending(loop, rollout_worker.leave_run)
+
     try:
-        return loop.run_until_complete(role.serve())
+        return loop.run_until_complete(rollout_worker.serve())
     except ConfigError:
         raise
     except AsyncrlError as error:
@@ -93,11 +100,11 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
 
 
 class RolloutWorker:
-    """Owns the episodes and the contact with the coordinator.
+    """Owns the running episodes and the contact with the coordinator.
 
-    `build` makes an embedded engine with the initial weights; it may be called from a thread. `connect` makes
-    clients of servers, those of the lanes of engines where there are none embedded, and those of scorers.
-    `engine`: the one of training, if it is there already.
+    `build_engine` makes an embedded engine with the initial weights, possibly in a thread. `connectors` make
+    clients of servers: for the engine lanes, where no engine is embedded, and for scorers. `engine`: the
+    training engine, if already built.
     """
 
     def __init__(
@@ -105,191 +112,224 @@ class RolloutWorker:
         endpoints: Endpoints,
         index: int,
         incarnation: str,
-        parts: EpisodeParts,
-        build: Callable[[], Engine] | None,
-        connect: Mapping[str, Connect],
+        episode_parts: EpisodeParts,
+        build_engine: Callable[[], Engine] | None,
+        connectors: Mapping[str, Connect],
         engine: Engine | None,
     ) -> None:
-        config = self.config = parts.config
+        config = episode_parts.config
+        self.config = config
         self.index = index
         self.incarnation = incarnation
-        self._parts = parts
+        self._episode_parts = episode_parts
         self._endpoints = endpoints
-        self._name = identity("rollout", index, incarnation)
-        run_dir = Path(config.run_dir) / config.name
-        self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
+        self._identity = identity("rollout", index, incarnation)
+        run_directory = Path(config.run_dir) / config.name
+        self.timeline = Timeline(run_directory / "timeline" / f"rollout-{index}.jsonl")
         self.timeline.past(START, 0.0)
         self.activity = Activity(self.timeline)
-        self.waits, self.busy_timer = Waits(activity=self.activity), BusyTimer(self.timeline)
-        self._mirror = Mirror(config, endpoints, "rollout", index, self.timeline)
-        self._local: dict[str, LocalSampler] = {}
-        if build is not None:
-            waited = self.waits, self.busy_timer, self.timeline, config.weights.deadline, self._mirror
-            self._local["train"] = LocalSampler("train", build, *waited, engine=engine)
-            self._local["eval"] = LocalSampler("eval", build, *waited, pinned=True)
-        self._servers: dict[str, worker.EngineEntry] = {}  # by name
-        self._uses: dict[str, worker.EngineUse] = {}  # by the server's name
-        pool = (self.waits, self.busy_timer, config.engine.start_timeout, self._uses)
-        self._pools = {name: ServerPool(name, one, *pool) for name, one in connect.items()}
-        readers: dict[str, ServerPool | LocalSampler] = {**self._pools}
-        if self._local:
-            readers |= dict.fromkeys(config.scorers_lent, self._local["train"])
-        self.outbox = Outbox(lambda records, frames: self._bulk.send(records, frames))
-        self._snapshots = Snapshots(str(run_dir.absolute()), config.store.keep_bytes)
-        context = EpisodeContext(
-            parts.rules,
-            parts.reward,
+        self.waits = Waits(activity=self.activity)
+        self.busy_timer = BusyTimer(self.timeline)
+        self._weight_mirror = Mirror(config, endpoints, "rollout", index, self.timeline)
+        self._local_samplers: dict[str, LocalSampler] = {}
+
+        if build_engine is not None:
+            sampler_parts = (
+                self.waits,
+                self.busy_timer,
+                self.timeline,
+                config.weights.deadline,
+                self._weight_mirror,
+            )
+            self._local_samplers["train"] = LocalSampler("train", build_engine, *sampler_parts, engine=engine)
+            self._local_samplers["eval"] = LocalSampler(
+                "eval", build_engine, *sampler_parts, keeps_version=True
+            )
+
+        self._servers: dict[str, worker.EngineEntry] = {}  # keys: server names
+        self._server_usage: dict[str, worker.EngineUse] = {}  # keys: server names
+        pool_parts = (self.waits, self.busy_timer, config.engine.start_timeout, self._server_usage)
+        self._server_pools = {
+            name: ServerPool(name, connect, *pool_parts) for name, connect in connectors.items()
+        }
+        turn_readers: dict[str, ServerPool | LocalSampler] = {**self._server_pools}
+        if self._local_samplers:
+            turn_readers |= dict.fromkeys(config.scorers_lent, self._local_samplers["train"])
+
+        self.outbox = Outbox(lambda records, frames: self._bulk_link.send(records, frames))
+        self._snapshots = Snapshots(str(run_directory.absolute()), config.store.keep_bytes)
+        episode_context = EpisodeContext(
+            episode_parts.rules,
+            episode_parts.reward,
             self.outbox,
             self.waits,
-            oldest=lambda: self._oldest,
+            min_version=lambda: self._min_version,
             snapshots=self._snapshots,
-            reader=lambda source: readers.get(config.reader(source)),
-            top=config.kl.top_k,
+            scorer_of=lambda source: turn_readers.get(config.reader(source)),
+            top_tokens=config.kl.top_k,
         )
-        gateway = Gateway(config.rollout.agent_address)
-        self.agents = Agents(parts.agent, gateway, parts.untrained) if parts.agent else None
-        self.runner = EpisodeRunner(context, self._player)
-        self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
-        self._assigned = self._oldest = 0
-        self._falling: asyncio.Task[None] | None = None  # asleep
-        self._leaving = False  # while the run goes on
-        self._epoch = -1
 
-    def _player(self, run: EpisodeRun) -> Player:
-        if run.assign.sample.demonstration:
-            return DemonstrationPlayer(run, self._parts.toolbox)
+        self.agents: Agents | None = None
+        gateway = Gateway(config.rollout.agent_address)
+        if episode_parts.agent:
+            self.agents = Agents(episode_parts.agent, gateway, episode_parts.untrained)
+        self.runner = EpisodeRunner(episode_context, self._make_player)
+        self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
+        self._last_assigned = 0
+        self._min_version = 0
+        self._sleep_task: asyncio.Task[None] | None = None
+        self._is_leaving = False  # True: the worker leaves before the run has ended
+        self._coordinator_epoch = -1
+
+    def _make_player(self, run: EpisodeRun) -> Player:
+        if run.assignment.sample.demonstration:
+            return DemonstrationPlayer(run, self._episode_parts.toolbox)
         if self.agents is not None:
             return AgentPlayer(run, self.agents)
-        return TurnPlayer(run, self._parts.toolbox, self._parts.environment)
+        return TurnPlayer(run, self._episode_parts.toolbox, self._episode_parts.environment)
 
     async def serve(self) -> int:
         """Serve until `Stop`; raises DeadlineError when the coordinator does not come back."""
         loop = asyncio.get_running_loop()
         endpoints = self._endpoints
-        scorer_url.set(lambda name: self._pools[name].url())
+        scorer_url.set(lambda name: self._server_pools[name].url())
         if self.agents is not None:
-            await self.agents.gateway.start()  # first: where it cannot, nothing is to be closed
-        self._control = AsyncLink(endpoints.control, ToWorkerControl, self._name, endpoints.keys)
-        self._bulk = AsyncLink(endpoints.bulk, ToWorkerBulk, self._name, endpoints.keys)
-        self._ending: asyncio.Future[int] = loop.create_future()
+            await self.agents.gateway.start()  # first: if starting fails, nothing has to be closed
+        self._control_link = AsyncLink(endpoints.control, ToWorkerControl, self._identity, endpoints.keys)
+        self._bulk_link = AsyncLink(endpoints.bulk, ToWorkerBulk, self._identity, endpoints.keys)
+        self._exit_code: asyncio.Future[int] = loop.create_future()
         launch = self.config.launch
         self.contact = Contact(launch.lease, launch.start_timeout, loop.time())
-        loading = [sampler.run(self._control.send) for sampler in self._local.values()]
-        own = self._listen_control(), self._listen_bulk(), self._keep_contact(), self.outbox.run()
-        services = [asyncio.create_task(service) for service in (*own, *loading)]
+        load_loops = [sampler.run(self._control_link.send) for sampler in self._local_samplers.values()]
+        worker_loops = (
+            self._listen_control(),
+            self._listen_bulk(),
+            self._keep_contact(),
+            self.outbox.run_sender(),
+        )
+        services = [asyncio.create_task(service) for service in (*worker_loops, *load_loops)]
         try:
-            waited: list[asyncio.Future[Any]] = [self._ending, *services]
-            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            return int(done.pop().result())
+            end_futures: list[asyncio.Future[Any]] = [self._exit_code, *services]
+            finished, _ = await asyncio.wait(end_futures, return_when=asyncio.FIRST_COMPLETED)
+            return int(finished.pop().result())
         finally:
-            await self._close(services)
+            await self._close_all(services)
 
-    def end(self, reason: str) -> None:
+    def end_serving(self, reason: str) -> None:
         """Leave, as after `Stop`."""
-        if not self._ending.done():
+        if not self._exit_code.done():
             log.info("worker %d stops: %s", self.index, reason)
-            self._ending.set_result(0)
+            self._exit_code.set_result(0)
 
-    def leave(self) -> None:
-        """End because this machine is wanted back, or the whole job was told to end."""
-        self._leaving = True
-        self.end("by a signal")
+    def leave_run(self) -> None:
+        """Leave because a signal arrived: the machine is needed elsewhere, or the whole job was told to
+        end."""
+        self._is_leaving = True
+        self.end_serving("by a signal")
 
-    async def _close(self, services: list[asyncio.Task[None]]) -> None:
-        """Drop the episodes, give the records a moment to become durable, close."""
-        dropped = list(self._episodes.values())
-        self._fence("leaving")
-        if dropped:
-            await asyncio.wait(dropped, timeout=FLUSH)  # what does not end goes with the process
+    async def _close_all(self, services: list[asyncio.Task[None]]) -> None:
+        """Drop the episodes, give the records a moment to become durable, and close everything."""
+        dropped_tasks = list(self._episodes.values())
+        self._drop_all_episodes("leaving")
+        if dropped_tasks:
+            await asyncio.wait(dropped_tasks, timeout=FLUSH_SECONDS)  # unfinished tasks end with the process
+
         try:
-            async with asyncio.timeout(FLUSH):
-                await self.outbox.flushed()
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await self.outbox.wait_until_flushed()
         except TimeoutError:
             log.warning("records of %d episodes were not acknowledged", len(self.outbox.attempts))
-        tasks = [*services, *filter(None, [self._falling])]
+
+        tasks = [*services, *filter(None, [self._sleep_task])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._leaving:  # and says nothing after that
-            await self._control.send(worker.Leave())
-        samplers: list[LocalSampler | ServerPool] = [*self._local.values(), *self._pools.values()]
+
+        if self._is_leaving:  # the last message of the worker
+            await self._control_link.send(worker.Leave())
+
+        samplers: list[LocalSampler | ServerPool] = [
+            *self._local_samplers.values(),
+            *self._server_pools.values(),
+        ]
         for sampler in samplers:
             await sampler.close()
-        self._mirror.close()
+        self._weight_mirror.close()
         if self.agents is not None:
             await self.agents.close()
-        await self._parts.close()
+        await self._episode_parts.close()
         self.busy_timer.flush()
         self.activity.flush()
         self.timeline.close()
-        self._control.close()
-        self._bulk.close()
+        self._control_link.close()
+        self._bulk_link.close()
 
     # -- the coordinator -----------------------------------------------------------------------------
 
     async def _listen_control(self) -> None:
         while True:
             message: ToWorkerControl
-            message, frames = await self._control.receive()
-            self._contacted()
+            message, frames = await self._control_link.receive()
+            self._note_contact()
             match message:
                 case shared.Welcome():
-                    self._welcome(message)
+                    self._on_welcome(message)
                 case worker.Assign():
-                    self._assign(message, frames)
+                    self._start_episode(message, frames)
                 case worker.Cancel():
-                    self._drop(message.attempt)
+                    self._drop_episode(message.attempt)
                     asyncio.get_running_loop().run_in_executor(
                         None, self._snapshots.forget, message.attempt.uid
                     )
                 case shared.LoadWeights():
-                    self._local[message.lane].loads.offer(message.ref, message.probe)
+                    self._local_samplers[message.lane].loads.offer(message.ref, message.probe)
                 case shared.Sleep():
-                    self._sleep(message)
+                    self._on_sleep(message)
                 case worker.Engines():
                     self._servers = message.update(self._servers)
-                    for pool in self._pools.values():
-                        pool.table(self._servers.values())
+                    for pool in self._server_pools.values():
+                        pool.update_table(self._servers.values())
                 case worker.Clock():
-                    self._oldest = message.oldest
-                    self._sampler("train").changed.notify()
+                    self._min_version = message.oldest
+                    self._sampler_of("train").changed.notify()
                 case shared.Stop():
-                    self.end(message.reason)
+                    self.end_serving(message.reason)
                 case _:
                     assert_never(message)
 
-    def _sleep(self, order: shared.Sleep) -> None:
-        if self._falling is None or self._falling.done():  # else it is told again, if that was another order
-            lanes = asyncio.gather(*(sampler.sleep() for sampler in self._local.values()))
-            self._falling = asyncio.create_task(self._fall_asleep(order, lanes))
+    def _on_sleep(self, sleep_message: shared.Sleep) -> None:
+        # A message that arrives while the lanes fall asleep is dropped; the coordinator repeats a new order.
+        if self._sleep_task is None or self._sleep_task.done():
+            sleeping_lanes = asyncio.gather(*(sampler.sleep() for sampler in self._local_samplers.values()))
+            self._sleep_task = asyncio.create_task(self._fall_asleep(sleep_message, sleeping_lanes))
 
-    async def _fall_asleep(self, order: shared.Sleep, lanes: Awaitable[Any]) -> None:
-        await self._control.send(await slept(order, lanes))
+    async def _fall_asleep(self, sleep_message: shared.Sleep, sleeping_lanes: Awaitable[Any]) -> None:
+        await self._control_link.send(await slept(sleep_message, sleeping_lanes))
 
     async def _listen_bulk(self) -> None:
         while True:
-            message: ToWorkerBulk = (await self._bulk.receive())[0]
-            self._contacted()
+            message: ToWorkerBulk = (await self._bulk_link.receive())[0]
+            self._note_contact()
             match message:
                 case worker.Ack():
-                    self.outbox.ack(message.seq)
+                    self.outbox.acknowledge(message.seq)
                 case worker.Fenced():
-                    self._drop(message.attempt)
+                    self._drop_episode(message.attempt)
                 case _:
                     assert_never(message)
 
-    def _contacted(self) -> None:
+    def _note_contact(self) -> None:
         self.contact.message_arrived(asyncio.get_running_loop().time())
 
-    def _welcome(self, message: shared.Welcome) -> None:
-        """A new coordinator counts its assignments from 0. It may lack records that the old one had not
-        stored, so they are sent again."""
-        restarted = message.coordinator_epoch != self._epoch
-        if restarted:
-            self._epoch = message.coordinator_epoch
-            self._assigned = 0
-        if restarted or self.outbox.paused:
-            self.outbox.rewind()
+    def _on_welcome(self, message: shared.Welcome) -> None:
+        """Send all unacknowledged records again after a restart of the coordinator, which counts assignments
+        from 0 and may lack records that the old coordinator had not stored."""
+        is_new_coordinator = message.coordinator_epoch != self._coordinator_epoch
+        if is_new_coordinator:
+            self._coordinator_epoch = message.coordinator_epoch
+            self._last_assigned = 0
+        if is_new_coordinator or self.outbox.is_paused:
+            self.outbox.send_again()
         self.contact.welcomed = True
 
     async def _keep_contact(self) -> None:
@@ -297,75 +337,88 @@ class RolloutWorker:
         while True:
             match self.contact.tick(asyncio.get_running_loop().time()):
                 case ContactState.FINE:
-                    await self._control.send(self._heartbeat())
+                    await self._control_link.send(self._heartbeat())
                 case ContactState.QUIET:
-                    await self._hello()
+                    await self._send_hello()
                 case ContactState.EXPIRED:
-                    self._fence(f"nothing heard from the coordinator for {self.contact.seconds:g} s")
-                    await self._hello()
+                    self._drop_all_episodes(
+                        f"nothing heard from the coordinator for {self.contact.seconds:g} s"
+                    )
+                    await self._send_hello()
                 case ContactState.GONE:
                     raise DeadlineError(f"no coordinator for {self.contact.give_up:g} s")
-            self.outbox.check()
+
+            self.outbox.resend_overdue()
             self.busy_timer.tick()
             self.activity.tick()
             await asyncio.sleep(self.contact.interval)
 
-    async def _hello(self) -> None:
-        self.outbox.pause()
+    async def _send_hello(self) -> None:
+        self.outbox.pause_sending()
         slots = self.config.rollout.slots
-        acked = self.outbox.acked
-        held = self._local["train"].loads.version if self._local else NO_VERSION
-        await self._control.send(
-            worker.WorkerHello(self.index, self.incarnation, slots, os.getpid(), acked, held)
+        engine_version = self._local_samplers["train"].loads.version if self._local_samplers else NO_VERSION
+        hello = worker.WorkerHello(
+            index=self.index,
+            incarnation=self.incarnation,
+            slots=slots,
+            pid=os.getpid(),
+            acked=self.outbox.acked_seq,
+            version=engine_version,
         )
+        await self._control_link.send(hello)
 
     def _heartbeat(self) -> worker.Heartbeat:
-        """`held` includes attempts whose records are not acknowledged: no other worker may start them."""
-        busy, idle = self.busy_timer.seconds
+        """Return the heartbeat. `held` includes attempts with unacknowledged records: no other worker may
+        start them."""
+        busy_seconds, idle_seconds = self.busy_timer.seconds
+        local_tokens = sum(sampler.tokens for sampler in self._local_samplers.values())
+        server_tokens = sum(usage.tokens for usage in self._server_usage.values())
         return worker.Heartbeat(
-            assigned=self._assigned,
+            assigned=self._last_assigned,
             held=tuple(self.outbox.attempts | self._episodes.keys()),
-            busy_s=busy,
-            idle_s=idle,
-            tokens=sum(local.tokens for local in self._local.values())
-            + sum(use.tokens for use in self._uses.values()),
+            busy_s=busy_seconds,
+            idle_s=idle_seconds,
+            tokens=local_tokens + server_tokens,
             waiting=self.waits.longest(),
             in_time=self.waits.in_time,
-            engines=tuple(self._uses.values()),
-            acked=self.outbox.acked,
-            leaving=self._leaving,
+            engines=tuple(self._server_usage.values()),
+            acked=self.outbox.acked_seq,
+            leaving=self._is_leaving,
         )
 
     # -- episodes ------------------------------------------------------------------------------------
 
-    def _assign(self, message: worker.Assign, frames: list[bytes]) -> None:
-        self._assigned = message.seq
+    def _start_episode(self, message: worker.Assign, frames: list[bytes]) -> None:
+        self._last_assigned = message.seq
         if message.attempt in self._episodes:
             return
-        for other in [held for held in self._episodes if held.uid == message.attempt.uid]:
-            self._drop(other)
-        task = asyncio.create_task(self.runner.run(message, frames, self._sampler(message.lane)))
-        self._episodes[message.attempt] = task
-        task.add_done_callback(lambda task: self._over(message.attempt, task))
 
-    def _over(self, attempt: shared.Attempt, task: asyncio.Task[None]) -> None:
+        uid = message.attempt.uid
+        for older_attempt in [attempt for attempt in self._episodes if attempt.uid == uid]:
+            self._drop_episode(older_attempt)
+
+        task = asyncio.create_task(self.runner.run(message, frames, self._sampler_of(message.lane)))
+        self._episodes[message.attempt] = task
+        task.add_done_callback(lambda task: self._on_episode_end(message.attempt, task))
+
+    def _on_episode_end(self, attempt: shared.Attempt, task: asyncio.Task[None]) -> None:
         if self._episodes.get(attempt) is task:
             del self._episodes[attempt]
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._ending.done():
-            self._ending.set_exception(error)
+        if error is not None and not self._exit_code.done():
+            self._exit_code.set_exception(error)
 
-    def _drop(self, attempt: shared.Attempt) -> None:
-        """Cancel an episode; it posts nothing more."""
+    def _drop_episode(self, attempt: shared.Attempt) -> None:
+        """Cancel an episode; no more records of that attempt are posted."""
         task = self._episodes.pop(attempt, None)
         if task is not None:
             task.cancel()
 
-    def _fence(self, why: str) -> None:
+    def _drop_all_episodes(self, reason: str) -> None:
         if self._episodes:
-            log.warning("worker %d gives up %d episodes: %s", self.index, len(self._episodes), why)
+            log.warning("worker %d gives up %d episodes: %s", self.index, len(self._episodes), reason)
         for attempt in list(self._episodes):
-            self._drop(attempt)
+            self._drop_episode(attempt)
 
-    def _sampler(self, name: str) -> LocalSampler | ServerPool:
-        return self._local[name] if self._local else self._pools[name]
+    def _sampler_of(self, name: str) -> LocalSampler | ServerPool:
+        return self._local_samplers[name] if self._local_samplers else self._server_pools[name]

@@ -1,8 +1,9 @@
-"""The checkpoints of a run, in a directory or at a URL: what the trainer writes, and others read.
+"""The checkpoints of a run, in a directory or at a URL: written by the trainer, read by every process.
 
     step-N/{state/…, hf/…}, each file hashed while it is written ──► step-N/manifest.json, written last
 
-A checkpoint is there when its manifest is: nothing is renamed, which not every file system does at once.
+A checkpoint exists when the manifest does: nothing is renamed, because not every file system renames
+atomically.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
 
 MANIFEST = "manifest.json"
-TOKEN = "ranks"  # the file by which ranks see that their place is one
+TOKEN_FILE = "ranks"  # shows the ranks that all of them use the same location
 Files = dict[str, tuple[int, str]]  # path in a checkpoint → (bytes, xxh3)
 
 
@@ -35,8 +36,9 @@ class CheckpointError(AsyncrlError):
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a checkpoint. `trained`: uids trained since the checkpoint of step `parent` (-1: since
-    the start), in order; `trained_total`: their number along the lineage. `state`: the learner's numbers
-    beside its models. `files`: those of all ranks. Both are filled in when it is written."""
+    the start), in order; `trained_total`: the number of trained uids along the lineage. `state`: the
+    learner's numbers beside the models. `files`: the files of all ranks. `trained_total` and `files` are
+    filled in when the manifest is written."""
 
     step: int
     trainer_epoch: int
@@ -48,13 +50,15 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HashedFile(io.RawIOBase):
-    """A new file, hashed as it is written; on the disk when it is closed. `done` gets (bytes, xxh3), `wrote`
-    the bytes of each write."""
+    """A new file that is hashed while it is written, and is on the disk when closed. `on_closed` gets (bytes,
+    xxh3), `on_written` the bytes of each write."""
 
-    def __init__(self, file: Any, wrote: Callable[[int], None], done: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, file: Any, on_written: Callable[[int], None], on_closed: Callable[[int, str], None]
+    ) -> None:
         self._file = file
-        self._wrote = wrote
-        self._done = done
+        self._on_written = on_written
+        self._on_closed = on_closed
         self._size = 0
         self._digest = xxhash.xxh3_64()
 
@@ -64,10 +68,10 @@ class HashedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         self._digest.update(data)
         self._file.write(data)
-        written = memoryview(data).nbytes
-        self._size += written
-        self._wrote(written)
-        return written
+        written_bytes = memoryview(data).nbytes
+        self._size += written_bytes
+        self._on_written(written_bytes)
+        return written_bytes
 
     def tell(self) -> int:
         return self._size
@@ -77,30 +81,33 @@ class HashedFile(io.RawIOBase):
             return
         super().close()
         self._file.flush()
-        with suppress(AttributeError, io.UnsupportedOperation):  # of files that are not local
+        with suppress(AttributeError, io.UnsupportedOperation):  # remote files have no descriptor
             os.fsync(self._file.fileno())
         self._file.close()
-        self._done(self._size, self._digest.hexdigest())
+        self._on_closed(self._size, self._digest.hexdigest())
 
 
 class Checkpoints:
-    """`place`: a path, or a URL that fsspec knows (`s3://bucket/run`). ConfigError where it does not. (fsspec
-    would read `::` in a path as a chain of places.)
-    `written`: bytes that this process has written; `local`: the place is a directory; `problem`: why nothing
-    could be written there when the trainer began."""
+    """The checkpoints at `location`: a path, or a URL that fsspec supports (`s3://bucket/run`). ConfigError
+    for an unsupported URL. (fsspec would read `::` in a path as a chain of locations.)
 
-    def __init__(self, place: str | Path) -> None:
-        if isinstance(place, Path) or "://" not in place:
+    `written`: bytes that this process has written; `local`: the location is a directory; `problem`: why
+    nothing could be written when the trainer began.
+    """
+
+    def __init__(self, location: str | Path) -> None:
+        if isinstance(location, Path) or "://" not in location:
             self._fs = LocalFileSystem()
-            self.root = os.path.abspath(place)
+            self.root = os.path.abspath(location)
         else:
             with ConfigError.instead_of(
                 ValueError,
                 ImportError,
-                text=f"checkpoint.directory {place}: cannot be opened",
+                text=f"checkpoint.directory {location}: cannot be opened",
                 advice="install what fsspec needs for it (s3fs for s3://), or give a directory",
             ):
-                self._fs, self.root = url_to_fs(place)
+                self._fs, self.root = url_to_fs(location)
+
         self.local = isinstance(self._fs, LocalFileSystem)
         self.written = 0
         self.problem = ""
@@ -112,67 +119,70 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return steps of all complete checkpoints, newest first."""
-        return [step for step in self._begun() if self._fs.exists(self.path(step, MANIFEST))]
+        return [step for step in self._started_steps() if self._fs.exists(self.path(step, MANIFEST))]
 
     def manifest(self, step: int) -> CheckpointManifest:
-        """CheckpointError when there is none, or it is of another step: its trajectories would count as
-        trained at the wrong one."""
+        """Return the manifest of a checkpoint. CheckpointError without a manifest, or for the manifest of a
+        different step, whose trajectories would count as trained at the wrong step."""
         path = self.path(step)
         with CheckpointError.instead_of(OSError, *UNDECODABLE, text=f"{path}: no readable manifest"):
             content = self._fs.cat_file(self.path(step, MANIFEST))
             manifest = msgspec.json.decode(content, type=CheckpointManifest)
+
         if manifest.step != step:
             raise CheckpointError(
                 f"{path}: it was renamed or copied, its manifest is of step {manifest.step}"
             )
+
         return manifest
 
-    def lineage(self, step: int, known: int) -> list[CheckpointManifest]:
-        """The manifests that lead to the checkpoint of `step`, from the first one beyond `known` batches on.
-        CheckpointError when one of them is gone."""
-        found: list[CheckpointManifest] = []
-        while step > known:
-            found.append(self.manifest(step))
-            if found[-1].parent >= step:
+    def lineage(self, step: int, trained_steps: int) -> list[CheckpointManifest]:
+        """Return the manifests that lead to the checkpoint of `step`, starting with the first manifest after
+        `trained_steps`. CheckpointError when a manifest is gone."""
+        manifests: list[CheckpointManifest] = []
+        while step > trained_steps:
+            manifests.append(self.manifest(step))
+            if manifests[-1].parent >= step:
                 raise CheckpointError(f"{self.path(step)}: is its own parent")
-            step = found[-1].parent
-        return found[::-1]
+            step = manifests[-1].parent
+        return manifests[::-1]
 
     def damage(self, step: int) -> str:
-        """Reads all files of a checkpoint and says in one line what is wrong with them; '' for nothing."""
+        """Read all files of a checkpoint and describe the damage on one line; '' for none."""
         try:
             manifest = self.manifest(step)
-            for name, known in manifest.files.items():
-                if self._fingerprint(step, name) != known:
-                    return f"{name} is not as written"
+            for file_name, recorded_fingerprint in manifest.files.items():
+                if self._file_fingerprint(step, file_name) != recorded_fingerprint:
+                    return f"{file_name} is not as written"
         except (CheckpointError, OSError) as error:
             return one_line(error)
+
         return "" if manifest.files else "the manifest names no file"
 
     def open(self, step: int, name: str) -> Any:
-        """To read."""
+        """Open a file of a checkpoint to read."""
         return self._fs.open(self.path(step, name), "rb")
 
     # -- writing ---------------------------------------------------------------------------------------
 
     def clear(self, step: int) -> None:
-        """Room for a checkpoint of that step, where a damaged one may be."""
+        """Make room for a checkpoint of this step, where a damaged checkpoint may be."""
         self.remove(step)
         self._fs.makedirs(self.path(step), exist_ok=True)
 
     def create(self, step: int, name: str, files: Files) -> HashedFile:
-        """A new file of a checkpoint, which `files` holds once it is closed."""
+        """Create a file of a checkpoint; `files` gets the new entry when the file is closed."""
         path = self.path(step, name)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-        def done(size: int, digest: str) -> None:
+        def record_file(size: int, digest: str) -> None:
             files[name] = (size, digest)
 
-        return HashedFile(self._fs.open(path, "wb"), self._wrote, done)
+        return HashedFile(self._fs.open(path, "wb"), self._count_written, record_file)
 
     def seal(self, manifest: CheckpointManifest) -> None:
-        """The manifest, when all files are written. CheckpointError when one of them is not seen from here:
-        the ranks do not write to one place."""
+        """Write the manifest when all files are written. CheckpointError when a file is missing here: the
+        ranks do not write to the same location."""
         step = manifest.step
         self._fs.invalidate_cache()
         for name, (size, _) in manifest.files.items():
@@ -182,72 +192,80 @@ class Checkpoints:
                     f"{path}: another rank wrote it, and it is not here; set checkpoint.directory to a "
                     "place that all ranks share"
                 )
-        self._sync(step, manifest.files)
+
+        self._sync_names(step, manifest.files)
         with self.create(step, MANIFEST, {}) as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-        self._sync(step, {MANIFEST: (0, "")})
+        self._sync_names(step, {MANIFEST: (0, "")})
 
     def remove(self, step: int) -> None:
-        """Removes as much as is possible: without its manifest, what is left is no checkpoint."""
+        """Remove as much of a checkpoint as possible: without the manifest, the remaining files are no
+        checkpoint."""
         with suppress(OSError):
             for path in (self.path(step, MANIFEST), self.path(step)):
                 if self._fs.exists(path):
                     self._fs.rm(path, recursive=True)
 
-    def prune(self, newest: int, keep: int, best: int = -1) -> None:
-        """Delete all but the `keep` newest checkpoints up to step `newest` and the one of step `best`, and
-        what crashes left half-written, a manifest, too. Later ones are of steps that are repeated, as they
-        were found damaged."""
-        earlier = (step for step in self._begun() if step <= newest)
-        kept = {*islice(filter(self._sealed, earlier), keep), best}
-        for step in self._begun():
-            if step > newest or step not in kept:
+    def prune(self, newest_step: int, keep: int, best: int = -1) -> None:
+        """Delete all checkpoints but the `keep` newest up to step `newest_step` and that of step `best`.
+
+        Half-written checkpoints of crashed processes are deleted, too. Later checkpoints belong to steps that
+        will be repeated, because the checkpoints were found damaged.
+        """
+        earlier_steps = (step for step in self._started_steps() if step <= newest_step)
+        kept_steps = {*islice(filter(self._is_complete, earlier_steps), keep), best}
+        for step in self._started_steps():
+            if step > newest_step or step not in kept_steps:
                 self.remove(step)
 
-    # -- whether all see the same place ----------------------------------------------------------------
+    # -- the same location for all ranks ---------------------------------------------------------------
 
     def put_token(self, token: str) -> None:
         self._fs.makedirs(self.root, exist_ok=True)
-        self._fs.pipe_file(f"{self.root}/{TOKEN}", token.encode())
+        self._fs.pipe_file(f"{self.root}/{TOKEN_FILE}", token.encode())
 
     def sees_token(self, token: str) -> bool:
         self._fs.invalidate_cache()
         with suppress(OSError):
-            return bool(self._fs.cat_file(f"{self.root}/{TOKEN}") == token.encode())
+            return bool(self._fs.cat_file(f"{self.root}/{TOKEN_FILE}") == token.encode())
         return False
 
     def drop_token(self) -> None:
-        self._fs.rm_file(f"{self.root}/{TOKEN}")
+        self._fs.rm_file(f"{self.root}/{TOKEN_FILE}")
 
     # -- parts -----------------------------------------------------------------------------------------
 
-    def _sealed(self, step: int) -> bool:
+    def _is_complete(self, step: int) -> bool:
         with suppress(CheckpointError):
             return bool(self.manifest(step).files)
         return False
 
-    def _wrote(self, count: int) -> None:
+    def _count_written(self, count: int) -> None:
         self.written += count
 
-    def _begun(self) -> list[int]:
+    def _started_steps(self) -> list[int]:
         """Return steps of all directories, complete or not, newest first."""
         self._fs.invalidate_cache()
         try:
-            names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self.root, detail=False)]
+            directory_names = [
+                path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self.root, detail=False)
+            ]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        digits = [name.removeprefix("step-") for name in names if name.startswith("step-")]
-        return sorted((int(number) for number in digits if number.isdigit()), reverse=True)
 
-    def _fingerprint(self, step: int, name: str) -> tuple[int, str]:
+        step_texts = [name.removeprefix("step-") for name in directory_names if name.startswith("step-")]
+        return sorted((int(number) for number in step_texts if number.isdigit()), reverse=True)
+
+    def _file_fingerprint(self, step: int, name: str) -> tuple[int, str]:
         with self.open(step, name) as file:
             digest = hashlib.file_digest(file, xxhash.xxh3_64)
             return file.seek(0, os.SEEK_END), digest.hexdigest()
 
-    def _sync(self, step: int, files: Files) -> None:
-        """On a local disk: the names of these files are durable, too."""
+    def _sync_names(self, step: int, files: Files) -> None:
+        """Make the names of these files durable, if the disk is local."""
         if not self.local:
             return
+
         folders = {self.path(step, name).rpartition("/")[0] for name in files}
         for folder in sorted({*folders, self.path(step), self.root}, reverse=True):
             descriptor = os.open(folder, os.O_RDONLY)
@@ -258,6 +276,6 @@ class Checkpoints:
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> Checkpoints:
-    """Returns the checkpoints of a run. Raises ConfigError where `checkpoint.directory` is no place."""
-    elsewhere = config.checkpoint.directory.rstrip("/")
-    return Checkpoints(f"{elsewhere}/{config.name}" if elsewhere else run_dir / "checkpoints")
+    """Return the checkpoints of a run. ConfigError where `checkpoint.directory` cannot be used."""
+    directory = config.checkpoint.directory.rstrip("/")
+    return Checkpoints(f"{directory}/{config.name}" if directory else run_dir / "checkpoints")

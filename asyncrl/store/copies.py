@@ -1,7 +1,7 @@
-"""Copies of what a resume needs of `run.db`, in the run directory, and run.db made anew from the newest.
+"""Copies of the part of `run.db` that a resume needs, in the run directory, and the restoration of run.db.
 
-With each checkpoint a thread writes `copies/N/run.db`, which has the same tables: live groups, the plans that
-are kept, the episodes of both, commits. Of episodes that are over it has their number.
+With each checkpoint a thread writes `copies/N/run.db`, which has the same tables: live groups, the retained
+plans, the episodes of both, commits. Finished episodes are only counted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from asyncrl.store.segments import fsync
 log = logging.getLogger("asyncrl.store")
 
 FOLDER = "copies"
-KEPT = 2
-PATIENCE = 60.0  # seconds that closing waits for a copy under way; one that takes longer is logged
-BEYOND = 1_000_000  # epochs: never are so many given between two checkpoints
-_ROWS = {  # that a copy has of each table
+KEPT_COPIES = 2
+CLOSE_PATIENCE = 60.0  # seconds that closing waits for an unfinished copy; a longer copy is logged
+EPOCH_MARGIN = 1_000_000  # more epochs than ever begin between two checkpoints
+# The condition of the rows that a copy has, by table.
+COPIED_ROWS = {
     **dict.fromkeys(("meta", "retired", "commits", "checkpoints"), ""),
     "plans": f"WHERE step >= (SELECT coalesce(max(value + 0), 0) FROM run.meta WHERE key='{COVERED_TO}')",
     "groups": "WHERE NOT over OR id IN needed OR id = (SELECT max(id) FROM run.groups)",
@@ -42,162 +43,189 @@ _ROWS = {  # that a copy has of each table
 
 
 class Copies:
-    """The copies of one run, for its coordinator. `due`: a copy is to be made after the next transaction."""
+    """The copies of a run, for the coordinator. `due`: make a copy after the next transaction."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._thread = Thread()
         self.due = False
-        self._began = 0.0
+        self._copy_began = 0.0
 
     @property
-    def busy(self) -> bool:
+    def is_copying(self) -> bool:
         return self._thread.is_alive()
 
     @property
-    def late(self) -> float:
-        """Seconds that the copy under way has taken, if they are more than PATIENCE; else 0."""
-        taken = time.monotonic() - self._began
-        return taken if self.busy and taken > PATIENCE else 0.0
+    def overdue_seconds(self) -> float:
+        """Return the seconds that the unfinished copy has taken, if more than CLOSE_PATIENCE; else 0."""
+        copy_seconds = time.monotonic() - self._copy_began
+        return copy_seconds if self.is_copying and copy_seconds > CLOSE_PATIENCE else 0.0
 
-    def wait(self) -> None:
-        if self.busy:
-            self._thread.join(PATIENCE)
+    def wait_for_copy(self) -> None:
+        if self.is_copying:
+            self._thread.join(CLOSE_PATIENCE)
 
-    def take(self, counts: Mapping[State, int]) -> None:
-        """If one is due, of what is committed now, which are so many episodes. Nothing is raised: where there
-        is no room for a copy the run goes on, and the next checkpoint tries again."""
-        if not self.due or self.busy:
+    def take(self, episode_counts: Mapping[State, int]) -> None:
+        """Start a copy of the committed state, if a copy is due. `episode_counts`: the episodes by state.
+        Nothing is raised: without room for a copy the run goes on, and the next checkpoint tries again."""
+        if not self.due or self.is_copying:
             return
+
         self.due = False
         folder = self._run_dir / FOLDER
         with recorded() as failure:
-            (new := _cleared(folder)).mkdir(parents=True)
-            db = sqlite3.connect(new / DATABASE, isolation_level=None, check_same_thread=False)
+            copy_directory = _unfinished_directory(folder)
+            copy_directory.mkdir(parents=True)
+            db = sqlite3.connect(copy_directory / DATABASE, isolation_level=None, check_same_thread=False)
             db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {TABLES}")
             db.execute("ATTACH ? AS run", (str(self._run_dir / DATABASE),))
             db.execute("BEGIN")
-            db.execute("SELECT count(*) FROM run.meta").fetchone()  # from here on it sees this moment
-            self._thread = Thread(target=_write, args=(db, new, dict(counts)), name="copy", daemon=True)
-            self._began = time.monotonic()
+            # The first read fixes the state that the transaction sees.
+            db.execute("SELECT count(*) FROM run.meta").fetchone()
+
+            self._thread = Thread(
+                target=_write_copy, args=(db, copy_directory, dict(episode_counts)), name="copy", daemon=True
+            )
+            self._copy_began = time.monotonic()
             self._thread.start()
+
         if failure:
             log.error("no copy of %s: %s", self._run_dir / DATABASE, failure.line)
 
 
-def _write(db: sqlite3.Connection, new: Path, counts: dict[State, int]) -> None:
+def _write_copy(db: sqlite3.Connection, copy_directory: Path, episode_counts: dict[State, int]) -> None:
     with recorded() as failure:
         with closing(db):
-            _fill(db, counts)
-        _place(new)
-        for old in _found(new.parent)[KEPT:]:
-            shutil.rmtree(old)
+            _fill_copy(db, episode_counts)
+        _finish_copy(copy_directory)
+        for old_copy in _finished_copies(copy_directory.parent)[KEPT_COPIES:]:
+            shutil.rmtree(old_copy)
+
     if failure:
         log.error("no copy of %s: %s", DATABASE, failure.line)
 
 
-def _fill(db: sqlite3.Connection, counts: dict[State, int]) -> None:
-    plans = db.execute(f"SELECT record FROM run.plans {_ROWS['plans']}")
+def _fill_copy(db: sqlite3.Connection, episode_counts: dict[State, int]) -> None:
+    plans = db.execute(f"SELECT record FROM run.plans {COPIED_ROWS['plans']}")
     uids = (uid for (plan,) in plans for uid in msgspec.msgpack.decode(plan, type=Batch).planned)
-    needed = {(int(uid.partition(".")[0]),) for uid in uids}
+    needed_groups = {(int(uid.partition(".")[0]),) for uid in uids}
+
     db.execute("CREATE TEMP TABLE needed(id INTEGER PRIMARY KEY)")
-    db.executemany("INSERT INTO needed VALUES(?)", needed)
-    for table, rows in _ROWS.items():
-        db.execute(f"INSERT INTO main.{table} SELECT * FROM run.{table} {rows}")
-    own = dict(db.execute("SELECT state, count(*) FROM main.episodes GROUP BY state"))
-    rest = [(state.value, count - own.get(state.value, 0)) for state, count in counts.items()]
-    db.executemany("INSERT INTO main.pruned VALUES(?,?)", rest)
+    db.executemany("INSERT INTO needed VALUES(?)", needed_groups)
+    for table, row_filter in COPIED_ROWS.items():
+        db.execute(f"INSERT INTO main.{table} SELECT * FROM run.{table} {row_filter}")
+
+    # Episodes that are not copied are counted as pruned.
+    copied_counts = dict(db.execute("SELECT state, count(*) FROM main.episodes GROUP BY state"))
+    pruned_counts = [
+        (state.value, count - copied_counts.get(state.value, 0)) for state, count in episode_counts.items()
+    ]
+    db.executemany("INSERT INTO main.pruned VALUES(?,?)", pruned_counts)
     db.execute("COMMIT")
 
 
-def _found(folder: Path) -> list[Path]:
-    """Newest first."""
+def _finished_copies(folder: Path) -> list[Path]:
+    """Return finished copies, newest first."""
     return sorted((path for path in folder.glob("*") if path.name.isdigit()), reverse=True)
 
 
-def _cleared(folder: Path) -> Path:
-    """Return where a new copy is to be written, after what processes that were killed have left is deleted:
-    in a container each of them may have had the same id."""
-    for left in folder.glob("new-*"):
-        shutil.rmtree(left)
+def _unfinished_directory(folder: Path) -> Path:
+    """Return the directory for a new copy, after deleting leftovers of killed processes: in a container these
+    may all have had the same process id."""
+    for leftover in folder.glob("new-*"):
+        shutil.rmtree(leftover)
     return folder / f"new-{os.getpid()}"
 
 
-def _place(new: Path) -> Path:
-    """A new copy becomes the newest one, whole or not at all."""
-    for written in (new / DATABASE, new):
-        fsync(written)
-    found = _found(new.parent)
-    place = new.with_name(f"{int(found[0].name) + 1 if found else 1:06d}")
-    os.rename(new, place)
-    fsync(new.parent)
-    return place
+def _finish_copy(unfinished: Path) -> Path:
+    """Make a new copy the newest copy, completely or not at all."""
+    for written_path in (unfinished / DATABASE, unfinished):
+        fsync(written_path)
+
+    finished_copies = _finished_copies(unfinished.parent)
+    number = int(finished_copies[0].name) + 1 if finished_copies else 1
+    finished_copy = unfinished.with_name(f"{number:06d}")
+    os.rename(unfinished, finished_copy)
+    fsync(unfinished.parent)
+    return finished_copy
 
 
 def restore(run_dir: Path) -> list[str]:
-    """Put the newest good copy into the place of run.db; lines that say what is lost. The caller holds the
-    run's lock. ConfigError when there is no good copy."""
-    path = run_dir / DATABASE
+    """Replace run.db by the newest good copy; return lines that say what is lost. The caller holds the run's
+    lock. ConfigError when there is no good copy."""
+    database_path = run_dir / DATABASE
     folder = run_dir / FOLDER
-    good = next(filter(_is_good, _found(folder)), None)
-    if good is None:
-        raise ConfigError(f"{path}: no good copy in {folder}; begin a new run with another name=…")
-    shutil.copytree(good, new := _cleared(folder))
-    with closing(sqlite3.connect(new / DATABASE)) as db, db:
+    good_copy = next(filter(_is_good, _finished_copies(folder)), None)
+    if good_copy is None:
+        raise ConfigError(f"{database_path}: no good copy in {folder}; begin a new run with another name=…")
+
+    # The epochs of the restored run are larger than every epoch that was ever used.
+    restored_copy = _unfinished_directory(folder)
+    shutil.copytree(good_copy, restored_copy)
+    with closing(sqlite3.connect(restored_copy / DATABASE)) as db, db:
         for key in ("coordinator_epoch", "trainer_epoch"):
             query = f"SELECT value FROM meta WHERE key='{key}'"
-            epoch = BEYOND + max(_number(place, query) for place in (run_dir, *_found(folder)))
+            epoch = EPOCH_MARGIN + max(
+                _read_number(run_directory, query) for run_directory in (run_dir, *_finished_copies(folder))
+            )
             db.execute("UPDATE meta SET value=? WHERE key=?", (str(epoch), key))
-    good = _place(new)
-    knew = _known(run_dir)
-    (aside := run_dir / f"damaged-{good.name}").mkdir(exist_ok=True)
-    shutil.copyfile(good / DATABASE, fresh := run_dir / f"{DATABASE}.new")
-    fsync(fresh)
+
+    good_copy = _finish_copy(restored_copy)
+    damaged_progress = _progress_of(run_dir)
+    damaged_directory = run_dir / f"damaged-{good_copy.name}"
+    damaged_directory.mkdir(exist_ok=True)
+    new_database = run_dir / f"{DATABASE}.new"
+    shutil.copyfile(good_copy / DATABASE, new_database)
+    fsync(new_database)
     for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"):
         with suppress(FileNotFoundError):
-            os.replace(run_dir / name, aside / name)
-    os.replace(fresh, path)
+            os.replace(run_dir / name, damaged_directory / name)
+
+    os.replace(new_database, database_path)
     fsync(run_dir)
-    over = _number(run_dir, "SELECT sum(count) FROM pruned")
+
+    pruned_episodes = _read_number(run_dir, "SELECT sum(count) FROM pruned")
     return [
-        f"{path}: made from {good}, {_known(run_dir)}; what was there is in {aside}",
-        f"lost: what came after; the damaged one, as far as it can be read, says {knew}. Steps after the "
-        "newest checkpoint are trained again, what was issued since is sampled again",
-        f"lost: of {over:,} episodes that are over all but their number",
-        f"lost: payloads of {' '.join(_unreadable(run_dir)) or 'no episode that is needed'}",
+        f"{database_path}: made from {good_copy}, {_progress_of(run_dir)}; "
+        f"what was there is in {damaged_directory}",
+        f"lost: what came after; the damaged one, as far as it can be read, says {damaged_progress}. "
+        "Steps after the newest checkpoint are trained again, what was issued since is sampled again",
+        f"lost: of {pruned_episodes:,} episodes that are over all but their number",
+        f"lost: payloads of {' '.join(_unreadable_episodes(run_dir)) or 'no episode that is needed'}",
     ]
 
 
-def _is_good(copy: Path) -> bool:
-    """True if a database can be read and each episode that was issued is in one state."""
+def _is_good(copy_directory: Path) -> bool:
+    """Return True if the database can be read and each issued episode is in exactly one state."""
     try:
-        check_schema(copy)
-        with closing(RunReader.open(copy)) as reader:
-            issued = reader.load().next_group * len(reader.groups()[-1].members)
-            return issued == sum(reader.counts().values())
+        check_schema(copy_directory)
+        with closing(RunReader.open(copy_directory)) as reader:
+            issued_episodes = reader.load().next_group * len(reader.groups()[-1].members)
+            return issued_episodes == sum(reader.counts().values())
     except (AsyncrlError, LookupError, *UNDECODABLE) as error:
-        log.error("%s: %s", copy, one_line(error))
+        log.error("%s: %s", copy_directory, one_line(error))
         return False
 
 
-def _known(run_dir: Path) -> str:
-    steps = _number(run_dir, "SELECT max(step) FROM commits")
-    return f"{steps} steps and {_number(run_dir, 'SELECT max(id) + 1 FROM groups')} groups"
+def _progress_of(run_dir: Path) -> str:
+    steps = _read_number(run_dir, "SELECT max(step) FROM commits")
+    return f"{steps} steps and {_read_number(run_dir, 'SELECT max(id) + 1 FROM groups')} groups"
 
 
-def _number(run_dir: Path, query: str) -> int:
-    """Reads a number from a database; 0 where it cannot be read."""
+def _read_number(run_dir: Path, query: str) -> int:
+    """Read a number from a database; 0 where reading fails."""
     with suppress(AsyncrlError, sqlite3.Error, TypeError, ValueError), closing(open_to_read(run_dir)) as db:
         return int(db.execute(query).fetchone()[0])
     return 0
 
 
-def _unreadable(run_dir: Path) -> Iterator[str]:
-    """Episodes that a resume needs, and not all of whose turns can be read."""
+def _unreadable_episodes(run_dir: Path) -> Iterator[str]:
+    """Yield the episodes that a resume needs and of which some turns cannot be read."""
     with closing(RunReader.open(run_dir)) as reader:
-        held = reader.load()
-        live = (episode for episode in held.episodes if not episode.state.over)
-        for uid, turns in {episode.uid: episode.turns for episode in (*live, *held.taken)}.items():
+        stored_run = reader.load()
+        live_episodes = (episode for episode in stored_run.episodes if not episode.state.over)
+        turn_counts = {episode.uid: episode.turns for episode in (*live_episodes, *stored_run.taken)}
+        for uid, turns in turn_counts.items():
             with suppress(StoreError):
                 if all(list(reader.frames(uid, turns))[::2]):
                     continue

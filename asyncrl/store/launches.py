@@ -1,7 +1,9 @@
-"""The configurations that a run was launched with, in run.db: config.yaml is what the newest launch reads.
+"""The configurations that a run was launched with, in run.db; config.yaml is the configuration of the next
+launch.
 
-A launch begins at the checkpoint that its trainer resumes from: later steps are trained again. A run begun at
-steps 0, 20 and, after a damaged checkpoint, 10 has two: one until step 10, one since.
+A launch begins at the checkpoint from which the trainer resumes: later steps are trained again. A run that
+was launched at steps 0, 20 and, after a damaged checkpoint, 10 has two launches: until step 10, and since
+step 10.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 from asyncrl.store.reader import meta_of
 from asyncrl.store.schema import StoreError
 
-KEY = "launches"  # in meta
+KEY = "launches"  # key in meta
 Tree = Mapping[str, Any]  # a configuration, section by section
 
 
 class LaunchRecord(msgspec.Struct, frozen=True):
-    """`config` is that of the steps after `step`, until the next launch."""
+    """A launch: `config` applies to the steps after `step`, until the next launch."""
 
     step: int
     config: dict[str, Any]
@@ -32,38 +34,42 @@ decode = msgspec.json.Decoder(list[LaunchRecord]).decode
 
 
 def launches_of(run_dir: Path) -> list[LaunchRecord]:
-    """Oldest first; [] without a run. Where the store has none, cannot be read or is another version's: that
-    of config.yaml."""
-    path = run_dir / "config.yaml"
-    found = list[LaunchRecord]()
+    """Return the launches of a run, oldest first; [] without a run. If the store has no launches, cannot be
+    read or has another version's schema, config.yaml counts as the only launch."""
+    config_path = run_dir / "config.yaml"
+    recorded_launches = list[LaunchRecord]()
     try:
-        found = decode(meta_of(run_dir, KEY) or "[]")
+        recorded_launches = decode(meta_of(run_dir, KEY) or "[]")
     except (StoreError, ConfigError):
-        if not path.exists():
+        if not config_path.exists():
             raise
-    if found or not path.exists():
-        return found
+
+    if recorded_launches or not config_path.exists():
+        return recorded_launches
+
     try:
-        return [LaunchRecord(0, msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any]))]
+        return [LaunchRecord(0, msgspec.yaml.decode(config_path.read_bytes(), type=dict[str, Any]))]
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
-            f"{path}: not readable ({one_line(error)}); restore it, or begin a new run with another name=…"
+            f"{config_path}: not readable ({one_line(error)}); restore it, or begin a new run with another "
+            "name=…"
         ) from None
 
 
 def at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
-    """The launch that trained a step, from 1; for 0, not trained yet, the newest. ConfigError without any."""
+    """Return the launch that trained a step, counted from 1; the newest launch for 0, not trained yet.
+    ConfigError without launches."""
     if not launches:
         raise ConfigError("the run has no record of its configuration: run.db and config.yaml are gone")
-    return next((one for one in reversed(launches) if one.step < step or not step), launches[0])
+    return next((launch for launch in reversed(launches) if launch.step < step or not step), launches[0])
 
 
 def since(launches: Sequence[LaunchRecord], step: int, config: RunConfig) -> list[LaunchRecord]:
-    """These, and that all after `step` is trained with `config`."""
-    new = LaunchRecord(step, tree(config))
-    if launches and launches[-1].step <= step and not differences([launches[-1].config, new.config]):
+    """Return the launches with a record that all steps after `step` are trained with `config`."""
+    new_launch = LaunchRecord(step, tree(config))
+    if launches and launches[-1].step <= step and not differences([launches[-1].config, new_launch.config]):
         return [*launches]
-    return [*(one for one in launches if one.step < step), new]
+    return [*(launch for launch in launches if launch.step < step), new_launch]
 
 
 def tree(config: RunConfig) -> dict[str, Any]:
@@ -71,14 +77,21 @@ def tree(config: RunConfig) -> dict[str, Any]:
 
 
 def differences(trees: Sequence[Tree]) -> dict[str, list[Any]]:
-    """Keys of which configurations have different values, with the value of each; None: it has no such key.
-    Not of those that say where a run is, and how it is begun."""
-    flat = [dict(leaves(one)) for one in trees]
-    names = sorted({name for one in flat for name in one} - {"name", "run_dir", "resume"})
-    values = {name: [one.get(name) for one in flat] for name in names}
-    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+    """Return the keys whose values differ between configurations, with a value for each configuration; None:
+    no such key. Keys that say where a run is stored, and how a run is begun, are left out."""
+    flat_configs = [dict(leaves(config)) for config in trees]
+    key_names = sorted({name for config in flat_configs for name in config} - {"name", "run_dir", "resume"})
+    values = {name: [flat_config.get(name) for flat_config in flat_configs] for name in key_names}
+    return {
+        name: key_values
+        for name, key_values in values.items()
+        if any(value != key_values[0] for value in key_values)
+    }
 
 
-def described(old: Tree, new: Tree) -> str:
-    """Return their differences on one line: `seed: 0 → 1, trainer.lr: 1e-05 → 2e-05`."""
-    return ", ".join(f"{key}: {a!s:.60} → {b!s:.60}" for key, (a, b) in differences([old, new]).items())
+def described(old_config: Tree, new_config: Tree) -> str:
+    """Return the differences on one line: `seed: 0 → 1, trainer.lr: 1e-05 → 2e-05`."""
+    return ", ".join(
+        f"{key}: {old_value!s:.60} → {new_value!s:.60}"
+        for key, (old_value, new_value) in differences([old_config, new_config]).items()
+    )

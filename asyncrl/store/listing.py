@@ -1,8 +1,8 @@
-"""Lists episodes of a run that fit some conditions, in an order, and counts them by kind.
+"""Lists episodes of a run that meet some conditions, in an order, and counts them by kind.
 
 A condition is `[column, operator, value]`, with the operators = >= <=. Conditions "=" on the same column are
-alternatives. A value [low, high] is a range without its end, open where it has null; null alone means not
-known. Columns are those of COLUMNS, `components.NAME`, and `tool`: one that was called.
+alternatives. A value [low, high] is a range without the end, open where a bound is null; null alone means not
+known. Columns are the keys of COLUMNS, `components.NAME`, and `tool`: the name of a called tool.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import msgspec
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 from asyncrl.store.reader import RunReader
 
-PAGE = 100  # episodes
-DISTINCT = 8  # values of a number that facets show one by one; of more they show ranges
-# of a facet; facets; of a search
-MOST_VALUES = 20
-MOST_COMPONENTS = 6
-MOST_WORDS = 10
-LOOKED_AT = 200  # episodes, for the names of their components
+PAGE_SIZE = 100  # episodes
+MAX_DISTINCT = 8  # different numbers of a column that facets show one by one; more numbers become ranges
+MAX_FACET_VALUES = 20
+MAX_COMPONENT_FACETS = 6
+MAX_SEARCH_WORDS = 10
+SCANNED_EPISODES = 200  # newest episodes whose component names become facets
 TEXTS = ("question", "answer", "truth")
-COMPONENT = "components."
-CALLED = "tool"
-BOUND = "(SELECT value ->> '$[#-1].config.buffer.max_staleness' FROM meta WHERE key = 'launches')"
+COMPONENT_PREFIX = "components."
+CALLED_TOOL = "tool"
+MAX_STALENESS = "(SELECT value ->> '$[#-1].config.buffer.max_staleness' FROM meta WHERE key = 'launches')"
 
 COLUMNS = {
     **{name: f"e.{name}" for name in ("uid", "kind", "step", "state", "reason", "member", "mode", "score")},
@@ -40,9 +39,9 @@ COLUMNS = {
     **{name: f"coalesce({table}.{name}, '')" for name, table in zip(TEXTS, "qaq", strict=True)},
     "lag": "CASE e.kind WHEN 'train' THEN max(abs(e.step - 1 - e.oldest), abs(e.step - 1 - e.newest)) END",
     # Tokens beyond the bound of the newest launch: none, some, all.
-    "stale": f"""CASE e.kind WHEN 'train' THEN CASE WHEN e.step - 1 - e.newest > {BOUND} THEN 'all'
-        WHEN e.step - 1 - e.oldest > {BOUND} THEN 'some' WHEN e.step - 1 - e.oldest <= {BOUND} THEN 'none'
-        END END""",
+    "stale": f"""CASE e.kind WHEN 'train' THEN CASE WHEN e.step - 1 - e.newest > {MAX_STALENESS} THEN 'all'
+        WHEN e.step - 1 - e.oldest > {MAX_STALENESS} THEN 'some'
+        WHEN e.step - 1 - e.oldest <= {MAX_STALENESS} THEN 'none' END END""",
 }
 FACETS = {
     "kind": "kind",
@@ -56,12 +55,12 @@ FACETS = {
     "source": "source",
     "stale": "tokens masked as too old",
 }
-NEWEST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out ones last
-# Of a run that is over: episodes that were under way come last, for there is nothing to read of them.
-NEWEST_OVER = f"e.state IN ('pending', 'running'), {NEWEST}"
-FROM = """FROM episodes e LEFT JOIN questions q ON q.group_id = e.group_id
+NEWEST_FIRST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out episodes last
+# The order for a finished run: unfinished episodes come last, because they hold nothing to read.
+FINISHED_FIRST = f"e.state IN ('pending', 'running'), {NEWEST_FIRST}"
+FROM_TABLES = """FROM episodes e LEFT JOIN questions q ON q.group_id = e.group_id
     LEFT JOIN answers a ON a.uid = e.uid"""
-TOOLS = """WITH called AS (
+TOOL_STATISTICS = """WITH called AS (
     SELECT tool, seconds, failed, refused, row_number() OVER (PARTITION BY tool ORDER BY seconds) AS place,
         count(*) OVER (PARTITION BY tool) AS n
     FROM calls WHERE {where})
@@ -75,7 +74,8 @@ _conditions = msgspec.json.Decoder(list[tuple[str, Operator, Value | tuple[Value
 
 
 class Clause(msgspec.Struct, frozen=True):
-    """Holds a part of a statement, and its values. `column`: what "=" compares, if it has a facet."""
+    """A part of a statement, with values. `column`: the column that "=" compares, if there is a facet for the
+    column."""
 
     text: str
     values: tuple[Value, ...] = ()
@@ -83,214 +83,272 @@ class Clause(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Says which episodes are wanted. `search`: words of question, answer or truth, or of a transcript."""
+    """The wanted episodes. `search`: words of question, answer or truth, or of a transcript."""
 
     clauses: tuple[Clause, ...] = ()
-    order: str = NEWEST
+    order: str = NEWEST_FIRST
     start: int = 0
     search: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, where: str, order: str, start: str, search: str) -> Listing:
-        """Read it from the parameters of an address; '' where one is not given. ConfigError."""
+        """Parse the parameters of an address; '' where a parameter is missing. ConfigError."""
         try:
             conditions = _conditions.decode(where or "[]")
         except UNDECODABLE as error:
             raise ConfigError(
                 f"episodes: where: {one_line(error)}; give a list of [column, operator, value]"
             ) from None
+
         if start and not (start.isdecimal() and len(start) < 10):
             raise ConfigError(f"episodes: start={start}: give a number from 0 on")
-        down = " DESC" * order.startswith("-")
-        by = order.removeprefix("-")
-        sort = f"{column(by)}{down} NULLS LAST, {NEWEST}" if by else NEWEST
-        words = tuple(search.split())[:MOST_WORDS]
-        return cls(tuple(_clauses(conditions)), sort, int(start or 0), words)
 
-    def where(self, found: Sequence[str] = (), facets: bool = True) -> Clause:
-        """Return all conditions as one, or those without `facets`. `found`: episodes in whose transcripts the
-        words of `search` are."""
-        parts = [one for one in self.clauses if facets or not one.column]
-        words = " AND ".join(
+        sort = NEWEST_FIRST
+        if sort_column := order.removeprefix("-"):
+            direction = " DESC" if order.startswith("-") else ""
+            sort = f"{column_expression(sort_column)}{direction} NULLS LAST, {NEWEST_FIRST}"
+
+        search_words = tuple(search.split())[:MAX_SEARCH_WORDS]
+        return cls(tuple(_clauses(conditions)), sort, int(start or 0), search_words)
+
+    def where(self, found_uids: Sequence[str] = (), facets: bool = True) -> Clause:
+        """Return all conditions as a single clause, or only the conditions without a facet. `found_uids`:
+        episodes whose transcripts contain the words of `search`."""
+        clauses = [clause for clause in self.clauses if facets or not clause.column]
+        word_conditions = " AND ".join(
             f"({' OR '.join(f'{COLUMNS[name]} LIKE ? ESCAPE ?' for name in TEXTS)})" for _ in self.search
         )
-        if words:
-            like = [part for word in self.search for part in (_pattern(word), "\\") * len(TEXTS)]
-            listed = f" OR e.uid IN ({','.join('?' * len(found))})" if found else ""
-            parts.append(Clause(f"({words}{listed})", (*like, *found)))
+        if word_conditions:
+            like_values = [
+                like_value for word in self.search for like_value in (_like_pattern(word), "\\") * len(TEXTS)
+            ]
+            uid_condition = f" OR e.uid IN ({','.join('?' * len(found_uids))})" if found_uids else ""
+            clauses.append(Clause(f"({word_conditions}{uid_condition})", (*like_values, *found_uids)))
+
         return Clause(
-            " AND ".join(one.text for one in parts) or "1",
-            tuple(value for one in parts for value in one.values),
+            " AND ".join(clause.text for clause in clauses) or "1",
+            tuple(value for clause in clauses for value in clause.values),
         )
 
 
-def column(name: str) -> str:
-    """Return the expression of a column. ConfigError where there is none."""
-    if name.startswith(COMPONENT) and '"' not in name:
-        return "e.components ->> '$.\"{}\"'".format(name.removeprefix(COMPONENT).replace("'", "''"))
+def column_expression(name: str) -> str:
+    """Return the SQL expression of a column. ConfigError for an unknown column."""
+    if name.startswith(COMPONENT_PREFIX) and '"' not in name:
+        return "e.components ->> '$.\"{}\"'".format(name.removeprefix(COMPONENT_PREFIX).replace("'", "''"))
     if name not in COLUMNS:
-        raise ConfigError(f"episodes: no column {name!r}; there are {', '.join(COLUMNS)}, {COMPONENT}NAME")
+        raise ConfigError(
+            f"episodes: no column {name!r}; there are {', '.join(COLUMNS)}, {COMPONENT_PREFIX}NAME"
+        )
     return COLUMNS[name]
 
 
 def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
-    """Make one for each column with "=", and one for each other condition. ConfigError."""
-    equal = defaultdict[str, list[Clause]](list)
-    found = list[Clause]()
+    """Return a clause for each column with "=", and a clause for each further condition. ConfigError."""
+    equal_clauses = defaultdict[str, list[Clause]](list)
+    clauses = list[Clause]()
     for name, operator, value in conditions:
-        what = "" if name == CALLED else column(name)
-        if name == CALLED:
-            equal[name].append(Clause("e.uid IN (SELECT uid FROM calls WHERE tool IS ?)", (_bounded(value),)))
+        expression = "" if name == CALLED_TOOL else column_expression(name)
+        if name == CALLED_TOOL:
+            text = "e.uid IN (SELECT uid FROM calls WHERE tool IS ?)"
+            equal_clauses[name].append(Clause(text, (_comparable_value(value),)))
         elif operator != "=":
-            found.append(Clause(f"{what} {operator} ?", (_bounded(value),)))
+            clauses.append(Clause(f"{expression} {operator} ?", (_comparable_value(value),)))
         elif isinstance(value, tuple):
-            ends = [(end, sign) for end, sign in zip(value, (">=", "<"), strict=True) if end is not None]
-            text = " AND ".join(f"{what} {sign} ?" for _, sign in ends) or f"{what} IS NOT NULL"
-            equal[name].append(Clause(f"({text})", tuple(_bounded(end) for end, _ in ends)))
+            range_ends = [
+                (end, sign) for end, sign in zip(value, (">=", "<"), strict=True) if end is not None
+            ]
+            text = (
+                " AND ".join(f"{expression} {sign} ?" for _, sign in range_ends)
+                or f"{expression} IS NOT NULL"
+            )
+            equal_clauses[name].append(
+                Clause(f"({text})", tuple(_comparable_value(end) for end, _ in range_ends))
+            )
         else:
-            equal[name].append(Clause(f"{what} IS ?", (_bounded(value),)))
-    for name, some in equal.items():
-        text = " OR ".join(one.text for one in some)
-        values = [v for one in some for v in one.values]
-        has_facet = name in FACETS or name.startswith(COMPONENT)
-        found.append(Clause(f"({text})", tuple(values), name if has_facet else ""))
-    return found
+            equal_clauses[name].append(Clause(f"{expression} IS ?", (_comparable_value(value),)))
+
+    for name, alternatives in equal_clauses.items():
+        text = " OR ".join(clause.text for clause in alternatives)
+        values = [clause_value for clause in alternatives for clause_value in clause.values]
+        has_facet = name in FACETS or name.startswith(COMPONENT_PREFIX)
+        clauses.append(Clause(f"({text})", tuple(values), name if has_facet else ""))
+
+    return clauses
 
 
-def _bounded(value: Any) -> Value:
+def _comparable_value(value: Any) -> Value:
     if isinstance(value, tuple) or (isinstance(value, int) and abs(value) >= 1 << 63):
         raise ConfigError(f"episodes: where: nothing compares with {value}; give a smaller number or a text")
-    found: Value = value
-    return found
+    comparable: Value = value
+    return comparable
 
 
-def _pattern(word: str) -> str:
-    return "%" + "".join(f"\\{one}" if one in "\\%_" else one for one in word) + "%"
+def _like_pattern(word: str) -> str:
+    return "%" + "".join(f"\\{character}" if character in "\\%_" else character for character in word) + "%"
 
 
-def page(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the PAGE episodes from `start` on."""
-    where = wanted.where(found)
+def episode_page(reader: RunReader, listing: Listing, found_uids: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the PAGE_SIZE episodes from `start` on."""
+    where = listing.where(found_uids)
     names = [*COLUMNS, "components"]
     columns = ", ".join([*COLUMNS.values(), "e.components"])
-    # Their texts are not read to sort all.
-    shown = f"SELECT e.uid {FROM} WHERE {where.text} ORDER BY {wanted.order} LIMIT {PAGE} OFFSET ?"
-    query = f"SELECT {columns} {FROM} WHERE e.uid IN ({shown}) ORDER BY {wanted.order}"
-    rows = reader.rows(query, *where.values, wanted.start)
+    # Two queries in one: sorting all episodes must not read the long texts.
+    page_uids = (
+        f"SELECT e.uid {FROM_TABLES} WHERE {where.text} ORDER BY {listing.order} LIMIT {PAGE_SIZE} OFFSET ?"
+    )
+    query = f"SELECT {columns} {FROM_TABLES} WHERE e.uid IN ({page_uids}) ORDER BY {listing.order}"
+    rows = reader.rows(query, *where.values, listing.start)
     episodes = [dict(zip(names, row, strict=True)) for row in rows]
+
     return [
-        one | {"components": msgspec.json.decode(one["components"]) if one["components"] else {}}
-        for one in episodes
+        episode | {"components": msgspec.json.decode(episode["components"]) if episode["components"] else {}}
+        for episode in episodes
     ]
 
 
-def uids(reader: RunReader, wanted: Listing) -> list[tuple[str, int]]:
-    """Return all episodes that fit, `search` left out, in order, with their numbers of turns."""
-    where = msgspec.structs.replace(wanted, search=()).where()
+def matching_episodes(reader: RunReader, listing: Listing) -> list[tuple[str, int]]:
+    """Return all matching episodes, `search` left out, in order, with the numbers of turns."""
+    where = msgspec.structs.replace(listing, search=()).where()
     return reader.rows(
-        f"SELECT e.uid, e.turns {FROM} WHERE {where.text} ORDER BY {wanted.order}", *where.values
+        f"SELECT e.uid, e.turns {FROM_TABLES} WHERE {where.text} ORDER BY {listing.order}", *where.values
     )
 
 
 class Facet(msgspec.Struct):
-    """`places`: of each number that `expression` gives, the value in a condition and its label; None: the
-    expression gives the value itself."""
+    """A column whose values are counted. `value_labels`: for each number that `expression` returns, the value
+    in a condition and the label; None: the expression returns the value itself."""
 
     column: str
     label: str
     expression: str
-    places: list[tuple[Any, str]] | None = None
+    value_labels: list[tuple[Any, str]] | None = None
 
 
-def facets(reader: RunReader, wanted: Listing, found: Sequence[str] = ()) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many episodes fit, and of each facet the values with their counts: of the episodes that fit
-    all conditions but its own."""
-    shown = [_facet(reader, name, label) for name, label in FACETS.items()]
-    shown += [_facet(reader, f"{COMPONENT}{name}", name) for name in _components(reader)]
-    own = [one for one in wanted.clauses if one.column]
-    where = wanted.where(found, facets=False)
-    columns = ", ".join([*(one.expression for one in shown), *(one.text for one in own)])
-    values = [value for one in own for value in one.values]
-    places = ",".join(str(at + 2) for at in range(len(shown) + len(own)))
-    query = f"SELECT count(*), {columns} {FROM} WHERE {where.text} GROUP BY {places}"
+def count_facets(
+    reader: RunReader, listing: Listing, found_uids: Sequence[str] = ()
+) -> tuple[int, list[dict[str, Any]]]:
+    """Return the number of matching episodes, and for each facet the values with counts: of the episodes that
+    meet all conditions except the conditions on the facet."""
+    facets = [_facet(reader, name, label) for name, label in FACETS.items()]
+    facets += [_facet(reader, f"{COMPONENT_PREFIX}{name}", name) for name in _component_names(reader)]
+    facet_clauses = [clause for clause in listing.clauses if clause.column]
+    where = listing.where(found_uids, facets=False)
+    expressions = [facet.expression for facet in facets] + [clause.text for clause in facet_clauses]
+    columns = ", ".join(expressions)
+    values = [value for clause in facet_clauses for value in clause.values]
+    group_columns = ",".join(
+        str(column_index + 2) for column_index in range(len(facets) + len(facet_clauses))
+    )
+    query = f"SELECT count(*), {columns} {FROM_TABLES} WHERE {where.text} GROUP BY {group_columns}"
+
+    # An episode counts for a facet if at most the facet's own condition is missed.
     total = 0
-    counts = [Counter[Any]() for _ in shown]
-    for count, *row in reader.rows(query, *values, *where.values):
-        fits = row[len(shown) :]
-        missed = {one.column for one, fit in zip(own, fits, strict=True) if not fit}
-        total += 0 if missed else count
-        for facet, counter, value in zip(shown, counts, row, strict=False):
-            if missed <= {facet.column}:
+    value_counts = [Counter[Any]() for _ in facets]
+    for count, *row_values in reader.rows(query, *values, *where.values):
+        clause_fits = row_values[len(facets) :]
+        missed_columns = {
+            clause.column
+            for clause, fits_clause in zip(facet_clauses, clause_fits, strict=True)
+            if not fits_clause
+        }
+        total += 0 if missed_columns else count
+        for facet, counter, value in zip(facets, value_counts, row_values, strict=False):
+            if missed_columns <= {facet.column}:
                 counter[value] += count
+
     answers: list[dict[str, Any]] = [
-        {"column": facet.column, "label": facet.label, "values": _values(facet, counter)}
-        for facet, counter in zip(shown, counts, strict=True)
+        {"column": facet.column, "label": facet.label, "values": _facet_values(facet, counter)}
+        for facet, counter in zip(facets, value_counts, strict=True)
     ]
-    return total, [one for one in answers if any(value["value"] not in ("", None) for value in one["values"])]
+
+    # Facets without any known value are left out.
+    shown_answers = [
+        answer for answer in answers if any(value["value"] not in ("", None) for value in answer["values"])
+    ]
+    return total, shown_answers
 
 
-def _values(facet: Facet, counts: Counter[Any]) -> list[dict[str, Any]]:
-    if facet.places is not None:
-        known = [(*facet.places[at], counts[at]) for at in sorted(at for at in counts if at is not None)]
-        return [{"value": value, "label": label, "count": count} for value, label, count in known]
-    found = counts.most_common(MOST_VALUES)
+def _facet_values(facet: Facet, value_counts: Counter[Any]) -> list[dict[str, Any]]:
+    if facet.value_labels is not None:
+        labelled_counts = [
+            (*facet.value_labels[position], value_counts[position])
+            for position in sorted(position for position in value_counts if position is not None)
+        ]
+        return [{"value": value, "label": label, "count": count} for value, label, count in labelled_counts]
+
+    common_values = value_counts.most_common(MAX_FACET_VALUES)
     labels = {"": "none", None: "not known", "landed": "ended"}
-    return [{"value": value, "label": labels.get(value, value), "count": n} for value, n in found]
+    return [{"value": value, "label": labels.get(value, value), "count": n} for value, n in common_values]
 
 
 def _facet(reader: RunReader, name: str, label: str) -> Facet:
-    """Make a facet: numbers of few values are shown by value, others in ranges."""
-    what = column(name)
+    """Make a facet: numbers with few values are counted by value, all further numbers in ranges."""
+    expression = column_expression(name)
     if name != "score" and name in FACETS:
-        return Facet(name, label, what)
-    some = reader.rows(
-        f"SELECT DISTINCT {what} FROM episodes e WHERE {what} IS NOT NULL LIMIT {DISTINCT + 1}"
+        return Facet(name, label, expression)
+
+    distinct_rows = reader.rows(
+        f"SELECT DISTINCT {expression} FROM episodes e WHERE {expression} IS NOT NULL "
+        f"LIMIT {MAX_DISTINCT + 1}"
     )
-    known = sorted(value for (value,) in some if isinstance(value, int | float))
-    if len(known) <= DISTINCT:
-        cases = " ".join(f"WHEN {value!r} THEN {at}" for at, value in enumerate(known))
-        values: list[tuple[Any, str]] = [(value, f"{value:g}") for value in known]
-        return Facet(name, label, f"CASE {what} {cases or 'WHEN NULL THEN 0'} END", values)
-    ((low, high),) = reader.rows(f"SELECT min({what}), max({what}) FROM episodes e")
-    edges = _edges(low, high)
-    cases = " ".join(f"WHEN {what} < {edge!r} THEN {at}" for at, edge in enumerate(edges))
+    distinct_values = sorted(value for (value,) in distinct_rows if isinstance(value, int | float))
+    if len(distinct_values) <= MAX_DISTINCT:
+        cases = " ".join(f"WHEN {value!r} THEN {position}" for position, value in enumerate(distinct_values))
+        values: list[tuple[Any, str]] = [(value, f"{value:g}") for value in distinct_values]
+        return Facet(name, label, f"CASE {expression} {cases or 'WHEN NULL THEN 0'} END", values)
+
+    ((low, high),) = reader.rows(f"SELECT min({expression}), max({expression}) FROM episodes e")
+    edges = _range_edges(low, high)
+    cases = " ".join(f"WHEN {expression} < {edge!r} THEN {position}" for position, edge in enumerate(edges))
     ends = [None, *edges, None]
     ranges: list[tuple[Any, str]] = [
-        ([a, b], f"under {b:g}" if a is None else f"{a:g} and more" if b is None else f"{a:g} to {b:g}")
-        for a, b in pairwise(ends)
+        ([start, end], _range_label(start, end)) for start, end in pairwise(ends)
     ]
-    return Facet(name, label, f"CASE WHEN {what} IS NULL THEN NULL {cases} ELSE {len(edges)} END", ranges)
+    range_expression = f"CASE WHEN {expression} IS NULL THEN NULL {cases} ELSE {len(edges)} END"
+    return Facet(name, label, range_expression, ranges)
 
 
-def _edges(low: float, high: float) -> list[float]:
-    """Return about four round numbers between the two."""
-    raw = (high - low) / 5
-    unit = 10 ** math.floor(math.log10(raw))
-    width = next(unit * times for times in (1, 2, 5, 10) if unit * times >= raw)
-    first = math.floor(low / width) + 1
-    return [at * width for at in range(first, first + 6) if at * width < high]
+def _range_label(start: float | None, end: float | None) -> str:
+    if start is None:
+        return f"under {end:g}"
+    if end is None:
+        return f"{start:g} and more"
+    return f"{start:g} to {end:g}"
 
 
-def _components(reader: RunReader) -> list[str]:
-    """Return the names of components that the newest episodes have."""
+def _range_edges(low: float, high: float) -> list[float]:
+    """Return about four round numbers between `low` and `high`."""
+    raw_width = (high - low) / 5
+    unit = 10 ** math.floor(math.log10(raw_width))
+    width = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw_width)
+    first_multiple = math.floor(low / width) + 1
+    return [
+        multiple * width for multiple in range(first_multiple, first_multiple + 6) if multiple * width < high
+    ]
+
+
+def _component_names(reader: RunReader) -> list[str]:
+    """Return the names of the reward components of the newest episodes."""
     query = """SELECT DISTINCT key FROM (
         SELECT components FROM episodes WHERE components IS NOT NULL ORDER BY group_id DESC LIMIT ?) AS e,
         json_each(e.components) WHERE instr(key, '"') = 0 LIMIT ?"""
-    return [name for (name,) in reader.rows(query, LOOKED_AT, MOST_COMPONENTS)]
+    return [name for (name,) in reader.rows(query, SCANNED_EPISODES, MAX_COMPONENT_FACETS)]
 
 
-def tools(reader: RunReader, wanted: Listing) -> list[dict[str, Any]]:
-    """Return what the tools did in the episodes that fit."""
-    where = wanted.where()
-    all_of_them = not (wanted.clauses or wanted.search)
-    chosen = "1" if all_of_them else f"uid IN (SELECT e.uid {FROM} WHERE {where.text})"
+def tool_statistics(reader: RunReader, listing: Listing) -> list[dict[str, Any]]:
+    """Return statistics of the tool calls in the matching episodes."""
+    where = listing.where()
+    is_unfiltered = not (listing.clauses or listing.search)
+    call_condition = "1" if is_unfiltered else f"uid IN (SELECT e.uid {FROM_TABLES} WHERE {where.text})"
     names = ("tool", "calls", "failed", "refused", "p50", "p95")
-    found = [
-        dict(zip(names, row, strict=True)) for row in reader.rows(TOOLS.format(where=chosen), *where.values)
+    statistics = [
+        dict(zip(names, row, strict=True))
+        for row in reader.rows(TOOL_STATISTICS.format(where=call_condition), *where.values)
     ]
-    query = f"""SELECT tool, error, count(*) AS n FROM calls WHERE error <> '' AND {chosen}
+    query = f"""SELECT tool, error, count(*) AS n FROM calls WHERE error <> '' AND {call_condition}
         GROUP BY tool, error ORDER BY n"""
     errors = {tool: (error, count) for tool, error, count in reader.rows(query, *where.values)}
-    for one in found:
-        one["error"], one["errors"] = errors.get(one["tool"], ("", 0))
-    return found
+    for tool_row in statistics:
+        tool_row["error"], tool_row["errors"] = errors.get(tool_row["tool"], ("", 0))
+
+    return statistics

@@ -1,4 +1,4 @@
-"""Reading a run: its episodes, plans, commits and payloads, also while its coordinator writes."""
+"""Reads a run: episodes, plans, commits and payloads, also while the coordinator writes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import msgspec
 
 from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
-from asyncrl.store.schema import DATABASE, StoreError, damage, open_to_read
-from asyncrl.store.segments import FramePlace, SegmentReader
+from asyncrl.store.schema import DATABASE, StoreError, damage_error, open_to_read
+from asyncrl.store.segments import FrameLocation, SegmentReader
 
 T = TypeVar("T")
-# The step of a held-out one is that of its validation, which no batch takes.
-_EPISODES = """SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, 0) - 1 ELSE -1 END
+# The step of a held-out episode is the step of the validation; no batch takes such an episode.
+EPISODE_QUERY = """SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, 0) - 1 ELSE -1 END
     FROM episodes WHERE """
-COVERED_TO = "covered_to"  # in meta: batches before this one, which a checkpoint covers, are forgotten
+COVERED_TO = "covered_to"  # key in meta: a checkpoint covers the batches before this number
 FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result; uid, session, part_kind
 
 
 def part_kind(number: int) -> str:
-    """The kind of the payload of a part, by its number within the turn."""
+    """Return the kind of the payload of a part, from the number within the turn."""
     return f"part {number}"
 
 
 class StoredRun(msgspec.Struct):
-    """The contents of a store, for a coordinator that starts on it."""
+    """The contents of a store, for a coordinator that starts with this store."""
 
     groups: list[GroupRecord]
     episodes: list[EpisodeRecord]
@@ -38,14 +38,14 @@ class StoredRun(msgspec.Struct):
     cursor: int
     retired: set[int]
     batches: list[Batch]
-    taken: list[EpisodeRecord]  # episodes of the plans, those that were trained or lost included
-    baselines: dict[int, Baseline]  # of their groups
+    taken: list[EpisodeRecord]  # episodes of the plans, including trained and lost episodes
+    baselines: dict[int, Baseline]  # keys: groups of the taken episodes
     committed: int
 
 
 class RunReader:
-    """Queries on a run's database and segments. None keeps a transaction open; all raise StoreError.
-    `unwritten`: payloads that their writer has not committed yet."""
+    """Queries a run's database and segments. No query keeps a transaction open; all raise StoreError.
+    `unwritten`: payloads that the writer has not committed yet."""
 
     def __init__(
         self, db: sqlite3.Connection, segments: SegmentReader, unwritten: Mapping[FrameKey, bytes] = {}
@@ -68,26 +68,26 @@ class RunReader:
         return rows[0][0] if rows else default
 
     def frames(
-        self, uid: str, turns: int, kinds: Sequence[str] = ("generated", "replied"), first: int = 0
+        self, uid: str, turns: int, kinds: Sequence[str] = ("generated", "replied"), first_turn: int = 0
     ) -> Iterator[bytes]:
-        """Payloads of these kinds of the turns `first` to `turns` - 1; b'' where there is none. StoreError at
-        one that cannot be read."""
+        """Yield payloads of these kinds of the turns `first_turn` to `turns` - 1; b'' for a missing payload.
+        StoreError for an unreadable payload."""
         rows = self.rows("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", uid)
-        places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
-        for turn in range(first, turns):
+        frame_places = {(turn, kind): FrameLocation(segment, offset) for turn, kind, segment, offset in rows}
+        for turn in range(first_turn, turns):
             for kind in kinds:
                 if (uid, turn, kind) in self._unwritten:
                     yield self._unwritten[uid, turn, kind]
                 else:
-                    place = places.get((turn, kind))
-                    yield self._segments.read(place) if place else b""
+                    frame_place = frame_places.get((turn, kind))
+                    yield self._segments.read_record(frame_place) if frame_place else b""
 
     def plan_hash(self, step: int) -> str | None:
         rows = self.rows("SELECT plan_hash FROM commits WHERE step=?", step)
         return rows[0][0] if rows else None
 
     def restarts(self) -> list[int]:
-        """Return the first step of each trainer but the first one."""
+        """Return the first step of each trainer after the first trainer."""
         rows = self.rows("SELECT min(step) FROM commits GROUP BY trainer_epoch ORDER BY 1")
         return [step for (step,) in rows[1:]]
 
@@ -96,7 +96,7 @@ class RunReader:
         return [step for (step,) in self.rows("SELECT step FROM checkpoints ORDER BY step")]
 
     def counts(self) -> dict[State, int]:
-        """Episodes by state, counted in the index, with those that it has forgotten: the audit compares them
+        """Count episodes by state in the index, including forgotten episodes: the audit compares the counts
         with the buffer's."""
         rows = self.rows(
             "SELECT state, sum(n) FROM ("
@@ -106,53 +106,56 @@ class RunReader:
         return {State(state): count for state, count in rows}
 
     def committed_plans(self) -> list[Batch]:
-        """The plans of committed batches, oldest first, as far as no checkpoint covers them."""
+        """Return the plans of committed batches, oldest first, as far as no checkpoint covers these
+        batches."""
         committed = {step - 1 for (step,) in self.rows("SELECT step FROM commits")}
         return [batch for batch in self.plans() if batch.step in committed]
 
     def planned_steps(self) -> set[int]:
-        """Committed batches (0-based) of which plan and payloads are kept."""
+        """Return the committed batches (0-based) whose plan and payloads are still stored."""
         return {step for (step,) in self.rows("SELECT p.step FROM plans p JOIN commits c ON c.step=p.step+1")}
 
     def plan(self, step: int) -> Batch:
-        """Decodes the plan of one of these batches."""
-        found = self._records(Batch, "SELECT record FROM plans WHERE step=?", step)
-        return _one(found, "plan of batch", step)
+        """Return the plan of a batch from `planned_steps`."""
+        matching_plans = self._records(Batch, "SELECT record FROM plans WHERE step=?", step)
+        return _first_record(matching_plans, "plan of batch", step)
 
     @property
     def covered(self) -> int:
-        """Batches of which a resume needs no plan: it begins at a checkpoint of this step, or a later one."""
+        """Return the number of batches whose plans no resume needs: a resume begins at a checkpoint of this
+        step, or later."""
         return int(self.meta(COVERED_TO, "0"))
 
     def plans(self) -> list[Batch]:
-        """Returns the batches that no retained checkpoint covers, oldest first."""
+        """Return the batches that no retained checkpoint covers, oldest first."""
         return self._records(Batch, "SELECT record FROM plans WHERE step>=? ORDER BY step", self.covered)
 
     def trained_in_plans(self) -> int:
-        """Trajectories in committed batches, from the plans still kept plus the count of those forgotten.
-        What is lost to a step that is repeated counts until that is committed again."""
+        """Count trajectories in committed batches: in the stored plans, and the recorded count of the
+        forgotten plans. Trajectories lost to a repeated step count until the step is committed again."""
         plans = self.committed_plans()
-        before = sum(self.episode(uid).state is State.TRAINED for batch in plans for uid in batch.lost)
-        return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in plans) + before
+        trained_lost = sum(self.episode(uid).state is State.TRAINED for batch in plans for uid in batch.lost)
+        return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in plans) + trained_lost
 
     def episode(self, uid: str) -> EpisodeRecord:
-        return _one(self._episodes("uid=?", uid), "episode", uid)
+        return _first_record(self._episodes("uid=?", uid), "episode", uid)
 
     def find_episode(self, uid: str) -> EpisodeRecord | None:
-        """None where the index has no such episode, or has forgotten it."""
+        """Return an episode; None if the index has no such episode, or has forgotten the episode."""
         return next(iter(self._episodes("uid=?", uid)), None)
 
     def baseline(self, group: int) -> Baseline:
-        """The baseline of a settled group, from the records of its members."""
+        """Return the baseline of a settled group, from the records of the members."""
         return Baseline.of(self.group(group), {episode.uid: episode for episode in self.members(group)})
 
     def held_out(self, prefix: str) -> Iterator[tuple[str, bytes]]:
-        """The validation episodes whose uid begins so, and what became of them: one at a time, with texts."""
+        """Yield the validation episodes whose uid begins with `prefix`, with the results: one at a time, as
+        results hold texts."""
         for (uid,) in self.rows("SELECT uid FROM held_out WHERE substr(uid, 1, ?)=?", len(prefix), prefix):
             yield uid, self.became(uid)
 
     def count_held_out(self, prefix: str) -> int:
-        """The number of validation episodes whose uid begins so."""
+        """Return the number of validation episodes whose uid begins with `prefix`."""
         query = "SELECT count(*) FROM held_out WHERE substr(uid, 1, ?)=?"
         return int(self.rows(query, len(prefix), prefix)[0][0])
 
@@ -160,70 +163,78 @@ class RunReader:
         return self.rows("SELECT record FROM held_out WHERE uid=?", uid)[0][0]
 
     def groups(self) -> list[GroupRecord]:
-        """All that the index still has, oldest first."""
+        """Return all groups that the index still has, oldest first."""
         return self._records(GroupRecord, "SELECT record FROM groups ORDER BY id")
 
     def members(self, group: int) -> list[EpisodeRecord]:
         return self._episodes("group_id=?", group)
 
     def group(self, number: int) -> GroupRecord:
-        found = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", number)
-        return _one(found, "group", number)
+        matching_groups = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", number)
+        return _first_record(matching_groups, "group", number)
 
     def load(self) -> StoredRun:
-        """Everything a coordinator needs to go on from here."""
+        """Return everything that a coordinator needs to continue the run."""
         groups = self._records(GroupRecord, "SELECT record FROM groups WHERE over=0")
-        last = self._records(GroupRecord, "SELECT record FROM groups ORDER BY id DESC LIMIT 1")
+        newest_groups = self._records(GroupRecord, "SELECT record FROM groups ORDER BY id DESC LIMIT 1")
         batches = self.plans()
         episodes = self._episodes("group_id IN (SELECT id FROM groups WHERE over=0)")
-        taken = [self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.planned})]
-        left = dict(self.counts())
+        planned_episodes = [
+            self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.planned})
+        ]
+        counts = dict(self.counts())
         for episode in episodes:
-            left[episode.state] -= 1
-        ((committed,),) = self.rows("SELECT coalesce(max(step), 0) FROM commits")
+            counts[episode.state] -= 1
+        ((committed_steps,),) = self.rows("SELECT coalesce(max(step), 0) FROM commits")
+
         return StoredRun(
             groups=groups,
             episodes=episodes,
-            left=left,
-            next_group=last[0].id + 1 if last else 0,
-            cursor=last[0].position + 1 if last else 0,
+            left=counts,
+            next_group=newest_groups[0].id + 1 if newest_groups else 0,
+            cursor=newest_groups[0].position + 1 if newest_groups else 0,
             retired={sample for (sample,) in self.rows("SELECT sample FROM retired")},
             batches=batches,
-            taken=taken,
-            baselines={group: self.baseline(group) for group in {episode.group for episode in taken}},
-            committed=committed,
+            taken=planned_episodes,
+            baselines={
+                group: self.baseline(group) for group in {episode.group for episode in planned_episodes}
+            },
+            committed=committed_steps,
         )
 
     def _episodes(self, where: str, *values: object) -> list[EpisodeRecord]:
-        decode = msgspec.msgpack.Decoder(EpisodeRecord).decode
-        found = list[EpisodeRecord]()
-        for record, state, reason, step in self.rows(_EPISODES + where, *values):
-            found.append(episode := decode(record))
+        decode_record = msgspec.msgpack.Decoder(EpisodeRecord).decode
+        episodes = list[EpisodeRecord]()
+        for record, state, reason, step in self.rows(EPISODE_QUERY + where, *values):
+            episode = decode_record(record)
             episode.state = State(state)
             episode.reason = reason
             episode.step = step
-        return found
+            episodes.append(episode)
 
-    def _records(self, kind: type[T], query: str, *values: object) -> list[T]:
-        decode = msgspec.msgpack.Decoder(kind).decode
-        return [decode(record) for (record,) in self.rows(query, *values)]
+        return episodes
+
+    def _records(self, record_type: type[T], query: str, *values: object) -> list[T]:
+        decode_record = msgspec.msgpack.Decoder(record_type).decode
+        return [decode_record(record) for (record,) in self.rows(query, *values)]
 
     def rows(self, query: str, *values: object) -> list[Any]:
         try:
             return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise damage(Path(DATABASE), error) from error
+            raise damage_error(Path(DATABASE), error) from error
 
 
-def _one(found: Sequence[T], what: str, name: object) -> T:
-    """The coordinator may have forgotten it since it was named."""
-    if found:
-        return found[0]
-    raise StoreError(f"{DATABASE}: has no {what} {name} any more: set a larger store.keep_bytes")
+def _first_record(records: Sequence[T], record_kind: str, name: object) -> T:
+    """Return the only record. StoreError without a record: the coordinator may have forgotten the record in
+    the meantime."""
+    if records:
+        return records[0]
+    raise StoreError(f"{DATABASE}: has no {record_kind} {name} any more: set a larger store.keep_bytes")
 
 
 def meta_of(run_dir: Path, key: str) -> str:
-    """Return what the store of a run holds under a key of `meta`; '' without a store, or such a key."""
+    """Return the value of a key of `meta` in the store of a run; '' without a store, or without the key."""
     database = run_dir / DATABASE
     if not database.exists() or not database.stat().st_size:
         return ""

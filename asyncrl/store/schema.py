@@ -1,9 +1,9 @@
-"""The tables of `run.db`, and their version. All code that opens it does so here.
+"""The tables of `run.db`, and the version of the schema. All code that opens the database does so here.
 
-The row of an episode has what lists show of it, where steps are counted from 1 and NULL is what is not known
-yet, and the record from which a coordinator goes on. The record is older than the row where only the state
-has changed since, with its reason and step. Held-out episodes have rows once they are over, in groups below
-0: -1 - the sample's row. Texts, which few queries read, are in tables of their own.
+The row of an episode has the values that lists show, where steps are counted from 1 and NULL means not known
+yet, and the record from which a coordinator continues. The record is older than the row if only state, reason
+and step have changed since. Held-out episodes have rows once finished, in groups below 0: -1 - the sample's
+row. Texts, which few queries read, are in separate tables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
-SCHEMA_VERSION = 15  # to be raised when a table, a struct that is stored in one, or `Sample` changes
+SCHEMA_VERSION = 15  # raise when a table, a stored struct, or `Sample` changes
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);
@@ -56,14 +56,14 @@ TABLES += f"PRAGMA user_version={SCHEMA_VERSION};"
 
 NEXT_OWNER = "INSERT INTO meta VALUES('coordinator_epoch', '1') ON CONFLICT(key) DO UPDATE SET value=value+1"
 
-OPEN_DEADLINE = 60.0  # seconds that opening waits for a store that is locked or full
-RETRY = 0.25  # seconds between two of its tries
+OPEN_DEADLINE = 60.0  # seconds that opening waits for a locked or full store
+RETRY_SECONDS = 0.25  # seconds between two tries to open a store
 BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
-LOOK = 2.0  # seconds in which damage is looked for before a start
-RESTORE = "; asyncrl runs restore NAME makes it anew from a copy (docs/reliability.md)"
+CHECK_SECONDS = 2.0  # seconds spent on looking for damage before a start
+RESTORE_ADVICE = "; asyncrl runs restore NAME makes it anew from a copy (docs/reliability.md)"
 
-# May pass: a lock of another process; a full disk or quota.
-_PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
+# Errors that may pass: a lock of another process; a full disk or quota.
+PASSING_CODES = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 
 
 class StoreError(AsyncrlError):
@@ -79,51 +79,58 @@ class SupersededError(StoreError):
 
 
 def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
-    """Translates an error of SQLite or of the disk into what it means to the run."""
+    """Translate an error of SQLite or of the disk into the consequence for the run."""
     if isinstance(error, OSError):
-        files = error.errno in (errno.EMFILE, errno.ENFILE)
-        passing = files or disk_full(error)
-        what = "raise ulimit -n" if files else "free disk space"
+        lacks_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
+        will_pass = lacks_descriptors or disk_full(error)
+        advice = "raise ulimit -n" if lacks_descriptors else "free disk space"
     else:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # its low byte is the kind of error
-        full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-        what = "free disk space" if full else "end the process that locks it (lsof run.db), or let it finish"
-        passing = code in _PASSING
-    if not passing:
-        return damage(path, error)
-    return StorePaused(f"{path}: {error}; the run waits until it can write: {what}")
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the kind of error
+        is_full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+        advice = (
+            "free disk space" if is_full else "end the process that locks it (lsof run.db), or let it finish"
+        )
+        will_pass = code in PASSING_CODES
+
+    if not will_pass:
+        return damage_error(path, error)
+
+    return StorePaused(f"{path}: {error}; the run waits until it can write: {advice}")
 
 
-def damage(path: Path, error: sqlite3.Error | OSError) -> StoreError:
-    """The StoreError for an error that does not pass."""
-    broken = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-    return StoreError(f"{path}: {error}{RESTORE if broken else ''}")
+def damage_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
+    """Return the StoreError for an error that does not pass."""
+    is_corrupt = getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+    )
+    return StoreError(f"{path}: {error}{RESTORE_ADVICE if is_corrupt else ''}")
 
 
 def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
-    """The database of a run, with its tables, and the number of its new owner, from 1: until the next one it
-    alone may write. ConfigError when its schema is another version's, StoreError when it cannot be opened,
-    StorePaused when it could not be written for OPEN_DEADLINE."""
+    """Return the database of a run, with tables, and the number of the new owner, from 1: until the next
+    owner, this owner alone may write. ConfigError for another version's schema, StoreError when the database
+    cannot be opened, StorePaused when the database could not be written for OPEN_DEADLINE."""
     path = run_dir / DATABASE
     deadline = time.monotonic() + OPEN_DEADLINE
     while True:
         try:
-            return _owned(path)
+            return _take_ownership(path)
         except StorePaused as error:  # a restarted coordinator would use up its restarts
             if time.monotonic() > deadline:
                 raise
             log.error("%s; trying again", error)
-            time.sleep(RETRY)
+            time.sleep(RETRY_SECONDS)
 
 
-def _owned(path: Path) -> tuple[sqlite3.Connection, int]:
+def _take_ownership(path: Path) -> tuple[sqlite3.Connection, int]:
     try:
         db = sqlite3.connect(path, timeout=BUSY_TIMEOUT, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             db.executescript(f"BEGIN; {TABLES} COMMIT;")
-        _check(db, path)
+        _check_version(db, path)
         db.execute(NEXT_OWNER)
         (owner,) = db.execute("SELECT value FROM meta WHERE key='coordinator_epoch'").fetchone()
         return db, int(owner)
@@ -132,44 +139,48 @@ def _owned(path: Path) -> tuple[sqlite3.Connection, int]:
 
 
 def open_to_read(run_dir: Path) -> sqlite3.Connection:
-    """The database of a run that may be under way, or over. Raises as `take_over` does, but never waits."""
+    """Open the database of a running or finished run to read. Raises as `take_over` does, but never waits."""
     path = run_dir / DATABASE
     try:
-        uri = f"{path.absolute().as_uri()}?mode=ro"  # with ? and % of the path as %3F and %25
+        uri = f"{path.absolute().as_uri()}?mode=ro"  # as_uri() writes ? and % of the path as %3F and %25
         db = sqlite3.connect(uri, uri=True, isolation_level=None)
-        _check(db, path)
+        _check_version(db, path)
     except sqlite3.Error as error:
-        raise damage(path, error) from error
+        raise damage_error(path, error) from error
+
     return db
 
 
 def check_schema(run_dir: Path) -> None:
-    """ConfigError when the run in a directory, if there is one, cannot be continued by this version, or its
-    database is gone, or damaged, as far as LOOK seconds show that."""
-    path = run_dir / DATABASE
-    if not path.exists() or not path.stat().st_size:
-        if (run_dir / "segments").exists():  # else its first coordinator ended before it made the tables
-            raise ConfigError(f"{path}: is gone{RESTORE}")
+    """Raise ConfigError when the run in a directory, if any, cannot be continued by this version, or when the
+    database is gone, or damaged, as far as a check of CHECK_SECONDS shows."""
+    database_path = run_dir / DATABASE
+    if not database_path.exists() or not database_path.stat().st_size:
+        if (run_dir / "segments").exists():  # without segments the first coordinator ended early
+            raise ConfigError(f"{database_path}: is gone{RESTORE_ADVICE}")
         return
+
     with closing(open_to_read(run_dir)) as db:
-        limit = Timer(LOOK, db.interrupt)
-        limit.start()
+        interrupt_timer = Timer(CHECK_SECONDS, db.interrupt)
+        interrupt_timer.start()
         try:
-            (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            (check_result,) = db.execute("PRAGMA quick_check(1)").fetchone()
         except sqlite3.Error as error:
-            found = "ok" if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT else str(error)
+            check_result = "ok" if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT else str(error)
         finally:
-            limit.cancel()
-            limit.join()
-    if found != "ok":
-        raise ConfigError(f"{path}: is damaged ({' '.join(found.split())}){RESTORE}")
+            interrupt_timer.cancel()
+            interrupt_timer.join()
+
+    if check_result != "ok":
+        raise ConfigError(f"{database_path}: is damaged ({' '.join(check_result.split())}){RESTORE_ADVICE}")
 
 
-def _check(db: sqlite3.Connection, path: Path) -> None:
-    (found,) = db.execute("PRAGMA user_version").fetchone()
-    if found != SCHEMA_VERSION:
+def _check_version(db: sqlite3.Connection, path: Path) -> None:
+    (found_version,) = db.execute("PRAGMA user_version").fetchone()
+    if found_version != SCHEMA_VERSION:
+        age = "an older" if found_version < SCHEMA_VERSION else "a newer"
         raise ConfigError(
-            f"{path}: written by {'an older' if found < SCHEMA_VERSION else 'a newer'} version of asyncrl "
-            f"(schema {found}, this version reads {SCHEMA_VERSION}); continue the run with the version that "
-            "wrote it, or begin a new one with name=…"
+            f"{path}: written by {age} version of asyncrl (schema {found_version}, this version reads "
+            f"{SCHEMA_VERSION}); continue the run with the version that wrote it, or begin a new one with "
+            "name=…"
         )

@@ -1,5 +1,6 @@
-"""Reads the episodes of a run's store: a page of those that fit, the text of their transcripts, and one
-episode token by token, with what training made of it."""
+"""Reads the episodes of a run's store: a page of matching episodes, the text of transcripts, and an episode
+token by token, with the values from training.
+"""
 
 from __future__ import annotations
 
@@ -28,140 +29,168 @@ from asyncrl.registry import single
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Observation, Turn
 
-LARGEST = 20.0  # nats
-SEARCH_SECONDS = 1.0  # that one search reads transcripts
-MOST_FOUND = 500  # episodes of one search
+MAX_LOG_RATIO = 20.0  # nats
+SEARCH_SECONDS = 1.0  # time limit for reading transcripts in a search
+MAX_MATCHES = 500  # episodes of a search
 Decode = Callable[[Sequence[int]], str]
 
 
-def decoder(model: str) -> Decode:
-    """Return what decodes ids, by the tokenizer of a model directory. ConfigError."""
-    from tokenizers import Tokenizer  # load_tokenizer has compared the run's with it
+def load_decoder(model: str) -> Decode:
+    """Return a function that decodes ids with the tokenizer of a model directory. ConfigError."""
+    from tokenizers import Tokenizer  # load_tokenizer has compared the run's tokenizer with this library's
 
     path = Path(model) / "tokenizer.json"
     try:
         with users_code():  # the library is in Rust, and panics
             tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # of tokenizers it is a bare Exception
+    except Exception as error:  # tokenizers raises a bare Exception
         raise ConfigError(f"{path}: no usable tokenizer ({one_line(error)}); put the model's back") from error
+
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; of several tokens that are one character the last one has it."""
+    """Return the text of each token; of several tokens that form a character the last token has the text."""
     growing = GrowingText(decode)
-    read = list[int]()
-    found = list[str]()
+    read_ids = list[int]()
+    texts = list[str]()
     for token in ids:
-        read.append(token)
-        before = len(growing.text)
-        growing.grow(read)
-        found.append(growing.text[before:])
-    return found
+        read_ids.append(token)
+        text_length = len(growing.text)
+        growing.grow(read_ids)
+        texts.append(growing.text[text_length:])
+
+    return texts
 
 
 def search(
-    reader: RunReader, episodes: Sequence[tuple[str, int]], words: Sequence[str], decode: Decode | None
+    reader: RunReader, episodes: Sequence[tuple[str, int]], search_words: Sequence[str], decode: Decode | None
 ) -> tuple[list[str], int]:
-    """Return those of the episodes (uid, turns) in whose transcripts all words are, and how many it could
-    read within SEARCH_SECONDS, from the first one on."""
-    found = list[str]()
-    wanted = [word.lower() for word in words]
-    ends = time.monotonic() + SEARCH_SECONDS
-    for looked, (uid, turns) in enumerate(episodes):
-        if time.monotonic() > ends or len(found) == MOST_FOUND:
-            return found, looked
+    """Return the uids of the episodes (uid, turns) whose transcripts contain all words, and how many episodes
+    could be read within SEARCH_SECONDS, from the first on."""
+    matching_uids = list[str]()
+    lowered_words = [word.lower() for word in search_words]
+    deadline = time.monotonic() + SEARCH_SECONDS
+    for read_count, (uid, turns) in enumerate(episodes):
+        if time.monotonic() > deadline or len(matching_uids) == MAX_MATCHES:
+            return matching_uids, read_count
         with suppress(AsyncrlError):  # deleted since the index was read, or damaged
-            text = "\n".join(_said(turns_of(list(reader.frames(uid, turns))), decode)).lower()
-            if all(word in text for word in wanted):
-                found.append(uid)
-    return found, len(episodes)
+            text = "\n".join(_written_texts(turns_of(list(reader.frames(uid, turns))), decode)).lower()
+            if all(word in text for word in lowered_words):
+                matching_uids.append(uid)
+
+    return matching_uids, len(episodes)
 
 
-def _said(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str]:
-    """What the model, the tools and the environment wrote, calls and errors among it."""
+def _written_texts(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str]:
+    """Yield everything that the model, the tools and the environment wrote, including calls and errors."""
     for turn in turns:
         if decode is not None:
             yield decode(turn.ids)
         for reply in turn.replies:
             yield f"{reply.call.name} {reply.call.arguments}\n{reply.content}\n{reply.error or ''}"
-        yield from (said.content for said in (turn.observation or Observation()).messages)
+        yield from (message.content for message in (turn.observation or Observation()).messages)
 
 
-def masked_share(reader: RunReader, listed: Mapping[str, Any], bound: int) -> float | None:
-    """Return the share of an episode's trained tokens that are too old for it; None where they are gone."""
+def masked_fraction(reader: RunReader, episode_row: Mapping[str, Any], max_staleness: int) -> float | None:
+    """Return the fraction of an episode's trained tokens that are too old; None where the tokens are gone."""
     with suppress(AsyncrlError):
-        turns = turns_of(list(reader.frames(listed["uid"], listed["turns"])))
+        turns = turns_of(list(reader.frames(episode_row["uid"], episode_row["turns"])))
         spans = [span for turn in turns if not turn.untrained for span in turn.spans]
-        return fmean(stale_mask(token_lags(spans, listed["step"] - 1), bound))
+        return fmean(stale_mask(token_lags(spans, episode_row["step"] - 1), max_staleness))
     return None
 
 
 def transcript(
-    run_dir: Path, config: RunConfig, reader: RunReader, listed: dict[str, Any], decode: Decode
+    run_dir: Path, config: RunConfig, reader: RunReader, episode_row: dict[str, Any], decode: Decode
 ) -> dict[str, Any]:
-    """Return an episode as JSON. `turns` are those that are kept; `missing` says why there are fewer than the
-    episode had, `text` what was kept then, `no_advantage` why no token has one. StoreError, ConfigError."""
-    episode = reader.episode(uid := listed["uid"])
+    """Return an episode as JSON. `turns` are the stored turns; `missing` says why there are fewer turns than
+    in the episode, `text` is the stored text in that case, `no_advantage` says why no token has an advantage.
+    StoreError, ConfigError."""
+    uid = episode_row["uid"]
+    episode = reader.episode(uid)
     turns, missing = kept_turns(reader, episode)
-    trained = dict[str, list[Any]]()  # of all tokens that are trained: they may be shorter
-    if episode.step >= 0 and (known := read_ratios(run_dir, episode.step + 1, uid)):
-        ratios = [None if x is None else exp(min(x, LARGEST)) for x in known.log_ratio]
-        trained |= {"ratios": ratios, "dropped": known.dropped}
-    if not (no_advantage := missing or _refused(config, reader, episode)):
+    token_values = dict[str, list[Any]]()  # lists of all trained tokens, or shorter
+    if episode.step >= 0 and (ratio_record := read_ratios(run_dir, episode.step + 1, uid)):
+        ratios = [
+            None if log_ratio is None else exp(min(log_ratio, MAX_LOG_RATIO))
+            for log_ratio in ratio_record.log_ratio
+        ]
+        token_values |= {"ratios": ratios, "dropped": ratio_record.dropped}
+
+    if not (no_advantage := missing or _missing_advantage_reason(config, reader, episode)):
         try:
             parts = credited(config, episode, reader.baseline(episode.group), turns)
-            named = zip(("rewards", "advantages"), parts, strict=True)
-            trained |= {name: part.tolist() for name, part in named if part is not None}
-            no_advantage = "" if "advantages" in trained else "the advantage reads what models compute"
+            named_parts = zip(("rewards", "advantages"), parts, strict=True)
+            token_values |= {
+                name: token_tensor.tolist() for name, token_tensor in named_parts if token_tensor is not None
+            }
+            no_advantage = "" if "advantages" in token_values else "the advantage reads what models compute"
         except (AsyncrlError, ValueError) as error:
             no_advantage = one_line(error)
+
     return {
         **asdict(episode),
         "result": asdict(episode.result),
         "stats": asdict(episode.stats),
-        "listed": listed,
-        "step": listed["step"],
+        "listed": episode_row,
+        "step": episode_row["step"],
         "bound": config.buffer.max_staleness,
-        "turns": list(_turns(turns, decode, trained, episode.step, config.buffer.max_staleness)),
+        "turns": list(_turn_answers(turns, decode, token_values, episode.step, config.buffer.max_staleness)),
         "missing": missing,
-        "text": _kept_text(run_dir, listed) if missing else "",
+        "text": _stored_text(run_dir, episode_row) if missing else "",
         "no_advantage": no_advantage,
     }
 
 
-def _refused(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> str:
-    """Say why an episode has no advantages; '' if it has some. A viewer runs no code of users."""
-    name, _ = single(config.algorithm.advantage)
+def _missing_advantage_reason(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> str:
+    """Return why an episode has no advantages; '' if there are some. A viewer runs no code of users."""
+    advantage_name, _ = single(config.algorithm.advantage)
     if episode.uid.startswith(EVAL):
         return "it is held out: it is not trained"
     if not episode.stats.turns:
         return "it is not over"
-    if name not in advantages:
-        return f"algorithm.advantage {name} is a function of the user's, which a viewer does not run"
+
+    if advantage_name not in advantages:
+        return (
+            f"algorithm.advantage {advantage_name} is a function of the user's, which a viewer does not run"
+        )
+
     if episode.greedy or not reader.baseline(episode.group).results:
-        why = "it is the greedy one" if episode.greedy else "its group is not settled"
-        return f"it is compared with nothing: {why}"
+        reason = "it is the greedy one" if episode.greedy else "its group is not settled"
+        return f"it is compared with nothing: {reason}"
+
     return ""
 
 
-def _kept_text(run_dir: Path, listed: dict[str, Any]) -> str:
-    """Return the text of an episode whose turns are gone; '' where none was kept."""
-    kind = "training" if listed["kind"] == "train" else "validation"
+def _stored_text(run_dir: Path, episode_row: dict[str, Any]) -> str:
+    """Return the text of an episode whose turns are gone; '' without a stored text."""
+    transcript_kind = "training" if episode_row["kind"] == "train" else "validation"
     with suppress(OSError):
-        for entry in read_lines(run_dir / "transcripts" / kind / f"step-{listed['step']}.jsonl"):
-            if entry.get("uid") == listed["uid"]:
+        for entry in read_lines(
+            run_dir / "transcripts" / transcript_kind / f"step-{episode_row['step']}.jsonl"
+        ):
+            if entry.get("uid") == episode_row["uid"]:
                 return str(entry.get("text", ""))
+
     return ""
 
 
-def _turns(
-    turns: Sequence[Turn], decode: Decode, trained: Mapping[str, list[Any]], step: int, bound: int
+def _turn_answers(
+    turns: Sequence[Turn],
+    decode: Decode,
+    token_values: Mapping[str, list[Any]],
+    step: int,
+    max_staleness: int,
 ) -> Iterator[dict[str, Any]]:
-    """Per-token lists are aligned with `ids`, or empty where a turn is not trained."""
-    start = 0
+    """Yield the turns as JSON. Per-token lists are aligned with `ids`, or empty where a turn is not
+    trained."""
+    token_offset = 0
     for turn in turns:
-        own = slice(start, start := start + (0 if turn.untrained else len(turn.ids)))
+        trained_tokens = 0 if turn.untrained else len(turn.ids)
+        turn_slice = slice(token_offset, token_offset + trained_tokens)
+        token_offset += trained_tokens
+
         spans = [(span.version, span.kv_version) for span in turn.spans for _ in range(span.start, span.end)]
         lags = [] if turn.untrained or step < 0 else token_lags(turn.spans, step)
         yield {
@@ -172,8 +201,8 @@ def _turns(
             "versions": [version for version, _ in spans],
             "kv_versions": [version for _, version in spans],
             "lags": lags,
-            "stale": stale_mask(lags, bound),
-            **{name: values[own] for name, values in trained.items()},
+            "stale": stale_mask(lags, max_staleness),
+            **{name: values[turn_slice] for name, values in token_values.items()},
             "replies": msgspec.to_builtins(turn.replies),
             "observation": msgspec.to_builtins(turn.observation),
         }

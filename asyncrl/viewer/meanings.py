@@ -10,7 +10,7 @@ MEANINGS = (
 )
 GENERATE, TOOL, REWARD, TRAIN, WEIGHTS, DATA, PROCESS, OTHER = range(len(MEANINGS))
 
-# By what names start with, and what they are called then; None: their own name.
+# Meaning and legible name by the beginning of a span's name; None: the span's own name.
 SPANS: dict[str, tuple[int, str | None]] = {
     "decode": (GENERATE, "generate"),
     "tool ": (TOOL, None),
@@ -51,12 +51,16 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "wake": (OTHER, "back from main memory"),
     "others": (OTHER, None),
 }
-_known = re.compile("|".join(map(re.escape, sorted(SPANS, key=len, reverse=True))))
+_span_pattern = re.compile("|".join(map(re.escape, sorted(SPANS, key=len, reverse=True))))
 
 
-def meaning(name: str) -> tuple[int, str]:
-    """Return the number of its meaning and its legible name. What is in no table waits for another process:
-    waits are called by what they wait for."""
-    found = _known.match(name)
-    number, legible = SPANS[found.group()] if found else (PROCESS, None)
-    return number, name if legible is None else legible + " (validation)" * name.endswith(" (validation)")
+def meaning_of(name: str) -> tuple[int, str]:
+    """Return the number of a span's meaning and a legible name. A name in no table is a wait for another
+    process: waits are named after the awaited thing."""
+    match = _span_pattern.match(name)
+    meaning_number, legible_name = SPANS[match.group()] if match else (PROCESS, None)
+    if legible_name is None:
+        return meaning_number, name
+    if name.endswith(" (validation)"):
+        legible_name += " (validation)"
+    return meaning_number, legible_name

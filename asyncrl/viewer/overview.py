@@ -1,6 +1,6 @@
-"""Answers for the tab Overview of a run: its outcome in one sentence, before and after, what is wrong, who
-waits for whom, the flow of its episodes, figures and configuration. The page writes the figures in their
-units."""
+"""Answers for the tab Overview of a run: the outcome in a sentence, before and after, alerts, waits by role,
+the flow of episodes, figures and configuration. The page formats the figures with units.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from asyncrl.observe.metrics import Row, label, matching
 from asyncrl.observe.summary import JUDGED, edges, flow_of, latest, mean, notes, outcome_line, summarize
 from asyncrl.observe.table import numbers
 from asyncrl.store.launches import described, differences, launches_of, tree
-from asyncrl.viewer.compare import ALL, measures
+from asyncrl.viewer.compare import ALL_PREFIX, evaluation_measures
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
-MOST_ROWS = 400  # of a longer run they are chosen
-POINTS = 120  # of a small curve
-RESUMED = 3  # launches with other keys that are shown
+MAX_ROWS = 400  # metrics rows; of a longer run some rows are chosen
+CURVE_POINTS = 120  # points of a small curve
+SHOWN_RESUMES = 3  # newest launches with changed keys
 FIGURES = {  # metric: label and unit
     metric.REWARD: ("reward", ""),
     metric.NLL: ("loss per token", ""),
@@ -40,154 +40,215 @@ FIGURES = {  # metric: label and unit
     metric.STEP_SECONDS: ("a step", "s"),
     "rollout/tokens_per_s": ("tokens sampled", "/s"),
 }
-SHARES = (metric.SAMPLED, metric.GREEDY)
-SCORES = {metric.SAMPLED_SCORE: metric.SAMPLED, metric.GREEDY_SCORE: metric.GREEDY}
-ENGINES = dict.fromkeys(("server", "engine", "scorer"), "engines")
-ROLES = {"trainer": "trainer", **ENGINES, "worker": "workers"}
+FRACTION_METRICS = (metric.SAMPLED, metric.GREEDY)
+SUCCESS_OF_SCORE = {metric.SAMPLED_SCORE: metric.SAMPLED, metric.GREEDY_SCORE: metric.GREEDY}
+ENGINE_PROCESSES = dict.fromkeys(("server", "engine", "scorer"), "engines")
+ROLE_OF_PROCESS = {"trainer": "trainer", **ENGINE_PROCESSES, "worker": "workers"}
 
 
-def overview(run_dir: Path, ended: str) -> dict[str, Any]:
-    """Read a run that is over (`ended` says how) or goes on. ConfigError for a file that cannot be read."""
-    # Twice: steps that were repeated after a crash are read, and the row of the end.
-    rows = some_rows(run_dir, 2 * WINDOW, MOST_ROWS)
+def overview(run_dir: Path, ending: str) -> dict[str, Any]:
+    """Summarize a run that is over (`ending` says how) or goes on. ConfigError for an unreadable file."""
+    # Twice the window, because repeated steps after a crash and the row of the end are read, too.
+    rows = some_rows(run_dir, 2 * WINDOW, MAX_ROWS)
     status = read_status(run_dir)
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     gauges = status.get("gauges") or next(
         (row for row in reversed(rows) if metric.FLOW + "issued" in row), {}
     )
-    flow = flow_of(gauges)
-    saved = read_summary(run_dir)
-    summary = saved or summarize(rows, asdict(flow), flow.conserved)
-    whole = saved or summary["steps"] == len(steps)  # else its sums are of some of the steps
+
+    episode_flow = flow_of(gauges)
+    saved_summary = read_summary(run_dir)
+    summary = saved_summary or summarize(rows, asdict(episode_flow), episode_flow.conserved)
+    is_complete = saved_summary or summary["steps"] == len(steps)  # otherwise sums cover only some steps
+
     launches = launches_of(run_dir)
     config = launches[-1].config if launches else {}
-    changes = [(new.step + 1, described(old.config, new.config)) for old, new in pairwise(launches)]
-    resumed = [
+    key_changes = [
+        (new_launch.step + 1, described(old_launch.config, new_launch.config))
+        for old_launch, new_launch in pairwise(launches)
+    ]
+    resume_alerts = [
         Alert(f"resumed with other keys, from step {step}", "advice", text, "", link={"tab": "charts"})
-        for step, text in changes
+        for step, text in key_changes
         if text
     ]
-    needed = {"name": "-", "model": {"path": "-"}, "data": {"train": "-"}}
-    keys = dict(leaves(config))
-    differing = differences([config, tree(parse(needed))]).items() if config else ()
+
+    required_keys = {"name": "-", "model": {"path": "-"}, "data": {"train": "-"}}
+    config_values = dict(leaves(config))
+    differing_keys = differences([config, tree(parse(required_keys))]).items() if config else ()
+
     machine = recorded_machine(run_dir)
-    trains = bool(keys.get("total_steps", 1))
-    shown_alerts = alerts(rows, status, keys)
-    told = notes(summary) if saved else [unless_quoted(status.get("failed", ""), shown_alerts)]
+    is_training = bool(config_values.get("total_steps", 1))
+    shown_alerts = alerts(rows, status, config_values)
+    run_notes = notes(summary) if saved_summary else [unless_quoted(status.get("failed", ""), shown_alerts)]
+    if machine is None:
+        run_notes = [*run_notes, NO_MACHINE]
+
     return {
-        "outcome": _outcome(ended, status, summary, trains),
-        "trains": trains,
+        "outcome": _outcome(ending, status, summary, is_training),
+        "trains": is_training,
         "steps": summary["steps"],
         "seconds": summary["seconds"],
         "conserved": summary["conserved"],
-        "held_out": list(measures(run_dir)) or list(_held_out(rows) if trains else _evaluated(rows)),
+        "held_out": list(evaluation_measures(run_dir))
+        or list(_validation_results(rows) if is_training else _evaluation_results(rows)),
         "figures": list(_figures(steps)),
-        "alerts": [*shown_alerts, *resumed[-RESUMED:]],
-        "waits": list(_waits(steps if ended else steps[-1:], gauges, status, ended)),
+        "alerts": [*shown_alerts, *resume_alerts[-SHOWN_RESUMES:]],
+        "waits": list(_waits(steps if ending else steps[-1:], gauges, status, ending)),
         "flow": summary["flow"],
         "running": int(gauges.get("async/running", 0)),
         "reasons": summary.get("reasons", {}),
-        "configuration": [(key, own, usual) for key, (own, usual) in differing if own is not None],
+        "configuration": [
+            (key, value, default) for key, (value, default) in differing_keys if value is not None
+        ],
         "tables": {
-            "All numbers": dict(numbers(summary, everything=True)) if whole else {},
+            "All numbers": dict(numbers(summary, everything=True)) if is_complete else {},
             "Machine of the newest launch": machine or {},
         },
-        "notes": [note for note in (*told, NO_MACHINE * (machine is None)) if note],
+        "notes": [note for note in run_notes if note],
     }
 
 
-def _outcome(ended: str, status: Mapping[str, Any], summary: Mapping[str, Any], trains: bool) -> str:
-    if not status and not ended and not summary["steps"]:
+def _outcome(ending: str, status: Mapping[str, Any], summary: Mapping[str, Any], is_training: bool) -> str:
+    if not status and not ending and not summary["steps"]:
         return "It starts: its coordinator has not reported yet"
+
     evaluated = any(summary.get(f"{key}_before") is not None for key in JUDGED)
-    if not (trains or evaluated):
-        if ended in ("", "completed"):
-            return "Evaluated without a reward" if ended else "It evaluates: no result is there yet"
-        return f"{ended.partition(':')[0].capitalize()}: nothing was evaluated"
-    share = 0.0 if ended or summary["steps"] else status.get("gauges", {}).get(metric.BATCH, 0.0)
-    line = outcome_line(summary, ended, status.get("total_steps", 0))
-    return line + f"; {share:.0%} of the first batch is there" * (share > 0)
+    if not (is_training or evaluated):
+        if ending in ("", "completed"):
+            return "Evaluated without a reward" if ending else "It evaluates: no result is there yet"
+        return f"{ending.partition(':')[0].capitalize()}: nothing was evaluated"
+
+    batch_fraction = 0.0 if ending or summary["steps"] else status.get("gauges", {}).get(metric.BATCH, 0.0)
+    outcome_text = outcome_line(summary, ending, status.get("total_steps", 0))
+    if batch_fraction > 0:
+        outcome_text += f"; {batch_fraction:.0%} of the first batch is there"
+
+    return outcome_text
 
 
-def _held_out(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """What validations found before training, last, and by step, components of the score included. A score
-    that is the success is left out."""
-    parts = matching(metric.COMPONENT_HELD_OUT, set[str]().union(*rows))
-    for named, name in [*JUDGED.values(), *parts.items()]:
+def _validation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Yield the results of validations before training, last, and by step, including score components. A
+    score that equals the success is left out."""
+    component_metrics = matching(metric.COMPONENT_HELD_OUT, set[str]().union(*rows))
+    for display_name, name in [*JUDGED.values(), *component_metrics.items()]:
         curve = _curve(rows, name)
-        known = [row for row in rows if name in row]
-        if not known or (name in SCORES and curve == _curve(rows, SCORES[name])):
+        measured_rows = [row for row in rows if name in row]
+        if not measured_rows or (name in SUCCESS_OF_SCORE and curve == _curve(rows, SUCCESS_OF_SCORE[name])):
             continue
-        ends = {} if known[0]["training/step"] else {"before": known[0]}
-        if len(known) > len(ends):
-            ends["after"] = known[-1]
-        found = {"label": named, "unit": "share" if name in SHARES else "", "curve": curve}
-        yield found | {"part": named in parts} | {when: _found(row, name) for when, row in ends.items()}
+
+        result_rows = {} if measured_rows[0]["training/step"] else {"before": measured_rows[0]}
+        if len(measured_rows) > len(result_rows):
+            result_rows["after"] = measured_rows[-1]
+
+        result = {"label": display_name, "unit": "share" if name in FRACTION_METRICS else "", "curve": curve}
+        yield (
+            result
+            | {"part": display_name in component_metrics}
+            | {position: _validation_result(row, name) for position, row in result_rows.items()}
+        )
 
 
-def _evaluated(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Yield what an evaluation found, under the names of evaluation.json, before there is one."""
-    row = next((row for row in reversed(rows) if metric.ASKED in row), {})
-    for name in sorted(name for name in row if name.startswith(ALL)):
-        unit = "share" if name in SHARES else ""
-        label = name.removeprefix(ALL)
-        yield {"label": label, "unit": unit, "curve": [], "after": _found(row, name), "tasks": {}}
+def _evaluation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Yield the results of an evaluation so far, under the names of evaluation.json, before that file
+    exists."""
+    newest_row = next((row for row in reversed(rows) if metric.ASKED in row), {})
+    for name in sorted(name for name in newest_row if name.startswith(ALL_PREFIX)):
+        unit = "share" if name in FRACTION_METRICS else ""
+        label = name.removeprefix(ALL_PREFIX)
+        yield {
+            "label": label,
+            "unit": unit,
+            "curve": [],
+            "after": _validation_result(newest_row, name),
+            "tasks": {},
+        }
 
 
-def _found(row: Row, name: str) -> dict[str, Any]:
-    """Return a validation's number, with Wilson's interval where it is a share: over questions, as the
-    episodes of one are alike."""
-    count = row.get(metric.ASKED, 0.0)
-    interval = wilson(row[name], count) if name in SHARES and count else None
-    return {"value": row[name], "interval": interval, "step": row["training/step"], "questions": count}
+def _validation_result(row: Row, name: str) -> dict[str, Any]:
+    """Return a validation's number, for a fraction with Wilson's interval: over questions, as the episodes of
+    a question are alike."""
+    question_count = row.get(metric.ASKED, 0.0)
+    interval = wilson(row[name], question_count) if name in FRACTION_METRICS and question_count else None
+    return {
+        "value": row[name],
+        "interval": interval,
+        "step": row["training/step"],
+        "questions": question_count,
+    }
 
 
 def _figures(steps: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield each figure's mean over the first and the last tenth of the steps, and a small curve."""
-    names = set[str]().union(*steps)
-    parts = {name: (named, "") for named, name in matching(metric.COMPONENT, names).items()}
-    for name, (named, unit) in ({metric.REWARD: FIGURES[metric.REWARD]} | parts | FIGURES).items():
-        if name in names:
-            first, last = edges(steps, name)
-            yield {"label": named, "part": name in parts, "unit": unit, "first": first, "last": last,
-                   "curve": _curve(steps, name)}  # fmt: skip
+    metric_names = set[str]().union(*steps)
+    component_figures = {
+        name: (display_name, "") for display_name, name in matching(metric.COMPONENT, metric_names).items()
+    }
+    figures = {metric.REWARD: FIGURES[metric.REWARD]} | component_figures | FIGURES  # components come second
+    for name, (display_name, unit) in figures.items():
+        if name in metric_names:
+            first_mean, last_mean = edges(steps, name)
+            yield {
+                "label": display_name,
+                "part": name in component_figures,
+                "unit": unit,
+                "first": first_mean,
+                "last": last_mean,
+                "curve": _curve(steps, name),
+            }
 
 
 def _curve(steps: Sequence[Row], name: str) -> list[list[float]]:
-    """(step, value) of a small curve: the means of as many steps each."""
-    known = [row for row in steps if name in row]
-    size = -(-len(known) // POINTS) or 1
-    parts = [known[at : at + size] for at in range(0, len(known), size)]
-    return [[part[-1]["training/step"], mean(part, name) or 0.0] for part in parts]
+    """Return the (step, value) points of a small curve; each value is the mean of equally many steps."""
+    measured_rows = [row for row in steps if name in row]
+    rows_per_point = -(-len(measured_rows) // CURVE_POINTS) or 1
+    row_groups = [
+        measured_rows[start : start + rows_per_point]
+        for start in range(0, len(measured_rows), rows_per_point)
+    ]
+    return [[row_group[-1]["training/step"], mean(row_group, name) or 0.0] for row_group in row_groups]
 
 
 def _waits(
-    steps: Sequence[Row], gauges: Row, status: Mapping[str, Any], ended: str
+    steps: Sequence[Row], gauges: Row, status: Mapping[str, Any], ending: str
 ) -> Iterator[dict[str, Any]]:
-    """Say of each role where its time went in these steps, and what it waits for now."""
-    now = defaultdict[str, list[str]](list)
-    for wait in [] if ended else status.get("waits", []):
-        role = ROLES.get(wait.partition(" ")[0], "coordinator")
-        now[role].append(wait.partition(": ")[2] if role in ROLES.values() else wait)
-    known = {"async/workers": "connected", "async/running": "episodes run"}
-    note = ", ".join(f"{gauges[name]:.0f} {of}" for name, of in known.items() if name in gauges and not ended)
-    shares = _shares(steps)
-    for role in dict.fromkeys((*ROLES.values(), "coordinator")):
-        if (parts := shares.get(role, {})) or role in now:
-            more = note if role == "workers" else ""
-            yield {"role": role, "parts": parts, "now": now[role], "note": more}
+    """Yield for each role the use of time in these steps, and the current waits."""
+    current_waits = defaultdict[str, list[str]](list)
+    for wait in [] if ending else status.get("waits", []):
+        role = ROLE_OF_PROCESS.get(wait.partition(" ")[0], "coordinator")
+        current_waits[role].append(wait.partition(": ")[2] if role in ROLE_OF_PROCESS.values() else wait)
+
+    counted_gauges = {"async/workers": "connected", "async/running": "episodes run"}
+    worker_note = ", ".join(
+        f"{gauges[name]:.0f} {label_text}"
+        for name, label_text in counted_gauges.items()
+        if name in gauges and not ending
+    )
+    shares = _time_shares(steps)
+    for role in dict.fromkeys((*ROLE_OF_PROCESS.values(), "coordinator")):
+        if (role_parts := shares.get(role, {})) or role in current_waits:
+            note = worker_note if role == "workers" else ""
+            yield {"role": role, "parts": role_parts, "now": current_waits[role], "note": note}
 
 
-def _shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Return, by role, parts of the trainer's and the engines' time, and for workers of an episode's."""
-    whole = sum(row[metric.STEP_SECONDS] for row in steps) or 1.0
-    trainer = {label(name): sum(row.get(name, 0.0) for row in steps) / whole for name in metric.PHASES}
-    found = {"trainer": {name: share for name, share in trainer.items() if share}}
-    if (idle := mean(steps, metric.ROLLOUT_IDLE, weight=metric.STEP_SECONDS)) is not None:
-        found["engines"] = {"sampling": 1 - idle, "wait": idle}
-    if episode := mean(steps, "timing_s/episode/mean"):
-        tools, reward = (mean(steps, f"timing_s/{name}/mean") for name in ("tools", "reward"))
-        parts = {"tools": (tools or 0.0) / episode, "the reward function": (reward or 0.0) / episode}
-        rest = "sampling" if reward is not None else "sampling and reward"
-        found["workers"] = {rest: max(0.0, 1 - sum(parts.values()))} | parts
-    return found
+def _time_shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Return, by role, parts of the trainer's and the engines' time, and for workers parts of an episode's
+    time."""
+    total_seconds = sum(row[metric.STEP_SECONDS] for row in steps) or 1.0
+    trainer_shares = {
+        label(name): sum(row.get(name, 0.0) for row in steps) / total_seconds for name in metric.PHASES
+    }
+    shares_by_role = {"trainer": {name: share for name, share in trainer_shares.items() if share}}
+    if (idle_share := mean(steps, metric.ROLLOUT_IDLE, weight=metric.STEP_SECONDS)) is not None:
+        shares_by_role["engines"] = {"sampling": 1 - idle_share, "wait": idle_share}
+
+    if episode_seconds := mean(steps, "timing_s/episode/mean"):
+        tool_seconds, reward_seconds = (mean(steps, f"timing_s/{name}/mean") for name in ("tools", "reward"))
+        worker_parts = {
+            "tools": (tool_seconds or 0.0) / episode_seconds,
+            "the reward function": (reward_seconds or 0.0) / episode_seconds,
+        }
+        sampling_label = "sampling" if reward_seconds is not None else "sampling and reward"
+        shares_by_role["workers"] = {sampling_label: max(0.0, 1 - sum(worker_parts.values()))} | worker_parts
+
+    return shares_by_role

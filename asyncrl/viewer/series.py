@@ -1,4 +1,4 @@
-"""Makes columns for charts of a run's metrics, and marks of what happened."""
+"""Makes columns for charts of a run's metrics, and marks for events."""
 
 from __future__ import annotations
 
@@ -20,99 +20,149 @@ from asyncrl.observe.held_out import wilson
 from asyncrl.store.launches import described, launches_of
 from asyncrl.store.reader import RunReader
 
-POINTS = 1000  # places of a curve that a page is sent; a longer stretch is thinned
-LOOKS = 100  # places at which a run is searched for alerts
-LOST = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/engine_lost")
+MAX_POINTS = 1000  # points of a curve on a page; a longer curve is thinned
+ALERT_CHECKS = 100  # positions at which a run is searched for alerts
+LOST_METRICS = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/engine_lost")
 
 
-def series(
-    columns: Measured, by: str = "step", since: float | None = None, until: float | None = None
+def curve_series(
+    columns: Measured, x_axis: str = "step", since: float | None = None, until: float | None = None
 ) -> dict[str, Any]:
-    """Return curves. `columns`: of each metric a value or None for each place. `step`, `seconds` and `tokens`
-    (trained so far) are what charts have as x, and `by` that of `since` and `until`. Of a stretch of more
-    than POINTS steps there are the least and the highest value of each bucket, and validations."""
+    """Return curves. `columns`: for each metric a value or None for each row. `step`, `seconds` and `tokens`
+    (trained so far) are the possible x axes, and `x_axis` names the axis of `since` and `until`. A stretch of
+    more than MAX_POINTS steps is reduced to the least and the highest value of each bucket, and validations.
+    """
     tokens = np.nancumsum(columns.values("trainer/model_tokens"), dtype=float)
     axes = {"step": columns.steps, "seconds": columns.values("time_s"), "tokens": tokens}
-    x = np.maximum.accumulate(np.nan_to_num(axes.get(by, columns.steps)))
-    start = 0 if since is None else max(0, int(np.searchsorted(x, since)) - 1)  # lines go on to the edges
-    end = len(x) if until is None else min(len(x), int(np.searchsorted(x, until, "right")) + 1)
-    edges = np.linspace(start, end, POINTS // 2 + 1).astype(int)
-    thin = end - start > POINTS
-    validated = columns.having(*metric.HELD_OUT)
-    slots = np.stack([edges[:-1], edges[1:] - 1], 1).ravel() if thin else np.arange(start, end)
-    places = np.union1d(slots, _some(validated[(validated >= start) & (validated < end)]))
+    x_values = np.maximum.accumulate(np.nan_to_num(axes.get(x_axis, columns.steps)))
 
-    def shown(name: str) -> list[float | None]:
+    # A row more on either side, so that lines reach the edges of the chart.
+    first_row = 0
+    last_row = len(x_values)
+    if since is not None:
+        first_row = max(0, int(np.searchsorted(x_values, since)) - 1)
+    if until is not None:
+        last_row = min(len(x_values), int(np.searchsorted(x_values, until, "right")) + 1)
+
+    # The lowest and the highest value of a bucket go to the first and the last row of the bucket.
+    bucket_edges = np.linspace(first_row, last_row, MAX_POINTS // 2 + 1).astype(int)
+    is_thinned = last_row - first_row > MAX_POINTS
+    bucket_rows = np.arange(first_row, last_row)
+    if is_thinned:
+        bucket_rows = np.stack([bucket_edges[:-1], bucket_edges[1:] - 1], 1).ravel()
+
+    validated_rows = columns.having(*metric.HELD_OUT)
+    validated_rows = validated_rows[(validated_rows >= first_row) & (validated_rows < last_row)]
+    shown_rows = np.union1d(bucket_rows, _thinned(validated_rows))
+
+    def shown_values(name: str) -> list[float | None]:
         column = columns.values(name)
-        found = np.full(len(x), math.nan)
-        if not thin or name.startswith("val-"):
-            return _listed(column[places])
-        low, high = (pick.reduceat(column[:end], edges[:-1]) for pick in (np.fmin, np.fmax))
-        rising = column[edges[1:] - 1] >= column[edges[:-1]]
-        found[slots] = np.where(rising, [low, high], [high, low]).T.ravel()
-        return _listed(found[places])
+        if not is_thinned or name.startswith("val-"):
+            return _rounded_list(column[shown_rows])
+
+        lowest = np.fmin.reduceat(column[:last_row], bucket_edges[:-1])
+        highest = np.fmax.reduceat(column[:last_row], bucket_edges[:-1])
+        is_rising = column[bucket_edges[1:] - 1] >= column[bucket_edges[:-1]]
+        thinned = np.full(len(x_values), math.nan)
+        thinned[bucket_rows] = np.where(is_rising, [lowest, highest], [highest, lowest]).T.ravel()
+
+        return _rounded_list(thinned[shown_rows])
 
     names = [name for name in sorted(columns.known()[0] - {STEP}) if not name.startswith(metric.LAG_TOKENS)]
-    known = {name: shown(name) for name in names}
-    modes = [name for name in (metric.SAMPLED, metric.GREEDY) if name in known]
-    asked = known.get(metric.ASKED, [None] * len(places))
-    for name in modes:
-        pairs = [wilson(share, count or 0.0) for share, count in zip(known[name], asked, strict=True)]
-        known[f"{name}/low"], known[f"{name}/high"] = ([pair[at] for pair in pairs] for at in (0, 1))
+    curves = {name: shown_values(name) for name in names}
+    success_modes = [name for name in (metric.SAMPLED, metric.GREEDY) if name in curves]
+    question_counts = curves.get(metric.ASKED, [None] * len(shown_rows))
+    for name in success_modes:
+        intervals = [
+            wilson(fraction, count or 0.0)
+            for fraction, count in zip(curves[name], question_counts, strict=True)
+        ]
+        curves[f"{name}/low"] = [interval[0] for interval in intervals]
+        curves[f"{name}/high"] = [interval[1] for interval in intervals]
+
     return {
-        **{name: _listed(values[places]) for name, values in axes.items()},
-        "steps": len(x),
-        "columns": known,
-        "bands": {**dict(_bands(known)), **{name: [(f"{name}/low", f"{name}/high")] for name in modes}},
+        **{name: _rounded_list(values[shown_rows]) for name, values in axes.items()},
+        "steps": len(x_values),
+        "columns": curves,
+        "bands": {
+            **dict(_bands(curves)),
+            **{name: [(f"{name}/low", f"{name}/high")] for name in success_modes},
+        },
     }
 
 
-def _some(places: np.ndarray) -> np.ndarray:
-    return places[:: len(places) // (POINTS // 2) + 1]
+def _thinned(rows: np.ndarray) -> np.ndarray:
+    return rows[:: len(rows) // (MAX_POINTS // 2) + 1]
 
 
-def _listed(values: np.ndarray) -> list[float | None]:
+def _rounded_list(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _bands(known: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the names of both ends of the bands around a mean, the widest first; none that never changes."""
-    for name in known:
-        base = name.removesuffix("mean")
-        pairs = [(base + low, base + high) for low, high in metric.QUANTILES if name.endswith("/mean")]
-        ends = [pair for pair in pairs if known.keys() >= {*pair}]
-        if found := [pair for pair in ends if any(len({*known[end]} - {None}) > 1 for end in pair)]:
-            yield name, found
+def _bands(curves: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the names of both ends of the bands around a mean, the widest first; constant bands are left
+    out."""
+    for name in curves:
+        metric_prefix = name.removesuffix("mean")
+        pairs = [
+            (metric_prefix + low_suffix, metric_prefix + high_suffix)
+            for low_suffix, high_suffix in metric.QUANTILES
+            if name.endswith("/mean")
+        ]
+        known_bands = [pair for pair in pairs if curves.keys() >= {*pair}]
+        if changing_bands := [
+            pair
+            for pair in known_bands
+            if any(len({*curves[metric_name]} - {None}) > 1 for metric_name in pair)
+        ]:
+            yield name, changing_bands
 
 
-def marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
-    """What happened at a step: kind and text."""
+def run_marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
+    """Return the events of a run by step: kind and text."""
     steps = columns.steps.tolist()
     trained = columns.having(metric.STEP_SECONDS)
-    looks = np.linspace(WINDOW, len(trained), LOOKS if len(trained) >= WINDOW else 0)
-    windows = [trained[end - WINDOW : end] for end in np.unique(looks.astype(int))]
-    validated = _some(columns.having(*metric.HELD_OUT))
-    places = np.unique(np.concatenate([validated, *windows]))
-    rows = dict(zip(places.tolist(), columns.rows(places), strict=True))
-    judged = ((steps[at], metric.figures(metric.HELD_OUT, rows[at])) for at in validated.tolist())
-    found = [(step, "validation", ", ".join(texts)) for step, texts in judged]
-    counted = columns.having(LOST[0])
-    counts = np.sum([np.nan_to_num(columns.values(name)[counted]) for name in LOST], axis=0)
-    grown = zip(counted.tolist(), np.diff(counts, prepend=0.0).tolist(), strict=True)
-    lost = "{:.0f} attempts lost with a worker".format
-    found += [(steps[at], "lost", lost(count)) for at, count in grown if count > 0]
+    check_positions = np.linspace(WINDOW, len(trained), ALERT_CHECKS if len(trained) >= WINDOW else 0)
+    windows = [trained[end - WINDOW : end] for end in np.unique(check_positions.astype(int))]
+    validated = _thinned(columns.having(*metric.HELD_OUT))
+    read_rows = np.unique(np.concatenate([validated, *windows]))
+    row_by_index = dict(zip(read_rows.tolist(), columns.rows(read_rows), strict=True))
+
+    validation_marks = (
+        (steps[row_index], metric.figures(metric.HELD_OUT, row_by_index[row_index]))
+        for row_index in validated.tolist()
+    )
+    marks = [(step, "validation", ", ".join(texts)) for step, texts in validation_marks]
+
+    counted = columns.having(LOST_METRICS[0])
+    counts = np.sum([np.nan_to_num(columns.values(name)[counted]) for name in LOST_METRICS], axis=0)
+    new_losses = zip(counted.tolist(), np.diff(counts, prepend=0.0).tolist(), strict=True)
+    loss_text = "{:.0f} attempts lost with a worker".format
+    marks += [(steps[row_index], "lost", loss_text(count)) for row_index, count in new_losses if count > 0]
+
     keys = dict[str, Any]()
     with suppress(AsyncrlError), closing(RunReader.open(run_dir)) as reader:
         launches = launches_of(run_dir)
         keys |= leaves(launches[-1].config)
-        again = dict.fromkeys(reader.restarts(), ("restart", "started again"))
-        for old, new in pairwise(launches):
-            again[new.step + 1] = "resume", f"resumed with {described(old.config, new.config)}"
-        found += [(step, *what) for step, what in again.items()]
-    before = set[str]()
-    for last in (int(window[-1]) for window in windows):
-        now = alerts([row for at, row in rows.items() if at <= last], {}, keys)
-        wrong = {one.name: one.what for one in now if one.level in ("bad", "warn")}
-        found += [(steps[last], "alert", f"{name}: {wrong[name]}") for name in wrong.keys() - before]
-        before = {*wrong}
-    return [{"step": int(step), "kind": kind, "text": text} for step, kind, text in sorted(found)]
+        launch_marks = dict.fromkeys(reader.restarts(), ("restart", "started again"))
+        for old_launch, new_launch in pairwise(launches):
+            launch_marks[new_launch.step + 1] = (
+                "resume",
+                f"resumed with {described(old_launch.config, new_launch.config)}",
+            )
+
+        marks += [(step, *mark) for step, mark in launch_marks.items()]
+
+    alerts_before = set[str]()
+    for last_row in (int(window[-1]) for window in windows):
+        current_alerts = alerts(
+            [row for row_index, row in row_by_index.items() if row_index <= last_row], {}, keys
+        )
+        active_alerts = {alert.name: alert.what for alert in current_alerts if alert.level in ("bad", "warn")}
+        marks += [
+            (steps[last_row], "alert", f"{name}: {active_alerts[name]}")
+            for name in active_alerts.keys() - alerts_before
+        ]
+        alerts_before = {*active_alerts}
+
+    return [{"step": int(step), "kind": kind, "text": text} for step, kind, text in sorted(marks)]

@@ -1,4 +1,4 @@
-"""Serves the page: on 127.0.0.1, read-only, for whoever knows the token in its address.
+"""Serves the page: on 127.0.0.1, read-only, for everybody who knows the token in the address.
 
 GET /TOKEN/ ──► the page        GET /TOKEN/api/NAME?… ──► an answer of `Views`, as JSON
 """
@@ -15,14 +15,14 @@ from aiohttp import web
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.isolation.calls import OwnThread
-from asyncrl.viewer.page import POLICY, page
+from asyncrl.viewer.page import CONTENT_POLICY, build_page
 from asyncrl.viewer.views import Views
 
-HOST = "127.0.0.1"
-DEADLINE = 60.0  # seconds for an answer
-STOP_SECONDS = 0.2  # for answers under way, and then for the threads that make them
+LOOPBACK_HOST = "127.0.0.1"
+ANSWER_DEADLINE = 60.0  # seconds for an answer
+STOP_SECONDS = 0.2  # wait for unfinished answers, and then again for the threads
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": CONTENT_POLICY,
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -31,14 +31,14 @@ HEADERS = {
 
 
 class ViewServer:
-    """Serves the page after `start`; `url` is then its address."""
+    """Serves the page after `start`; `url` is then the address."""
 
     def __init__(self, views: Views, port: int = 0) -> None:
         self._views = views
         self._port = port
         self._token = secrets.token_urlsafe(32)
-        # A thread a view: whatever one reads, others go on. What many threads read would take more memory.
-        self._threads = {name: OwnThread(name) for name in views.names}
+        # A thread for each view, so that a long read delays only this view; more threads need more memory.
+        self._view_threads = {name: OwnThread(name) for name in views.names}
         self._hosts: frozenset[str] = frozenset()
         self.url = ""
         self._runner = web.ServerRunner(
@@ -48,21 +48,21 @@ class ViewServer:
     async def start(self) -> None:
         """Listen. OSError where the port is taken."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, self._port).start()
+        await web.TCPSite(self._runner, LOOPBACK_HOST, self._port).start()
         port = self._runner.addresses[0][1]
-        self._hosts = frozenset({f"{HOST}:{port}", f"localhost:{port}"})
-        self.url = f"http://{HOST}:{port}/{self._token}/"
+        self._hosts = frozenset({f"{LOOPBACK_HOST}:{port}", f"localhost:{port}"})
+        self.url = f"http://{LOOPBACK_HOST}:{port}/{self._token}/"
 
     async def close(self) -> None:
         await self._runner.cleanup()
-        with suppress(TimeoutError):  # one that still reads ends with the process
+        with suppress(TimeoutError):  # a thread that still reads ends with the process
             async with asyncio.timeout(STOP_SECONDS):
-                await asyncio.gather(*(thread.end(bool) for thread in self._threads.values()))
+                await asyncio.gather(*(thread.end(bool) for thread in self._view_threads.values()))
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer only GET; only under the server's own name, or a page of another site could ask by a name
-        that it has pointed here; only with the token."""
-        token, _, place = request.path.removeprefix("/").partition("/")
+        that points here; only with the token."""
+        token, _, view_path = request.path.removeprefix("/").partition("/")
         if request.method != "GET":
             return _error(405, "only GET")
         if request.headers.get("Host", "") not in self._hosts:
@@ -70,19 +70,24 @@ class ViewServer:
         if not secrets.compare_digest(token.encode(), self._token.encode()):
             return _error(403, "open the address that `asyncrl view` has printed")
         if request.path == f"/{token}/":
-            return web.Response(text=page(), content_type="text/html", headers=HEADERS)
-        name = place.removeprefix("api/")
-        if name == place or name not in self._threads:
-            return _error(404, f"no view {name!r}")
+            return web.Response(text=build_page(), content_type="text/html", headers=HEADERS)
+
+        view_name = view_path.removeprefix("api/")
+        if view_name == view_path or view_name not in self._view_threads:
+            return _error(404, f"no view {view_name!r}")
+
         try:
-            answer = partial(self._views.answer, name, dict(request.query))
-            async with asyncio.timeout(DEADLINE):
-                found = await self._threads[name].run(answer)
+            answer_call = partial(self._views.answer, view_name, dict(request.query))
+            async with asyncio.timeout(ANSWER_DEADLINE):
+                view_answer = await self._view_threads[view_name].run(answer_call)
         except AsyncrlError as error:
             return _error(400, str(error))
         except TimeoutError:
-            return _error(504, f"not read within {DEADLINE:g} s")
-        return web.Response(body=msgspec.json.encode(found), content_type="application/json", headers=HEADERS)
+            return _error(504, f"not read within {ANSWER_DEADLINE:g} s")
+
+        return web.Response(
+            body=msgspec.json.encode(view_answer), content_type="application/json", headers=HEADERS
+        )
 
 
 def _error(status: int, text: str) -> web.Response:

@@ -1,5 +1,4 @@
-"""Holds the spans of a run's timeline in one table: its shares, its sums, and what a window in
-time shows."""
+"""The spans of a run's timeline in a single table: shares, sums, and the visible part of a time window."""
 
 from __future__ import annotations
 
@@ -17,105 +16,154 @@ SPAN = np.dtype(
 )
 Marks = list[tuple[float, str]]
 COORDINATOR = "coordinator"
-LONG = 10.0  # seconds
-APART = 60.0  # seconds: processes that begin again less than so after the coordinator were launched with it
-MOST_TEXT = 120  # characters
+LONG_PAUSE = 10.0  # seconds
+LAUNCH_WINDOW = 60.0  # seconds around a start of the coordinator in which processes belong to that launch
+MAX_DETAIL_LENGTH = 120  # characters
 
 
-def since_start(spans: np.ndarray, begun: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, Marks]:
-    """Return spans on the run's clock, which begins with the first of them, and stands still while nothing
-    ran before a later launch, where that is long; and where processes began again, alone or all together."""
-    start = float(spans["start"].min())
-    again = begun.get(COORDINATOR, [])[1:]
-    paused = dict[float, float]()
-    for at in again:
-        last = float(spans["end"].max(initial=0, where=spans["end"] <= at))
-        if 0 < last < at - LONG:
-            paused[at] = at - last
+def since_start(spans: np.ndarray, process_starts: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, Marks]:
+    """Return spans on the run's clock, and marks where processes began again, alone or all together. The
+    clock begins with the first span, and stands still in long pauses before a later launch."""
+    run_start = float(spans["start"].min())
+    relaunches = process_starts.get(COORDINATOR, [])[1:]
+    pause_lengths = dict[float, float]()
+    for relaunch in relaunches:
+        last_end = float(spans["end"].max(initial=0, where=spans["end"] <= relaunch))
+        if 0 < last_end < relaunch - LONG_PAUSE:
+            pause_lengths[relaunch] = relaunch - last_end
 
-    def moved(times: Any) -> Any:
-        return times - start - sum(seconds * (times >= at) for at, seconds in paused.items())
+    def on_run_clock(times: Any) -> Any:
+        paused_seconds = sum(seconds * (times >= relaunch) for relaunch, seconds in pause_lengths.items())
+        return times - run_start - paused_seconds
 
-    marks = [(moved(at), f"launched again, {clock(paused.get(at, 0))} later") for at in again]
-    for who, times in begun.items():
-        alone = [at for at in times[1:] if all(abs(at - other) >= APART for other in again)]
-        marks += [(moved(at), f"{who} began again") for at in alone]
+    marks = [
+        (on_run_clock(relaunch), f"launched again, {clock(pause_lengths.get(relaunch, 0))} later")
+        for relaunch in relaunches
+    ]
+    for process, times in process_starts.items():
+        lone_starts = [
+            start
+            for start in times[1:]
+            if all(abs(start - relaunch) >= LAUNCH_WINDOW for relaunch in relaunches)
+        ]
+        marks += [(on_run_clock(start), f"{process} began again") for start in lone_starts]
+
     spans = spans.copy()
-    spans["start"], spans["end"] = moved(spans["start"]), moved(spans["end"])
+    spans["start"] = on_run_clock(spans["start"])
+    spans["end"] = on_run_clock(spans["end"])
     return spans, sorted(marks)
 
 
-def shares(spans: np.ndarray, process: np.ndarray) -> list[float]:
-    """Return which part of the time that its process has recorded each row took, at most 1. `process`: the
-    number of a row's process."""
-    first = np.full(len(process), np.inf)
-    last = np.zeros(len(process))
-    np.minimum.at(first, process[spans["row"]], spans["start"])
-    np.maximum.at(last, process[spans["row"]], spans["end"])
-    took = np.bincount(spans["row"], spans["seconds"], len(process))
-    return np.minimum(1, took / np.maximum(last - first, 1e-9)[process]).round(5).tolist()
+def shares(spans: np.ndarray, process_of_row: np.ndarray) -> list[float]:
+    """Return the fraction, at most 1, of the process's recorded time that each row took. `process_of_row`:
+    the number of a row's process."""
+    first_start = np.full(len(process_of_row), np.inf)
+    last_end = np.zeros(len(process_of_row))
+    np.minimum.at(first_start, process_of_row[spans["row"]], spans["start"])
+    np.maximum.at(last_end, process_of_row[spans["row"]], spans["end"])
+    row_seconds = np.bincount(spans["row"], spans["seconds"], len(process_of_row))
+
+    process_seconds = np.maximum(last_end - first_start, 1e-9)
+    return np.minimum(1, row_seconds / process_seconds[process_of_row]).round(5).tolist()
 
 
-def totals(
-    spans: np.ndarray, kinds: Sequence[str], names: Sequence[tuple[int, str]], since: float, until: float
+def window_totals(
+    spans: np.ndarray,
+    kind_of_row: Sequence[str],
+    names: Sequence[tuple[int, str]],
+    since: float,
+    until: float,
 ) -> list[dict[str, Any]]:
-    """Return what a window has by kind of process, `of`, and name: the calls of spans that reach into it, the
-    seconds that they took in it, and the longest call; the most seconds first. `kinds`: of the rows."""
-    known = sorted({*kinds})
-    group = np.array([known.index(kind) for kind in kinds])[spans["row"]] * len(names) + spans["name"]
-    part = np.minimum(spans["end"], until) - np.maximum(spans["start"], since)
-    part /= np.maximum(spans["end"] - spans["start"], 1e-9)
-    seconds = np.bincount(group, spans["seconds"] * part)
-    calls = np.bincount(group, spans["calls"])
+    """Return sums of a window by kind of process (`of`) and name: the calls of spans that reach into the
+    window, the seconds inside the window, and the longest call; the most seconds first. `kind_of_row`: the
+    kinds of process by row."""
+    process_kinds = sorted({*kind_of_row})
+
+    # A group is a kind of process and a name.
+    kind_numbers = np.array([process_kinds.index(kind) for kind in kind_of_row])
+    group_number = kind_numbers[spans["row"]] * len(names) + spans["name"]
+
+    window_fraction = np.minimum(spans["end"], until) - np.maximum(spans["start"], since)
+    window_fraction /= np.maximum(spans["end"] - spans["start"], 1e-9)
+    seconds = np.bincount(group_number, spans["seconds"] * window_fraction)
+    calls = np.bincount(group_number, spans["calls"])
     longest = np.zeros(len(seconds))
-    np.maximum.at(longest, group, spans["longest"])
-    sums = {"calls": calls.astype(int), "took": seconds.round(6), "longest": longest.round(6)}
+    np.maximum.at(longest, group_number, spans["longest"])
+    group_sums = {"calls": calls.astype(int), "took": seconds.round(6), "longest": longest.round(6)}
+
     return [
-        {"of": known[at // len(names)], "kind": names[at % len(names)][0], "name": names[at % len(names)][1]}
-        | {key: column[at].item() for key, column in sums.items()}
-        for at in sorted(np.unique(group).tolist(), key=lambda at: -seconds[at])
+        {
+            "of": process_kinds[group_index // len(names)],
+            "kind": names[group_index % len(names)][0],
+            "name": names[group_index % len(names)][1],
+        }
+        | {key: column[group_index].item() for key, column in group_sums.items()}
+        for group_index in sorted(
+            np.unique(group_number).tolist(), key=lambda group_index: -seconds[group_index]
+        )
     ]
 
 
-def merged(spans: np.ndarray, since: float, pixel: float) -> np.ndarray:
-    """Return the spans of a window by row. Those below a pixel that begin in the same one are joined, under
-    what the longest of them is, without its text. Each is at least a pixel wide, or up to the next one."""
+def merge_spans(spans: np.ndarray, since: float, pixel: float) -> np.ndarray:
+    """Return the spans of a window by row. Spans below a pixel that begin in the same pixel are merged, under
+    the name of the longest span, without a text. Each span is at least a pixel wide, or reaches up to the
+    next span."""
     if not len(spans):
         return spans
-    long = spans["end"] - spans["start"] >= pixel
-    place = np.floor((spans["start"] - since) / pixel).clip(-1)
-    order = np.lexsort((spans["seconds"], long, place, spans["row"]))
-    other = np.diff(place[order]).astype(bool) | np.diff(spans["row"][order]).astype(bool)
-    first = np.flatnonzero(np.append(True, other | long[order][1:]))
-    last = np.append(first[1:], len(spans)) - 1
-    found = spans[order[last]]
+
+    is_long = spans["end"] - spans["start"] >= pixel
+    pixel_index = np.floor((spans["start"] - since) / pixel).clip(-1)
+    sorted_order = np.lexsort((spans["seconds"], is_long, pixel_index, spans["row"]))
+
+    # A group is a long span, or the short spans of a row that begin in the same pixel.
+    changes_pixel = np.diff(pixel_index[sorted_order]).astype(bool)
+    changes_row = np.diff(spans["row"][sorted_order]).astype(bool)
+    starts_group = changes_pixel | changes_row
+    group_starts = np.flatnonzero(np.append(True, starts_group | is_long[sorted_order][1:]))
+    group_ends = np.append(group_starts[1:], len(spans)) - 1
+
+    # The last span of a group is the longest span, because of the order.
+    merged = spans[sorted_order[group_ends]]
     for name in ("seconds", "calls"):
-        found[name] = np.add.reduceat(spans[name][order], first)
+        merged[name] = np.add.reduceat(spans[name][sorted_order], group_starts)
     for name in ("end", "longest"):
-        found[name] = np.maximum.reduceat(spans[name][order], first)
-    found["start"] = np.minimum.reduceat(spans["start"][order], first)
-    found["text"][first < last] = -1
-    following = np.append(np.where(np.diff(found["row"]), np.inf, found["start"][1:]), np.inf)
-    found["end"] = np.maximum(found["end"], np.minimum(found["start"] + pixel, following))
-    return found
+        merged[name] = np.maximum.reduceat(spans[name][sorted_order], group_starts)
+    merged["start"] = np.minimum.reduceat(spans["start"][sorted_order], group_starts)
+    merged["text"][group_starts < group_ends] = -1
+
+    next_start = np.append(np.where(np.diff(merged["row"]), np.inf, merged["start"][1:]), np.inf)
+    merged["end"] = np.maximum(merged["end"], np.minimum(merged["start"] + pixel, next_start))
+
+    return merged
 
 
-def by_row(spans: np.ndarray, texts: Sequence[str], rows: int, pixel: float) -> list[list[list[Any]]]:
-    """Return what is drawn of each row."""
+def spans_by_row(
+    spans: np.ndarray, texts: Sequence[str], row_count: int, pixel: float
+) -> list[list[list[Any]]]:
+    """Return the spans to draw for each row."""
     digits = max(0, 2 - int(np.floor(np.log10(pixel))))
-    since, until = (spans[name].round(digits).tolist() for name in ("start", "end"))
-    seconds, longest = (spans[name].astype(float).round(4).tolist() for name in ("seconds", "longest"))
-    row, name, calls = (spans[name].tolist() for name in ("row", "name", "calls"))
+    since, until = (spans[column].round(digits).tolist() for column in ("start", "end"))
+    seconds, longest = (spans[column].astype(float).round(4).tolist() for column in ("seconds", "longest"))
+    row_numbers, name_numbers, calls = (spans[column].tolist() for column in ("row", "name", "calls"))
+
+    # Merged spans, with text -1, have no details.
     details = spans[["text", "step", "micro", "epoch"]].tolist()
-    told = ["" if one[0] < 0 else _detail(texts, *one) for one in details]  # of what was merged: none
-    found: list[list[list[Any]]] = [[] for _ in range(rows)]
-    for of, *span in zip(row, since, until, name, calls, seconds, longest, told, strict=True):
-        found[of].append(span)
-    return found
+    detail_texts = ["" if detail[0] < 0 else _span_detail(texts, *detail) for detail in details]
+
+    row_spans: list[list[list[Any]]] = [[] for _ in range(row_count)]
+    for row_number, *span in zip(
+        row_numbers, since, until, name_numbers, calls, seconds, longest, detail_texts, strict=True
+    ):
+        row_spans[row_number].append(span)
+
+    return row_spans
 
 
-def _detail(texts: Sequence[str], text: int, step: int, micro: int, epoch: int) -> str:
-    """Describe a span beside its name."""
-    words = [f"v{step} (epoch {epoch})" if epoch >= 0 else f"step {step}"] if step >= 0 else []
-    words += [f"micro-batch {micro}"] if micro >= 0 else []
-    return ", ".join(filter(None, [*words, texts[text][:MOST_TEXT]]))
+def _span_detail(texts: Sequence[str], text: int, step: int, micro: int, epoch: int) -> str:
+    """Describe a span beside the name."""
+    detail_parts = list[str]()
+    if step >= 0:
+        detail_parts.append(f"v{step} (epoch {epoch})" if epoch >= 0 else f"step {step}")
+    if micro >= 0:
+        detail_parts.append(f"micro-batch {micro}")
+    return ", ".join(filter(None, [*detail_parts, texts[text][:MAX_DETAIL_LENGTH]]))

@@ -1,5 +1,6 @@
-"""Gives every answer that the page asks for, from the files of runs, which may be under way. Nothing is
-written; kept in memory are tokenizers, and of some runs their metrics and the spans of their timelines."""
+"""Gives every answer that the page asks for, from the files of runs, which may still go on. Nothing is
+written; tokenizers are kept in memory, and of some runs the metrics and the spans of the timelines.
+"""
 
 from __future__ import annotations
 
@@ -21,39 +22,40 @@ from asyncrl.store.launches import Tree, at, differences, launches_of
 from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer.compare import compare
-from asyncrl.viewer.episodes import decoder, masked_share, search, transcript
+from asyncrl.viewer.episodes import load_decoder, masked_fraction, search, transcript
 from asyncrl.viewer.lanes import LaneReader
 from asyncrl.viewer.overview import overview
-from asyncrl.viewer.series import marks, series
+from asyncrl.viewer.series import curve_series, run_marks
 
 Query = Mapping[str, str]
-Begun = tuple[Path, bytes]  # a run directory, and which run was begun there
+RunIdentity = tuple[Path, bytes]  # a run directory, and the content of the file `started`
 Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-MOST_LANES = 2  # runs whose timelines are in memory: 100 MB for a million spans
-KEPT = 128 << 20  # bytes of files of metrics of other runs, a fifth of it in memory; more are read again
+MAX_LANE_READERS = 2  # runs whose timelines are in memory: 100 MB for a million spans
+# Size of the metrics files whose content is cached, a fifth of it in memory; further files are read again.
+KEPT_METRIC_BYTES = 128 << 20
 
 
 class Views:
-    """Answers questions about several runs, which a query names by number: `run=0`. `ended` says how a run
-    ended, '' while it goes on. Each of `names` is for one thread at a time."""
+    """Answers questions about several runs, which a query names by number: `run=0`. `outcome_of` says how a
+    run ended, '' while the run goes on. Each of `names` is for a single thread at a time."""
 
-    def __init__(self, runs: Sequence[Path], ended: Callable[[Path], str]) -> None:
+    def __init__(self, runs: Sequence[Path], outcome_of: Callable[[Path], str]) -> None:
         self._runs = list(dict.fromkeys(runs))
-        self._ended = ended
+        self._outcome_of = outcome_of
         names = [path.absolute().name for path in self._runs]
-        self._names = names if len({*names}) == len(names) else [*map(str, self._runs)]
-        self._decoder = lru_cache(decoder)
-        self._lanes_of = dict[Begun, LaneReader]()
-        self._columns = dict[Begun, Measured]()
+        self._run_names = names if len({*names}) == len(names) else [*map(str, self._runs)]
+        self._load_decoder = lru_cache(load_decoder)
+        self._lane_readers = dict[RunIdentity, LaneReader]()
+        self._metric_columns = dict[RunIdentity, Measured]()
         self._views: dict[str, Callable[[Query], Any]] = {
-            "runs": self._list,
+            "runs": self._list_runs,
             "rows": self._rows,
             "episodes": self._episodes,
             "episode": self._episode,
             "tools": self._tools,
             "lanes": self._lanes,
             "compare": self._compare,
-            "overview": lambda query: overview(path := self._path(query), self._ended(path)),
+            "overview": lambda query: overview(path := self._run_path(query), self._outcome_of(path)),
         }
         self.names = tuple(self._views)
 
@@ -62,124 +64,132 @@ class Views:
         with ConfigError.instead_of(OSError, text=f"{name} cannot be read"):
             return self._views[name](query)
 
-    def _list(self, query: Query) -> dict[str, Any]:
-        """Say what the runs are doing, and how their configurations differ."""
-        trees = [*map(_tree, self._runs)]
-        found = differences([tree for tree in trees if tree])
-        for number in (place for place, tree in enumerate(trees) if not tree):
-            for values in found.values():
-                values.insert(number, None)
-        return {"runs": [*map(self._run, self._runs, self._names)], "differences": found}
+    def _list_runs(self, query: Query) -> dict[str, Any]:
+        """Return the state of each run, and the differences between configurations."""
+        configs = [*map(_newest_config, self._runs)]
+        key_differences = differences([config for config in configs if config])
+        for deleted_run in (run_index for run_index, config in enumerate(configs) if not config):
+            for values in key_differences.values():
+                values.insert(deleted_run, None)
 
-    def _run(self, path: Path, name: str) -> dict[str, Any]:
+        return {
+            "runs": [*map(self._describe_run, self._runs, self._run_names)],
+            "differences": key_differences,
+        }
+
+    def _describe_run(self, path: Path, name: str) -> dict[str, Any]:
         status = read_status(path)
-        ended = self._ended(path)
-        done, total, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
+        outcome = self._outcome_of(path)
+        steps_done, total_steps, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
         return {
             "name": name,
             "path": str(path),
-            "ended": ended,
+            "ended": outcome,
             "phase": status.get("phase", "starting"),
-            "step": done,
-            "total_steps": total,
+            "step": steps_done,
+            "total_steps": total_steps,
             "seconds": seconds,
-            "eta": (total - done) * seconds / done if done and not ended else None,
+            "eta": (total_steps - steps_done) * seconds / steps_done if steps_done and not outcome else None,
             "rows": size_of_rows(path),
         }
 
     def _rows(self, query: Query) -> dict[str, Any]:
         """Return the curves of a run; of a stretch, by step, seconds or tokens."""
-        path = self._path(query)
-        since = _given(query, "from")
-        until = _given(query, "to")
-        begun = _begun(path)
-        columns = self._columns.pop(begun, None) or Measured(path / "metrics.jsonl")
-        while sum(one.read for one in self._columns.values()) > KEPT:
-            del self._columns[next(iter(self._columns))]
+        path = self._run_path(query)
+        since = _query_number(query, "from")
+        until = _query_number(query, "to")
+        run_identity = _run_identity(path)
+        columns = self._metric_columns.pop(run_identity, None) or Measured(path / "metrics.jsonl")
+        while sum(measured.read for measured in self._metric_columns.values()) > KEPT_METRIC_BYTES:
+            del self._metric_columns[next(iter(self._metric_columns))]
         columns.update()
-        self._columns[begun] = columns  # the newest one
-        drawn = list(charts(*columns.known()))
-        found = series(columns, query.get("by", ""), since, until)
-        return found | {"charts": drawn, "marks": marks(path, columns)}
+        self._metric_columns[run_identity] = columns  # last in order: the first is dropped first
+        chart_groups = list(charts(*columns.known()))
+        curves = curve_series(columns, query.get("by", ""), since, until)
+
+        return curves | {"charts": chart_groups, "marks": run_marks(path, columns)}
 
     def _compare(self, query: Query) -> dict[str, Any]:
-        sides = self._path({"run": query.get("a", "0")}), self._path({"run": query.get("b", "0")})
-        return compare(sides, [_given(query, key, Step) for key in ("from", "to")])
+        run_paths = [self._run_path({"run": query.get(key, "0")}) for key in ("a", "b")]
+        return compare(run_paths, [_query_number(query, key, Step) for key in ("from", "to")])
 
     def _episodes(self, query: Query) -> dict[str, Any]:
-        wanted = Listing.of(*(query.get(key, "") for key in ("where", "order", "start", "search")))
-        found = list[str]()
-        searched = None
+        listed = Listing.of(*(query.get(key, "") for key in ("where", "order", "start", "search")))
+        found_uids = list[str]()
+        search_report = None
         decode = None
-        path = self._path(query)
-        if wanted.order == listing.NEWEST and self._ended(path):
-            wanted = msgspec.structs.replace(wanted, order=listing.NEWEST_OVER)
+        path = self._run_path(query)
+        if listed.order == listing.NEWEST_FIRST and self._outcome_of(path):
+            listed = msgspec.structs.replace(listed, order=listing.FINISHED_FIRST)
         with closing(RunReader.open(path)) as reader:
-            if wanted.search:
-                with suppress(AsyncrlError):  # else what the tools said is searched
-                    decode = self._decoder(_config(path).model.path)
-                fit = listing.uids(reader, wanted)
-                found, looked = search(reader, fit, wanted.search, decode)
-                searched = {"transcripts": looked, "of": len(fit)}
-            total, facets = listing.facets(reader, wanted, found)
-            shown = listing.page(reader, wanted, found)
-            for one in (one for one in shown if one["stale"] == "some"):
-                one["masked"] = masked_share(reader, one, _config(path).buffer.max_staleness)
-        answer = {"episodes": shown, "total": total, "start": wanted.start}
-        return answer | {"searched": searched, "facets": facets}
+            if listed.search:
+                with suppress(AsyncrlError):  # without a decoder only the texts of tools are searched
+                    decode = self._load_decoder(_run_config(path).model.path)
+                matching_episodes = listing.matching_episodes(reader, listed)
+                found_uids, read_count = search(reader, matching_episodes, listed.search, decode)
+                search_report = {"transcripts": read_count, "of": len(matching_episodes)}
+
+            episode_count, facets = listing.count_facets(reader, listed, found_uids)
+            shown_episodes = listing.episode_page(reader, listed, found_uids)
+            for episode in (episode for episode in shown_episodes if episode["stale"] == "some"):
+                episode["masked"] = masked_fraction(reader, episode, _run_config(path).buffer.max_staleness)
+
+        answer = {"episodes": shown_episodes, "total": episode_count, "start": listed.start}
+        return answer | {"searched": search_report, "facets": facets}
 
     def _tools(self, query: Query) -> list[dict[str, Any]]:
-        """Say what the tools did, in the episodes that fit."""
-        with closing(RunReader.open(self._path(query))) as reader:
-            return listing.tools(reader, Listing.of(query.get("where", ""), "", "", ""))
+        """Return statistics of the tools, in the matching episodes."""
+        with closing(RunReader.open(self._run_path(query))) as reader:
+            return listing.tool_statistics(reader, Listing.of(query.get("where", ""), "", "", ""))
 
     def _episode(self, query: Query) -> dict[str, Any]:
-        path = self._path(query)
+        path = self._run_path(query)
         uid = query.get("uid", "")
         with closing(RunReader.open(path)) as reader:
-            config = _config(path, reader.episode(uid).step + 1)
-            which = msgspec.json.encode([("uid", "=", uid)]).decode()
-            if not (listed := listing.page(reader, Listing.of(which, "", "", ""))):
+            config = _run_config(path, reader.episode(uid).step + 1)
+            uid_condition = msgspec.json.encode([("uid", "=", uid)]).decode()
+            if not (episode_rows := listing.episode_page(reader, Listing.of(uid_condition, "", "", ""))):
                 raise ConfigError(f"episode {uid}: its validation is under way; it is listed once it is over")
-            return transcript(path, config, reader, listed[0], self._decoder(config.model.path))
+            return transcript(path, config, reader, episode_rows[0], self._load_decoder(config.model.path))
 
     def _lanes(self, query: Query) -> dict[str, Any]:
         """Return the lanes of a window, in seconds since the start of the run, or around a step."""
-        path = self._path(query)
-        since = _given(query, "from")
-        until = _given(query, "to")
-        begun = _begun(path)
-        lanes = self._lanes_of.pop(begun, None) or LaneReader(path)
-        self._lanes_of[begun] = lanes
-        for other in list(self._lanes_of)[:-MOST_LANES]:
-            del self._lanes_of[other]
-        return lanes.window(since, until, _given(query, "step", Step))
+        path = self._run_path(query)
+        since = _query_number(query, "from")
+        until = _query_number(query, "to")
+        run_identity = _run_identity(path)
+        lane_reader = self._lane_readers.pop(run_identity, None) or LaneReader(path)
+        self._lane_readers[run_identity] = lane_reader
+        for oldest_identity in list(self._lane_readers)[:-MAX_LANE_READERS]:
+            del self._lane_readers[oldest_identity]
 
-    def _path(self, query: Query) -> Path:
-        known = {str(number): run for number, run in enumerate(self._runs)}
-        if (number := query.get("run", "0")) not in known:
-            raise ConfigError(f"run={number[:9]}: there are {len(known)} runs, counted from 0")
-        return known[number]
+        return lane_reader.window(since, until, _query_number(query, "step", Step))
+
+    def _run_path(self, query: Query) -> Path:
+        path_by_number = {str(number): run for number, run in enumerate(self._runs)}
+        if (number := query.get("run", "0")) not in path_by_number:
+            raise ConfigError(f"run={number[:9]}: there are {len(path_by_number)} runs, counted from 0")
+        return path_by_number[number]
 
 
-def _tree(run_dir: Path) -> Tree:
-    """Return the newest configuration; {} of a run that was deleted, or is of another version."""
+def _newest_config(run_dir: Path) -> Tree:
+    """Return the newest configuration; {} for a run that was deleted, or is of another version."""
     with suppress(AsyncrlError):
         return at(launches_of(run_dir), 0).config
     return {}
 
 
-def _config(run_dir: Path, step: int = 0) -> RunConfig:
-    """Return the configuration of the launch that trained a step; the newest one without a step."""
+def _run_config(run_dir: Path, step: int = 0) -> RunConfig:
+    """Return the configuration of the launch that trained a step; the newest configuration without a step."""
     return parse(at(launches_of(run_dir), step).config)
 
 
-def _given(query: Query, key: str, kind: Any = float) -> Any:
+def _query_number(query: Query, key: str, kind: Any = float) -> Any:
     """Return a number of a query, or None."""
     with ConfigError.instead_of(msgspec.DecodeError, text=f"{key}={query.get(key)}: give a number"):
         return msgspec.json.decode(query[key], type=kind) if key in query else None
 
 
-def _begun(run_dir: Path) -> Begun:
-    began = run_dir / "started"
-    return run_dir, began.read_bytes() if began.exists() else b""
+def _run_identity(run_dir: Path) -> RunIdentity:
+    start_file = run_dir / "started"
+    return run_dir, start_file.read_bytes() if start_file.exists() else b""

@@ -1,11 +1,13 @@
-"""Addresses of this machine, as the processes of a run dial them, its listening sockets, and names of starts.
+"""Addresses of this machine, as the processes of a run dial them, listening sockets, and names of process
+starts.
 
-The starts of one launch are in order: what a dead process sent can arrive after its successor's first
-message, and must not be taken for the newer one's.
+The starts of a launch are ordered: a message of a dead process can arrive after the first message of the
+successor, and must not be taken for a newer message.
 
-ZeroMQ accepts by itself, and its thread tries without a pause where no descriptor is left. So near the limit
-of the process (ulimit -n) its sockets are deaf: the kernel drops the packets of new connections, which are
-sent again. What is connected stays, and SPARE descriptors are left to the files of the process.
+ZeroMQ accepts connections by itself, and the accepting thread tries without a pause when no descriptor is
+left. So near the limit of the process (ulimit -n) the sockets become deaf: the kernel drops the packets of
+new connections, and clients send these packets again. Open connections stay, and SPARE descriptors are left
+to the files of the process.
 """
 
 from __future__ import annotations
@@ -23,115 +25,128 @@ EVERY_ADDRESS = "0.0.0.0"
 
 
 def own_address() -> str:
-    """This machine's address on the default route; a loopback one without any."""
+    """Return this machine's address on the default route; a loopback address without a route."""
     try:
-        return local_address("tcp://192.0.2.1:9")  # an address for documentation: nobody has it
+        return local_address("tcp://192.0.2.1:9")  # an address for documentation, which no machine has
     except OSError:
         return "127.0.0.1"
 
 
 def bound(endpoint: str, host: str) -> str:
-    """The address to which the coordinator binds for an endpoint."""
+    """Return the address to which the coordinator binds for an endpoint."""
     return f"tcp://{EVERY_ADDRESS}:{endpoint.rpartition(':')[2]}" if host == EVERY_ADDRESS else endpoint
 
 
 def local_address(endpoint: str) -> str:
-    """This machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
+    """Return this machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # of a datagram socket: nothing is sent
-        return str(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+        probe_socket.connect((host, int(port)))  # nothing is sent by a datagram socket
+        return str(probe_socket.getsockname()[0])
 
 
 def is_here(endpoint: str) -> bool:
-    """True when `endpoint` is of this machine."""
+    """Return True when `endpoint` is on this machine."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     return local_address(endpoint) == socket.gethostbyname(host)
 
 
 def incarnation_of(launch: str, start: int) -> str:
-    """The name of the start number `start` within a launch."""
+    """Return the name of the start number `start` within a launch."""
     return f"{launch}.{start}"
 
 
 def launch_of(incarnation: str) -> str:
-    """The launch that a process was started by; "" of a name in another form."""
+    """Return the launch that started a process; "" for a name in another form."""
     return incarnation.rpartition(".")[0]
 
 
-def is_older(one: str, other: str) -> bool:
-    """True if `one` was started before `other` in the same launch. Any text may come: int() would raise for
-    thousands of digits."""
-    (launch, _, start), (its, _, later) = one.rpartition("."), other.rpartition(".")
-    numbers = start.isdecimal() and later.isdecimal()
-    return launch == its and numbers and (len(start), start) < (len(later), later)
+def is_older(incarnation: str, other_incarnation: str) -> bool:
+    """Return True if `incarnation` was started before `other_incarnation` in the same launch. Any text may
+    arrive: int() would raise for thousands of digits."""
+    launch, _, start = incarnation.rpartition(".")
+    other_launch, _, other_start = other_incarnation.rpartition(".")
+    if launch != other_launch or not (start.isdecimal() and other_start.isdecimal()):
+        return False
+    return (len(start), start) < (len(other_start), other_start)
 
 
 # -- listening ---------------------------------------------------------------------------------------------
 
 
-SPARE = 256  # but at most a quarter of all
-WATCH = 10, 100  # milliseconds between two looks at the descriptors; fewer near the limit
-FASTEST = 100  # descriptors in a millisecond; ZeroMQ accepts fewer connections
-BACKLOG = 64  # connections that a socket may yet accept when it becomes deaf
-_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter that lets nothing pass
-_FILTER = struct.pack("HP", 1, ctypes.addressof(_NOTHING))
-# of socket(7)
+SPARE = 256  # descriptors for files of the process, but at most a quarter of all descriptors
+WATCH_INTERVAL = 10, 100  # shortest and longest milliseconds between two checks of the descriptors
+MAX_ACCEPT_RATE = 100  # descriptors in a millisecond; ZeroMQ accepts fewer connections
+BACKLOG = 64  # waiting connections, which a deaf socket may still accept
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter that drops every packet
+_SOCKET_FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
+# Socket options, see socket(7).
 ATTACH_FILTER = 26
 DETACH_FILTER = 27
 
 
 class Listeners:
-    """Holds all gates of one process. `shortage` names what they wait for; empty while they hear."""
+    """Holds all listening sockets of a process. `shortage` says why the sockets are deaf; empty while new
+    connections are accepted."""
 
     def __init__(self) -> None:
-        self._files: list[int] = []
+        self._listening: list[int] = []
         self.shortage: list[str] = []
 
-    def open(self, endpoint: str) -> int:
-        """Return a socket that listens there; port `*`: a free one."""
+    def open_listener(self, endpoint: str) -> int:
+        """Return a socket that listens at the endpoint; port `*`: a free port."""
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((host, 0 if port == "*" else int(port)))
             sock.listen(BACKLOG)
             sock.setblocking(False)
-            self._files.append(sock.detach())
-        return self._files[-1]
+            self._listening.append(sock.detach())
 
-    def watch(self) -> int:
-        """Accept connections, or none while descriptors are short. Returns milliseconds to the next call."""
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        spare = min(SPARE, limit // 4)
-        room = 0
+        return self._listening[-1]
+
+    def watch_descriptors(self) -> int:
+        """Accept connections, or none while descriptors are short. Returns milliseconds until the next
+        call."""
+        open_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        spare_descriptors = min(SPARE, open_limit // 4)
+        free_descriptors = 0
         try:
-            os.close(lowest := os.open(os.devnull, os.O_RDONLY))  # the lowest number that is free
-            room = limit - spare - lowest
-            deaf = room <= 0
-            if self.shortage:  # there may be gaps below
-                deaf = len(os.listdir("/proc/self/fd")) >= limit - 2 * spare
+            lowest_free = os.open(os.devnull, os.O_RDONLY)  # the kernel assigns the lowest free number
+            os.close(lowest_free)
+            free_descriptors = open_limit - spare_descriptors - lowest_free
+            is_deaf = free_descriptors <= 0
+            if self.shortage:  # count, because lower numbers may be free as well
+                is_deaf = len(os.listdir("/proc/self/fd")) >= open_limit - 2 * spare_descriptors
         except OSError:
-            deaf = True
-        if deaf != bool(self.shortage):
-            wait = f"new connections wait: of {limit} open files {spare} are kept for others; raise ulimit -n"
-            self.shortage = [wait] if deaf else []
-            for file in self._files:
+            is_deaf = True
+
+        if is_deaf != bool(self.shortage):
+            shortage_text = (
+                f"new connections wait: of {open_limit} open files {spare_descriptors} are kept for others; "
+                "raise ulimit -n"
+            )
+            self.shortage = [shortage_text] if is_deaf else []
+            option = ATTACH_FILTER if is_deaf else DETACH_FILTER
+            for file in self._listening:
                 with suppress(OSError), socket.fromfd(file, socket.AF_INET, socket.SOCK_STREAM) as sock:
-                    sock.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER if deaf else DETACH_FILTER, _FILTER)
-        return max(WATCH[0], min(WATCH[1], room // FASTEST))
+                    sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_FILTER)
+
+        return max(WATCH_INTERVAL[0], min(WATCH_INTERVAL[1], free_descriptors // MAX_ACCEPT_RATE))
 
 
 def free_ports(host: str, port: int, count: int) -> list[int]:
-    """Ports on `host`, from `port` on, or free ones for 0. ConfigError if one is taken."""
+    """Return ports on `host`, from `port` on, or free ports for 0. ConfigError if a port is taken."""
     with ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for offset, sock in enumerate(socks):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe_sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for offset, probe_socket in enumerate(probe_sockets):
+            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((host, port + offset if port else 0))
+                probe_socket.bind((host, port + offset if port else 0))
             except OSError as error:
                 raise ConfigError(
                     f"launch.host={host} launch.port={port}: cannot bind ({error.strerror}); "
                     "end what uses it, or set launch.port=0 for a free port"
                 ) from None
-        return [sock.getsockname()[1] for sock in socks]
+
+        return [probe_socket.getsockname()[1] for probe_socket in probe_sockets]

@@ -1,8 +1,8 @@
-"""A worker's records on their way to the coordinator: in sequence, kept until acknowledged, bounded in bytes.
+"""A worker's records on the way to the coordinator: in sequence, kept until acknowledged, bounded in bytes.
 
-Records that wait go together in one message. Full: `post` waits. Lost (a restarted coordinator, a dropped
-answer): everything unacknowledged is sent again, in order; the receiver skips what it has. Reordered: never,
-one task sends. May block: `post`.
+Waiting records travel together in a message. Full: `post_record` waits. Lost (a restarted coordinator, a
+dropped answer): everything unacknowledged is sent again, in order; the receiver skips known records.
+Reordered: never, a single task sends. May block: `post_record`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import msgspec
 
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import MOST_RECORDS, Record, Records
+from asyncrl.wire.messages.worker import MAX_RECORDS, Record, Records
 from asyncrl.wire.sockets import MAX_BYTES
 
 log = logging.getLogger("asyncrl.worker")
 
 Send = Callable[[Records, Sequence[bytes]], Awaitable[None]]
 
-WINDOW = 32 << 20
-RESEND = 5.0  # seconds without an ack; doubled up to RESEND_MOST until there is one
-RESEND_MOST = 60.0
-_HEADER = 256  # bytes a record counts for beside its frame
-_BUNDLE = 1 << 20  # bytes of the records in one message; a larger one goes alone
+WINDOW_BYTES = 32 << 20  # maximum size of unacknowledged records
+RESEND_SECONDS = 5.0  # wait for an ack before sending again; doubled up to MAX_RESEND_SECONDS
+MAX_RESEND_SECONDS = 60.0
+_RECORD_OVERHEAD = 256  # bytes of a record beside the frames
+_BUNDLE_BYTES = 1 << 20  # maximum size of the records in a message; a larger record travels alone
 
 
 @dataclass(frozen=True)
@@ -42,125 +42,135 @@ class _Entry:
 
 
 class Outbox:
-    """Numbers the records of one incarnation from 1, sends them in order, and again if no ack comes."""
+    """Numbers the records of an incarnation from 1, sends the records in order, and again if no ack comes."""
 
     def __init__(
         self,
         send: Send,
-        window: int = WINDOW,
+        window: int = WINDOW_BYTES,
         clock: Callable[[], float] = time.monotonic,
-        most: int = MAX_BYTES,
+        max_record_bytes: int = MAX_BYTES,
     ) -> None:
         self._send = send
-        self._window = window
+        self._window_bytes = window
         self._clock = clock
-        self._most = most
+        self._max_record_bytes = max_record_bytes
         self._unacked: deque[_Entry] = deque()
-        self._next = 0  # index in _unacked of the next one to send
-        self._seq = 0
-        self._bytes = 0
-        self.paused = False
+        self._next_index = 0  # position in _unacked of the next record to send
+        self._last_seq = 0
+        self._unacked_bytes = 0
+        self.is_paused = False
         self._changed = asyncio.Event()
-        self._moved = 0.0  # when the oldest was first sent, an ack came or all was sent again
-        self._patience = RESEND
+        self._progress_at = 0.0  # time of the last ack, of sending everything again, or of the oldest record
+        self._resend_after = RESEND_SECONDS
 
     @property
-    def acked(self) -> int:
-        """Highest sequence number known to be durable."""
-        return self._seq - len(self._unacked)
+    def acked_seq(self) -> int:
+        """Return the highest sequence number that is durable."""
+        return self._last_seq - len(self._unacked)
 
     @property
-    def full(self) -> bool:
-        """A record that is larger than the window still goes out alone."""
-        return bool(self._unacked) and self._bytes >= self._window
+    def is_full(self) -> bool:
+        """Return True if the window is full. A record that is larger than the window still goes out alone."""
+        return bool(self._unacked) and self._unacked_bytes >= self._window_bytes
 
     @property
     def attempts(self) -> set[Attempt]:
-        """Attempts with a record that could still be lost."""
+        """Return the attempts with a record that could still be lost."""
         return {entry.record.attempt for entry in self._unacked}
 
-    async def post(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
-        """Number a record and queue it, once the window has room. The future is done when it is durable.
-        ProtocolError when the record is too large ever to be received."""
-        size = _HEADER + sum(map(len, frames))
-        if size > self._most:
-            raise ProtocolError(f"a {type(record).__name__} of {size} bytes; at most {self._most} can go")
-        while self.full:
-            await self._change()
+    async def post_record(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
+        """Number a record and queue it, once the window has room. The future is done when the record is
+        durable. ProtocolError when the record is too large ever to be received."""
+        record_bytes = _RECORD_OVERHEAD + sum(map(len, frames))
+        if record_bytes > self._max_record_bytes:
+            raise ProtocolError(
+                f"a {type(record).__name__} of {record_bytes} bytes; at most {self._max_record_bytes} can go"
+            )
+
+        while self.is_full:
+            await self._wait_for_change()
         if not self._unacked:
-            self._moved = self._clock()
-        self._seq += 1
+            self._progress_at = self._clock()
+        self._last_seq += 1
         durable = asyncio.get_running_loop().create_future()
-        numbered = msgspec.structs.replace(record, seq=self._seq)
-        self._unacked.append(_Entry(numbered, frames, size, durable))
-        self._bytes += size
-        self._fire()
+        numbered_record = msgspec.structs.replace(record, seq=self._last_seq)
+        self._unacked.append(_Entry(numbered_record, frames, record_bytes, durable))
+        self._unacked_bytes += record_bytes
+        self._notify_change()
+
         return durable
 
-    def ack(self, seq: int) -> None:
-        """Everything up to `seq` is durable. Old and repeated acks are fine."""
+    def acknowledge(self, seq: int) -> None:
+        """Mark everything up to `seq` as durable. Old and repeated acks are fine."""
         while self._unacked and self._unacked[0].record.seq <= seq:
             entry = self._unacked.popleft()
-            self._bytes -= entry.size
-            self._next = max(0, self._next - 1)
-            self._moved = self._clock()
-            self._patience = RESEND
-            if not entry.durable.done():  # a waiter that was cancelled has cancelled it
+            self._unacked_bytes -= entry.size
+            self._next_index = max(0, self._next_index - 1)
+            self._progress_at = self._clock()
+            self._resend_after = RESEND_SECONDS
+            if not entry.durable.done():  # a cancelled waiter cancels the future, too
                 entry.durable.set_result(None)
-        self._fire()
 
-    def pause(self) -> None:
-        """Send nothing until `rewind`: a coordinator that does not know this worker would take a later record
-        for the first one."""
-        self.paused = True
+        self._notify_change()
 
-    def rewind(self) -> None:
+    def pause_sending(self) -> None:
+        """Send nothing until `send_again`: a coordinator that does not know this worker would take a later
+        record for the first."""
+        self.is_paused = True
+
+    def send_again(self) -> None:
         """Send everything unacknowledged again, oldest first."""
-        self._next, self.paused, self._moved = 0, False, self._clock()
-        self._fire()
+        self._next_index = 0
+        self.is_paused = False
+        self._progress_at = self._clock()
+        self._notify_change()
 
-    def check(self) -> None:
-        """Rewind when no ack has come for too long. Called with each heartbeat."""
-        overdue = self._next > 0 and self._clock() - self._moved > self._patience
-        if overdue and not self.paused:
-            log.warning("no ack for record %d in %.0f s: sending again", self.acked + 1, self._patience)
-            self._patience = min(2 * self._patience, RESEND_MOST)
-            self.rewind()
+    def resend_overdue(self) -> None:
+        """Send again when no ack has come for too long. Called with each heartbeat."""
+        is_overdue = self._next_index > 0 and self._clock() - self._progress_at > self._resend_after
+        if is_overdue and not self.is_paused:
+            log.warning(
+                "no ack for record %d in %.0f s: sending again", self.acked_seq + 1, self._resend_after
+            )
+            self._resend_after = min(2 * self._resend_after, MAX_RESEND_SECONDS)
+            self.send_again()
 
-    async def run(self) -> None:
-        """Send, one message at a time, for ever."""
+    async def run_sender(self) -> None:
+        """Send for ever, a single message at a time."""
         while True:
-            while self.paused or self._next >= len(self._unacked):
-                await self._change()
-            entries = self._waiting()
-            self._next += len(entries)  # before the await, during which an ack or a rewind moves it
+            while self.is_paused or self._next_index >= len(self._unacked):
+                await self._wait_for_change()
+            entries = self._next_bundle()
+            self._next_index += len(entries)  # before the await, because acks change the index
             records = Records(tuple((entry.record, len(entry.frames)) for entry in entries))
             try:
                 await self._send(records, [frame for entry in entries for frame in entry.frames])
             except DeadlineError as error:
                 log.warning("%s", error)
-                self.rewind()
+                self.send_again()
 
-    def _waiting(self) -> list[_Entry]:
-        """The next ones to send, at least one and as many as go together."""
-        found: list[_Entry] = []
-        size = 0
-        for entry in islice(self._unacked, self._next, self._next + MOST_RECORDS):
-            size += entry.size
-            if found and size > _BUNDLE:
+    def _next_bundle(self) -> list[_Entry]:
+        """Return the next records to send: at least one, and as many as fit into a bundle."""
+        bundle: list[_Entry] = []
+        bundle_bytes = 0
+        for entry in islice(self._unacked, self._next_index, self._next_index + MAX_RECORDS):
+            bundle_bytes += entry.size
+            if bundle and bundle_bytes > _BUNDLE_BYTES:
                 break
-            found.append(entry)
-        return found
+            bundle.append(entry)
 
-    async def flushed(self) -> None:
+        return bundle
+
+    async def wait_until_flushed(self) -> None:
         """Wait until everything posted is durable."""
         while self._unacked:
-            await self._change()
+            await self._wait_for_change()
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         await self._changed.wait()
 
-    def _fire(self) -> None:
+    def _notify_change(self) -> None:
         event = self._changed
         self._changed = asyncio.Event()
         event.set()

@@ -1,17 +1,17 @@
-"""ZeroMQ between the processes of a run: a ROUTER for the coordinator, DEALERs for everyone else.
+"""ZeroMQ between the processes of a run: a ROUTER for the coordinator, DEALERs for all peers.
 
-| socket | when full                   | what was lost is resent by   | may block |
+| socket | when full                   | lost messages are resent by  | may block |
 |--------|-----------------------------|------------------------------|-----------|
 | Hub    | `send` returns False        | the peer (no ack)            | nobody    |
 | Link   | `send` raises DeadlineError | the coordinator (heartbeats) | the peer  |
 
-Every connection is encrypted and authenticated both ways (CURVE, RFC 26). The launcher makes one key pair for
-each role; a process gets its own role's, and nobody else's secret half. A Gate lets in only who has one of
-these keys (ZAP, RFC 27), and a Hub takes from a role only the messages that this role sends.
+Every connection is encrypted and authenticated both ways (CURVE, RFC 26). The launcher makes a key pair for
+each role; a process gets the pair of the own role, and no secret half of another role. A Gate admits only
+owners of these keys (ZAP, RFC 27), and a Hub accepts from a role only the messages that this role sends.
 
-Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER never delivers it a
-message for the old one. Messages are typed, and all frames of one together are bounded by MAX_BYTES. What is
-neither is never sent (ProtocolError); a Hub counts and drops it.
+Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER never delivers a message
+for the old peer. Messages are typed, and all frames of a message together are bounded by MAX_BYTES. Any other
+message is never sent (ProtocolError); a Hub counts and drops it.
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ from asyncrl.wire.messages.shared import WireMessage
 
 log = logging.getLogger("asyncrl.wire")
 
-MAX_BYTES = 256 << 20  # of a message, header and frames
-MAX_REFUSALS = 256  # messages that a Hub drops before it lets its owner go on
-HIGH_WATER = 4096
-LARGE_HIGH_WATER = 64  # large messages that a peer has not taken: bounds memory
-SEND_DEADLINE = 10.0  # seconds: HIGH_WATER messages are more than a peer sends in this time
-ENVELOPE = 1024  # bytes that encryption may add to a frame
+MAX_BYTES = 256 << 20  # maximum size of a message: header and frames
+MAX_DROPPED = 256  # unreadable messages that a Hub drops in a call of `receive`
+HIGH_WATER_MARK = 4096  # queued messages of a socket
+LARGE_HIGH_WATER_MARK = 64  # queued large messages: bounds memory
+SEND_DEADLINE = 10.0  # seconds; a peer sends fewer than HIGH_WATER_MARK messages in this time
+ENVELOPE_BYTES = 1024  # upper bound of the bytes that encryption adds to a frame
 COORDINATOR = "coordinator"
 OBSERVER = "observer"
 TOKEN = "token"
-ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # of its peers
-# An option of the context. With it a message of 100 bytes, until it is read, keeps the 8 KB that it came in.
+ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # peers of the coordinator
+# An option of the context, with which an unread message of 100 bytes keeps a receive buffer of 8 KB alive.
 ZERO_COPY_RECV = 10
-RETRIED = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once
-HANDSHAKE = 3000  # milliseconds in which a connection shows its key, or is closed
-LINGER = 500  # milliseconds that a closed socket goes on sending
+REDIAL_MILLISECONDS = 100  # time in which ZeroMQ reports that a lost connection is dialled again
+HANDSHAKE_MILLISECONDS = 3000  # time in which a connection must show a key
+LINGER_MILLISECONDS = 500  # time in which a closed socket goes on sending
 
-LAST = int(zmq.DONTWAIT)  # flags of the last part of a message, and of those before it: ints, as sums of
-MORE = LAST | int(zmq.SNDMORE)  # zmq's enums take longer than the sending
+# Flags as plain ints, because combining zmq's enums takes longer than sending.
+LAST_PART_FLAGS = int(zmq.DONTWAIT)
+MORE_PARTS_FLAGS = LAST_PART_FLAGS | int(zmq.SNDMORE)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """A CURVE key pair, in Z85. Who holds only the `public` half cannot pass for its owner."""
+    """A CURVE key pair, in Z85. The `public` half alone does not let anybody pass for the owner."""
 
     public: str
     secret: str = ""
 
     def __repr__(self) -> str:
-        return f"KeyPair({self.public!r})"  # the other half belongs in no log
+        return f"KeyPair({self.public!r})"  # the secret half belongs in no log
 
 
 def new_key_pair() -> KeyPair:
@@ -73,8 +74,8 @@ def new_key_pair() -> KeyPair:
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """The addresses at which the coordinator is dialled, and the key pair of every role, the coordinator's
-    own too."""
+    """The addresses at which the coordinator is dialled, and the key pair of every role, including the
+    coordinator's."""
 
     control: str
     bulk: str
@@ -82,45 +83,45 @@ class Endpoints(msgspec.Struct, frozen=True):
     versions: str = ""
 
     def given_to(self, role: str) -> Endpoints:
-        """Returns the part that a process of that role may know: the secret key of no other role."""
+        """Return the part that a process of this role may know: no secret key of another role."""
         keys = {name: key if name == role else KeyPair(key.public) for name, key in self.keys.items()}
         return msgspec.structs.replace(self, keys=keys)
 
 
 def choose_endpoints(host: str, port: int) -> Endpoints:
-    """Three ports on `host`, from `port` on, or free ones for 0, and new keys. ConfigError if one is taken.
-    Nobody can dial 0.0.0.0 from elsewhere: there they are named with this machine's own address."""
-    dialled = own_address() if host == EVERY_ADDRESS else host
-    control, bulk, versions = (f"tcp://{dialled}:{number}" for number in free_ports(host, port, 3))
+    """Return three ports on `host`, from `port` on, or free ports for 0, and new keys. ConfigError if a port
+    is taken. As nobody can dial 0.0.0.0 from elsewhere, the endpoints then have this machine's address."""
+    dialled_host = own_address() if host == EVERY_ADDRESS else host
+    control, bulk, versions = (f"tcp://{dialled_host}:{number}" for number in free_ports(host, port, 3))
     keys = {role: new_key_pair() for role in (COORDINATOR, *ROLES)}
     return Endpoints(control, bulk, keys, versions)
 
 
 def identity(role: str, index: int, incarnation: str = "") -> bytes:
-    """The name of a process on its sockets: the same on both channels, never used twice."""
+    """Return the name of a process on both channels, never used twice."""
     return f"{role}/{index}/{incarnation or secrets.token_hex(6)}".encode()
 
 
 def role_of(name: bytes) -> str:
-    """The role that an identity names."""
+    """Return the role that an identity names."""
     return name.partition(b"/")[0].decode()
 
 
-def encode(message: WireMessage, frames: Sequence[bytes]) -> list[bytes]:
-    """Header and opaque frames as one multipart message. ProtocolError when it is larger than MAX_BYTES."""
-    parts = [_encoder.encode(message), *frames]
-    _check_size(parts)
-    return parts
+def encode_message(message: WireMessage, frames: Sequence[bytes]) -> list[bytes]:
+    """Return header and opaque frames as a multipart message. ProtocolError for more than MAX_BYTES."""
+    message_parts = [_encoder.encode(message), *frames]
+    _check_size(message_parts)
+    return message_parts
 
 
 class Codec:
-    """Typed decoding of one direction's union."""
+    """Decodes the typed messages of a direction."""
 
     def __init__(self, union: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def decode(self, parts: list[bytes]) -> tuple[Any, list[bytes]]:
-        """(message, frames), or ProtocolError for what is not in the union."""
+        """Return (message, frames). ProtocolError for a message outside the union."""
         if not parts:
             raise ProtocolError("empty message")
         _check_size(parts)
@@ -131,123 +132,137 @@ class Codec:
 
 
 class Gate:
-    """Lets those in who have a key of the run: the ZAP handler of a process's Hubs, in a thread.
+    """Admits peers with a key of the run: the ZAP handler of a process's Hubs, in a thread.
 
-    `owner`: the role of that process. `members`: public key -> role, at first those of the launch
-    that are known, and the `enrolled`. One that is taken out is heard no more, even where it is connected.
+    `owner`: the role of this process. `members`: public key -> role: the known keys of the launch and the
+    `enrolled` keys. A removed member is no longer heard, even on an open connection.
     """
 
     def __init__(
-        self, endpoints: Endpoints, enrolled: Mapping[str, str] = {}, owner: str = COORDINATOR
+        self, endpoints: Endpoints, enrolled_keys: Mapping[str, str] = {}, owner: str = COORDINATOR
     ) -> None:
         self.own = endpoints.keys[owner]
-        known = endpoints.keys
-        self.members = {known[role].public: role for role in ROLES if role in known} | dict(enrolled)
-        self.context = zmq.Context(2)  # threads: what one of them encrypts does not hold up the other's
+        key_pairs = endpoints.keys
+        launch_members = {key_pairs[role].public: role for role in ROLES if role in key_pairs}
+        self.members = launch_members | dict(enrolled_keys)
+
+        self.context = zmq.Context(2)  # threads: encrypting large messages does not delay small messages
         self.context.set(ZERO_COPY_RECV, 0)
         self.listeners = Listeners()
-        handler: zmq.Socket = self.context.socket(zmq.REP)
-        handler.bind("inproc://zeromq.zap.01")
-        handler.setsockopt(zmq.LINGER, 0)
-        vital_thread("gate", partial(self._serve, handler))
+        zap_socket: zmq.Socket = self.context.socket(zmq.REP)
+        zap_socket.bind("inproc://zeromq.zap.01")
+        zap_socket.setsockopt(zmq.LINGER, 0)
+        vital_thread("gate", partial(self._serve, zap_socket))
 
-    def _serve(self, handler: zmq.Socket) -> None:
-        refused = 0
-        with handler, suppress(zmq.ContextTerminated):
+    def _serve(self, zap_socket: zmq.Socket) -> None:
+        refused_count = 0
+        with zap_socket, suppress(zmq.ContextTerminated):
             while True:
-                if not handler.poll(self.listeners.watch()):
+                if not zap_socket.poll(self.listeners.watch_descriptors()):
                     continue
-                version, request, _, address, _, _, *credentials = handler.recv_multipart()
+
+                version, request, _, address, _, _, *credentials = zap_socket.recv_multipart()
                 key = zmq.utils.z85.encode(b"".join(credentials)).decode()
-                known = key in self.members
-                refused += not known
-                if not known and _is_power_of_two(refused):
+                is_member = key in self.members
+                refused_count += not is_member
+                if not is_member and _is_power_of_two(refused_count):
                     log.warning(
                         "connection %d refused, from %s: its key is none of this launch; give a worker of "
                         "another machine a new token",
-                        *(refused, address.decode(errors="replace")),
+                        refused_count,
+                        address.decode(errors="replace"),
                     )
-                answer = (b"200", b"OK", key.encode()) if known else (b"400", b"unknown key", b"")
-                handler.send_multipart([version, request, *answer, b""])
+
+                zap_answer = (b"200", b"OK", key.encode()) if is_member else (b"400", b"unknown key", b"")
+                zap_socket.send_multipart([version, request, *zap_answer, b""])
 
     def secure(self, sock: zmq.Socket) -> None:
-        """Before it is bound: from then on, nobody connects to it without a key of the run."""
+        """Secure a socket before binding: from then on, nobody connects without a key of the run."""
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt_string(zmq.CURVE_SECRETKEY, self.own.secret)
         sock.setsockopt(zmq.ZAP_DOMAIN, b"run")
-        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler nobody comes in
+        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler no peer is admitted
 
     def role(self, peer: bytes, key: str) -> str:
-        """Return the role of the key's owner. `peer` must name it, and a token its key, or ProtocolError."""
+        """Return the role of the key's owner. ProtocolError unless `peer` names this role, and for a token
+        this key."""
         role = self.members.get(key)
         if role is None or role_of(peer) != role or (role == TOKEN and peer != identity(TOKEN, 0, key)):
             raise ProtocolError(f"its key is that of {'no' if role is None else role!r} role")
         return role
 
     def close(self) -> None:
-        """After its Hubs: returns when they have sent their queues (LINGER at most) and ports are free."""
+        """Close after the Hubs: returns when the queues are sent (LINGER_MILLISECONDS at most) and ports are
+        free."""
         self.context.term()
 
 
 class Hub:
-    """The server's end of one channel. Never blocks. `unions`: what each role may send. `large`: what is
-    sent is encrypted by another thread than that of other channels."""
+    """The server's end of a channel. Never blocks. `unions`: the messages that each role may send.
+    `large`: messages are encrypted by a separate thread, apart from smaller channels."""
 
     def __init__(self, endpoint: str, unions: Mapping[str, Any], gate: Gate, large: bool = False) -> None:
-        listening = gate.listeners.open(endpoint)  # it may fail, and an open socket keeps its context
+        # First, as opening may fail, and an open ZeroMQ socket keeps the context alive.
+        listening_socket = gate.listeners.open_listener(endpoint)
         self.socket: zmq.Socket = gate.context.socket(zmq.ROUTER)
         _configure(self.socket)
         if large:
-            self.socket.setsockopt(zmq.SNDHWM, LARGE_HIGH_WATER)
+            self.socket.setsockopt(zmq.SNDHWM, LARGE_HIGH_WATER_MARK)
+
         self.socket.setsockopt(zmq.AFFINITY, 2 if large else 1)
         gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may dial again before its old end is gone
-        self.socket.setsockopt(zmq.USE_FD, listening)
+        # A peer may dial again before the old connection is gone.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.USE_FD, listening_socket)
         self.socket.bind(endpoint)
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, where it was free
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # includes the chosen port
         self._gate = gate
         self._codecs = {role: Codec(union) for role, union in unions.items()}
-        self.refused = 0  # messages that could not be read
+        self.refused = 0  # unreadable messages
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
-        """False when the peer is unknown or its queue is full; the caller's protocol resends."""
+        """Send a message; False when the peer is unknown or the queue is full; the caller's protocol
+        resends."""
         try:
-            *parts, last = peer, *encode(message, frames)
+            *parts, last_part = [peer, *encode_message(message, frames)]
             for part in parts:
-                self.socket.send(part, MORE)
-            self.socket.send(last, LAST)
+                self.socket.send(part, MORE_PARTS_FLAGS)
+            self.socket.send(last_part, LAST_PART_FLAGS)
         except (zmq.Again, zmq.ZMQError):
             return False
+
         return True
 
     def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
-        """The next message that can be read, or None when there is none now."""
-        for _ in range(MAX_REFUSALS):
+        """Return the next readable message, or None when there is none now."""
+        for _ in range(MAX_DROPPED):
             try:
-                first = self.socket.recv(zmq.DONTWAIT, copy=False)
+                identity_frame = self.socket.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return None
-            peer = first.bytes
+
+            peer = identity_frame.bytes
             parts = self.socket.recv_multipart(zmq.DONTWAIT)
             try:
-                peer.decode()  # our identities are text, handlers use it as a name
-                role = self._gate.role(peer, str(first.get("User-Id")))
-                return peer, *self._codec(role).decode(parts)
+                peer.decode()  # identities are text, which handlers use as a name
+                role = self._gate.role(peer, str(identity_frame.get("User-Id")))
+                return peer, *self._codec_of(role).decode(parts)
             except (ProtocolError, UnicodeDecodeError) as error:
                 self.refused += 1
                 if _is_power_of_two(self.refused):
                     log.warning("message %d dropped, from %r: %s", self.refused, peer, error)
+
         return None
 
-    def _codec(self, role: str) -> Codec:
+    def _codec_of(self, role: str) -> Codec:
         try:
             return self._codecs[role]
         except KeyError:
             raise ProtocolError(f"{role!r} sends nothing on this channel") from None
 
     def close(self) -> None:
-        self.socket.close(linger=LINGER)
+        self.socket.close(linger=LINGER_MILLISECONDS)
 
 
 class Poller:
@@ -264,52 +279,56 @@ class Poller:
 
 class Dial:
     """Keeps a peer's end connected. ZeroMQ dials again by itself, unless bytes were damaged on the way: then
-    it gives the connection up, with the messages in its queue, which are sent again as after any loss."""
+    ZeroMQ gives up the connection and the queued messages, which are sent again as after any loss."""
 
     EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
     def __init__(self, sock: Any, endpoint: str) -> None:
         self._socket = sock
         self._endpoint = endpoint
-        self.refused = False  # the coordinator does not know the key of this end
-        events = f"inproc://{secrets.token_hex(8)}"
-        sock.monitor(events, self.EVENTS)
-        self._monitor: zmq.Socket = zmq.Context.shadow(sock.context.underlying).socket(zmq.PAIR)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one, unread, would block the thread of all sockets
-        self._monitor.connect(events)
+        self.key_refused = False  # the coordinator does not know the key of this end
+        monitor_endpoint = f"inproc://{secrets.token_hex(8)}"
+        sock.monitor(monitor_endpoint, self.EVENTS)
+        self._monitor_socket: zmq.Socket = zmq.Context.shadow(sock.context.underlying).socket(zmq.PAIR)
+        # No limit: a full queue, unread, would block the thread of all sockets.
+        self._monitor_socket.setsockopt(zmq.RCVHWM, 0)
+        self._monitor_socket.connect(monitor_endpoint)
+
         try:
             sock.connect(endpoint)
         except zmq.ZMQError:
             self.close()
             raise
 
-    def mend(self) -> None:
-        """Dial again if ZeroMQ does not. It blocks for RETRIED milliseconds at most, and only then."""
-        last = 0
-        while self._monitor.poll(RETRIED if last == zmq.EVENT_DISCONNECTED else 0):
-            last = recv_monitor_message(self._monitor)["event"]
-            self.refused |= last == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        if last == zmq.EVENT_DISCONNECTED and not self.refused:
+    def redial_if_lost(self) -> None:
+        """Dial again if ZeroMQ does not. Blocks for REDIAL_MILLISECONDS at most, and only after a
+        disconnection."""
+        last_event = 0
+        while self._monitor_socket.poll(REDIAL_MILLISECONDS if last_event == zmq.EVENT_DISCONNECTED else 0):
+            last_event = recv_monitor_message(self._monitor_socket)["event"]
+            self.key_refused |= last_event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+        if last_event == zmq.EVENT_DISCONNECTED and not self.key_refused:
             log.warning("connection to %s given up after damaged bytes: dialled again", self._endpoint)
-            with suppress(zmq.ZMQError):  # it knows of none any more
+            with suppress(zmq.ZMQError):  # no such connection any more
                 self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)
 
     def close(self) -> None:
         self._socket.monitor(None, 0)
-        self._monitor.close(linger=0)
-        self._socket.close(linger=LINGER)
+        self._monitor_socket.close(linger=0)
+        self._socket.close(linger=LINGER_MILLISECONDS)
 
 
 class Link:
-    """A peer's blocking end of one channel (ranks, console). ProtocolError for a bad endpoint or key."""
+    """A peer's blocking end of a channel (ranks, console). ProtocolError for a bad endpoint or key."""
 
     def __init__(self, endpoint: str, union: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         _configure(self.socket)
         self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
         try:
-            introduce(self.socket, name, keys)
+            set_identity(self.socket, name, keys)
             self._dial = Dial(self.socket, endpoint)
             self._codec = Codec(union)
         except zmq.ZMQError as error:
@@ -318,11 +337,11 @@ class Link:
 
     def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
-        self._dial.mend()
+        self._dial.redial_if_lost()
         try:
-            self.socket.send_multipart(encode(message, frames))
+            self.socket.send_multipart(encode_message(message, frames))
         except zmq.Again:
-            raise _not_taken(message) from None
+            raise _send_timeout(message) from None
 
     def receive(self, timeout: float) -> tuple[Any, list[bytes]] | None:
         """Return the next message, or None after `timeout` seconds."""
@@ -332,33 +351,33 @@ class Link:
 
     @property
     def refused(self) -> bool:
-        """True if the coordinator has refused the key of this end: then it is not dialled again."""
-        self._dial.mend()
-        return self._dial.refused
+        """Return True if the coordinator has refused the key of this end, which is then not dialled again."""
+        self._dial.redial_if_lost()
+        return self._dial.key_refused
 
     def close(self) -> None:
         self._dial.close()
 
 
 class AsyncLink:
-    """A peer's asyncio end of one channel (rollout workers)."""
+    """A peer's asyncio end of a channel (rollout workers)."""
 
     def __init__(self, endpoint: str, union: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _configure(self._socket)
-        introduce(self._socket, name, keys)
+        set_identity(self._socket, name, keys)
         self._dial = Dial(self._socket, endpoint)
         self._codec = Codec(union)
 
     async def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
-        self._dial.mend()
-        sent: Any = self._socket.send_multipart(encode(message, frames))
+        self._dial.redial_if_lost()
+        send_future: Any = self._socket.send_multipart(encode_message(message, frames))
         try:
-            async with asyncio.timeout(SEND_DEADLINE) if not sent.done() else nullcontext():
-                await sent
+            async with asyncio.timeout(SEND_DEADLINE) if not send_future.done() else nullcontext():
+                await send_future
         except TimeoutError:
-            raise _not_taken(message) from None
+            raise _send_timeout(message) from None
 
     async def receive(self) -> tuple[Any, list[bytes]]:
         """Return the next message; callers race it against their own deadlines."""
@@ -368,39 +387,43 @@ class AsyncLink:
         self._dial.close()
 
 
-def _not_taken(message: WireMessage) -> DeadlineError:
+def _send_timeout(message: WireMessage) -> DeadlineError:
     return DeadlineError(f"coordinator took no {type(message).__name__} for {SEND_DEADLINE:g} s")
 
 
 def flush_sockets() -> None:
-    """Wait for closed sockets to send what they hold, at most LINGER. Afterwards there are none any more."""
+    """Wait for closed sockets to send queued messages, at most LINGER_MILLISECONDS. Afterwards no socket
+    exists any more."""
     zmq.Context.instance().term()
     zmq.asyncio.Context.instance().term()
 
 
 def _check_size(parts: Sequence[bytes]) -> None:
-    if (size := sum(map(len, parts))) > MAX_BYTES:
-        raise ProtocolError(f"a message of {size} bytes in {len(parts)} frames; at most {MAX_BYTES} can go")
+    if (message_bytes := sum(map(len, parts))) > MAX_BYTES:
+        raise ProtocolError(
+            f"a message of {message_bytes} bytes in {len(parts)} frames; at most {MAX_BYTES} can go"
+        )
 
 
 def _is_power_of_two(count: int) -> bool:
-    """A flood of the same trouble is logged at its 1st, 2nd, 4th, 8th … time."""
+    """Return True for the 1st, 2nd, 4th, 8th … repetition of a problem, which are logged."""
     return count & (count - 1) == 0
 
 
-def introduce(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
-    """A peer's end, before it connects: its identity, its own role's key, and whom it expects there."""
-    own = keys[role_of(name)]
+def set_identity(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
+    """Set identity and keys of a peer's end before connecting: the key of the own role, and the coordinator's
+    public key."""
+    key_pair = keys[role_of(name)]
     sock.setsockopt(zmq.IDENTITY, name)
     sock.setsockopt_string(zmq.CURVE_SERVERKEY, keys[COORDINATOR].public)
-    sock.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
-    sock.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
+    sock.setsockopt_string(zmq.CURVE_PUBLICKEY, key_pair.public)
+    sock.setsockopt_string(zmq.CURVE_SECRETKEY, key_pair.secret)
 
 
 def _configure(sock: Any) -> None:
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES + ENVELOPE)
-    sock.set_hwm(HIGH_WATER)
-    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES + ENVELOPE_BYTES)
+    sock.set_hwm(HIGH_WATER_MARK)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
     sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-    sock.setsockopt(zmq.LINGER, LINGER)
+    sock.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)

@@ -74,7 +74,7 @@ class Bench:
         self.engine, self.waits, self.outbox = ScriptedEngine(script), Waits(), Outbox(self._send)
         made = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
         judge = EpisodeReward([in_loop(reward)], made.config.reward_timeout)
-        self.context = EpisodeContext(made, judge, self.outbox, self.waits, oldest=lambda: self.oldest)
+        self.context = EpisodeContext(made, judge, self.outbox, self.waits, min_version=lambda: self.oldest)
 
     def player(self, run: EpisodeRun) -> Player:
         raise NotImplementedError
@@ -94,11 +94,11 @@ class Bench:
             self.sent.append(record)
             self.frames.append(own)
         if self.auto_ack:
-            self.outbox.ack(self.sent[-1].seq)
+            self.outbox.acknowledge(self.sent[-1].seq)
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
         """One episode, to its end."""
-        service = asyncio.create_task(self.outbox.run())
+        service = asyncio.create_task(self.outbox.run_sender())
         try:
             async with asyncio.timeout(SECONDS):
                 await EpisodeRunner(self.context, self.player).run(

@@ -156,7 +156,7 @@ class Servers:
     def tell(self, *entries: EngineEntry) -> None:
         """Send the table, with these changed."""
         self.entries |= {entry.name: entry for entry in entries}
-        self.pool.table(tuple(self.entries.values()))
+        self.pool.update_table(tuple(self.entries.values()))
 
     def __getitem__(self, name: str) -> FakeServer:
         """The client of its newest incarnation."""

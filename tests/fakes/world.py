@@ -159,8 +159,8 @@ class World:
             for module in (loop, state, reporting):
                 patch.setattr(module, "time", clock)
             patch.setattr(schema, "OPEN_DEADLINE", 0.0)
-            patch.setattr(runstore, "MOST_FORGOTTEN", 2)
-            patch.setattr(segments, "MOST_REMOVED", 1)
+            patch.setattr(runstore, "MAX_FORGOTTEN", 2)
+            patch.setattr(segments, "MAX_REMOVED", 1)
             patch.setattr(loop, "Hub", lambda endpoint, unions, gate: PlayedHub(self, endpoint == "bulk"))
             patch.setattr(
                 loop,
@@ -169,7 +169,9 @@ class World:
             )
             self._count_tokens(patch)
             patch.setattr(runstore.RunStore, "commit", self._around(runstore.RunStore.commit, paused=True))
-            patch.setattr(segments.SegmentWriter, "append", self._around(segments.SegmentWriter.append))
+            patch.setattr(
+                segments.SegmentWriter, "append_record", self._around(segments.SegmentWriter.append_record)
+            )
             for module in (runstore, segments):
                 patch.setattr(module, "fsync", self._around(segments.fsync))
             patch.setattr(checkpoints.HashedFile, "close", self._around(checkpoints.HashedFile.close))
@@ -187,7 +189,7 @@ class World:
 
         def add(store: runstore.RunStore, key: str, tokens: int) -> None:
             both = "ON CONFLICT(key) DO UPDATE SET value=value+excluded.value"
-            store._add(f"INSERT INTO meta VALUES(?, ?) {both}", (key, str(tokens)))
+            store._add_statement(f"INSERT INTO meta VALUES(?, ?) {both}", (key, str(tokens)))
 
         def sampled(reporter: reporting.Reporter, tokens: int) -> None:
             on_turn(reporter, tokens)
@@ -374,7 +376,7 @@ class World:
             return
         try:
             self.coordinator.turn(self.now)
-            self.coordinator.state.store.copies.wait()
+            self.coordinator.state.store.copies.wait_for_copy()
         except Crash:
             self._ended()
 

@@ -19,7 +19,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.gateway.places import PARENT, PREFIX
 from asyncrl.isolation.sandbox.emptying import lock
 from asyncrl.store.reader import RunReader
-from asyncrl.store.segments import HEADER
+from asyncrl.store.segments import RECORD_HEADER
 from asyncrl.types import Turn
 from asyncrl.weights.disk import weights_directory
 from tests.fakes.fetched import fetched_tokenizer, harness
@@ -39,9 +39,9 @@ def durable_turns(run_dir: Path) -> list[Turn]:
         data = path.read_bytes()
         at = 0
         while at < len(data):
-            size, _ = HEADER.unpack_from(data, at)
-            payloads.add(data[at + HEADER.size : at + HEADER.size + size])
-            at += HEADER.size + size
+            size, _ = RECORD_HEADER.unpack_from(data, at)
+            payloads.add(data[at + RECORD_HEADER.size : at + RECORD_HEADER.size + size])
+            at += RECORD_HEADER.size + size
     turns = list[Turn]()
     for payload in payloads:
         with suppress(ProtocolError):  # replies

@@ -56,7 +56,7 @@ async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> 
     now = 0.0
     began = [serve(), serve()]
     waits = Waits(lambda: now)
-    pool = ServerPool("reference", connect, waits, BusyTimer(Intervals()), patience=30.0)
+    pool = ServerPool("reference", connect, waits, BusyTimer(Intervals()), turn_patience=30.0)
 
     @contextmanager
     def waiting() -> Iterator[None]:
@@ -65,10 +65,10 @@ async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> 
 
     try:
         (first, url), (_, other) = began
-        pool.table([entry("scorer reference 0", url=url, lane="reference")])
+        pool.update_table([entry("scorer reference 0", url=url, lane="reference")])
         assert await pool.read("s", (1, 2, 3, 4, 5), 3) == TokenScores(HALF)
         first.send_signal(signal.SIGSTOP)  # it has the request, and no answer will come
-        reading = asyncio.create_task(pool.read("s", (1, 2, 3, 4, 5, 6), 3, waiting=waiting))
+        reading = asyncio.create_task(pool.read("s", (1, 2, 3, 4, 5, 6), 3, while_waiting=waiting))
         await settle()
         now = 2.0
         assert waits.longest().startswith("scorers.reference: reads turns")
@@ -79,9 +79,9 @@ async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> 
         await settle()
         now = 4.0
         assert waits.longest().startswith("scorers.reference: no server (1 known, 0 healthy)")
-        pool.table([entry("scorer reference 0", url=other, incarnation="2", lane="reference")])
+        pool.update_table([entry("scorer reference 0", url=other, incarnation="2", lane="reference")])
         assert await reading == TokenScores(HALF)
-        assert pool.uses["scorer reference 0"].lost == 1
+        assert pool.usage_by_name["scorer reference 0"].lost == 1
     finally:
         await pool.close()
         for process, _ in began:

@@ -154,7 +154,7 @@ class Served:
             return SGLangClient(ServerApi(entry.url), config, VOCABULARY, use, salt)
 
         self.loader = loader_of(ServerApi(url), config.weights)
-        self.pool = ServerPool("train", connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)
+        self.pool = ServerPool("train", connect, Waits(), BusyTimer(Intervals()), turn_patience=DEADLINE)
         self.generate = self.pool.generate
         self.release = self.pool.release
         self.score = self.loader.score
@@ -165,7 +165,7 @@ class Served:
 
     async def load(self, ref: WeightsRef) -> Manifest:
         manifest = await self.loader.load(ref)
-        self.pool.table([EngineEntry("engine 0", self.loader.api.url, "1", ref.version, True)])
+        self.pool.update_table([EngineEntry("engine 0", self.loader.api.url, "1", ref.version, True)])
         return manifest
 
     async def close(self) -> None:

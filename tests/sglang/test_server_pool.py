@@ -60,7 +60,9 @@ class Site:
             server.url: loader_of(ServerApi(server.url, *KEYS), self._config.weights) for server in servers
         }
         self.held = dict.fromkeys(self.loaders, 0)
-        self.pool = ServerPool("train", self._connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)
+        self.pool = ServerPool(
+            "train", self._connect, Waits(), BusyTimer(Intervals()), turn_patience=DEADLINE
+        )
 
     def _connect(self, entry: EngineEntry, use: EngineUse) -> SGLangClient:
         self.clients.append(SGLangClient(ServerApi(entry.url, *KEYS), self._config, VOCABULARY, use))
@@ -74,7 +76,7 @@ class Site:
     def tell(self, *without: SGLangServer) -> None:
         """Send the table: every server with what it holds."""
         missing = {server.url for server in without}
-        self.pool.table(
+        self.pool.update_table(
             [
                 EngineEntry(url, url, "1", PolicyVersion(0, held), True)
                 for url, held in self.held.items()
@@ -151,7 +153,7 @@ async def test_episodes_stay_where_their_prefixes_are_cached(
         await s.load(victim, versions, 2)
         # Two per server: so few are never moved for the sake of balance, however their turns interleave.
         await asyncio.gather(*(episode(s.pool, index) for index in range(4)))
-        for use in s.pool.uses.values():
+        for use in s.pool.usage_by_name.values():
             assert (use.requests, use.moved) == (8, 0)
             assert use.prompt_tokens == 2 * (20 + 50 + 80 + 110)
             # Of each turn all but the reply, and the token before it, whose KV nobody had computed.
@@ -167,7 +169,7 @@ async def test_turns_that_an_update_takes_back_go_on_with_the_new_weights(
         await s.under_way()
         await s.load(survivor, versions, 1)
         assert await checked(versions, turns) == [[0, 1]] * 4
-        (use,) = s.pool.uses.values()
+        (use,) = s.pool.usage_by_name.values()
         assert (use.lost, use.moved) == (4, 0)
 
 
@@ -185,7 +187,7 @@ async def test_the_turns_of_a_killed_server_go_on_at_the_other(
         assert await asyncio.to_thread(victim.gone)
         seen = await checked(versions, turns)
         assert sorted(seen) == [[0]] * 4 + [[1, 0]] * 4
-        alive, dead = s.pool.uses.values()
+        alive, dead = s.pool.usage_by_name.values()
         assert (dead.lost, alive.lost, alive.moved, dead.moved) == (4, 0, 4, 0)
         assert await checked(versions, s.start(2)) == [[0]] * 2  # the dead one is not asked again
 

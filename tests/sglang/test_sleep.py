@@ -62,7 +62,9 @@ class Site:
         self.loader = loader_of(ServerApi(server.url), weights)
         self.waits = Waits()
         self.salt = str(next(SALTS))
-        self.pool = ServerPool("train", self._connect, self.waits, BusyTimer(Intervals()), patience=DEADLINE)
+        self.pool = ServerPool(
+            "train", self._connect, self.waits, BusyTimer(Intervals()), turn_patience=DEADLINE
+        )
 
     def _connect(self, entry: EngineEntry, use: EngineUse) -> SGLangClient:
         return SGLangClient(ServerApi(entry.url), self._config, VOCABULARY, use, self.salt)
@@ -78,11 +80,11 @@ class Site:
 
     def tell(self, *others: EngineEntry, asleep: bool = False) -> None:
         own = EngineEntry(self._url, self._url, "1", PolicyVersion(0, self._held), not asleep, asleep=asleep)
-        self.pool.table([own, *others])
+        self.pool.update_table([own, *others])
 
     @property
     def use(self) -> EngineUse:
-        return self.pool.uses[self._url]
+        return self.pool.usage_by_name[self._url]
 
     async def start(self, count: int, longest: int = -1) -> list[tuple[Request, asyncio.Task[Generation]]]:
         """Turns of which each is being sampled."""

@@ -15,7 +15,7 @@ from asyncrl import shrunk, user_cache
 from asyncrl.engines.torch.check import decodes
 from asyncrl.engines.torch.engine import build
 from asyncrl.errors import ConfigError
-from asyncrl.shrunk import narrowed, remembered, unknown
+from asyncrl.shrunk import narrowed_config, remembered, unknown
 from asyncrl.trainer.model import findings
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_packed_rows_trees_and_slots_of_an_architecture(kind: str) -> None:
     assert found is not None and not found["padded"]
     assert agrees(found["packed"], packed) and agrees(found["tree"], packed)
     assert bool(found["cut"]) == (kind == "opt")  # its forward goes around its backbone
-    assert agrees(decodes(shrunk.shrunk(narrowed(config))), served)
+    assert agrees(decodes(shrunk.shrunken_model(narrowed_config(config))), served)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_packed_rows_trees_and_slots_of_an_architecture(kind: str) -> None:
 )
 def test_a_copy_has_each_kind_of_layer_and_a_short_reach(kind: str, keys: Any, kinds: set[str]) -> None:
     config = default(kind, **keys)
-    model = shrunk.shrunk(narrowed(config))
+    model = shrunk.shrunken_model(narrowed_config(config))
     assert set(model.config.layer_types) == kinds and model.config.num_hidden_layers <= 6
-    assert getattr(model.config, "sliding_window", None) in (None, shrunk.REACH)
-    assert type(model) is type(AutoModelForCausalLM.from_config(narrowed(config)))
+    assert getattr(model.config, "sliding_window", None) in (None, shrunk.WINDOW_TOKENS)
+    assert type(model) is type(AutoModelForCausalLM.from_config(narrowed_config(config)))
     assert sum(p.numel() for p in model.parameters()) < 1e6
     assert config.num_hidden_layers > 6  # it is as it was
 

@@ -208,7 +208,7 @@ async def run(load: Load) -> Figures:
         for record, _ in records.unpacked(frames):
             if isinstance(record, Failed):
                 figures.failed.append(record.detail)
-            outbox.ack(record.seq)
+            outbox.acknowledge(record.seq)
 
     outbox._send = send
     config = RolloutConfig(
@@ -235,7 +235,7 @@ async def run(load: Load) -> Figures:
         for number in range(ROUNDS):
             await runner.run(assign(f"{name}-{number}"), (), engine)
 
-    service = asyncio.create_task(outbox.run())
+    service = asyncio.create_task(outbox.run_sender())
     gc.collect()
     gc.freeze()  # as a worker should: a scan of torch and all modules takes half a second
     wall = time.perf_counter()

@@ -114,14 +114,14 @@ class Worker:
         episode_reward = EpisodeReward([in_loop(lambda **_: 1.0)], 60.0)
         self._context = EpisodeContext(rules, episode_reward, self._outbox, Waits(), lambda: 0)
         self.gateway = Gateway()
-        self._service = asyncio.create_task(self._outbox.run())
+        self._service = asyncio.create_task(self._outbox.run_sender())
         self._episodes = 0
 
     async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
         for record, _ in records.unpacked(frames):
             if isinstance(record, Failed):
                 raise RuntimeError(record.detail)
-            self._outbox.ack(record.seq)
+            self._outbox.acknowledge(record.seq)
 
     async def episode(self, agent: Agent, dialect: str = "chat") -> Engine:
         """Play an episode of the agent; return its engine."""

@@ -51,7 +51,7 @@ from asyncrl.wire.messages.worker import (
     Replied,
     WorkerHello,
 )
-from asyncrl.wire.sockets import Codec, encode, identity, introduce
+from asyncrl.wire.sockets import Codec, encode_message, identity, set_identity
 
 if TYPE_CHECKING:
     from load import Bench
@@ -71,7 +71,7 @@ class Peer:
 
     def _open(self, name: bytes, endpoint: str, union: Any) -> zmq.Socket:
         socket: zmq.Socket = self.bench.context.socket(zmq.DEALER)
-        introduce(socket, name, self.bench.endpoints.keys)
+        set_identity(socket, name, self.bench.endpoints.keys)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(endpoint)
@@ -106,7 +106,7 @@ class Worker(Peer):
         self.send(self.control, beat)
 
     def send(self, socket: zmq.Socket, message: WireMessage, *frames: bytes) -> None:
-        socket.send_multipart(encode(message, frames), flags=zmq.DONTWAIT)
+        socket.send_multipart(encode_message(message, frames), flags=zmq.DONTWAIT)
 
     def receive(self, message: Any, frames: list[bytes]) -> None:
         match message:
@@ -167,13 +167,13 @@ class Keeper(Peer):
     def beat(self) -> None:
         hello = KeeperHello(self.index, self.incarnation, f"http://server-{self.index}:30000", os.getpid())
         beat = KeeperBeat(healthy=True, starting=False)
-        self.control.send_multipart(encode(beat if self.welcomed else hello, []))
+        self.control.send_multipart(encode_message(beat if self.welcomed else hello, []))
 
     def receive(self, message: Any, frames: list[bytes]) -> None:
         if isinstance(message, Welcome):
             self.welcomed = True
         elif isinstance(message, LoadWeights):
-            self.control.send_multipart(encode(Loaded(message.ref, message.lane, "same", 0.0), []))
+            self.control.send_multipart(encode_message(Loaded(message.ref, message.lane, "same", 0.0), []))
 
 
 class Trainer(Peer):
@@ -190,10 +190,10 @@ class Trainer(Peer):
         self._tell(beat if self.welcomed else hello)
 
     def _tell(self, message: WireMessage) -> None:
-        self.control.send_multipart(encode(message, []))
+        self.control.send_multipart(encode_message(message, []))
 
     def _ask(self, message: WireMessage) -> None:
-        self.bulk.send_multipart(encode(message, []))
+        self.bulk.send_multipart(encode_message(message, []))
 
     def _publish(self) -> None:
         ref = WeightsRef((self.epoch, self.step), "weights")  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ class Observer(Peer):
 
     def beat(self) -> None:
         if not self.welcomed:
-            self.control.send_multipart(encode(ObserverHello(), []))
+            self.control.send_multipart(encode_message(ObserverHello(), []))
 
     def receive(self, message: Any, frames: list[bytes]) -> None:
         self.welcomed = True

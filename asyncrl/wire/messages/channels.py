@@ -1,6 +1,6 @@
-"""Lists the messages of each channel: one tagged union a direction and role, with one typed decoder each.
+"""Lists the messages of each channel: a tagged union for each direction and role, with a typed decoder each.
 
-A message is a header (one of these structs, msgpack) and zero or more opaque frames.
+A message is a header (a struct of this package, msgpack) and zero or more opaque frames.
 """
 
 from asyncrl.wire.messages import engine, shared, trainer, worker
@@ -22,7 +22,7 @@ Record = worker.Record  # inside of Records
 FromTrainerBulk = trainer.PlanRequest | trainer.PayloadRequest
 AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | shared.Enrol
 AnyBulk = worker.Records | FromTrainerBulk | shared.WrittenBytes
-# By the role of the sender: the coordinator takes nothing else from it.
+# By the role of the sender, from which the coordinator accepts no further messages.
 ToCoordinatorControl = {
     "rollout": FromWorker,
     "engine": FromKeeper,

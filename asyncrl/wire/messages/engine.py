@@ -1,8 +1,8 @@
-"""Messages of servers' keepers, and of versions of the weights on their way to machines that do not see the
-trainer's files.
+"""Messages of servers' keepers, and of weight versions on the way to machines that do not see the trainer's
+files.
 
-A machine opens a version at the coordinator, is told from whom to read it, and reads its bytes there: those
-of the one file beside the manifest.
+A machine opens a version at the coordinator, learns where to read the version, and reads the bytes there: the
+bytes of the file beside the manifest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Short = Annotated[str, Meta(max_length=300)]
 
 
 class OpenVersion(WireMessage, frozen=True):
-    """Asks who has this version. `address`, `key`: where others may read it from the asker, as far as it has
-    got, and the public key of that server. `anew`: the source that the asker was told before does not
-    deliver."""
+    """Asks for a source of this version. `address`, `key`: where peers may read the version from the asker,
+    as far as the asker has got, and the public key of that server. `anew`: the source that the asker was told
+    before does not deliver."""
 
     version: PolicyVersion
     address: Short
@@ -29,7 +29,8 @@ class OpenVersion(WireMessage, frozen=True):
 
 
 class OpenedVersion(WireMessage, frozen=True):
-    """Answer to OpenVersion: its manifest, how many bytes there are beside it, and where to read them."""
+    """Answer to OpenVersion: the manifest, the number of bytes beside the manifest, and where to read the
+    bytes."""
 
     version: PolicyVersion
     manifest: bytes
@@ -47,14 +48,14 @@ class ReadBytes(WireMessage, frozen=True):
 
 
 class VersionBytes(WireMessage, frozen=True):
-    """Answer to ReadBytes. One frame: the bytes; none: they are not here so far, and will be sent when they
-    are."""
+    """Answer to ReadBytes. A frame holds the bytes; no frame: the bytes have not arrived so far, and will be
+    sent later."""
 
     offset: Count
 
 
 class VersionGone(WireMessage, frozen=True):
-    """The version is not here (any more). `newer`: a newer one is."""
+    """The version is not here (any more). `newer`: a newer version is."""
 
     version: PolicyVersion
     newer: bool
@@ -64,8 +65,8 @@ class VersionGone(WireMessage, frozen=True):
 
 
 class KeeperHello(WireMessage, frozen=True):
-    """First message of a keeper, repeated until welcomed, after silence and when its server is up.
-    `url` is empty while the server starts; `engine` says what it is ("sglang 0.5.23")."""
+    """First message of a keeper, repeated until welcomed, after silence and when the server is up. `url` is
+    empty while the server starts; `engine` describes the server ("sglang 0.5.23")."""
 
     index: Count
     incarnation: str
@@ -75,8 +76,8 @@ class KeeperHello(WireMessage, frozen=True):
 
 
 class KeeperBeat(WireMessage, frozen=True):
-    """Sign of life of a keeper. `healthy`: its server answers and holds what it confirmed. `kv_use`: share of
-    its KV memory that requests hold, if that was read since the last beat."""
+    """Sign of life of a keeper. `healthy`: the server answers and holds the confirmed version. `kv_use`:
+    fraction of the KV memory that requests hold, if known since the last heartbeat."""
 
     healthy: bool
     starting: bool

@@ -10,12 +10,12 @@ from msgspec import Meta
 from asyncrl.observe.alerts import Alert
 from asyncrl.weights.manifest import Probe, WeightsRef
 
-# What is not within these is not decoded: sums of such numbers stay finite, and the store can hold them.
+# Decoding fails for numbers out of range: sums of accepted numbers stay finite, and fit into the store.
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # a clock that is set back makes seconds negative
+Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # seconds may be negative after a clock was set back
 Share = Annotated[float, Meta(ge=0, le=1)]
-Gap = Annotated[float, Meta(ge=0)]  # infinite where one of both is no number
-PIECE = 1 << 20  # bytes of a file that a message has at most
+Gap = Annotated[float, Meta(ge=0)]  # infinite if a compared value is no number
+PIECE = 1 << 20  # maximum bytes of a file in a message
 FileName = Annotated[
     str, Meta(pattern=r"^(logs|timeline|ratios)/[a-z]+-[0-9-]+\.(log|jsonl)\Z", max_length=100)
 ]
@@ -26,8 +26,8 @@ class WireMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Invite(WireMessage, frozen=True):
-    """The launcher to the coordinator: who has the key `token` (public half) may enrol one key for `role`,
-    once, within so many seconds."""
+    """The launcher to the coordinator: the owner of the key `token` (public half) may enrol a key for `role`,
+    once, within `seconds`."""
 
     token: str
     role: str
@@ -35,15 +35,15 @@ class Invite(WireMessage, frozen=True):
 
 
 class Enrol(WireMessage, frozen=True):
-    """The owner of a token: from now on this key (public half) is of the token's role, and the token of
-    nobody."""
+    """The owner of a token: from now on this key (public half) has the token's role, and the token has no
+    role."""
 
     key: str
 
 
 class Enrolled(WireMessage, frozen=True):
-    """Answer to Enrol: what the process is in the run. `version`: of asyncrl; `config`: the run's, as JSON;
-    `started`: the content of its file of that name."""
+    """Answer to Enrol: the place of the process in the run. `version`: of asyncrl; `config`: the run's, as
+    JSON; `started`: the content of the run's file of that name."""
 
     role: str
     index: Count
@@ -54,7 +54,7 @@ class Enrolled(WireMessage, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, array_like=True):
-    """A try at an episode. Records of a try that is not current are fenced."""
+    """A try at an episode. Records of a superseded try are fenced."""
 
     uid: str
     attempt: Count
@@ -62,8 +62,9 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
 
 class Welcome(WireMessage, frozen=True):
     """Answer to a hello: the coordinator knows the peer. `step` is the number of committed batches,
-    `micro_tokens` what a micro-batch of the trainer's may have, in padded tokens. `recompute_every`: ranks
-    recompute at least every so many-th layer (`trainer.activation_checkpointing=auto`); 0: they choose."""
+    `micro_tokens` the limit of the trainer's micro-batches, in padded tokens. `recompute_every`: ranks
+    recompute at least every so many-th layer (`trainer.activation_checkpointing=auto`); 0: the ranks choose.
+    """
 
     coordinator_epoch: int
     trainer_epoch: int
@@ -73,13 +74,13 @@ class Welcome(WireMessage, frozen=True):
 
 
 class Prefetch(WireMessage, frozen=True):
-    """A version that a server will be told to load, when it is its turn: bring its files to this machine."""
+    """A version that a server will be told to load in turn: bring the files to this machine."""
 
     ref: WeightsRef
 
 
 class LoadWeights(WireMessage, frozen=True):
-    """Load a version into a lane, compare its probe where there is one, and answer Loaded."""
+    """Load a version into a lane, compare the probe if given, and answer Loaded."""
 
     ref: WeightsRef
     lane: str
@@ -87,12 +88,12 @@ class LoadWeights(WireMessage, frozen=True):
 
 
 class Loaded(WireMessage, frozen=True):
-    """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
-    log-probs of the version's probe and the trainer's, over `probe_tokens` tokens; `probe_noise` is that of
-    the probe. `postponed`: the version is not to be had now, and is asked for again. `unproven`: the engine
-    has compared no probe since it was started. `lost`: nobody delivers the version, about which nothing is
-    known. `process_failed`: the engine is broken, or its process lacks memory, descriptors, threads or room;
-    without it an error is one of the version's files."""
+    """An engine swapped in a version, or could not. `probe_gap` is the largest difference between the
+    engine's log-probs of the version's probe and the trainer's, over `probe_tokens` tokens; `probe_noise` is
+    the noise of the probe. `postponed`: the version is not available now, and is asked for again. `unproven`:
+    the engine has compared no probe since the start. `lost`: nobody delivers the version, about which nothing
+    is known. `process_failed`: the engine is broken, or the process lacks memory, descriptors, threads or
+    room; otherwise an error concerns the version's files."""
 
     ref: WeightsRef
     lane: str
@@ -110,13 +111,13 @@ class Loaded(WireMessage, frozen=True):
 
 class Sleep(WireMessage, frozen=True):
     """Give up the KV cache and the weights of all lanes, and answer Slept: the trainer needs the devices.
-    Turns under way wait with their ids. LoadWeights wakes the engine. `number`: of the order."""
+    Unfinished turns wait with their ids. LoadWeights wakes the engine. `number`: of the order."""
 
     number: Count
 
 
 class Slept(WireMessage, frozen=True):
-    """An engine holds neither KV cache nor weights, after so many seconds; or could not give them up."""
+    """An engine holds neither KV cache nor weights, after `seconds`; or could not give up both."""
 
     number: Count
     seconds: Finite
@@ -124,16 +125,16 @@ class Slept(WireMessage, frozen=True):
 
 
 class Stop(WireMessage, frozen=True):
-    """To the coordinator: write a checkpoint and end the run; without `save`, for which there are no trainer
-    ranks any more, end it now. To any other process: end now."""
+    """To the coordinator: write a checkpoint and end the run; without `save`, when there are no trainer ranks
+    any more, end the run now. To any other process: end now."""
 
     reason: str
     save: bool = True
 
 
 class WrittenBytes(WireMessage, frozen=True):
-    """A process of another machine to the coordinator: from `offset` on its file has these bytes, in a frame.
-    Without any it is sent to be heard of. `last`: nothing more will come."""
+    """A process of another machine to the coordinator: the file has these bytes from `offset` on, in a frame.
+    Without bytes the message is a sign of life. `last`: nothing more will come."""
 
     name: FileName
     offset: Count
@@ -141,7 +142,7 @@ class WrittenBytes(WireMessage, frozen=True):
 
 
 class WrittenTaken(WireMessage, frozen=True):
-    """Answer to WrittenBytes: so many bytes of the file are in that of the run directory."""
+    """Answer to WrittenBytes: the file in the run directory has `size` bytes."""
 
     name: FileName
     size: Count
@@ -161,14 +162,14 @@ class Status(WireMessage, frozen=True):
     step: int
     total_steps: int
     gauges: dict[str, float]
-    waits: tuple[str, ...]  # who waits for what
+    waits: tuple[str, ...]  # each wait names the waiting process and the awaited thing
     failed: str = ""  # failed attempts and the newest cause, to be shown
     alerts: tuple[Alert, ...] = ()
 
 
 class StepReport(WireMessage, frozen=True):
-    """The metrics row of one committed step, or of a validation. `values`: of single episodes that landed
-    since the step before, by metric, for histograms."""
+    """The metrics row of a committed step, or of a validation. `values`: of single episodes that landed since
+    the previous step, by metric, for histograms."""
 
     step: int
     metrics: dict[str, float]
@@ -176,7 +177,7 @@ class StepReport(WireMessage, frozen=True):
 
 
 class Replace(WireMessage, frozen=True):
-    """The processes of a role hang, or that of one `incarnation`: end them, and start others."""
+    """The processes of a role hang, or the process of an `incarnation`: end and replace them."""
 
     role: str
     reason: str

@@ -14,10 +14,10 @@ from asyncrl.wire.messages.shared import Count, Finite, Welcome, WireMessage
 
 
 class TrainerHello(WireMessage, frozen=True):
-    """A rank reports in with the step of its checkpoint. Ranks of one start share the incarnation.
-    `vocabulary`: token ids of the model are below it."""
+    """A rank reports in with the step of the checkpoint. Ranks of a start share the incarnation.
+    `vocabulary`: token ids of the model are below this number."""
 
-    index: Count  # its rank
+    index: Count  # the rank
     ranks: Count
     incarnation: str
     step: Count
@@ -39,7 +39,7 @@ class TrainerBeat(WireMessage, frozen=True):
 
 
 class AskDevices(WireMessage, frozen=True):
-    """A rank that has loaded nothing yet asks whether it may: engines on its devices sleep first."""
+    """A rank that has loaded nothing yet asks for the devices: engines on these devices sleep first."""
 
     index: Count
     incarnation: str
@@ -50,8 +50,8 @@ class GrantDevices(WireMessage, frozen=True):
 
 
 class Commit(WireMessage, frozen=True):
-    """Rank 0 took the optimizer step of batch `step` (1-based: the step it completes). `trained`: uids of all
-    ranks, those of the plan whose payloads a rank was given."""
+    """Rank 0 took the optimizer step of batch `step` (1-based: the completed step). `trained`: uids of all
+    ranks, of the plan's trajectories whose payloads reached a rank."""
 
     trainer_epoch: Count
     step: Count
@@ -73,20 +73,20 @@ class Published(WireMessage, frozen=True):
     """Rank 0 wrote a version that engines may load."""
 
     ref: WeightsRef
-    snapshot_s: Finite  # what the trainer waited
-    write_s: Finite  # in the background; of a broadcast only the offer, keepers report each load
+    snapshot_s: Finite  # wait of the trainer
+    write_s: Finite  # background time; a broadcast counts only the offer, as keepers report each load
 
 
 class Probed(WireMessage, frozen=True):
-    """The probe as the trainer scores it with the weights of a version, which may not be written yet."""
+    """The probe, scored by the trainer with the weights of a version, which may not be written yet."""
 
     version: PolicyVersion
     probe: Probe
 
 
 class Checkpointed(WireMessage, frozen=True):
-    """A verified checkpoint of `step` is in place; it counts `trained_total` trajectories. `resting` as in
-    PlanRequest."""
+    """A verified checkpoint of `step` is complete; `trained_total` counts the trained trajectories. `resting`
+    as in PlanRequest."""
 
     trainer_epoch: Count
     step: Count
@@ -95,13 +95,13 @@ class Checkpointed(WireMessage, frozen=True):
 
 
 class GaveUp(WireMessage, frozen=True):
-    """A rank gave up batch `step` (1-based), and ends when Stop answers; the other ranks end with it.
+    """A rank gave up batch `step` (1-based), and ends when Stop answers; all ranks end together.
 
-    memory: its micro-batch of `tokens` tokens, padding included, of `episodes` episodes took too much. It had
-    recomputed every `recomputed_every`-th layer (0: none); the next ranks may recompute every
-    `recompute_every`-th one before micro-batches are cut (0: more is not possible). Stop comes once the new
+    memory: a micro-batch of `tokens` tokens, padding included, of `episodes` episodes took too much memory.
+    The rank had recomputed every `recomputed_every`-th layer (0: none); the next ranks may recompute every
+    `recompute_every`-th layer before micro-batches are cut (0: more is not possible). Stop comes once the new
     limits are stored. spike: the gradient norm is too large, on all ranks. Stop comes once it is durable that
-    the batch is left out. `detail` explains it.
+    the batch is left out. `detail` explains the reason.
     """
 
     trainer_epoch: Count
@@ -117,7 +117,7 @@ class GaveUp(WireMessage, frozen=True):
 
 class PlanRequest(WireMessage, frozen=True):
     """Rank 0 asks for part `micro` of batch `step` (0-based: the step being trained), for all ranks.
-    `resting`: all of them hold nothing on their devices."""
+    `resting`: no rank holds anything on a device."""
 
     trainer_epoch: Count
     step: Count
@@ -126,12 +126,12 @@ class PlanRequest(WireMessage, frozen=True):
 
 
 class PlannedTrajectory(msgspec.Struct, frozen=True):
-    """One trajectory of a plan, which has so many `frames`, one a turn.
+    """A trajectory of a plan, with `frames` frames, one a turn.
 
-    `siblings` are the results that the baseline is made of. `place` is the index of `own` among them; -1: it
-    is a late member of a partial group, and not among them. `issued`: members that the group was issued with,
-    landed or not. `greedy`: reward of the group's greedy episode, where the advantage wants one. By their
-    sizes the ranks deal the trajectories: `tokens` of all `rows`, of the widest one, of the prompt.
+    `siblings` are the results of the baseline. `place` is the index of `own` among the siblings; -1: a late
+    member of a partial group, absent from the siblings. `issued`: members that the group was issued with,
+    landed or not. `greedy`: reward of the group's greedy episode, if the advantage needs that. Sizes for the
+    partition among ranks: `tokens` of all `rows`, `width` of the widest row, `prompt` tokens.
     """
 
     uid: str
@@ -150,7 +150,7 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, episode: EpisodeRecord, baseline: Baseline, temperature: float) -> PlannedTrajectory:
-        """The trajectory's name in the buffer."""
+        """Return the plan's entry for an episode."""
         siblings, place = baseline.siblings(episode)
         return cls(
             uid=episode.uid,
@@ -170,24 +170,23 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
 
     @property
     def group_tokens(self) -> int:
-        """Model tokens of the group's usable members."""
+        """Return the model tokens of the group's usable members."""
         return sum(result.tokens for result in self.siblings)
 
 
 class WorkPlan(WireMessage, frozen=True):
-    """Names the next task of all ranks, which deal the trajectories among themselves.
+    """Names the next task of all ranks, which partition the trajectories among themselves.
 
-    work: train the trajectories. probe: score the probe, for an engine that was just started, then ask again.
-    step: the batch is complete, take the optimizer step. end: no more batches, write a checkpoint. stop:
-    write a checkpoint now, mid-batch. rest: move everything to main memory, as engines need the devices, then
-    ask again.
+    work: train the trajectories. probe: score the probe, for a new engine, then ask again. step: the batch is
+    complete, take the optimizer step. end: no more batches, write a checkpoint. stop: write a checkpoint now,
+    mid-batch. rest: move everything to main memory, as engines need the devices, then ask again.
     """
 
     step: int
     micro: int
     kind: Literal["work", "probe", "step", "end", "stop", "rest"]
     trajectories: tuple[PlannedTrajectory, ...] = ()
-    plan_hash: str = ""  # with kind "step"
+    plan_hash: str = ""  # only for the kind "step"
 
 
 class PayloadRequest(WireMessage, frozen=True):
@@ -199,15 +198,15 @@ class PayloadRequest(WireMessage, frozen=True):
 
 
 class Payloads(WireMessage, frozen=True):
-    """The turns of the `uids` asked for, a frame each, but of those `lost`, which cannot be read."""
+    """The turns of the requested `uids`, a frame each, without the `lost` uids, which cannot be read."""
 
     step: int
     uids: tuple[str, ...]
     lost: tuple[str, ...] = ()
 
 
-# What answers a request, and the fields in which both must agree. Stop answers all others.
-ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
+# The answer to each request, and the fields that must agree. Stop answers all further requests.
+ANSWER_TYPES: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     AskDevices: (GrantDevices, ()),
     TrainerHello: (Welcome, ()),
     PlanRequest: (WorkPlan, ("step", "micro")),
@@ -217,8 +216,10 @@ ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
 
 
 def is_answer(message: WireMessage, request: WireMessage) -> bool:
-    """True if the message answers this request, and not an earlier one of its kind."""
-    if type(request) not in ANSWERS:
+    """Return True if the message answers this request, and not an earlier request of the same kind."""
+    if type(request) not in ANSWER_TYPES:
         return False
-    kind, same = ANSWERS[type(request)]
-    return isinstance(message, kind) and all(getattr(message, f) == getattr(request, f) for f in same)
+    answer_type, shared_fields = ANSWER_TYPES[type(request)]
+    return isinstance(message, answer_type) and all(
+        getattr(message, field_name) == getattr(request, field_name) for field_name in shared_fields
+    )

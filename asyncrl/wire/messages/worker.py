@@ -1,7 +1,7 @@
 """Rollout worker and coordinator: the control channel, and the bulk channel with the records of episodes.
 
-Records are numbered and acknowledged. Their frames hold a `Turn`, a `TurnPart` or a `TurnReply`: the
-coordinator checks that they can be trained and stores them as they came; the trainer decodes them.
+Records are numbered and acknowledged. A frame of a record is a `Turn`, a `TurnPart` or a `TurnReply`: the
+coordinator checks that frames can be trained and stores frames unchanged; the trainer decodes frames.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Annotated
 import msgspec
 
 from asyncrl.types import NO_VERSION, EpisodeResult, EpisodeStats, FailReason, PolicyVersion, Sample
-from asyncrl.values import LISTED
+from asyncrl.values import MAX_LISTED_LENGTH
 from asyncrl.wire.messages.shared import Attempt, Count, Finite, WireMessage
 
 
 class WorkerHello(WireMessage, frozen=True):
-    """First message of a worker process, repeated until welcomed, and after silence. `acked` is its highest
-    acknowledged bulk record: the next one to be sent follows it. `version`: what its own engine has."""
+    """First message of a worker process, repeated until welcomed, and after silence. `acked` is the highest
+    acknowledged bulk record: the next record to be sent follows. `version`: the version of the embedded
+    engine."""
 
     index: Count
     incarnation: str
@@ -30,10 +31,10 @@ class WorkerHello(WireMessage, frozen=True):
 
 
 class EngineUse(msgspec.Struct, array_like=True, gc=False):
-    """The work of one server for a worker, as totals. Of the `prompt_tokens`, `cached_tokens` were not
-    computed; `tokens` were sampled. `busy`: requests refused for want of room. `lost`: requests that it did
-    not finish. `moved`: turns that it took over from another. `retracted`: how often it took back a request's
-    KV memory, for want of it."""
+    """The work of a server for a worker, as totals. Of the `prompt_tokens`, `cached_tokens` were not
+    computed; `tokens` were sampled. `busy`: requests refused for want of room. `lost`: unfinished requests.
+    `moved`: turns taken over from another server. `retracted`: how often the server took back a request's KV
+    memory, for want of memory."""
 
     name: str
     requests: Count = 0
@@ -47,12 +48,12 @@ class EngineUse(msgspec.Struct, array_like=True, gc=False):
 
 
 class Heartbeat(WireMessage, frozen=True):
-    """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and
-    absent from `held` is lost. Seconds and counts are totals since the incarnation began; `tokens` are those
-    sampled, of turns under way too. `in_time`: something that it waits for has a deadline of its own (a tool,
-    a reward), which is not over. `engines`: in the order in which the worker met them. `acked` as in
-    WorkerHello: a hello that was long under way names fewer. `leaving`: the worker was told to end, and has
-    given up what it held."""
+    """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and absent
+    from `held` is lost. Seconds and counts are totals since the incarnation began; `tokens` are sampled
+    tokens, including unfinished turns. `in_time`: a current wait has a separate deadline (a tool, a reward),
+    which has not passed. `engines`: in the order in which the worker met the servers. `acked` as in
+    WorkerHello: a delayed hello names a lower number. `leaving`: the worker was told to end, and has given up
+    all attempts."""
 
     assigned: Count
     held: tuple[Attempt, ...]
@@ -67,14 +68,14 @@ class Heartbeat(WireMessage, frozen=True):
 
 
 class Leave(WireMessage, frozen=True):
-    """The worker, or the keeper of a server, is about to end, and gave up what it held: others go on with
-    that, and it gets no more."""
+    """The worker, or the keeper of a server, is about to end, and has given up all work: peers continue that
+    work, and the sender gets no more."""
 
 
 class Assign(WireMessage, frozen=True):
     """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from; the last
-    `parts` of them are of turns that it did not end. None of its turns may start on weights older than
-    version `oldest`. `seconds`: that these turns took. `transcript`: its text is wanted at the end."""
+    `parts` frames belong to unfinished turns. No turn may start on weights older than version `oldest`.
+    `seconds`: duration of the earlier turns. `transcript`: the text of the episode is wanted at the end."""
 
     seq: int
     attempt: Attempt
@@ -89,16 +90,16 @@ class Assign(WireMessage, frozen=True):
 
 
 class Cancel(WireMessage, frozen=True):
-    """Stop an episode and send no more records of it."""
+    """Stop an episode and send no more records of this episode."""
 
     attempt: Attempt
 
 
 class EngineEntry(msgspec.Struct, frozen=True):
-    """A server that workers may use. `version` is what its keeper has confirmed last; only `healthy`
-    ones take requests. `lane` "eval": set aside for validation, its weights do not change; another one: the
-    name of the scorer that it serves. `asleep`: until it wakes, requests under way stay there, others wait.
-    Without a URL it is not started yet."""
+    """A server that workers may use. `version` is the version that the keeper has confirmed last; only
+    `healthy` servers take requests. `lane` "eval": reserved for validation, the weights do not change;
+    otherwise a name: the scorer that the server runs. `asleep`: until the server wakes, unfinished requests
+    stay there, new requests wait. Without a URL the server is not started yet."""
 
     name: str
     url: str
@@ -110,17 +111,19 @@ class EngineEntry(msgspec.Struct, frozen=True):
 
 
 class Engines(WireMessage, frozen=True):
-    """The servers that are new or have changed since the last one, and the names of those that are `gone`;
-    or, `whole`, all that there are."""
+    """The servers that are new or have changed since the last message, and the names of removed servers
+    (`gone`); or, with `whole`, all servers."""
 
     entries: tuple[EngineEntry, ...]
     gone: tuple[str, ...] = ()
     whole: bool = False
 
     def update(self, table: Mapping[str, EngineEntry]) -> dict[str, EngineEntry]:
-        """The table by name, from the one before."""
-        kept = {} if self.whole else {name: entry for name, entry in table.items() if name not in self.gone}
-        return kept | {entry.name: entry for entry in self.entries}
+        """Return the table by name, from the previous table."""
+        kept_entries = (
+            {} if self.whole else {name: entry for name, entry in table.items() if name not in self.gone}
+        )
+        return kept_entries | {entry.name: entry for entry in self.entries}
 
 
 class Clock(WireMessage, frozen=True):
@@ -133,13 +136,13 @@ class Clock(WireMessage, frozen=True):
 
 
 class Generated(WireMessage, frozen=True):
-    """A model turn, durable before its tools run. Frame: the Turn without replies. It replaces the parts of
-    its `session`."""
+    """A model turn, durable before the tools run. Frame: the Turn without replies, which replaces the parts
+    of the `session`."""
 
     seq: Count
     attempt: Attempt
     turn: Count
-    seconds: Finite = 0.0  # that the episode has taken up to here, earlier attempts included
+    seconds: Finite = 0.0  # duration of the episode so far, including earlier attempts
     session: Count = 0
 
 
@@ -160,16 +163,16 @@ class Replied(WireMessage, frozen=True):
 
 
 class Finished(WireMessage, frozen=True):
-    """The episode is over and has a reward. Its tokens are the turns sent before. Frame, where an agent
-    program or the tools returned something: that, as JSON (RewardInput.result)."""
+    """The episode is over and has a reward. The episode's tokens are the turns sent before. Frame, if an
+    agent program or the tools returned something: the returned value, as JSON (RewardInput.result)."""
 
     seq: Count
     attempt: Attempt
     result: EpisodeResult
     stats: EpisodeStats
     text: str = ""  # the transcript, where Assign asks for it
-    notes: dict[str, str] = {}  # what the reward function said beside numbers
-    answer: Annotated[str, msgspec.Meta(max_length=LISTED)] = ""  # in short, for lists
+    notes: dict[str, str] = {}  # further texts of the reward function
+    answer: Annotated[str, msgspec.Meta(max_length=MAX_LISTED_LENGTH)] = ""  # shortened, for lists
 
 
 class Failed(WireMessage, frozen=True):
@@ -182,20 +185,20 @@ class Failed(WireMessage, frozen=True):
 
 
 Record = Generated | Sampled | Replied | Finished | Failed
-MOST_RECORDS = 64  # in one message
+MAX_RECORDS = 64  # records in a message
 
 
 class Records(WireMessage, frozen=True):
-    """Records of one worker, in their order. Frames: those of the first, as many as its count says, then
-    those of the next one."""
+    """Records of a worker, in order. Frames: the frames of the first record, as many as the count says, then
+    the frames of the next record."""
 
-    counted: Annotated[tuple[tuple[Record, Count], ...], msgspec.Meta(max_length=MOST_RECORDS)]
+    counted: Annotated[tuple[tuple[Record, Count], ...], msgspec.Meta(max_length=MAX_RECORDS)]
 
     def unpacked(self, frames: Sequence[bytes]) -> Iterator[tuple[Record, list[bytes]]]:
-        """Each record with its frames, or with what there is of them."""
-        left = iter(frames)
-        for record, count in self.counted:
-            yield record, [*islice(left, count)]
+        """Yield each record with the frames, or with as many frames as are left."""
+        remaining_frames = iter(frames)
+        for record, frame_count in self.counted:
+            yield record, [*islice(remaining_frames, frame_count)]
 
 
 class Ack(WireMessage, frozen=True):

@@ -41,7 +41,7 @@ from asyncrl.wire.messages.shared import (
 )
 from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, Published, TrainerHello
 from asyncrl.wire.messages.worker import Heartbeat, WorkerHello
-from asyncrl.wire.sockets import choose_endpoints, encode, introduce
+from asyncrl.wire.sockets import choose_endpoints, encode_message, set_identity
 from tests.fakes.data import give, rows
 from tests.unit.buffer.machine import count_again, land, land_group, turn_payload
 
@@ -78,14 +78,14 @@ class LoopSetup:
         """To the control socket; waits until it is there."""
         if peer not in self.peers:
             socket = self.peers[peer] = self.context.socket(zmq.DEALER)
-            introduce(socket, peer, self.endpoints.keys)
+            set_identity(socket, peer, self.endpoints.keys)
             socket.connect(self.endpoints.control)
         self.peers[peer].send_multipart(parts)
         assert self.coordinator.control.socket.poll(10_000), "nothing came"
 
     def say(self, peer: bytes, *messages: WireMessage) -> None:
         for message in messages:
-            self.send(peer, *encode(message, []))
+            self.send(peer, *encode_message(message, []))
             self.turn()
 
     def turn(self, later: float = 0.05) -> None:
@@ -131,7 +131,7 @@ def setup(tmp_path: Path) -> Iterator[LoopSetup]:
 def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
     for peer, parts in (
         (b"rollout/8/x", b"GET / HTTP/1.1"),
-        (b"observer/\xff\xfe", encode(ObserverHello(), [])[0]),
+        (b"observer/\xff\xfe", encode_message(ObserverHello(), [])[0]),
     ):
         setup.send(peer, parts)
         setup.turn()
@@ -204,7 +204,7 @@ def test_what_takes_long_leaves_the_next_messages_to_the_next_turn(
 ) -> None:
     monkeypatch.setattr("asyncrl.coordinator.loop.DRAIN_SECONDS", -1.0)
     for number in range(3):
-        setup.send(f"observer/{number}/x".encode(), *encode(ObserverHello(), []))
+        setup.send(f"observer/{number}/x".encode(), *encode_message(ObserverHello(), []))
     for turns in range(1, 4):
         assert setup.coordinator.control.socket.poll(10_000)
         setup.turn()
@@ -256,7 +256,7 @@ def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSet
     setup.turn()
     given = {uid: seq for uid, (seq, _) in worker.running.items()}
     assert given
-    setup.send(WORKER, *encode(Heartbeat(0, (), 0, 0, 0), []))  # from before the assignments arrived
+    setup.send(WORKER, *encode_message(Heartbeat(0, (), 0, 0, 0), []))  # from before the assignments arrived
     setup.turn(60.0)
     assert {uid: seq for uid, (seq, _) in worker.running.items()} == given
 

@@ -120,7 +120,7 @@ def test_a_turn_whose_parts_cannot_be_read_begins_anew(
     setup.turn(A, 1, first)
     post(setup, first, part(0), part(4))
     setup.state.persist()
-    read = SegmentReader.read
+    read = SegmentReader.read_record
 
     def damaged(reader: SegmentReader, place: object) -> bytes:
         payload = read(reader, place)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_a_turn_whose_parts_cannot_be_read_begins_anew(
             raise StoreError("damaged")
         return payload
 
-    monkeypatch.setattr(SegmentReader, "read", damaged)
+    monkeypatch.setattr(SegmentReader, "read_record", damaged)
     message, frames = lost(setup, first.uid)
     assert (message.parts, frames) == (0, [turn_payload(), b""])
     post(setup, message.attempt, part(0, 2), peer=B)

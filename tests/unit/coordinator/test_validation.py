@@ -15,7 +15,7 @@ from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
 from asyncrl.observe.summary import notes
-from asyncrl.store.listing import Listing, page
+from asyncrl.store.listing import Listing, episode_page
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
@@ -146,7 +146,7 @@ def test_what_a_session_has_scored_is_listed_and_can_be_read(tmp_path: Path) -> 
     validation.tick(validation.deadline + 1, exclusive=True)
     setup.state.persist()
     held_out = Listing.of('[["kind","=","held out"]]', "-mode", "", "")
-    failed, scored = page(store.read, held_out)
+    failed, scored = episode_page(store.read, held_out)
     assert (scored["kind"], scored["mode"], scored["step"], scored["score"]) == ("held out", GREEDY, 1, 0.5)
     assert (scored["answer"], scored["truth"], scored["state"]) == ("so be it", "1", "landed")
     assert (failed["state"], failed["reason"], failed["score"]) == ("failed", FailReason.AGENT_ERROR, None)
@@ -157,7 +157,7 @@ def test_what_a_session_has_scored_is_listed_and_can_be_read(tmp_path: Path) -> 
     again = session(setup)
     again.begin(step=1, final=False, now=0.0)
     setup.state.persist()
-    assert page(store.read, held_out) == [] and store.read.rows("SELECT * FROM frames") == []
+    assert episode_page(store.read, held_out) == [] and store.read.rows("SELECT * FROM frames") == []
     assert store.read.rows("SELECT * FROM answers") == [] and setup.state.held_out.audit()
 
 

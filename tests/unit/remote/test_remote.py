@@ -31,7 +31,7 @@ def completion(text: str | None) -> bytes:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PAUSE", 0.0)
+    monkeypatch.setattr(http, "FIRST_PAUSE", 0.0)
 
 
 @asynccontextmanager
@@ -59,15 +59,15 @@ async def test_what_is_sent_and_what_comes_back(monkeypatch: pytest.MonkeyPatch)
     async with server() as script:
         script.says(PATH, 200, completion("fine"))
         model = RemoteModel(f"{script.url}/v1/", "judge", "JUDGE_KEY", temperature=0.5, max_tokens=7)
-        said = [
+        replies = [
             Message("system", "s"),
             Message("assistant", "", (ToolCall("add", '{"a": 1}', "c1"),), reasoning="private"),
             Message("tool", "2", tool_call_id="c1", name="add"),
         ]
-        assert await model.chat(said) == "fine"
-        ((path, asked, key),) = script.asked
+        assert await model.chat(replies) == "fine"
+        ((path, request_body, key),) = script.asked
         assert (path, key) == (PATH, "Bearer secret")
-        assert asked == {
+        assert request_body == {
             "model": "judge",
             "messages": [
                 {"role": "system", "content": "s"},
@@ -90,17 +90,17 @@ async def test_what_is_sent_and_what_comes_back(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "reply"),
     [
         ([(200, completion("ok"))], "ok"),
         ([(200, completion(None))], ""),
         ([(503, b""), (429, b""), (200, completion("ok"))], "ok"),
     ],
 )
-async def test_what_passes_is_tried_again(answers: list[tuple[int, bytes]], said: str) -> None:
+async def test_what_passes_is_tried_again(answers: list[tuple[int, bytes]], reply: str) -> None:
     async with server() as script:
         script.answers[PATH] = in_turn(*answers)
-        assert await RemoteModel(f"{script.url}/v1", "judge").chat(QUESTION) == said
+        assert await RemoteModel(f"{script.url}/v1", "judge").chat(QUESTION) == reply
         assert len(script.asked) == len(answers)
 
 
@@ -184,19 +184,19 @@ def unused_port() -> int:
 
 async def test_no_request_waits_for_another() -> None:
     """All of them are under way at once: an answer waits for the last of them."""
-    many = 120
+    request_count = 120
     async with server() as script:
-        there = asyncio.Event()
+        all_arrived = asyncio.Event()
 
         async def answer(request: web.Request) -> web.Response:
-            if len(script.asked) == many:
-                there.set()
-            await there.wait()
+            if len(script.asked) == request_count:
+                all_arrived.set()
+            await all_arrived.wait()
             return web.Response(body=b"{}")
 
         script.answers[PATH] = answer
         url = script.url + PATH
-        await asyncio.gather(*(http.post(url, {}, seconds=10.0, retries=0) for _ in range(many)))
+        await asyncio.gather(*(http.post(url, {}, seconds=10.0, retries=0) for _ in range(request_count)))
 
 
 def test_bad_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,18 +322,18 @@ def test_a_proxy_that_cannot_be_used_is_refused_before_the_start(monkeypatch: py
 
 @pytest.mark.usefixtures("no_proxies")
 async def test_a_reward_that_is_late_says_what_kept_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def judge(given: RewardInput) -> float:
+    async def judge(reward_input: RewardInput) -> float:
         await RemoteModel("http://judge.example/v1", "judge", "").chat(QUESTION)
         return 1.0
 
     async with proxy(silent=True) as (address, _):
         monkeypatch.setenv("http_proxy", address.replace("//", "//user:secret@"))
         reward = EpisodeReward([in_loop(judge)], timeout=0.2)
-        with pytest.raises(RewardError) as late:
+        with pytest.raises(RewardError) as late_error:
             await reward.score(RewardInput(sample(), "42"))
     path = "http://judge.example/v1/chat/completions"
     assert (
-        str(late.value)
+        str(late_error.value)
         == f"no reward within 0.2 s (it waits for {path} through the proxy {address}: no answer)"
     )
 

@@ -47,8 +47,8 @@ def reason_of(bench: AgentBench) -> tuple[FailReason, str]:
 def test_requests_become_turns_and_the_end_of_the_agent_ends_the_episode() -> None:
     seen: list[RewardInput] = []
 
-    def reward(given: RewardInput) -> float:
-        seen.append(given)
+    def reward(reward_input: RewardInput) -> float:
+        seen.append(reward_input)
         return 1.5
 
     bench = AgentBench(two_turns, reward=reward)
@@ -63,9 +63,9 @@ def test_requests_become_turns_and_the_end_of_the_agent_ends_the_episode() -> No
     assert end.result.turn_rewards == (0.0, 1.5)
     assert bench.rows == ["q42sure?42"]
     assert bench.turns[0].spans[0].version == 0
-    (given,) = seen
-    assert (given.result, given.answer, given.turns) == (0.5, "42", 2)
-    assert given.messages[-2:] == (Message("user", "sure?"), Message("assistant", "42"))
+    (seen_input,) = seen
+    assert (seen_input.result, seen_input.answer, seen_input.turns) == (0.5, "42", 2)
+    assert seen_input.messages[-2:] == (Message("user", "sure?"), Message("assistant", "42"))
 
 
 def test_the_agent_hears_a_turn_when_it_is_durable() -> None:
@@ -84,7 +84,7 @@ def test_the_agent_hears_a_turn_when_it_is_durable() -> None:
         assert not playing.done()
         assert not heard
         bench.auto_ack = True
-        bench.outbox.ack(1)
+        bench.outbox.acknowledge(1)
         await playing
 
     asyncio.run(main())
@@ -138,8 +138,8 @@ def said(prompt: str) -> str:
 def side_bench(agent: Any = titled, **options: Any) -> tuple[AgentBench, list[RewardInput]]:
     seen: list[RewardInput] = []
 
-    def reward(given: RewardInput) -> float:
-        seen.append(given)
+    def reward(reward_input: RewardInput) -> float:
+        seen.append(reward_input)
         return 1.0
 
     untrained = load_untrained(["small*"])
@@ -153,9 +153,9 @@ def test_a_side_request_is_answered_and_recorded_and_has_no_part_in_the_result()
     assert [turn.untrained for turn in bench.turns] == [True, False, False, True]
     assert (end.stats.turns, end.stats.untrained_turns, end.stats.rows) == (2, 2, 1)
     assert (end.result.end, end.result.turn_rewards, end.result.tokens) == (EpisodeEnd.DONE, (0.0, 1.0), 6)
-    (given,) = seen
-    assert (given.answer, given.turns) == ("42", 2)
-    assert given.messages[-1] == Message("assistant", "42")
+    (reward_input,) = seen
+    assert (reward_input.answer, reward_input.turns) == ("42", 2)
+    assert reward_input.messages[-1] == Message("assistant", "42")
     (only,) = rows_of(trained(bench.turns))
     assert read(only) == "q42sure?42"
 
@@ -212,9 +212,9 @@ def upkeep(request: AgentRequest) -> bool:
 
 def test_side_requests_are_told_by_names_globs_and_functions() -> None:
     tell = load_untrained(["small", "mini-*", f"{__name__}:upkeep"])
-    asked = (Message("user", "q"),)
+    messages = (Message("user", "q"),)
     for agent, side in (("small", True), ("mini-2", True), ("policy", False), ("smaller", False)):
-        assert tell(AgentRequest(asked, agent=agent)) is side
+        assert tell(AgentRequest(messages, agent=agent)) is side
     assert tell(AgentRequest((Message("user", "a title?"),), agent="policy"))
     with pytest.raises(ConfigError, match=r"rollout\.untrained_agents .*no 'absent'"):
         load_untrained([f"{__name__}:absent"])
@@ -309,8 +309,8 @@ async def duel(sample: Sample, endpoint: Endpoint) -> dict[str, float]:
     return {"white": 1.0, "black": -1.0}
 
 
-def of_program(given: RewardInput) -> Any:
-    return given.result
+def of_program(reward_input: RewardInput) -> Any:
+    return reward_input.result
 
 
 def test_each_agent_earns_its_own_reward_on_its_last_turn() -> None:
@@ -455,13 +455,13 @@ def test_an_agent_that_hangs_before_its_first_turn_fails() -> None:
 
 
 async def test_an_episode_takes_one_thread_for_its_prompts_even_if_clients_leave() -> None:
-    begun = [0]
+    renderings = [0]
     gates = [threading.Event() for _ in range(3)]
 
     class Slow:
         def rendering(self, request: AgentRequest) -> Any:
-            begun[0] += 1
-            return partial(gates[begun[0] - 1].wait, 30)
+            renderings[0] += 1
+            return partial(gates[renderings[0] - 1].wait, 30)
 
         def count(self, request: AgentRequest) -> int:
             return 1
@@ -471,13 +471,13 @@ async def test_an_episode_takes_one_thread_for_its_prompts_even_if_clients_leave
     slow = AgentRequest((Message("user", "q"),))
     asking = [asyncio.create_task(host.count(slow)) for _ in range(3)]
     await settle()
-    assert begun == [1]
+    assert renderings == [1]
     asking[0].cancel()
     await settle()
-    assert begun == [1]
+    assert renderings == [1]
     for gate in gates:
         gate.set()
-    assert await asyncio.gather(*asking[1:]) == [1, 1] and begun == [3]
+    assert await asyncio.gather(*asking[1:]) == [1, 1] and renderings == [3]
     await asyncio.wait(asking)
     assert asking[0].cancelled()
 
@@ -485,8 +485,8 @@ async def test_an_episode_takes_one_thread_for_its_prompts_even_if_clients_leave
 class Held(ScriptedEngine):
     """Holds the second request until its client has left."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.entered = threading.Event()
         self.left = threading.Event()
 
@@ -525,8 +525,8 @@ def test_a_request_whose_client_left_gives_its_row_back(comes_back: bool) -> Non
 class Lingering(Held):
     """Ends the second request, once its client has left, only when the test says so."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.let_go = threading.Event()
 
     async def generate(self, request: Request) -> Generation:
@@ -623,9 +623,9 @@ class Parted(ScriptedEngine):
         for _ in range(answers):
             assert await asyncio.to_thread(self.left.acquire, timeout=30)
 
-    async def begun(self, endpoint: Endpoint, *said: Any, n: int = 1) -> asyncio.Future[Any]:
+    async def begun(self, endpoint: Endpoint, *texts: Any, n: int = 1) -> asyncio.Future[Any]:
         """A request, half of each of whose answers is durable."""
-        asking = asyncio.ensure_future(ask(endpoint, *said, n=n))
+        asking = asyncio.ensure_future(ask(endpoint, *texts, n=n))
         for _ in range(n):
             assert await asyncio.to_thread(self.parted.acquire, timeout=30)
         return asking
@@ -644,16 +644,16 @@ def test_a_request_that_comes_again_goes_on_with_what_is_durable(continues: bool
     """Its client gave up in the midst of a turn, in a row that it began or went on with."""
 
     async def agent(endpoint: Endpoint, engine: Parted) -> None:
-        said: list[Any] = ["q"]
+        conversation: list[Any] = ["q"]
         if continues:
             engine.hold = 0
-            said += [await message(endpoint, "q"), "sure?"]
+            conversation += [await message(endpoint, "q"), "sure?"]
             engine.hold = 1
-        await engine.leave(await engine.begun(endpoint, *said))
-        assert (await message(endpoint, *said))["content"] == "42"
+        await engine.leave(await engine.begun(endpoint, *conversation))
+        assert (await message(endpoint, *conversation))["content"] == "42"
 
-    rows, asked = parted(agent, hold=1)
-    assert rows == ["q2sure?42" if continues else "q42"] and asked[-1][-1] == "4"
+    rows, requests = parted(agent, hold=1)
+    assert rows == ["q2sure?42" if continues else "q42"] and requests[-1][-1] == "4"
 
 
 def test_both_answers_to_a_request_that_comes_again_go_on() -> None:
@@ -669,13 +669,13 @@ def test_requests_of_several_rows_that_come_again_go_on(meanwhile: bool) -> None
     """As of an agent and its sub-agent. The older one leaves first, and may be back while the other runs."""
 
     async def agent(endpoint: Endpoint, engine: Parted) -> None:
-        first, second = [await engine.begun(endpoint, said) for said in "ab"]
+        first, second = [await engine.begun(endpoint, prompt) for prompt in "ab"]
         await engine.leave(first)
         if meanwhile:
             await message(endpoint, "a")
         await engine.leave(second)
-        for said in "b" if meanwhile else "ab":
-            await message(endpoint, said)
+        for prompt in "b" if meanwhile else "ab":
+            await message(endpoint, prompt)
 
     assert parted(agent, hold=2) == (["a42", "b42"], ["a4", "b4"])
 
@@ -709,7 +709,7 @@ def test_what_is_durable_of_a_turn_is_kept_until_the_turn_is_posted(monkeypatch:
 
     bench = AgentBench(agent)
     bench.engine = engine = Sampled(bench.script)
-    monkeypatch.setattr(type(bench.outbox), "full", property(is_full))
+    monkeypatch.setattr(type(bench.outbox), "is_full", property(is_full))
     bench.finished()
     assert bench.rows == ["q42"] and [read(request.ids) for request in engine.requests] == ["q", "q4"]
 
@@ -742,15 +742,15 @@ class Leaver:
             await settle()
         self._left.set()
         bench.auto_ack = True
-        bench.outbox.ack(self.count)
+        bench.outbox.acknowledge(self.count)
         await playing
 
 
 def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         await leaver.leave(endpoint)
-        said = await message(endpoint, "q")
-        await message(endpoint, "q", said, "sure?")
+        reply = await message(endpoint, "q")
+        await message(endpoint, "q", reply, "sure?")
 
     leaver = Leaver(1)
     bench = AgentBench(agent)
@@ -774,8 +774,8 @@ def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
 def test_a_slow_reward_is_not_charged_to_the_agent() -> None:
     seen: list[tuple[EpisodeEnd, Any]] = []
 
-    async def reward(given: RewardInput) -> float:
-        seen.append((given.end, given.result))
+    async def reward(reward_input: RewardInput) -> float:
+        seen.append((reward_input.end, reward_input.result))
         if len(seen) == 1:
             await asyncio.Event().wait()  # until the time of the episode is up
         return 1.0
@@ -807,8 +807,8 @@ def test_a_limit_is_told_and_ends_the_episode(limits: Any, end: EpisodeEnd, code
             return 0.5
         raise RuntimeError("BadRequestError")
 
-    ended = AgentBench(agent, limits=limits).finished()
-    assert (ended.result.end, ended.stats.turns) == (end, 1)
+    finished = AgentBench(agent, limits=limits).finished()
+    assert (finished.result.end, finished.stats.turns) == (end, 1)
 
 
 def test_a_prompt_that_is_too_long_at_once_says_so() -> None:
@@ -916,17 +916,17 @@ def test_a_text_ends_the_turn_and_its_row_goes_on_if_the_agent_sends_it_back(
 ) -> None:
     """The row keeps the token in which the text ends. An agent that leaves the text out begins a new row:
     its next turn does not follow these tokens."""
-    said: list[str] = []
+    replies: list[str] = []
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         _, body = await ask(endpoint, "q", stop=["</code>", "never"])
         choice = body["choices"][0]
-        said.extend((choice["message"]["content"], choice["finish_reason"]))
+        replies.extend((choice["message"]["content"], choice["finish_reason"]))
         await message(endpoint, "q", {"role": "assistant", "content": returned}, "sure?")
 
     bench = AgentBench(agent, lambda prompt: "42" if "sure" in prompt else "a </code> and on")
     bench.finished()
-    assert said == ["a ", "stop"]
+    assert replies == ["a ", "stop"]
     assert [turn.stop for turn in bench.turns] == [StopReason.TEXT, StopReason.STOP]
     assert [len(turn.ids) for turn in bench.turns] == [len("a </code>"), 3]
     assert bench.rows == rows
@@ -951,7 +951,7 @@ def test_several_answers_become_rows() -> None:
 
 def test_a_stream_tells_the_text_before_the_turn_is_over() -> None:
     heard: list[str] = []
-    told = threading.Event()
+    text_arrived = threading.Event()
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         body = {"messages": [{"role": "user", "content": "q"}], "stream": True}
@@ -961,14 +961,16 @@ def test_a_stream_tells_the_text_before_the_turn_is_over() -> None:
             async for line in answer.content:
                 heard.append(line.decode())
                 if '"content":"4"' in heard[-1]:
-                    told.set()
+                    text_arrived.set()
 
     class Slow(ScriptedEngine):
         async def generate(self, request: Request) -> Generation:
             assert request.watch is not None
             assert not request.watch(encode("4"))
-            await asyncio.to_thread(told.wait, 30)  # the rest is sampled when the agent has read this much
-            assert told.is_set()
+            await asyncio.to_thread(
+                text_arrived.wait, 30
+            )  # the rest is sampled when the agent has read this much
+            assert text_arrived.is_set()
             return await super().generate(request)
 
     bench = AgentBench(agent)
@@ -1004,16 +1006,16 @@ def test_what_changed_is_judged_however_the_agent_ended(
             error.result = {"changes": "YQ=="}
             raise error
 
-    def reward(given: RewardInput) -> float:
-        seen.append(given)
+    def reward(reward_input: RewardInput) -> float:
+        seen.append(reward_input)
         return 1.0
 
     bench = AgentBench(agent, reward=reward, limits=limits)
     bench.taken = 0.0
     bench.sample = replace(bench.sample, extra_info=TASK_INFO)
     assert bench.finished().result.end is end
-    (given,) = seen
-    assert given.result == result or str(result) in given.result["failed"]
+    (seen_input,) = seen
+    assert seen_input.result == result or str(result) in seen_input.result["failed"]
 
 
 def test_a_place_that_cannot_be_made_is_a_failed_setup() -> None:

@@ -31,9 +31,9 @@ def pick(number: Literal[1, 2] = 1) -> str:
 
 def parts_of(model: Path, *tools: str, **keys: Any) -> EpisodeParts:
     rollout = keys.pop("rollout", {})
-    given = {"name": "x", "run_dir": str(model / "runs"), "data": {"train": "t"}}
-    given |= {"rollout": {"tools": list(tools), **rollout}, "model": {"path": str(model), **keys}}
-    return EpisodeParts(parse(given))
+    settings = {"name": "x", "run_dir": str(model / "runs"), "data": {"train": "t"}}
+    settings |= {"rollout": {"tools": list(tools), **rollout}, "model": {"path": str(model), **keys}}
+    return EpisodeParts(parse(settings))
 
 
 def saved(family: str, path: Path) -> Path:
@@ -41,8 +41,8 @@ def saved(family: str, path: Path) -> Path:
     return path
 
 
-def ids(found: str) -> dict[str, Any]:
-    return {"generation_config.json": f'{{"eos_token_id": {found}}}'}
+def ids(eos_token_ids: str) -> dict[str, Any]:
+    return {"generation_config.json": f'{{"eos_token_id": {eos_token_ids}}}'}
 
 
 PICK = f"{__name__}:pick"
@@ -77,10 +77,10 @@ def test_what_is_refused_before_a_run(
     saved(family, tmp_path)
     for name in [name for name in keys if name.endswith(".json")]:
         (tmp_path / name).write_text(keys[name])
-    given = {key: value for key, value in keys.items() if not key.endswith(".json")}
-    said = FIRST * 2 if why.startswith("data") else FIRST
+    settings = {key: value for key, value in keys.items() if not key.endswith(".json")}
+    prompt = FIRST * 2 if why.startswith("data") else FIRST
     with pytest.raises(ConfigError, match=why):
-        check_chat(parts_of(tmp_path, *tools, **given), said)
+        check_chat(parts_of(tmp_path, *tools, **settings), prompt)
 
 
 def test_a_first_prompt_that_is_not_the_whole(tmp_path: Path) -> None:
@@ -92,18 +92,20 @@ def test_a_first_prompt_that_is_not_the_whole(tmp_path: Path) -> None:
 
 def test_arguments_of_the_template(tmp_path: Path) -> None:
     saved("qwen3", tmp_path)
-    shown = []
-    for given in ({}, {"enable_thinking": False}):
-        chat = parts_of(tmp_path, template_args=given).chat
-        shown.append(chat.decode(chat.prompt_ids(FIRST)))
-    assert shown[1] == shown[0] + "<think>\n\n</think>\n\n"
+    prompts = []
+    for arguments in ({}, {"enable_thinking": False}):
+        chat = parts_of(tmp_path, template_args=arguments).chat
+        prompts.append(chat.decode(chat.prompt_ids(FIRST)))
+    assert prompts[1] == prompts[0] + "<think>\n\n</think>\n\n"
 
 
 def test_a_template_of_ones_own_takes_the_place_of_the_models(tmp_path: Path) -> None:
-    own = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
-    own += "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    own_template = (
+        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    )
+    own_template += "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     saved("gemma3", tmp_path)
-    chat = parts_of(tmp_path, template=own).chat
+    chat = parts_of(tmp_path, template=own_template).chat
     assert chat.decode(chat.prompt_ids(FIRST)) == (
         "<start_of_turn>user\nRain in Ulm?<end_of_turn>\n<start_of_turn>model\n"
     )
@@ -115,17 +117,17 @@ def test_a_model_without_tools_in_its_template_is_offered_one(tmp_path: Path) ->
     tokenizer.save_pretrained(tmp_path)
     (warning,) = check_chat(parts_of(tmp_path, "calculator"), FIRST)
     assert "does not show the tools to the model: set model.template=chatml_tools" in warning
-    own = read_template("chatml_tools", "--")
-    assert check_chat(parts_of(tmp_path, "calculator", template=own), FIRST) == []
+    own_template = read_template("chatml_tools", "--")
+    assert check_chat(parts_of(tmp_path, "calculator", template=own_template), FIRST) == []
 
 
 @pytest.mark.parametrize("found", ["[257, 300]", "257", "null", None])
 def test_ends_of_the_generation_configuration(tmp_path: Path, found: str | None) -> None:
-    own = parts_of(saved("qwen2.5", tmp_path)).chat.stop_ids
+    stop_ids = parts_of(saved("qwen2.5", tmp_path)).chat.stop_ids
     if found is not None:
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {found}}}')
     ends = json.loads(f"[{(found or 'null').strip('[]')}]")
-    assert parts_of(tmp_path).chat.stop_ids == (*own, *(end for end in ends if end is not None))
+    assert parts_of(tmp_path).chat.stop_ids == (*stop_ids, *(end for end in ends if end is not None))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +145,8 @@ def test_worked_calls_in_the_prompt_say_what_the_template_does_not(
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path)
     parts = parts_of(tmp_path, "calculator")
-    shown = (Message("assistant", said), Message("tool", "5"), Message("assistant", "5"))
-    sample = Sample(0, "sums", (*FIRST, *shown, *FIRST), "5")
+    worked_example = (Message("assistant", said), Message("tool", "5"), Message("assistant", "5"))
+    sample = Sample(0, "sums", (*FIRST, *worked_example, *FIRST), "5")
     inputs = Inputs(parts.config, RunData([sample], None, []))
     written = [note.text for note in check_settings(inputs) if "how the model writes calls" in note.text]
     assert [bool(written), bool(check_chat(parts, sample.prompt))] == [warned, warned]

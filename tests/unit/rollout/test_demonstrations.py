@@ -18,7 +18,7 @@ from asyncrl.rollout.context import EpisodeRun
 from asyncrl.rollout.demonstrations import (
     DemonstrationPlayer,
     NoEngine,
-    said_logprobs,
+    assistant_logprobs,
 )
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import FailReason, Message, PolicyVersion, Sample, StopReason, Turn
@@ -58,14 +58,14 @@ def test_a_conversation_is_posted_turn_by_turn_and_earns_nothing() -> None:
 
 
 def test_it_goes_on_after_the_recorded_turns() -> None:
-    whole = Shown()
-    whole.play()
-    rest = Shown()
-    rest.finished(whole.record[:2])
-    assert [type(record) for record in rest.sent] == [Generated, Finished]
-    assert rest.frames[0] == whole.frames[1]
-    other = Shown((USER, Message("assistant", "other"))).failed(whole.record[:2])
-    assert other.reason is FailReason.NOT_REPEATED
+    uninterrupted = Shown()
+    uninterrupted.play()
+    resumed = Shown()
+    resumed.finished(uninterrupted.record[:2])
+    assert [type(record) for record in resumed.sent] == [Generated, Finished]
+    assert resumed.frames[0] == uninterrupted.frames[1]
+    other_failure = Shown((USER, Message("assistant", "other"))).failed(uninterrupted.record[:2])
+    assert other_failure.reason is FailReason.NOT_REPEATED
 
 
 def test_one_that_is_held_out_is_scored() -> None:
@@ -76,9 +76,9 @@ def test_one_that_is_held_out_is_scored() -> None:
     turns = [msgspec.msgpack.decode(frames[0], type=Turn) for frames in bench.frames[:2]]
     first = len(turns[0].context) + len(turns[0].ids)
     second = first + len(turns[1].context)
-    places = [*range(len(turns[0].context), first), *range(second, second + len(turns[1].ids))]
-    assert isinstance(end, Finished) and end.result.tokens == len(places)
-    assert end.result.components["nll"] == pytest.approx(sum(places) / len(places))
+    positions = [*range(len(turns[0].context), first), *range(second, second + len(turns[1].ids))]
+    assert isinstance(end, Finished) and end.result.tokens == len(positions)
+    assert end.result.components["nll"] == pytest.approx(sum(positions) / len(positions))
     bench = Shown()
     bench.engine.score = lambda ids: asyncio.sleep(0, tuple(math.nan for _ in ids[1:]))  # type: ignore[method-assign]
     assert bench.failed(lane="eval").reason is FailReason.ENGINE_ERROR
@@ -90,7 +90,7 @@ def test_log_probs_of_turns_in_several_rows() -> None:
 
     turns = [turn(0, 2, 3), turn(1, 4, 1), turn(0, 1, 2)]  # as rows come side by side, too
     rows = [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14]]  # of the tokens 1.. of each
-    assert said_logprobs(turns, rows) == [2, 3, 4, 14, 6, 7]
+    assert assistant_logprobs(turns, rows) == [2, 3, 4, 14, 6, 7]
 
 
 def test_one_that_is_too_long_is_left_out() -> None:
@@ -102,9 +102,9 @@ def test_one_that_is_too_long_is_left_out() -> None:
 
 def test_the_prompt_shows_the_tools_of_the_conversation_or_of_the_run() -> None:
     box = Toolbox(load_tools(["calculator"]))
-    (own,) = box.schemas(talked(*TALK, extra_info='{"tool_schemas": [{"type": "function"}]}'))
+    (own_schema,) = box.schemas(talked(*TALK, extra_info='{"tool_schemas": [{"type": "function"}]}'))
     (runs,) = box.schemas(talked(*TALK))
-    assert own == '{"type": "function"}' and '"calculator"' in runs
+    assert own_schema == '{"type": "function"}' and '"calculator"' in runs
     assert box.schemas(talked(*TALK, extra_info='{"tools": []}')) == ()
 
 
@@ -133,9 +133,9 @@ def test_only_some_of_many_are_looked_at(tmp_path: Path) -> None:
 
     class Watched(list[Sample]):
         def __getitem__(self, at: Any) -> Any:
-            found = super().__getitem__(at)
-            seen.extend(sample.row for sample in found)
-            return found
+            item = super().__getitem__(at)
+            seen.extend(sample.row for sample in item)
+            return item
 
     check_demonstrations(parts, "data.train", Watched(talked(*TALK, row=row) for row in range(5000)))
     assert len(seen) <= 256 and seen[0] == 0 and seen[-1] > 4900

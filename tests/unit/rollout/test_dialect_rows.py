@@ -68,8 +68,8 @@ ways = st.builds(
 class HoldingEngine(ScriptedEngine):
     """Where it `holds`, the next request waits until its client has left."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.holds = False
         self.entered = threading.Event()
         self.left = threading.Event()
@@ -94,7 +94,7 @@ class LeavingBench(AgentBench):
         self.posted = threading.Event()
         self.known = threading.Event()
 
-    async def run(self, *given: Any, **assigned: Any) -> None:
+    async def run(self, *arguments: Any, **assigned: Any) -> None:
         self.loop = asyncio.get_running_loop()
         mark = Branches.mark_undelivered
 
@@ -104,7 +104,7 @@ class LeavingBench(AgentBench):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Branches, "mark_undelivered", marked)
-            await super().run(*given, **assigned)
+            await super().run(*arguments, **assigned)
 
     async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
         await super()._send(records, frames)
@@ -122,7 +122,7 @@ class LeavingBench(AgentBench):
         asking.cancel()
         assert await asyncio.to_thread(left.wait, 30)
         self.auto_ack = True
-        self.loop.call_soon_threadsafe(self.outbox.ack, len(self.sent))
+        self.loop.call_soon_threadsafe(self.outbox.acknowledge, len(self.sent))
 
 
 async def asked_by(
@@ -141,7 +141,7 @@ async def asked_by(
         return dialect.whole(await answer.json())
 
 
-def played(prompt: str, said: Sequence[Said], asked: Sequence[Way]) -> tuple[list[Any], list[str]]:
+def played(prompt: str, all_replies: Sequence[Said], ways: Sequence[Way]) -> tuple[list[Any], list[str]]:
     """The turns of a conversation, and how its client was told that they ended."""
     ends: list[str] = []
 
@@ -149,18 +149,18 @@ def played(prompt: str, said: Sequence[Said], asked: Sequence[Way]) -> tuple[lis
         messages = [Message("system", "be brief"), Message("user", prompt)]
         headers = {"x-api-key": endpoint.api_key}
         async with aiohttp.ClientSession(headers=headers) as session:
-            for one, way in zip(said, asked, strict=True):
+            for reply, way in zip(all_replies, ways, strict=True):
                 dialect = DIALECTS[way.dialect]
-                ask = partial(asked_by, session, endpoint.base_url, dialect, messages, one.limit)
+                ask = partial(asked_by, session, endpoint.base_url, dialect, messages, reply.limit)
                 if way.leaves:
                     await bench.leave(ask(not way.stream), way.leaves == "sampling")
                 heard = await ask(way.stream)
                 calls = tuple(heard.calls)
                 ends.append(heard.end)
                 messages.append(Message("assistant", heard.content, calls, reasoning=heard.reasoning))
-                messages += [Message("tool", one.reply, tool_call_id=it.id, name=it.name) for it in calls]
-                if one.question or not calls:
-                    messages.append(Message("user", one.question))
+                messages += [Message("tool", reply.reply, tool_call_id=it.id, name=it.name) for it in calls]
+                if reply.question or not calls:
+                    messages.append(Message("user", reply.question))
 
     bench = LeavingBench(agent)
     bench.finished()
@@ -172,10 +172,10 @@ conversations = st.tuples(st.text("abc", max_size=3), st.lists(st.tuples(says, w
 
 def check(conversation: tuple[str, list[tuple[Said, Way]]]) -> None:
     prompt, turns = conversation
-    said, asked = zip(*turns, strict=True)
-    wanted = played(prompt, said, [PLAIN] * len(said))
-    assert played(prompt, said, asked) == wanted
-    assert len(wanted[0]) == len(said)
+    all_replies, ways = zip(*turns, strict=True)
+    wanted = played(prompt, all_replies, [PLAIN] * len(all_replies))
+    assert played(prompt, all_replies, ways) == wanted
+    assert len(wanted[0]) == len(all_replies)
 
 
 @settings(max_examples=40, deadline=None)

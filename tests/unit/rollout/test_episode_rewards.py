@@ -32,11 +32,11 @@ def paying() -> Tool:
 def bench(
     turns: list[str], result: Any, shaping: dict[str, dict[str, Any]] | None = None, **options: Any
 ) -> TurnBench:
-    made = TurnBench(turns, lambda **_: result, **options)
-    made.tools["look"] = paying()
+    turn_bench = TurnBench(turns, lambda **_: result, **options)
+    turn_bench.tools["look"] = paying()
     episode_reward = EpisodeReward([in_loop(lambda **_: result)], 60.0, select_shapings(shaping or {}, "x"))
-    made.context = replace(made.context, reward=episode_reward)
-    return made
+    turn_bench.context = replace(turn_bench.context, reward=episode_reward)
+    return turn_bench
 
 
 TURNS = [look("left") + look("up"), look("right"), "42"]  # 0.4 + 0.2, 0.5, the answer
@@ -57,11 +57,11 @@ def test_verls_numbers_are_components_and_its_texts_go_along_with_the_end() -> N
 
 
 def test_a_resumed_episode_keeps_what_its_tools_paid() -> None:
-    whole = bench(list(TURNS), 1.0)
-    expected = whole.finished()
+    uninterrupted = bench(list(TURNS), 1.0)
+    expected = uninterrupted.finished()
     for durable in (1, 2, 3):
-        rest = bench(TURNS[durable:], 1.0)
-        end = rest.finished(whole.record[: 2 * durable])
+        resumed = bench(TURNS[durable:], 1.0)
+        end = resumed.finished(uninterrupted.record[: 2 * durable])
         assert (end.result.reward, end.result.turn_rewards) == (
             expected.result.reward,
             expected.result.turn_rewards,
@@ -95,8 +95,10 @@ def test_shaping_counts_model_tokens_and_is_told_apart_from_the_score() -> None:
 
 
 def test_the_limit_of_an_episode_is_what_its_turns_can_hold() -> None:
-    made = bench(["42"], 1.0, {"overlong": {"buffer": 10}}, max_turns=2, max_new_tokens=5)  # 3 tokens of 10
-    assert made.finished().result.shaping == pytest.approx(-0.3)
+    turn_bench = bench(
+        ["42"], 1.0, {"overlong": {"buffer": 10}}, max_turns=2, max_new_tokens=5
+    )  # 3 tokens of 10
+    assert turn_bench.finished().result.shaping == pytest.approx(-0.3)
 
 
 def test_validation_is_not_shaped() -> None:
@@ -105,10 +107,10 @@ def test_validation_is_not_shaped() -> None:
 
 
 def test_a_shaping_that_fails_is_a_reward_error() -> None:
-    made = bench(["42"], 1.0)
-    episode_reward = EpisodeReward([in_loop(lambda **_: 1.0)], 60.0, [lambda given: 1 / 0])
-    made.context = replace(made.context, reward=episode_reward)
-    end = made.failed()
+    turn_bench = bench(["42"], 1.0)
+    episode_reward = EpisodeReward([in_loop(lambda **_: 1.0)], 60.0, [lambda reward_input: 1 / 0])
+    turn_bench.context = replace(turn_bench.context, reward=episode_reward)
+    end = turn_bench.failed()
     assert end.reason is FailReason.REWARD_ERROR and "algorithm.shaping" in end.detail
 
 
@@ -123,8 +125,8 @@ def test_the_coordinator_keeps_what_an_episode_earned(tmp_path: Path) -> None:
     result = EpisodeResult(0.5, 10, (0.5,), {"format": 1.0}, shaping=-0.5)
     setup.records.record(A, Finished(2, attempt, result, EpisodeStats(1)), [], 0.0)
     setup.state.persist()
-    held = {episode.uid: episode for episode in setup.state.store.read.load().episodes}[attempt.uid]
-    for episode in (setup.state.buffer.episodes[attempt.uid], held):
+    stored_episode = {episode.uid: episode for episode in setup.state.store.read.load().episodes}[attempt.uid]
+    for episode in (setup.state.buffer.episodes[attempt.uid], stored_episode):
         assert episode.result == result
 
 
@@ -135,5 +137,5 @@ def test_the_greedy_episode_is_asked_for_at_temperature_zero(tmp_path: Path) -> 
     setup.join(A)
     setup.engines.tick(0.0)
     setup.handler.tick(0.0)
-    asked = {message.attempt.uid: message.temperature for _, message in setup.sent.take(Assign)}
-    assert asked == {"0.0": setup.state.config.rollout.temperature, "0.1": 0.0}
+    temperatures = {message.attempt.uid: message.temperature for _, message in setup.sent.take(Assign)}
+    assert temperatures == {"0.0": setup.state.config.rollout.temperature, "0.1": 0.0}

@@ -40,15 +40,17 @@ def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
 
 
 def test_rewards_are_told_of_the_calls_that_were_made() -> None:
-    told: list[Any] = []
+    reward_arguments: list[Any] = []
 
     def watching(**arguments: Any) -> float:
         extra = arguments["extra_info"]
-        told.extend((extra["num_turns"], extra["tool_calls"], [m["role"] for m in extra["messages"]]))
+        reward_arguments.extend(
+            (extra["num_turns"], extra["tool_calls"], [m["role"] for m in extra["messages"]])
+        )
         return 0.0
 
     TurnBench([BAD + look("left"), "42"], watching).play()
-    assert told == [2, 1, ["user", "assistant", "tool", "tool", "assistant"]]
+    assert reward_arguments == [2, 1, ["user", "assistant", "tool", "tool", "assistant"]]
 
 
 def test_requests_carry_the_session_the_key_and_the_whole_prefix() -> None:
@@ -81,7 +83,7 @@ async def test_tools_wait_until_their_turn_is_durable() -> None:
     assert [type(record) for record in bench.sent] == [Generated]
     assert bench.calls == []
     bench.auto_ack = True
-    bench.outbox.ack(1)
+    bench.outbox.acknowledge(1)
     await asyncio.wait_for(episode, 60)
     assert bench.calls == ["left"]
 
@@ -208,12 +210,12 @@ def test_a_prompt_that_is_too_long_fails_by_name() -> None:
 
 
 def test_an_episode_goes_on_from_its_recorded_turns() -> None:
-    whole = TurnBench([look("left"), look("right"), "42"])
-    expected = whole.play()
-    frames = whole.record[:4]
-    rest = TurnBench(["42"])
-    end = rest.play(frames)
-    assert [type(record) for record in rest.sent] == [Generated, Finished]
+    uninterrupted = TurnBench([look("left"), look("right"), "42"])
+    expected = uninterrupted.play()
+    frames = uninterrupted.record[:4]
+    resumed = TurnBench(["42"])
+    end = resumed.play(frames)
+    assert [type(record) for record in resumed.sent] == [Generated, Finished]
     assert isinstance(end, Finished)
     assert isinstance(expected, Finished)
     assert (end.result.reward, end.stats.turns, end.stats.tool_calls) == (
@@ -221,54 +223,54 @@ def test_an_episode_goes_on_from_its_recorded_turns() -> None:
         expected.stats.turns,
         expected.stats.tool_calls,
     )
-    assert rest.calls == []
-    assert rest.frames[0] == whole.frames[4]  # the same turn, token for token
+    assert resumed.calls == []
+    assert resumed.frames[0] == uninterrupted.frames[4]  # the same turn, token for token
 
 
 def test_tools_of_a_durable_turn_without_replies_run_again() -> None:
-    whole = TurnBench([look("left"), "42"])
-    whole.play()
-    rest = TurnBench(["42"])
-    rest.play([whole.record[0], b""])
-    assert rest.calls == ["left"]
-    assert [type(record) for record in rest.sent] == [Replied, Generated, Finished]
+    uninterrupted = TurnBench([look("left"), "42"])
+    uninterrupted.play()
+    resumed = TurnBench(["42"])
+    resumed.play([uninterrupted.record[0], b""])
+    assert resumed.calls == ["left"]
+    assert [type(record) for record in resumed.sent] == [Replied, Generated, Finished]
 
 
 def test_an_episode_goes_on_with_what_is_left_of_its_time() -> None:
-    whole = TurnBench([look("left"), "42"])
-    whole.play()
-    rest = TurnBench(["42"], reward=lambda **_: 0.5)
-    rest.taken = 60.0  # all of it
-    rest.engine.gate.clear()
-    done = rest.finished(whole.record[:2])
+    uninterrupted = TurnBench([look("left"), "42"])
+    uninterrupted.play()
+    resumed = TurnBench(["42"], reward=lambda **_: 0.5)
+    resumed.taken = 60.0  # all of it
+    resumed.engine.gate.clear()
+    done = resumed.finished(uninterrupted.record[:2])
     assert done.result.end is EpisodeEnd.TIMEOUT
     assert done.stats.turns == 1 and done.stats.seconds >= 60.0
 
 
 def test_a_finished_but_unscored_episode_is_scored() -> None:
-    whole = TurnBench(["42"])
-    whole.play()
-    rest = TurnBench([])
-    rest.finished(whole.record)
-    assert rest.engine.requests == []
+    uninterrupted = TurnBench(["42"])
+    uninterrupted.play()
+    resumed = TurnBench([])
+    resumed.finished(uninterrupted.record)
+    assert resumed.engine.requests == []
 
 
 @pytest.mark.parametrize(("replay", "calls"), [("pure", []), ("reapply", ["left"])])
 def test_tools_say_how_their_effects_are_rebuilt(replay: Any, calls: list[str]) -> None:
-    whole = TurnBench([look("left"), "42"])
-    whole.play()
-    rest = TurnBench(["42"])
-    rest.tools["look"] = looker(rest.calls, replay=replay)
-    rest.finished(whole.record[:2])
-    assert rest.calls == calls
+    uninterrupted = TurnBench([look("left"), "42"])
+    uninterrupted.play()
+    resumed = TurnBench(["42"])
+    resumed.tools["look"] = looker(resumed.calls, replay=replay)
+    resumed.finished(uninterrupted.record[:2])
+    assert resumed.calls == calls
 
 
 def test_an_episode_cannot_go_on_past_a_tool_that_forbids_it() -> None:
-    whole = TurnBench([look("left"), "42"])
-    whole.play()
-    rest = TurnBench(["42"])
-    rest.tools["look"] = looker(rest.calls, replay="no")
-    assert rest.failed(whole.record[:2]).reason is FailReason.NOT_REPEATED
+    uninterrupted = TurnBench([look("left"), "42"])
+    uninterrupted.play()
+    resumed = TurnBench(["42"])
+    resumed.tools["look"] = looker(resumed.calls, replay="no")
+    assert resumed.failed(uninterrupted.record[:2]).reason is FailReason.NOT_REPEATED
 
 
 def test_unreadable_frames_make_the_episode_start_again() -> None:

@@ -34,10 +34,10 @@ STATS = EpisodeStats(2, tool_calls=1)
 def test_the_turns_of_an_episode_are_read_with_their_replies_as_far_as_they_are_kept(tmp_path: Path) -> None:
     run_dir = save_run(tmp_path / "a")
     with closing(RunReader.open(run_dir)) as reader:
-        whole, dropped = (reader.episode(uid) for uid in ("0.0", "3.0"))
-        (turn,), missing = kept_turns(reader, whole)
+        complete, dropped = (reader.episode(uid) for uid in ("0.0", "3.0"))
+        (turn,), missing = kept_turns(reader, complete)
         assert not missing and turn.spans == SPANS and turn.replies[0].content == MARKUP
-        longer = msgspec.structs.replace(whole, turns=2)
+        longer = msgspec.structs.replace(complete, turns=2)
         assert kept_turns(reader, longer) == (
             [turn],
             "its turns are not kept any more: set a larger store.keep_bytes",
@@ -63,17 +63,17 @@ def test_turns_that_cannot_be_read_are_missing_with_the_reason(tmp_path: Path, d
 
 
 def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_path: Path) -> None:
-    which = HeldOut.of("val0/sampled/1")
+    held_out = HeldOut.of("val0/sampled/1")
     title, turn = (decode_turn(turn_payload(number)) for number in range(2))
     title = msgspec.structs.replace(title, untrained=True)
     turn = msgspec.structs.replace(turn, row=1)
     store = RunStore(tmp_path)
-    for one in (title, turn):
-        store.put_frame(which.uid, one.index, "generated", msgspec.msgpack.encode(one))
+    for recorded_turn in (title, turn):
+        store.put_frame(held_out.uid, recorded_turn.index, "generated", msgspec.msgpack.encode(recorded_turn))
     store.commit()
     store.close()
     with closing(RunReader.open(tmp_path)) as reader:
-        judged = Judged(which, "a", RESULT, EpisodeStats(1, untrained_turns=1))
+        judged = Judged(held_out, "a", RESULT, EpisodeStats(1, untrained_turns=1))
         (read,) = judged_turns(reader, judged)
     assert (read.ids, read.index, read.row) == (turn.ids, 0, 0)
 
@@ -86,16 +86,16 @@ def test_an_agents_episode_is_regraded_by_what_its_reward_saw(tmp_path: Path) ->
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
         await message(endpoint, "a plan?")
         calling = await message(endpoint, "q", tools=[tool])
-        (made,) = calling["tool_calls"]
-        reply = {"role": "tool", "tool_call_id": made["id"], "content": "7"}
+        (tool_call,) = calling["tool_calls"]
+        reply = {"role": "tool", "tool_call_id": tool_call["id"], "content": "7"}
         await message(endpoint, "q", calling, reply, tools=[tool])
         return {"changes": "YQ=="}
 
     def said(prompt: str) -> str:
         return "so " + call("look") if prompt.endswith("q") else "it is " + call("look")
 
-    def reward(given: RewardInput) -> float:
-        seen.append(given)
+    def reward(reward_input: RewardInput) -> float:
+        seen.append(reward_input)
         return 1.0
 
     bench = AgentBench(agent, said, reward)
@@ -108,15 +108,23 @@ def test_an_agents_episode_is_regraded_by_what_its_reward_saw(tmp_path: Path) ->
     with closing(RunReader.open(tmp_path)) as reader:
         result = kept_result(reader, "u", stats.turns)
     seen_again = parts, bench.sample, bench.turns, live.end, stats.tool_calls, result
-    found = reward_input(*seen_again)  # type: ignore[arg-type]
+    rebuilt_input = reward_input(*seen_again)  # type: ignore[arg-type]
 
-    def texts(given: RewardInput) -> list[str]:
-        return [one.content for one in given.messages if one.role == "assistant"]
+    def texts(reward_input: RewardInput) -> list[str]:
+        return [message.content for message in reward_input.messages if message.role == "assistant"]
 
     assert (live.answer, live.tool_calls, texts(live)) == ("it is", 2, ["so", "it is"])
-    assert (found.answer, found.tool_calls, texts(found)) == ("it is", 2, ["so", "it is"])
-    assert (found.turns, found.end, found.transcript) == (live.turns, live.end, live.transcript)
-    assert found.result == live.result == {"changes": "YQ=="}
+    assert (rebuilt_input.answer, rebuilt_input.tool_calls, texts(rebuilt_input)) == (
+        "it is",
+        2,
+        ["so", "it is"],
+    )
+    assert (rebuilt_input.turns, rebuilt_input.end, rebuilt_input.transcript) == (
+        live.turns,
+        live.end,
+        live.transcript,
+    )
+    assert rebuilt_input.result == live.result == {"changes": "YQ=="}
 
 
 def test_the_episodes_of_an_evaluation_are_judged_and_other_validations_are_left_out(tmp_path: Path) -> None:
@@ -131,9 +139,9 @@ def test_the_episodes_of_an_evaluation_are_judged_and_other_validations_are_left
         store.put_held_out(uid, msgspec.msgpack.encode(record))
     store.commit()
     store.close()
-    read, found = evaluated(tmp_path)
+    read, judged = evaluated(tmp_path)
     assert read.fingerprint == samples.fingerprint
-    assert sorted(found, key=lambda one: one.which.row) == [
+    assert sorted(judged, key=lambda judged_episode: judged_episode.which.row) == [
         Judged(HeldOut(0, SAMPLED, 1), samples[1].data_source, RESULT, STATS, "2.0"),
         Judged(HeldOut(0, GREEDY, 2), samples[2].data_source, None),
     ]

@@ -25,17 +25,17 @@ class Routes:
         self.table(*(entry(name) for name in names))
 
     def table(self, *entries: EngineEntry) -> None:
-        self.pool.table(entries)
+        self.pool.update_table(entries)
 
     def begin(self, session: str, avoid: str = "") -> PooledServer | None:
         avoided = [s for s in self.pool._servers.values() if s.entry.name in avoid]
-        return self.pool.begin(session, avoided, self.oldest)
+        return self.pool.begin_request(session, avoided, self.oldest)
 
     def once(self, session: str, avoid: str = "") -> str:
         """A request that ends at once: the name of the server that gets it."""
         server = self.begin(session, avoid)
         assert server is not None
-        server.running -= 1
+        server.running_requests -= 1
         return server.entry.name
 
     def stay(self, session: str) -> str:
@@ -45,40 +45,40 @@ class Routes:
 
 
 async def test_turns_stay_where_the_prefix_is() -> None:
-    made = Routes("a", "b", "c")
-    homes = {session: made.once(session) for session in "stu"}
+    routes = Routes("a", "b", "c")
+    homes = {session: routes.once(session) for session in "stu"}
     assert homes == {"s": "a", "t": "b", "u": "c"}  # idle servers: by the prefixes they hold
-    made.stay("v")  # at a: the others are idle, and still nobody moves
+    routes.stay("v")  # at a: the others are idle, and still nobody moves
     for session in "utsstu":
-        assert made.once(session) == homes[session]
+        assert routes.once(session) == homes[session]
 
 
 async def test_few_requests_do_not_move() -> None:
-    made = Routes("a", "b", "c", "d")
+    routes = Routes("a", "b", "c", "d")
     for session in "stu":
-        made.once(session, avoid="bcd")
-    assert [made.stay(session) for session in "stu"] == ["a", "a", "b"]
+        routes.once(session, avoid="bcd")
+    assert [routes.stay(session) for session in "stu"] == ["a", "a", "b"]
 
 
 async def test_an_overloaded_home_is_left_for_the_least_loaded() -> None:
-    made = Routes("a", "b", "c")
+    routes = Routes("a", "b", "c")
     sessions = "qrstuvwxyz"
     for session in sessions:
-        made.once(session, avoid="bc")
+        routes.once(session, avoid="bc")
     # a may hold 2 of up to 4 requests, 3 of up to 7, 4 of up to 9, 5 of 10
-    assert "".join(made.stay(session) for session in sessions) == "aabcabcaba"
-    assert made.stay("s") == "b"  # its prefix is there now
+    assert "".join(routes.stay(session) for session in sessions) == "aabcabcaba"
+    assert routes.stay("s") == "b"  # its prefix is there now
 
 
 async def test_a_restarted_server_has_no_prefixes_and_a_released_session_no_home() -> None:
-    made = Routes("a", "b")
-    assert made.once("s") == "a"
-    made.table(entry("b"), entry("a", incarnation="2"))
-    assert made.once("s") == "b"
-    made.pool.release("s")
-    assert made.once("s", avoid="b") == "a"
-    made.pool.release("s")
-    assert made.once("s") == "b"  # the first of two that hold nothing
+    routes = Routes("a", "b")
+    assert routes.once("s") == "a"
+    routes.table(entry("b"), entry("a", incarnation="2"))
+    assert routes.once("s") == "b"
+    routes.pool.release("s")
+    assert routes.once("s", avoid="b") == "a"
+    routes.pool.release("s")
+    assert routes.once("s") == "b"  # the first of two that hold nothing
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=1, max_size=5), st.integers(0, 5))
@@ -94,9 +94,9 @@ def test_the_prefix_s_server_within_the_bound_else_the_least_loaded(
     home = servers[at] if at < len(servers) else None
     chosen = choose(servers, home.id if home else "somewhere else", prefixes)
     mean = Fraction(sum(running for running, _ in loads) + 1, len(loads))
-    most = max(2, math.ceil(Fraction(5, 4) * mean))
-    assert chosen.running + 1 <= most
-    if home is not None and home.running + 1 <= most:
+    load_bound = max(2, math.ceil(Fraction(5, 4) * mean))
+    assert chosen.running_requests + 1 <= load_bound
+    if home is not None and home.running_requests + 1 <= load_bound:
         assert chosen is home
     else:
-        assert chosen is min(servers, key=lambda server: (server.running, prefixes[server.id]))
+        assert chosen is min(servers, key=lambda server: (server.running_requests, prefixes[server.id]))

@@ -48,10 +48,10 @@ def test_no_number_is_a_reward_error(result: Any) -> None:
 @pytest.mark.parametrize("kind", [KeyError, TimeoutError, *BASE_EXCEPTIONS])
 @pytest.mark.parametrize("sync", [True, False])
 def test_an_error_is_a_reward_error(kind: type[BaseException], sync: bool) -> None:
-    def quick(given: RewardInput) -> float:
+    def quick(reward_input: RewardInput) -> float:
         raise kind("its text")
 
-    async def waiting(given: RewardInput) -> float:
+    async def waiting(reward_input: RewardInput) -> float:
         await asyncio.sleep(0)
         raise kind("its text")
 
@@ -62,7 +62,7 @@ def test_an_error_is_a_reward_error(kind: type[BaseException], sync: bool) -> No
 
 
 def test_a_reward_that_never_returns_costs_its_deadline() -> None:
-    async def never(given: RewardInput) -> float:
+    async def never(reward_input: RewardInput) -> float:
         await asyncio.Event().wait()
         return 1.0
 
@@ -72,24 +72,24 @@ def test_a_reward_that_never_returns_costs_its_deadline() -> None:
 
 def test_a_reward_that_ignores_its_deadline_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.isolation.calls.GRACE", 0.0)
-    ended: list[bool] = []
+    endings: list[bool] = []
 
-    async def stubborn(given: RewardInput) -> float:
+    async def stubborn(reward_input: RewardInput) -> float:
         for _ in range(2):
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                ended.append(False)
-        ended.append(True)
+                endings.append(False)
+        endings.append(True)
         return 1.0
 
     with pytest.raises(RewardError, match=r"^no reward within 0.02 s$"):
         verdict([in_loop(stubborn)], timeout=0.02)
-    assert True not in ended
+    assert True not in endings
 
 
 def test_a_reward_that_cancels_itself_fails() -> None:
-    async def gone(given: RewardInput) -> float:
+    async def gone(reward_input: RewardInput) -> float:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
@@ -147,11 +147,11 @@ def test_a_reward_whose_steps_all_have_limits_has_no_other_one(tmp_path: Path) -
 def test_parts_run_side_by_side_and_add_up() -> None:
     meeting = asyncio.Barrier(2)
 
-    async def one(given: RewardInput) -> float:
+    async def one(reward_input: RewardInput) -> float:
         await meeting.wait()
         return 1.0
 
-    async def other(given: RewardInput) -> float:
+    async def other(reward_input: RewardInput) -> float:
         await meeting.wait()
         return 0.5
 
@@ -163,7 +163,7 @@ def test_parts_run_side_by_side_and_add_up() -> None:
 
 
 def test_a_part_that_fails_is_named_and_the_others_are_waited_for() -> None:
-    def broken(given: RewardInput) -> float:
+    def broken(reward_input: RewardInput) -> float:
         raise ValueError("why")
 
     parts = [in_loop(lambda given: 1.0, "fine"), in_loop(broken, "broken"), in_loop(lambda **_: "x", "text")]
@@ -174,7 +174,7 @@ def test_a_part_that_fails_is_named_and_the_others_are_waited_for() -> None:
 
 
 def test_a_failure_keeps_its_reason_beside_rewards_that_do_not_fail() -> None:
-    async def no_sandbox(given: RewardInput) -> float:
+    async def no_sandbox(reward_input: RewardInput) -> float:
         raise RewardError("no room", FailReason.SETUP_FAILED)
 
     parts = [in_loop(lambda given: 1.0, "fine"), in_loop(no_sandbox, "tests")]
@@ -184,9 +184,9 @@ def test_a_failure_keeps_its_reason_beside_rewards_that_do_not_fail() -> None:
 
 
 def test_sums_that_make_no_sense_are_a_reward_error() -> None:
-    one = {"score": 0, "turns": [0.0]}
+    result = {"score": 0, "turns": [0.0]}
     two = {"score": 0, "turns": [0.0, 0.0]}
-    parts = [in_loop(lambda **_: one, "one"), in_loop(lambda **_: two, "two")]
+    parts = [in_loop(lambda **_: result, "one"), in_loop(lambda **_: two, "two")]
     with pytest.raises(RewardError, match="different lengths"):
         verdict(parts)
 

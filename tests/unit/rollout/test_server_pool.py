@@ -56,7 +56,7 @@ async def test_a_turn_waits_by_name_for_a_scorer_and_goes_on_when_it_is_back() -
 
 
 async def test_waits_for_a_scorers_room_and_for_its_address_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "PAUSE", 0.001)
+    monkeypatch.setattr(server_pool, "FIRST_PAUSE", 0.001)
     with pytest.raises(NoEngineError, match=r"scorers\.teacher: no server .*, after 0\.01 s"):
         await Servers(lane="teacher", patience=0.01).pool.url()
     s = Servers(lane="teacher")
@@ -96,7 +96,7 @@ async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none(
     monkeypatch.setattr(loop, "time", lambda: time() + passed)
     s = Servers(lane="teacher")
     bench = TurnBench(["42"], episode_timeout=10.0)
-    bench.context.reader = lambda source: s.pool
+    bench.context.scorer_of = lambda source: s.pool
 
     def waits() -> bool:
         s.now += 1.0
@@ -134,15 +134,15 @@ def test_a_scorer_reads_each_turn_behind_the_prompt_of_a_teacher(privilege: str)
     read = first.engine.read_ids
     for bench in (first, again := TurnBench(["42"])):
         bench.context.rules = dataclasses.replace(bench.context.rules, privilege=privilege)
-        bench.context.reader = partial(getattr, bench, "sampler")
+        bench.context.scorer_of = partial(getattr, bench, "sampler")
     first.finished()
     turns = first.turns
-    told = "It is 42.\n\n" * bool(privilege)
-    prompt = FakeChat().decode(turns[0].context).replace("q\x02", f"{told}q\x02")
+    teacher_text = "It is 42.\n\n" * bool(privilege)
+    prompt = FakeChat().decode(turns[0].context).replace("q\x02", f"{teacher_text}q\x02")
     assert FakeChat().decode(read[0]).startswith(prompt)
     assert all(row[-len(turn.ids) :] == turn.ids for row, turn in zip(read, turns, strict=True))
     assert read[2][: len(read[1])] == read[1] and read[1][: len(read[0])] == read[0]
-    assert len(read[2]) == sum(len(turn.context + turn.ids) for turn in turns) + len(told)
+    assert len(read[2]) == sum(len(turn.context + turn.ids) for turn in turns) + len(teacher_text)
     assert [turn.scores and len(turn.scores.logprobs) for turn in turns] == [4 * len(t.ids) for t in turns]
     again.finished(first.record[:4])
     assert again.engine.read_ids == read[2:]
@@ -155,8 +155,8 @@ def test_a_worker_need_not_know_a_reward_models_kind(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     policy = {"path": str(tmp_path / "policy")}
     reward = {"path": str(tmp_path / "reward")}
-    given = {"name": "x", "model": policy, "data": {"train": "d"}, "scorers": {"reward": reward}}
-    server_pool.connector(parse(given), "reward")
+    settings = {"name": "x", "model": policy, "data": {"train": "d"}, "scorers": {"reward": reward}}
+    server_pool.connector(parse(settings), "reward")
 
 
 # -- routing -----------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ async def test_a_turn_waits_by_name_for_a_server_that_is_fresh() -> None:
     s = Servers("a", "b")
     s.tell(entry("a", 3, healthy=False))
     oldest = 2
-    waiting = asyncio.create_task(s.pool.fresh(lambda: oldest))
+    waiting = asyncio.create_task(s.pool.wait_for_version(lambda: oldest))
     await settle()
     s.now = 3.0
     assert s.waits.longest() == "engines: no server with v2 (2 known, 1 healthy) (3 s)"
@@ -243,11 +243,11 @@ async def test_a_full_server_sends_the_turn_to_another() -> None:
     s["a"].acts = [Busy()]
     assert counts_up(await s.pool.generate(request()))
     assert s.asked() == ["a:1", "b:1"]
-    assert tuple(s.pool.uses.values())[1].moved == 0  # nobody had begun it
+    assert tuple(s.pool.usage_by_name.values())[1].moved == 0  # nobody had begun it
 
 
 async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "PAUSE", 0.001)
+    monkeypatch.setattr(server_pool, "FIRST_PAUSE", 0.001)
     s = Servers("a", "b")
     s["a"].acts = [Busy()] * 3
     s["b"].acts = [Busy()] * 3
@@ -286,7 +286,7 @@ async def test_a_lost_turn_goes_on_from_its_last_token() -> None:
     assert (turn.stop, turn.seconds) == (StopReason.LENGTH, 2 * SECONDS)
     again = s["b"].requests[0]
     assert (again.ids, again.sampling.max_new_tokens) == (tuple(range(6)), 5)
-    assert sum(use.tokens for use in s.pool.uses.values()) == 8
+    assert sum(use.tokens for use in s.pool.usage_by_name.values()) == 8
 
 
 async def test_a_turn_that_a_server_ends_too_early_goes_on_there() -> None:
@@ -295,7 +295,10 @@ async def test_a_turn_that_a_server_ends_too_early_goes_on_there() -> None:
     turn = await s.pool.generate(request(limit=8))
     assert counts_up(turn) and turn.stop is StopReason.LENGTH
     assert s.asked() == ["a:3", "b:1"]
-    assert [(use.lost, use.busy, use.moved) for use in s.pool.uses.values()] == [(0, 1, 0), (0, 0, 1)]
+    assert [(use.lost, use.busy, use.moved) for use in s.pool.usage_by_name.values()] == [
+        (0, 1, 0),
+        (0, 0, 1),
+    ]
 
 
 async def test_a_turn_that_is_lost_after_its_last_token_is_whole() -> None:
@@ -374,8 +377,8 @@ def test_nothing_is_lost_or_sampled_twice(
 ) -> None:
     async def main() -> None:
         s = Servers("a", "b", "c")
-        for client, own in zip(s.clients, acts, strict=False):
-            client.acts = list(own)
+        for client, client_acts in zip(s.clients, acts, strict=False):
+            client.acts = list(client_acts)
         turn = asyncio.create_task(s.pool.generate(request(limit=limit, stops=[stop])))
         while not turn.done():
             await asyncio.sleep(0)
@@ -383,15 +386,17 @@ def test_nothing_is_lost_or_sampled_twice(
         try:
             generation = await turn
         except EngineError:
-            assert sum(act == Lose(0) for own in acts for act in own) >= server_pool.MAX_LOSSES
+            assert (
+                sum(act == Lose(0) for client_acts in acts for act in client_acts) >= server_pool.MAX_LOSSES
+            )
             return
         assert counts_up(generation)
         assert len(generation.ids) == min(limit, stop - 2)
         assert generation.stop is (StopReason.STOP if stop - 2 <= limit else StopReason.LENGTH)
         assert (
-            sum(use.tokens for use in s.pool.uses.values())
+            sum(use.tokens for use in s.pool.usage_by_name.values())
             == len(generation.ids)
-            == sum(each.tokens for each in s.pool.uses.values())
+            == sum(usage.tokens for usage in s.pool.usage_by_name.values())
         )
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -406,10 +411,10 @@ async def test_the_turns_of_a_server_that_leaves_go_on_elsewhere() -> None:
     s["a"].streamed = 2
     turn = asyncio.create_task(s.pool.generate(request()))
     await s["a"].asked.wait()
-    gone = s["a"]
+    leaving_server = s["a"]
     s.tell(entry("a", 1, incarnation="2"))
     assert counts_up(await turn)
-    assert gone.closed and not s["a"].closed
+    assert leaving_server.closed and not s["a"].closed
     assert s.asked() == ["a:1", "b:0", "a:1"]
     assert s["a"].version == 1
 
@@ -455,7 +460,7 @@ async def test_use_is_counted_over_all_incarnations_of_a_server() -> None:
     await s.pool.generate(request("s", limit=8))
     s.tell(entry("a", incarnation="2"))
     await s.pool.generate(request("t", limit=4))
-    assert tuple(s.pool.uses.values()) == (
+    assert tuple(s.pool.usage_by_name.values()) == (
         EngineUse("a", requests=2, prompt_tokens=6, tokens=6, lost=1),
         EngineUse("b", requests=1, prompt_tokens=5, tokens=6, moved=1),
     )
@@ -515,4 +520,4 @@ async def test_a_server_that_sleeps_keeps_its_turns_and_the_same_client_wakes() 
     s.tell(entry("a", version=1))
     s["a"].gate.set()
     assert counts_up(await turn)
-    assert s.asked() == ["a:1"] and s.pool.uses["a"].lost == 0
+    assert s.asked() == ["a:1"] and s.pool.usage_by_name["a"].lost == 0

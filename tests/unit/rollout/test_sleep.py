@@ -80,7 +80,7 @@ def test_the_time_of_a_tool_passes_while_the_engine_sleeps() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         passed = 0.0
-        looked = asyncio.Event()
+        tool_called = asyncio.Event()
         clock, loop.time = loop.time, lambda: clock() + passed  # type: ignore[method-assign]
 
         @tool(name="look")
@@ -89,13 +89,13 @@ def test_the_time_of_a_tool_passes_while_the_engine_sleeps() -> None:
             nonlocal passed
             await bench.sampler.sleep()
             passed += 7.0
-            looked.set()
+            tool_called.set()
             return "seen"
 
         bench = TurnBench([look("left"), "it is 42"], episode_timeout=20.0)
         bench.tools = {"look": slow}
         task = asyncio.create_task(bench.run())
-        await looked.wait()
+        await tool_called.wait()
         while not any(name == ASLEEP for _, name, _ in bench.waits._open.values()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         passed += 30.0

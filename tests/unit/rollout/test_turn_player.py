@@ -81,21 +81,21 @@ def test_its_own_calls_go_to_it_and_others_to_tools() -> None:
 
 
 def test_a_recorded_environment_is_repeated() -> None:
-    whole = TurnBench(["7", "8", "42"], nothing, Game)
-    whole.play()
-    rest = TurnBench(["42"], nothing, Game)
-    end = rest.finished(whole.record[:4])
+    uninterrupted = TurnBench(["7", "8", "42"], nothing, Game)
+    uninterrupted.play()
+    resumed = TurnBench(["42"], nothing, Game)
+    end = resumed.finished(uninterrupted.record[:4])
     assert end.result.turn_rewards == (0.25, 0.25, 1.0)
     assert Game.log == ["reset", "7", "8", "42", "close"]
-    assert rest.frames[0] == whole.frames[4]
+    assert resumed.frames[0] == uninterrupted.frames[4]
 
 
 def test_a_turn_that_was_not_answered_yet_is_stepped() -> None:
-    whole = TurnBench(["7", "42"], nothing, Game)
-    whole.play()
-    rest = TurnBench(["42"], nothing, Game)
-    rest.play([whole.record[0], b""])
-    assert [type(record) for record in rest.sent] == [Replied, Generated, Replied, Finished]
+    uninterrupted = TurnBench(["7", "42"], nothing, Game)
+    uninterrupted.play()
+    resumed = TurnBench(["42"], nothing, Game)
+    resumed.play([uninterrupted.record[0], b""])
+    assert [type(record) for record in resumed.sent] == [Replied, Generated, Replied, Finished]
 
 
 class Generous(Game):
@@ -129,10 +129,10 @@ class Once(Game):
 
 @pytest.mark.parametrize("other", [Moody, Once])
 def test_an_environment_that_cannot_be_repeated_makes_the_episode_start_again(other: type[Game]) -> None:
-    whole = TurnBench(["7", "42"], nothing, Game)
-    whole.play()
+    uninterrupted = TurnBench(["7", "42"], nothing, Game)
+    uninterrupted.play()
     assert (
-        TurnBench(["42"], nothing, other).failed(whole.record[:2]).reason is FailReason.NOT_REPEATED
+        TurnBench(["42"], nothing, other).failed(uninterrupted.record[:2]).reason is FailReason.NOT_REPEATED
     )  # which is issued again from the prompt
     assert other.log[-1] == "close"
 
@@ -161,7 +161,7 @@ def test_whatever_an_environment_raises_fails_its_episode_only(
     def quick(self: Game) -> None:
         raise kind("its text")
 
-    async def waiting(self: Game, *given: Any) -> None:
+    async def waiting(self: Game, *arguments: Any) -> None:
         await asyncio.sleep(0)
         raise kind("its text")
 
@@ -180,7 +180,7 @@ def test_whatever_an_environment_raises_fails_its_episode_only(
 def test_whatever_a_registered_engine_raises_fails_its_episode_only(
     kind: type[BaseException], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def raising(*given: Any) -> None:
+    async def raising(*arguments: Any) -> None:
         raise kind("its text")
 
     def release(session: str) -> None:
@@ -202,7 +202,7 @@ def test_whatever_a_registered_engine_raises_fails_its_episode_only(
 def test_whatever_a_parser_raises_fails_its_episode_only(
     kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raising(*given: Any) -> None:
+    def raising(*arguments: Any) -> None:
         raise kind("its text")
 
     monkeypatch.setattr("asyncrl.conversation.turns.parse_turn", raising)
@@ -220,8 +220,8 @@ def test_an_environment_that_fails_ends_its_episode_only(world: type[Game]) -> N
 def test_the_reason_names_the_line_of_the_environment() -> None:
     end = TurnBench(["7"], nothing, Broken).failed()
     line = Broken.step.__code__.co_firstlineno + 1
-    said = f"OSError: the board fell down (test_turn_player.py:{line})"
-    assert end.detail == f"step of the environment failed: {said}"
+    expected_reason = f"OSError: the board fell down (test_turn_player.py:{line})"
+    assert end.detail == f"step of the environment failed: {expected_reason}"
 
 
 class Stubborn(Game):
@@ -305,8 +305,8 @@ def test_what_an_environment_says_is_checked(answer: Any, cut: Any, complaint: s
 
 def test_numbers_may_be_numpys_and_messages_a_list() -> None:
     half = "half a pair: \ud800"
-    said = Message("user", half, name=half, tool_call_id=half, reasoning=half)
-    answer = Observation([said], np.float32(0.5), np.bool_(True))  # type: ignore[arg-type]
+    message = Message("user", half, name=half, tool_call_id=half, reasoning=half)
+    answer = Observation([message], np.float32(0.5), np.bool_(True))  # type: ignore[arg-type]
     bench = TurnBench(["7"], nothing, answering(answer))
     end = bench.finished()
     assert (end.result.end, end.result.reward) == (EpisodeEnd.DONE, 0.5)
@@ -321,7 +321,7 @@ def out_of_time(bench: TurnBench, busy: asyncio.Event) -> Outcome:
     """How an episode ends whose time is up when it is `busy`."""
 
     async def main() -> Outcome:
-        service = asyncio.create_task(bench.outbox.run())
+        service = asyncio.create_task(bench.outbox.run_sender())
         player = bench.player(
             EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0, asyncio.timeout(60))
         )
@@ -330,10 +330,10 @@ def out_of_time(bench: TurnBench, busy: asyncio.Event) -> Outcome:
             await busy.wait()
             play.cancel()
             await asyncio.wait([play])
-            ended = await player.expire()
+            outcome = await player.expire()
             await player.close()
         service.cancel()
-        return ended
+        return outcome
 
     return asyncio.run(main())
 
@@ -359,8 +359,8 @@ def test_an_episode_that_is_over_keeps_its_end_when_its_time_is_up() -> None:
     busy = asyncio.Event()
     ends = []
 
-    async def slow(**given: Any) -> float:
-        ends.append(given["extra_info"]["end"])
+    async def slow(**arguments: Any) -> float:
+        ends.append(arguments["extra_info"]["end"])
         if not busy.is_set():
             busy.set()
             await asyncio.Event().wait()

@@ -32,41 +32,41 @@ def decoded(bench: Bench) -> list[TurnPart]:
 
 
 def test_a_turn_goes_on_after_its_parts_as_if_nothing_had_happened() -> None:
-    whole = TurnBench([look("left"), TEXT])
-    whole.engine.parts = (4, 4, 9)
-    whole.play()
+    uninterrupted = TurnBench([look("left"), TEXT])
+    uninterrupted.engine.parts = (4, 4, 9)
+    uninterrupted.play()
     kinds = [Sampled, Sampled, Generated, Replied, Sampled, Sampled, Generated, Finished]
-    assert [type(record) for record in whole.sent] == kinds
-    parts = decoded(whole)
+    assert [type(record) for record in uninterrupted.sent] == kinds
+    parts = decoded(uninterrupted)
     assert [(part.start, len(part.sampled.ids)) for part in parts] == [(0, 4), (4, 5)] * 2
     assert parts[0].prompt == parts[1].prompt != parts[2].prompt
-    turns = whole.record
-    rest = TurnBench([TEXT[9:]])
-    rest.engine.parts = (2, 3)
-    rest.play([*turns[:2], *parts_of(whole)], parts=4)  # the first two are of a turn that is whole
-    assert [type(record) for record in rest.sent] == [Sampled, Sampled, Generated, Finished]
-    assert rest.engine.requests[0].ids == whole.engine.requests[1].ids + encode(TEXT[:9])
-    most = whole.engine.requests[1].sampling.max_new_tokens
-    assert rest.engine.requests[0].sampling.max_new_tokens == most - 9
-    assert [(part.start, len(part.sampled.ids)) for part in decoded(rest)] == [(9, 2), (11, 1)]
-    (again,), expected = rest.turns, whole.turns[1]
+    turns = uninterrupted.record
+    resumed = TurnBench([TEXT[9:]])
+    resumed.engine.parts = (2, 3)
+    resumed.play([*turns[:2], *parts_of(uninterrupted)], parts=4)  # the first two are of a turn that is whole
+    assert [type(record) for record in resumed.sent] == [Sampled, Sampled, Generated, Finished]
+    assert resumed.engine.requests[0].ids == uninterrupted.engine.requests[1].ids + encode(TEXT[:9])
+    max_new_tokens = uninterrupted.engine.requests[1].sampling.max_new_tokens
+    assert resumed.engine.requests[0].sampling.max_new_tokens == max_new_tokens - 9
+    assert [(part.start, len(part.sampled.ids)) for part in decoded(resumed)] == [(9, 2), (11, 1)]
+    (again,), expected = resumed.turns, uninterrupted.turns[1]
     assert (again.ids, again.logprobs, again.stop) == (expected.ids, expected.logprobs, expected.stop)
     assert [span.version for span in again.spans for _ in range(span.start, span.end)] == [0] * len(again.ids)
     last = TurnBench([TEXT[12:]])
-    last.play([*turns[:2], *parts_of(whole)[2:], *parts_of(rest)], parts=4)
+    last.play([*turns[:2], *parts_of(uninterrupted)[2:], *parts_of(resumed)], parts=4)
     assert said(last.turns[0]).ids == expected.ids
 
 
 def test_the_parts_of_another_prompt_or_limit_are_not_used() -> None:
-    whole = TurnBench([TEXT])
-    whole.engine.parts = (4,)
-    whole.play()
+    uninterrupted = TurnBench([TEXT])
+    uninterrupted.engine.parts = (4,)
+    uninterrupted.play()
     for limits in ({"max_new_tokens": 40}, {"max_new_tokens": 41}):
-        other = TurnBench([TEXT], **limits)
-        other.engine.parts = (5,)
-        other.play(parts_of(whole), parts=1)
-        assert said(other.turns[0]) == said(whole.turns[0])
-        assert [part.start for part in decoded(other)] == [0]
+        other_bench = TurnBench([TEXT], **limits)
+        other_bench.engine.parts = (5,)
+        other_bench.play(parts_of(uninterrupted), parts=1)
+        assert said(other_bench.turns[0]) == said(uninterrupted.turns[0])
+        assert [part.start for part in decoded(other_bench)] == [0]
 
 
 def test_what_cannot_be_read_lets_the_episode_start_again() -> None:
@@ -74,20 +74,20 @@ def test_what_cannot_be_read_lets_the_episode_start_again() -> None:
 
 
 def test_an_episode_that_has_only_parts_has_what_is_left_of_its_time() -> None:
-    whole = TurnBench([TEXT])
-    whole.engine.parts = (4,)
-    whole.play()
-    rest = TurnBench([TEXT[4:]])
-    rest.taken = 7.0
-    assert 7 <= rest.finished(parts_of(whole), parts=1).stats.seconds < 60
+    uninterrupted = TurnBench([TEXT])
+    uninterrupted.engine.parts = (4,)
+    uninterrupted.play()
+    resumed = TurnBench([TEXT[4:]])
+    resumed.taken = 7.0
+    assert 7 <= resumed.finished(parts_of(uninterrupted), parts=1).stats.seconds < 60
 
 
 def test_a_turn_that_is_cut_by_its_limit_is_posted_whole() -> None:
-    whole = TurnBench([TEXT], max_new_tokens=4)
-    whole.engine.parts = (2, 4)
-    assert whole.finished().result.end is EpisodeEnd.LENGTH
-    assert [type(record) for record in whole.sent] == [Sampled, Generated, Finished]
-    assert whole.turns[0].stop is StopReason.LENGTH
+    uninterrupted = TurnBench([TEXT], max_new_tokens=4)
+    uninterrupted.engine.parts = (2, 4)
+    assert uninterrupted.finished().result.end is EpisodeEnd.LENGTH
+    assert [type(record) for record in uninterrupted.sent] == [Sampled, Generated, Finished]
+    assert uninterrupted.turns[0].stop is StopReason.LENGTH
 
 
 # -- agents ------------------------------------------------------------------------------------------
@@ -99,36 +99,36 @@ async def two_at_once(sample: Sample, endpoint: Endpoint) -> None:
 
 def longer(prompt: str) -> str:
     """What `TEXT` goes on with after a prompt that may end in the middle of it."""
-    begun = next(count for count in range(len(TEXT), -1, -1) if prompt.endswith(TEXT[:count]))
-    return TEXT[begun:]
+    written = next(count for count in range(len(TEXT), -1, -1) if prompt.endswith(TEXT[:count]))
+    return TEXT[written:]
 
 
 def test_turns_side_by_side_keep_their_own_parts() -> None:
-    whole = AgentBench(two_at_once, longer)
-    whole.engine.parts = (4, 9)
-    whole.finished()
-    parts = decoded(whole)
+    uninterrupted = AgentBench(two_at_once, longer)
+    uninterrupted.engine.parts = (4, 9)
+    uninterrupted.finished()
+    parts = decoded(uninterrupted)
     assert sorted((part.session, part.start) for part in parts) == [(0, 0), (0, 4), (1, 0), (1, 4)]
-    assert {record.session for record in whole.sent if isinstance(record, Generated)} == {0, 1}
+    assert {record.session for record in uninterrupted.sent if isinstance(record, Generated)} == {0, 1}
     frames = [msgspec.msgpack.encode(part) for part in parts if part.session or not part.start]
-    rest = AgentBench(two_at_once, longer)
-    rest.finished(frames, parts=3)
-    sampled = {len(read(request.ids)) for request in rest.engine.requests}
-    begun = {len("left") + 4, len("right") + 9}
-    assert {count - min(sampled) for count in sampled} == {0, max(begun) - min(begun)}
-    assert sorted(rest.rows) == sorted(whole.rows) == [f"left{TEXT}", f"right{TEXT}"]
+    resumed = AgentBench(two_at_once, longer)
+    resumed.finished(frames, parts=3)
+    sampled = {len(read(request.ids)) for request in resumed.engine.requests}
+    part_lengths = {len("left") + 4, len("right") + 9}
+    assert {count - min(sampled) for count in sampled} == {0, max(part_lengths) - min(part_lengths)}
+    assert sorted(resumed.rows) == sorted(uninterrupted.rows) == [f"left{TEXT}", f"right{TEXT}"]
 
 
 def test_a_client_that_comes_again_gets_the_rest_of_its_turn() -> None:
     sampled = threading.Event()
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        said = ["q", await message(endpoint, "q"), "sure?"]
-        asking = asyncio.ensure_future(ask(endpoint, *said))
+        conversation = ["q", await message(endpoint, "q"), "sure?"]
+        asking = asyncio.ensure_future(ask(endpoint, *conversation))
         await asyncio.to_thread(sampled.wait)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        assert (await message(endpoint, *said))["content"] == TEXT
+        assert (await message(endpoint, *conversation))["content"] == TEXT
 
     async def hangs_once(request: Request) -> Generation:
         if read(request.ids).endswith("sure?") and not sampled.is_set():

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from asyncrl.engines.base import EngineRefused, Request, Sampling
 from asyncrl.errors import EngineError
-from asyncrl.rollout.samplers import BROKEN, LocalSampler
+from asyncrl.rollout.samplers import MAX_FAILURES, LocalSampler
 from asyncrl.runtime.activity import ASLEEP, BusyTimer, Notifier, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.weight_loader import LOAD_TRIES
@@ -123,7 +123,14 @@ class Fixture:
         timeline = Intervals()
         first = None if pinned or not built else self.engine
         self.lane = LocalSampler(
-            "lane", self.build, self.waits, BusyTimer(timeline), timeline, 60.0, pinned=pinned, engine=first
+            "lane",
+            self.build,
+            self.waits,
+            BusyTimer(timeline),
+            timeline,
+            60.0,
+            keeps_version=pinned,
+            engine=first,
         )
         self.task = asyncio.create_task(self.lane.run(self.report))
 
@@ -168,7 +175,7 @@ async def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
 async def test_a_registered_engine_that_knows_no_sleep_is_awake() -> None:
     f = Fixture()
     f.lane.engine = SimpleNamespace(version=3)  # type: ignore[assignment]
-    assert f.lane.version == 3 and not f.lane._asleep
+    assert f.lane.version == 3 and not f.lane._engine_asleep
     f.task.cancel()
 
 
@@ -196,7 +203,7 @@ def test_an_engine_that_refuses_every_version_is_given_up() -> None:
 
     async def main(pinned: bool) -> Fixture:
         f = Fixture(pinned)
-        f.lane.deadline = 0.0
+        f.lane.load_deadline = 0.0
         for count in range(1, LOAD_TRIES + 1):
             f.lane.loads.offer(ref(count, "damaged"))
             await f.answered(count)
@@ -215,7 +222,7 @@ def test_an_engine_that_refuses_every_version_is_given_up() -> None:
 async def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
     f = Fixture()
     oldest = 2
-    waiting = asyncio.create_task(f.lane.fresh(lambda: oldest))
+    waiting = asyncio.create_task(f.lane.wait_for_version(lambda: oldest))
     await settle()
     f.waits._clock.now = 3.0  # type: ignore[attr-defined]
     assert f.waits.longest() == "weights v2: engine has v0 (3 s)"
@@ -280,12 +287,14 @@ async def test_an_engine_that_only_fails_ends_the_lane() -> None:
         raise errors.pop()
 
     f.engine.script = broken
-    errors = [*[EngineError("the engine broke")] * BROKEN, *[EngineRefused("no ids")] * BROKEN]
+    errors = [*[EngineError("the engine broke")] * MAX_FAILURES, *[EngineRefused("no ids")] * MAX_FAILURES]
     for refused in (True, False):
-        for _ in range(BROKEN):
+        for _ in range(MAX_FAILURES):
             with pytest.raises(EngineError):
                 await f.lane.generate(REQUEST)
-        assert f.lane.failures == (0 if refused else BROKEN)  # a wrong request is not the engine's fault
+        assert f.lane.failures_in_row == (
+            0 if refused else MAX_FAILURES
+        )  # a wrong request is not the engine's fault
     with pytest.raises(EngineError, match="in a row"):
         await asyncio.wait_for(f.task, 60)
 
@@ -336,7 +345,7 @@ async def test_turns_of_a_sleeping_engine_are_not_busy_and_wait_by_name() -> Non
     clock = Clock()
     timeline = Intervals()
     slept = list[str]()
-    f.lane.meter = BusyTimer(timeline, clock, clock)
+    f.lane.busy_timer = BusyTimer(timeline, clock, clock)
 
     @contextmanager
     def off(name: str) -> Iterator[None]:
@@ -356,7 +365,7 @@ async def test_turns_of_a_sleeping_engine_are_not_busy_and_wait_by_name() -> Non
     turns.append(asyncio.create_task(turn("second")))
     await settle()
     assert [request.session for request in f.engine.requests] == ["first"]
-    assert f.lane.version == -1 and f.lane.meter.seconds == (1.0, 4.0)
+    assert f.lane.version == -1 and f.lane.busy_timer.seconds == (1.0, 4.0)
     f.waits._clock.now = 3.0  # type: ignore[attr-defined]
     assert f.waits.longest() == f"{ASLEEP} (3 s, 2 episodes)"
     f.lane.loads.offer(ref(1))
@@ -366,7 +375,7 @@ async def test_turns_of_a_sleeping_engine_are_not_busy_and_wait_by_name() -> Non
     clock.now = 7.0
     f.engine.gate.set()
     await asyncio.gather(*turns)
-    assert f.lane.meter.seconds == (3.0, 4.0)
+    assert f.lane.busy_timer.seconds == (3.0, 4.0)
     assert timeline.records == [("decode", 0.0, 1.0), ("decode", 5.0, 7.0)]
     assert slept == ["first in", "second in", "first out", "second out"]
     f.task.cancel()
@@ -385,12 +394,12 @@ async def test_the_engine_of_validation_sleeps_until_its_next_version() -> None:
             entered.set()
             await f.lane.generate(REQUEST)
 
-    late = asyncio.create_task(episode())
+    late_episode = asyncio.create_task(episode())
     await settle()
     assert not entered.is_set()
     f.lane.loads.offer(ref(1))
     await f.answered(2)
-    await asyncio.wait_for(late, 60)
+    await asyncio.wait_for(late_episode, 60)
     assert (f.builds, f.lane.version, len(f.engine.loads)) == (1, 1, 2)
     f.task.cancel()
 

@@ -19,8 +19,8 @@ from asyncrl.launch.data import Inputs, ok
 from asyncrl.launch.preflight import check_checkpoint_directory
 from asyncrl.launch.run_directory import lock
 from asyncrl.store import copies
-from asyncrl.store.copies import BEYOND, restore
-from asyncrl.store.listing import Listing, page
+from asyncrl.store.copies import EPOCH_MARGIN, restore
+from asyncrl.store.listing import Listing, episode_page
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError, check_schema
 from asyncrl.store.segments import SegmentReader
@@ -32,7 +32,7 @@ def copied(run: Coordinator) -> Path:
     """A checkpoint, and the copy that comes with it."""
     run.checkpoint(keep=2)
     run.turn()
-    run.store.copies.wait()
+    run.store.copies.wait_for_copy()
     return max((run.state.run_dir / "copies").iterdir())
 
 
@@ -52,8 +52,8 @@ def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -
         run.play()
         if run.random.random() < 0.5 and run.buffer.committed > max(run.trainer.checkpoint_step, 0):
             copy = copied(run)
-            with closing(RunReader.open(copy)) as reader, closing(RunReader.open(tmp_path)) as whole:
-                assert msgspec.msgpack.encode(reader.load()) == msgspec.msgpack.encode(whole.load())
+            with closing(RunReader.open(copy)) as reader, closing(RunReader.open(tmp_path)) as original:
+                assert msgspec.msgpack.encode(reader.load()) == msgspec.msgpack.encode(original.load())
                 assert reader.trained_in_plans() == run.buffer.flow().trained
                 assert reader.counts() == {k: v for k, v in run.buffer.counts().items() if v} | {
                     k: 0 for k in reader.counts() if not run.buffer.counts()[k]
@@ -66,7 +66,8 @@ def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -
                     if uid in run.sent:
                         assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
                 count = "SELECT count(*) FROM episodes"
-                smaller += reader.rows(count)[0][0] < whole.rows(count)[0][0]
+                smaller += reader.rows(count)[0][0] < original.rows(count)[0][0]
+
     assert smaller and len(list((tmp_path / "copies").iterdir())) == 2
     run.store.close()
 
@@ -76,11 +77,12 @@ def test_a_copy_shows_the_moment_of_its_checkpoint_whatever_is_written_meanwhile
     run.checkpoint(keep=2)
     run.turn()
     flow = run.buffer.flow()
-    busy = run.store.copies.busy
+    busy = run.store.copies.is_copying
     for _ in range(20):
         run.play()
         run.store.sync()
-    run.store.copies.wait()
+
+    run.store.copies.wait_for_copy()
     with closing(RunReader.open(tmp_path / "copies" / "000001")) as reader:
         assert restored(reader)[0].flow() == flow
     assert busy, "nothing was written meanwhile"
@@ -93,19 +95,19 @@ def test_a_copy_on_a_stuck_disk_is_named(
     """The log of run.db cannot be shortened meanwhile."""
     run = trained(tmp_path)
     stuck = Event()
-    monkeypatch.setattr(copies, "_fill", lambda db, counts: stuck.wait(60))
+    monkeypatch.setattr(copies, "_fill_copy", lambda db, counts: stuck.wait(60))
     run.checkpoint(keep=2)
     run.turn()
     run.store.sync()
     run.store.commit()
     assert not caplog.text
-    monkeypatch.setattr(copies, "PATIENCE", 0.0)
+    monkeypatch.setattr(copies, "CLOSE_PATIENCE", 0.0)
     run.store.sync()
     run.store.commit()
     assert re.search(r"a copy has taken \d+ s: is the disk stuck\? Its log grows", caplog.text)
     stuck.set()
     run.store.copies._thread.join(60)
-    assert not run.store.copies.late
+    assert not run.store.copies.overdue_seconds
     run.store.close()
 
 
@@ -145,17 +147,21 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     with lock(run_dir, "run_dir"):
         assert main(restoring) == 2 and "another run with this name" in capsys.readouterr().err
     assert main(restoring) == 0
-    said = capsys.readouterr().out
-    assert "3 steps and" in said and f"{at_copy.issued // 2} groups; what was there" in said, said
+    output = capsys.readouterr().out
+    assert "3 steps and" in output and f"{at_copy.issued // 2} groups; what was there" in output, output
     assert len(list(run_dir.glob("damaged-*/run.db"))) == 1
     again = Coordinator(run_dir, 1 << 30, Random(0))
-    assert again.buffer.flow() == at_copy and again.store.epoch == epoch + BEYOND + 1
-    listed = page(again.store.read, Listing.of('[["state","=","landed"],["state","=","ready"]]', "", "", ""))
-    assert listed and all(one["answer"] == f"answer {one['uid']}" for one in listed)
-    assert {(one["question"], one["truth"], one["sample"]) for one in listed} == {("how many?", "a lot", 7)}
-    assert again.store.read.meta("trainer_epoch") == str(7 + BEYOND)
+    assert again.buffer.flow() == at_copy and again.store.epoch == epoch + EPOCH_MARGIN + 1
+    listed = episode_page(
+        again.store.read, Listing.of('[["state","=","landed"],["state","=","ready"]]', "", "", "")
+    )
+    assert listed and all(episode["answer"] == f"answer {episode['uid']}" for episode in listed)
+    assert {(episode["question"], episode["truth"], episode["sample"]) for episode in listed} == {
+        ("how many?", "a lot", 7)
+    }
+    assert again.store.read.meta("trainer_epoch") == str(7 + EPOCH_MARGIN)
     needed = {e.uid for e in again.buffer.episodes.values() if e.turns and not e.state.over}
-    named = said.partition("lost: payloads of ")[2].splitlines()[0].split()
+    named = output.partition("lost: payloads of ")[2].splitlines()[0].split()
     assert needed and set(named) == needed | again.batches.taken.keys()
     again.store.close()
     damage(run_dir / "run.db")
@@ -210,18 +216,18 @@ def test_checkpoints_that_are_gone_are_said_before_the_start(tmp_path: Path) -> 
     assert list(check_checkpoint_directory(Inputs(config))) == [ok("in the run directory")]
     run.checkpoint(keep=2)
     run.turn()
-    said, _ = check_checkpoint_directory(Inputs(config))
-    assert "up to step 3, are gone" in said.text and "repeated from their plans" in said.text
-    assert said.level == "warning"
+    warnings, _ = check_checkpoint_directory(Inputs(config))
+    assert "up to step 3, are gone" in warnings.text and "repeated from their plans" in warnings.text
+    assert warnings.level == "warning"
     while run.buffer.committed < 6:
         run.play()
     run.checkpoint(keep=2)
     run.forget()
     with pytest.raises(ConfigError, match="up to step 6, are gone; put them back"):
         list(check_checkpoint_directory(Inputs(config)))
-    place = tmp_path / "t" / "checkpoints" / "step-3"
-    place.mkdir(parents=True)
-    (place / "manifest.json").touch()
+    checkpoint_directory = tmp_path / "t" / "checkpoints" / "step-3"
+    checkpoint_directory.mkdir(parents=True)
+    (checkpoint_directory / "manifest.json").touch()
     assert list(check_checkpoint_directory(Inputs(config))) == [ok("in the run directory")]
     run.store.close()
 
@@ -232,6 +238,7 @@ def test_an_error_of_a_damaged_database_names_the_way_on(tmp_path: Path) -> None
     run.store._shorten_log()
     run.store.close()
     damage(tmp_path / "run.db")
+
     with (
         pytest.raises(StoreError, match="malformed; asyncrl runs restore"),
         closing(RunReader.open(tmp_path)) as reader,
@@ -260,6 +267,7 @@ def test_a_restoration_that_is_killed_while_it_copies_is_begun_again_by_the_same
         patch.setattr(module, killed_in, killed)
         with pytest.raises(KeyboardInterrupt):
             restore(tmp_path)
+
     assert list((tmp_path / "copies").glob("new-*"))
     restore(tmp_path)
     assert not list((tmp_path / "copies").glob("new-*"))
@@ -294,6 +302,7 @@ def test_a_restoration_that_was_killed_is_begun_again(
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             restore(tmp_path)
+
     assert (tmp_path / "run.db").exists() == (calls == 1)
     restore(tmp_path)
     again = Coordinator(tmp_path, 1 << 30, Random(0))

@@ -15,7 +15,7 @@ def config(lr: float, **keys: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("begun", "found"),
+    ("lr_since", "lr_of_step"),
     [
         ([(0, 0.1)], {0: 0.1, 1: 0.1, 99: 0.1}),
         ([(0, 0.1), (0, 0.2)], {0: 0.2, 1: 0.2}),
@@ -26,12 +26,12 @@ def config(lr: float, **keys: Any) -> RunConfig:
     ],
 )
 def test_a_step_has_the_configuration_that_trained_it_last(
-    begun: list[tuple[int, float]], found: dict[int, float]
+    lr_since: list[tuple[int, float]], lr_of_step: dict[int, float]
 ) -> None:
     launches: list[LaunchRecord] = []
-    for step, lr in begun:
+    for step, lr in lr_since:
         launches = since(launches, step, config(lr))
-    assert {step: at(launches, step).config["trainer"]["lr"] for step in found} == found
+    assert {step: at(launches, step).config["trainer"]["lr"] for step in lr_of_step} == lr_of_step
 
 
 def test_what_does_not_change_a_run_makes_no_launch_of_its_own() -> None:

@@ -19,7 +19,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.store import runstore, segments
 from asyncrl.store.reader import RunReader
-from asyncrl.store.runstore import OF_EPISODE, RunStore
+from asyncrl.store.runstore import EPISODE_TABLES, RunStore
 from asyncrl.types import Message, Sample, ToolCall, ToolReply
 from asyncrl.wire.messages.trainer import Checkpointed
 from tests.fakes.mail import Sent
@@ -57,10 +57,12 @@ class Coordinator:
                 self.store.put_answer(uid, f"answer {uid}")
                 self.store.put_calls(uid, 0, [ToolReply(ToolCall("search", "{}"), "", "broke", 0.5)] * 2)
                 self.store.put_question(int(uid.partition(".")[0]), SAMPLE)
+
         if len(self.buffer.tally.groups[State.READY]) >= 2:
             train(self.batches, self.buffer.committed)
             plan = self.batches.batches[self.buffer.committed - 1]
             self.store.put_commit(self.buffer.committed, 1, plan.plan_hash)
+
         self.turn()
 
     def checkpoint(self, keep: int) -> None:
@@ -84,20 +86,20 @@ class Coordinator:
 
 
 def restored(reader: RunReader) -> tuple[ReplayBuffer, Batches]:
-    held = reader.load()
+    stored_run = reader.load()
     buffer, batches = make(filter_zero_variance=True)
-    buffer.restore(held.groups, held.episodes, held.left, 0.0)
-    buffer.next_group = held.next_group
-    buffer.committed = held.committed
-    batches.restore(held.batches, held.taken, held.baselines)
+    buffer.restore(stored_run.groups, stored_run.episodes, stored_run.left, 0.0)
+    buffer.next_group = stored_run.next_group
+    buffer.committed = stored_run.committed
+    batches.restore(stored_run.batches, stored_run.taken, stored_run.baselines)
     return buffer, batches
 
 
 @pytest.fixture(autouse=True)
 def a_little_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that turns come in between."""
-    monkeypatch.setattr(runstore, "MOST_FORGOTTEN", 3)
-    monkeypatch.setattr(segments, "MOST_REMOVED", 1)
+    monkeypatch.setattr(runstore, "MAX_FORGOTTEN", 3)
+    monkeypatch.setattr(segments, "MAX_REMOVED", 1)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -120,21 +122,23 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
             for uid in (uid for uid in (*needed, *plans) if uid in run.sent):
                 assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
             assert {reader.episode(uid).state for uid in plans} <= {State.TRAINED}
+
         run.forget()
         sizes = {int(path.stem): path.stat().st_size for path in (tmp_path / "segments").iterdir()}
         rows = reader.rows("SELECT segment FROM frames WHERE NOT spare")
         first = min((segment for (segment,) in rows), default=max(sizes))
         spare = sum(size for segment, size in sizes.items() if segment < first)
         issued = run.buffer.flow().issued
-        ((kept,),) = reader.rows("SELECT count(*) FROM episodes")
-        of = {table: {uid for (uid,) in reader.rows(f"SELECT uid FROM {table}")} for table in OF_EPISODE}
+        ((kept_episodes,),) = reader.rows("SELECT count(*) FROM episodes")
+        of = {table: {uid for (uid,) in reader.rows(f"SELECT uid FROM {table}")} for table in EPISODE_TABLES}
         assert of["answers"] == of["calls"] == of["episodes"] & run.sent.keys()
         assert reader.rows("SELECT group_id FROM questions EXCEPT SELECT group_id FROM episodes") == []
         if keep_bytes < 1 << 30:
-            assert spare <= keep_bytes and kept < issued
+            assert spare <= keep_bytes and kept_episodes < issued
             assert spare > keep_bytes - 3000, "what fits is kept"
         else:
-            assert kept == issued and reader.planned_steps() == set(range(run.buffer.committed))
+            assert kept_episodes == issued and reader.planned_steps() == set(range(run.buffer.committed))
+
     run.store.close()
 
 
@@ -146,6 +150,7 @@ def test_a_turn_forgets_one_batch_and_a_restart_goes_on_with_it(tmp_path: Path) 
     for left in (5, 4, 3):
         run.turn()
         assert len(run.batches.batches) == left
+
     run.store.close()  # as by kill -9
     again = Coordinator(tmp_path, 0, Random(0))
     assert [*again.batches.batches] == [3, 4, 5] and again.buffer.flow() == run.buffer.flow()
@@ -161,14 +166,16 @@ def test_a_turn_forgets_payloads_of_few_episodes(tmp_path: Path) -> None:
     for number in range(20):
         run.store.put_frame(f"{number}.0", 0, "generated", bytes(500))
         run.store.release_frames(f"{number}.0")
+
     run.store.put_frame("20.0", 0, "generated", b"needed")
     run.store.sync()
-    found: list[tuple[int, int]] = []  # payloads, segments
+    sizes: list[tuple[int, int]] = []  # payloads, segments
     while run.store.pruning:
-        assert len(found) < 20, "it never ends"
+        assert len(sizes) < 20, "it never ends"
         run.turn()
         ((frames,),) = run.store.read.rows("SELECT count(*) FROM frames")
-        found.append((frames, len([*(tmp_path / "segments").iterdir()])))
+        sizes.append((frames, len([*(tmp_path / "segments").iterdir()])))
+
     payloads = [(left, 6) for left in (18, 15, 12, 9, 6, 3)]
-    assert found == [*payloads, (1, 5), (1, 4), (1, 3), (1, 2), (1, 1), (1, 1)]
+    assert sizes == [*payloads, (1, 5), (1, 4), (1, 3), (1, 2), (1, 1), (1, 1)]
     run.store.close()

@@ -23,7 +23,7 @@ from asyncrl.store import schema
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SCHEMA_VERSION, StoreError, StorePaused, SupersededError, check_schema
-from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, segment_path
+from asyncrl.store.segments import FrameLocation, SegmentReader, SegmentWriter, segment_path
 from tests.fakes.power import DurableFiles
 from tests.unit.buffer.machine import admit, land, make, train
 
@@ -53,6 +53,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     for uid in ("0.0", "0.1", "1.0", "1.1", "2.0"):
         land(buffer, uid)
         store.put_frame(uid, 0, "generated", uid.encode())
+
     persist(store, buffer)
     train(batches, 0)
     persist(store, buffer)  # what left the buffer between two transactions is over in the store, too
@@ -61,8 +62,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     store.commit()
     store.close()
 
-    held = RunStore(tmp_path)
-    snapshot = held.read.load()
+    reopened = RunStore(tmp_path)
+    snapshot = reopened.read.load()
     assert snapshot.committed == 1 and snapshot.next_group == 3
     assert [group.id for group in snapshot.groups] == [2]
     assert {e.uid: e.state for e in snapshot.episodes} == {"2.0": State.LANDED, "2.1": State.PENDING}
@@ -71,9 +72,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert snapshot.baselines == batches.baselines and snapshot.baselines.keys() == {0, 1}
     assert {e.uid for e in snapshot.taken} == {"0.0", "0.1", "1.0", "1.1"}
     assert snapshot.left[State.TRAINED] == 4
-    assert list(held.read.frames("2.0", 1)) == [b"2.0", b""]
-    assert list(held.read.frames("0.0", 1)) == [b"0.0", b""]  # a kept plan's payloads are kept
-    assert held.read.trained_in_plans() == 4
+    assert list(reopened.read.frames("2.0", 1)) == [b"2.0", b""]
+    assert list(reopened.read.frames("0.0", 1)) == [b"0.0", b""]  # a kept plan's payloads are kept
+    assert reopened.read.trained_in_plans() == 4
     restored, _ = make()
     restored.restore(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
     restored.next_group = snapshot.next_group
@@ -88,6 +89,7 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
         acknowledged = int(line)
         if acknowledged == 50:
             os.kill(child.pid, signal.SIGKILL)
+
     child.wait(10)
     store = RunStore(tmp_path)
     frames = list(store.read.frames("0.0", acknowledged + 1))[::2]
@@ -105,16 +107,16 @@ def test_covered_plans_and_their_payloads_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "whose"), [(0, "an older"), (SCHEMA_VERSION - 1, "an older"), (SCHEMA_VERSION + 1, "a newer")]
+    ("version", "age"), [(0, "an older"), (SCHEMA_VERSION - 1, "an older"), (SCHEMA_VERSION + 1, "a newer")]
 )
-def test_a_run_of_another_schema_is_refused_by_name(tmp_path: Path, version: int, whose: str) -> None:
+def test_a_run_of_another_schema_is_refused_by_name(tmp_path: Path, version: int, age: str) -> None:
     RunStore(tmp_path).close()
     check_schema(tmp_path)
     with closing(sqlite3.connect(tmp_path / "run.db")) as db:
         db.execute(f"PRAGMA user_version={version}")
     for opened in (RunStore, RunReader.open, check_schema):
         with pytest.raises(
-            ConfigError, match=rf"run\.db: written by {whose} version .* \(schema {version}, .*name="
+            ConfigError, match=rf"run\.db: written by {age} version .* \(schema {version}, .*name="
         ):
             opened(tmp_path)
 
@@ -128,12 +130,14 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
     store.put_frame("0.0", 0, "generated", b"x")
     persist(store, buffer)
     files = set(tmp_path.rglob("*.seg"))
+
     with closing(RunReader.open(tmp_path)) as reader:
         assert reader.counts() == {State.LANDED: 1, State.PENDING: 1}
         assert reader.episode("0.0").result.reward == 1.0
         store.put_frame("0.0", 0, "replied", b"y")
         assert list(store.read.frames("0.0", 1)) == [b"x", b"y"]
         assert list(reader.frames("0.0", 1)) == [b"x", b""]
+
     assert set(tmp_path.rglob("*.seg")) == files  # a reader begins no segment
     assert len(list((tmp_path / "segments").glob("*.seg"))) == 1
 
@@ -171,12 +175,13 @@ def assert_written_once(store: RunStore) -> None:
 def test_a_locked_store_is_written_when_the_lock_is_gone(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     writes(store)
-    with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+    with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as locking:
+        locking.execute("BEGIN IMMEDIATE")
         for _ in range(2):
             with pytest.raises(StorePaused, match=r"locked; the run waits .* end the process that locks it"):
                 store.commit()
-        other.execute("ROLLBACK")
+        locking.execute("ROLLBACK")
+
     assert_written_once(store)
 
 
@@ -194,6 +199,7 @@ def test_a_full_disk_is_written_when_there_is_room(tmp_path: Path, monkeypatch: 
     for _ in range(3):
         with pytest.raises(StorePaused, match=r"full; the run waits .* free disk space"):
             store.commit()
+
     store._db.execute("PRAGMA max_page_count=100000")
     assert_written_once(store)
 
@@ -205,11 +211,13 @@ def test_without_descriptors_it_waits_until_there_are_some(tmp_path: Path) -> No
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     os.close(lowest := os.open(os.devnull, os.O_RDONLY))
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+
     try:
         with pytest.raises(StorePaused, match=r"Too many open files.*the run waits .*: raise ulimit -n"):
             store.commit()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
     assert_written_once(store)
 
 
@@ -226,6 +234,7 @@ def test_a_reader_does_not_hold_a_sync_up_and_is_named(
         began = time.monotonic()
         store.commit()
         assert time.monotonic() - began < 4  # SQLite itself would wait for five seconds
+
     assert "a reader keeps a transaction open" in caplog.text
     store.close()
     files.cut_power()
@@ -250,13 +259,13 @@ def test_a_store_that_is_locked_is_opened_when_the_lock_is_gone(
 ) -> None:
     """A restarted coordinator must not use up its restarts meanwhile."""
     RunStore(tmp_path).close()
-    with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+    with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as locking:
+        locking.execute("BEGIN IMMEDIATE")
         with monkeypatch.context() as patch:
             patch.setattr(schema, "OPEN_DEADLINE", -1.0)
             with pytest.raises(StorePaused, match="locked"):
                 RunStore(tmp_path)
-        monkeypatch.setattr(schema.time, "sleep", lambda seconds: other.execute("ROLLBACK"))
+        monkeypatch.setattr(schema.time, "sleep", lambda seconds: locking.execute("ROLLBACK"))
         assert RunStore(tmp_path).epoch == 2
 
 
@@ -278,6 +287,7 @@ def test_what_was_synced_survives_a_power_cut_and_no_epoch_is_given_twice(tmp_pa
         store.put_frame("0.1", 0, "generated", b"y")
         store.put_commit(2, 1, "later")
         store.commit()
+
     store.close()
     files.cut_power()
     again = RunStore(tmp_path)
@@ -293,56 +303,59 @@ def test_records_come_back_and_survive_reopening(tmp_path: Path) -> None:
     segments = SegmentWriter(tmp_path, segment_bytes=100)
     reader = SegmentReader(tmp_path)
     payloads = [bytes([i]) * (30 * i) for i in range(6)]
-    places = [segments.append(payload) for payload in payloads]
-    assert [reader.read(place) for place in places] == payloads
-    assert places[-1].segment > 0  # rolled over
+    locations = [segments.append_record(payload) for payload in payloads]
+    assert [reader.read_record(location) for location in locations] == payloads
+    assert locations[-1].segment > 0  # rolled over
     segments.close()
     again = SegmentWriter(tmp_path)
-    assert [reader.read(place) for place in places] == payloads
-    assert again.append(b"new").segment > places[-1].segment  # never appends to a file with an unknown tail
+    assert [reader.read_record(location) for location in locations] == payloads
+    assert (
+        again.append_record(b"new").segment > locations[-1].segment
+    )  # never appends to a file with an unknown tail
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
     segments = SegmentWriter(tmp_path)
     reader = SegmentReader(tmp_path)
-    place = segments.append(b"payload")
+    location = segments.append_record(b"payload")
     path = next(tmp_path.glob("*.seg"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(StoreError, match="damaged record at 0"):
-        reader.read(place)
+        reader.read_record(location)
     with pytest.raises(StoreError, match="damaged"):
-        reader.read(FramePlace(place.segment, 4000))
+        reader.read_record(FrameLocation(location.segment, 4000))
 
 
 def test_old_segments_go_and_one_that_cannot_be_deleted_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     segments = SegmentWriter(tmp_path, segment_bytes=10)
-    places = [segments.append(b"0123456789") for _ in range(4)]
+    locations = [segments.append_record(b"0123456789") for _ in range(4)]
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
-        SegmentReader(tmp_path).remove_before(places[2].segment)
+        SegmentReader(tmp_path).remove_before(locations[2].segment)
+
     assert "Read-only" in caplog.text and len(list(tmp_path.glob("*.seg"))) == 4
     reader = SegmentReader(tmp_path)
-    reader.remove_before(places[2].segment)
-    assert len(list(tmp_path.glob("*.seg"))) == 2 and reader.read(places[3]) == b"0123456789"
+    reader.remove_before(locations[2].segment)
+    assert len(list(tmp_path.glob("*.seg"))) == 2 and reader.read_record(locations[3]) == b"0123456789"
     with pytest.raises(StoreError, match="No such file"):
-        reader.read(places[0])
+        reader.read_record(locations[0])
 
 
 def test_a_file_that_is_cut_short_while_it_is_written_loses_no_later_record(tmp_path: Path) -> None:
     segments = SegmentWriter(tmp_path)
     reader = SegmentReader(tmp_path)
-    first = segments.append(b"first")
-    second = segments.append(b"second")
+    first = segments.append_record(b"first")
+    second = segments.append_record(b"second")
     os.truncate(segment_path(tmp_path, first.segment), second.offset + 3)
-    third = segments.append(b"third")
-    assert reader.read(first) == b"first" and reader.read(third) == b"third"
+    third = segments.append_record(b"third")
+    assert reader.read_record(first) == b"first" and reader.read_record(third) == b"third"
     with pytest.raises(StoreError, match=f"damaged record at {second.offset}"):
-        reader.read(second)
+        reader.read_record(second)

@@ -49,9 +49,9 @@ PACKED |= {"smollm3", "olmo2", "granite", "glm4_moe", "deepseek_v3", "gpt2", "gr
 
 def other(kind: str, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
     """Heads of 16, a reach of 12, other weights."""
-    monkeypatch.setattr(shrunk, "REACH", 12)
+    monkeypatch.setattr(shrunk, "WINDOW_TOKENS", 12)
     monkeypatch.setattr(torch, "manual_seed", lambda seed: torch.random.default_generator.manual_seed(7))
-    model = shrunk.shrunk(shrunk.narrowed(CONFIG_MAPPING[kind](**KEYS.get(kind, {})), head=16))
+    model = shrunk.shrunken_model(shrunk.narrowed_config(CONFIG_MAPPING[kind](**KEYS.get(kind, {})), head=16))
     monkeypatch.undo()
     return model
 

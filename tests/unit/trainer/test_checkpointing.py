@@ -164,7 +164,7 @@ def killed_in_the_middle(folder: str, model: str) -> None:
     for step in (1, 2):
         manifest = CheckpointManifest(step=step, trainer_epoch=0)
         if step == 2:
-            to._wrote = die  # type: ignore[method-assign]
+            to._count_written = die  # type: ignore[method-assign]
         checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, learner.world)
 
 

@@ -391,7 +391,7 @@ def test_a_loaded_model_is_asked_once_on_a_machine(
     """As every model is on a GPU, and here where no small copy can be made. A restart asks no more, but other
     numbers, other layers or a compiled model do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delattr(shrunk, "shrunk")
+    monkeypatch.delattr(shrunk, "shrunken_model")
     asked = mock.Mock(wraps=examine.examine)
     monkeypatch.setattr(examine, "examine", asked)
 
@@ -423,7 +423,7 @@ def test_gradients_that_differ_are_found(
     small copy, and by the loaded model where none can be made."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if not copied:
-        monkeypatch.delattr(shrunk, "shrunk")
+        monkeypatch.delattr(shrunk, "shrunken_model")
     make("Llama").save_pretrained(tmp_path)
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
     attend = NodeKernel.attend

@@ -27,6 +27,7 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
             for line in file.read_text().splitlines()
         ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     worker = Timeline(tmp_path / "a" / "timeline" / "rollout-0.jsonl")
     worker.record("decode", 0, 4000, calls=100, seconds=8000.0)
     worker.record("fresher weights", 0, 4000, calls=900, seconds=0.5)
@@ -39,13 +40,14 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
             await coloured(tab, "light", url)
             await looked_at(tab)
             await zoomed_in(tab)
+
         assert tab.complaints == []
         await tab.press("3")
         await tab.until(
             'document.getElementById("error").textContent.includes("is asyncrl view still running?")'
         )
         await selected_without_a_server(tab)
-        assert all("ERR_CONNECTION_REFUSED" in one for one in tab.complaints)
+        assert all("ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints)
         tab.complaints.clear()
         await coloured(tab, "dark", (tmp_path / "page.html").as_uri())
         await looked_at(tab)
@@ -81,8 +83,8 @@ async def zoomed_in(tab: Tab) -> None:
         f'{panel}.includes("SELECTED") && /forward and backward trainer\\s+[45]\\s/.test({panel})'
     )
     assert "100%" in await tab.run(panel)
-    place = (left + 0.55 * wide, top + 8)
-    await tab.drag(place, place)
+    pointer = (left + 0.55 * wide, top + 8)
+    await tab.drag(pointer, pointer)
     await tab.until('document.getElementById("chosen").textContent === "forward and backward"')
     assert "step 1005: charts, episodes" in await tab.run(panel)
     await tab.press("j")
@@ -105,10 +107,10 @@ async def looked_at(tab: Tab) -> None:
     """The overview; by keys curves, alerts and differences, the list, a filter, an episode, its neighbour and
     its group, a comparison, lanes. All texts and signs stand out."""
     await tab.until('document.querySelector("#overview h1")')
-    shown = await tab.run('document.getElementById("overview").textContent')
-    assert "No reward is known in 12 steps" in shown and "data.trainx" in shown
+    overview_text = await tab.run('document.getElementById("overview").textContent')
+    assert "No reward is known in 12 steps" in overview_text and "data.trainx" in overview_text
     assert await tab.run('document.querySelector("[data-alert]").dataset.alert') == "skipped optimizer steps"
-    assert "trainer.lr, now 1e-06" in shown
+    assert "trainer.lr, now 1e-06" in overview_text
     assert await pale(tab) == []
     await tab.press("3")
     await tab.until('document.querySelectorAll("#charts canvas").length >= 2')
@@ -125,6 +127,7 @@ async def looked_at(tab: Tab) -> None:
     for key, uid in (("j", "1.1"), ("k", "1.0"), ("n", "1.1")):
         await tab.press(key)
         await tab.until(f'document.querySelector("article").dataset.uid === "{uid}"')
+
     await tab.run('document.getElementById("colour-versions").click()')
     await tab.until('document.querySelectorAll(".model [data-at]").length === 10')
     assert MARKUP in await tab.run('document.querySelector("article").textContent')

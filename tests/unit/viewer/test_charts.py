@@ -64,16 +64,16 @@ async def seeds_are_a_mean_with_a_band(tab: Tab) -> None:
     assert "step 12\n0.35 (0 to 0.7)" in await pointed_at(tab, REWARD, 11 / 23)
     await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
     await tab.until('!document.getElementById("tip")')
-    found = await paint(tab, REWARD)
-    assert found["line"] > 500 and found["band"] > 50000 and found["raw"] < 100
+    painted = await paint(tab, REWARD)
+    assert painted["line"] > 500 and painted["band"] > 50000 and painted["raw"] < 100
 
 
 async def raw_values_are_faint_behind_smoothed_ones(tab: Tab) -> None:
-    others = ",".join(map(str, range(1, SEEDS)))
-    await tab.run(f'location.hash = "tab=charts&seeds=apart&out={others}"')
+    other_seeds = ",".join(map(str, range(1, SEEDS)))
+    await tab.run(f'location.hash = "tab=charts&seeds=apart&out={other_seeds}"')
     await tab.until('document.querySelectorAll("#chart-bar .legend button").length === 8')
-    found = await paint(tab, LOSS)
-    assert found["raw"] > 0.3 * found["line"] > 200
+    painted = await paint(tab, LOSS)
+    assert painted["raw"] > 0.3 * painted["line"] > 200
     await tab.run("""(slider => { slider.value = 0; slider.dispatchEvent(new Event("input")); })(
         document.getElementById("smooth"))""")
     raw = f'paint("{LOSS}").raw < 0.15 * paint("{LOSS}").line'  # where edges look like it
@@ -109,8 +109,8 @@ async def what_is_looked_at_is_in_the_address(tab: Tab) -> None:
 async def a_click_on_a_step_shows_its_episodes(tab: Tab) -> None:
     assert "step 5\n1" in await pointed_at(tab, LOSS, 4.1 / 23)
     left, top, wide, high = await tab.run(PLOT.replace("{title}", LOSS))
-    place = (left + 4.1 / 23 * wide, top + high / 2)
-    await tab.drag(place, place)
+    pointer = (left + 4.1 / 23 * wide, top + high / 2)
+    await tab.drag(pointer, pointer)
     await tab.until('document.querySelectorAll("#list tbody tr").length === 4')
     assert '[["step","=",5],["kind","=","train"]]' in await tab.run("decodeURIComponent(location.hash)")
 
@@ -139,12 +139,12 @@ async def pointed_at(tab: Tab, title: str, share: float) -> str:
     return await tab.run('document.getElementById("tip").innerText')
 
 
-def save_seeds(place: Path) -> list[Path]:
+def save_seeds(directory: Path) -> list[Path]:
     """The first one has episodes, too. The reward of each seed is always the same, a tenth of its number; the
     loss goes up and down, and the norm grows tenfold in six steps."""
-    first = planted.regression(place / "seed-0", worse=False)
+    first = planted.regression(directory / "seed-0", worse=False)
     config = msgspec.yaml.decode((first / "config.yaml").read_bytes())
-    runs = [place / f"seed-{seed}" for seed in range(SEEDS)]
+    runs = [directory / f"seed-{seed}" for seed in range(SEEDS)]
     for seed, run_dir in enumerate(runs):
         run_dir.mkdir(exist_ok=True)
         (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config | {"seed": seed}))
@@ -162,4 +162,5 @@ def save_seeds(place: Path) -> list[Path]:
             for step in range(1, STEPS + 1)
         ]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     return runs

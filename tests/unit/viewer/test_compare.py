@@ -8,29 +8,29 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import interval
-from asyncrl.viewer.compare import QUESTIONS, compare, measures, paired
+from asyncrl.viewer.compare import QUESTIONS_QUERY, compare, evaluation_measures, paired_statistics
 from asyncrl.viewer.views import Views
 from tests.fakes import planted
 from tests.fakes.planted import ended, save_run
 
 
 def test_a_paired_difference_by_hand() -> None:
-    found = paired([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
-    assert (found["means"], found["difference"]) == ([0.5, 0.75], 0.25)
-    assert (found["wins"], found["losses"], found["questions"]) == (2, 1, 4)
-    assert found["interval"] == interval([1.0, 0.0, -1.0, 1.0])
+    statistics = paired_statistics([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
+    assert (statistics["means"], statistics["difference"]) == ([0.5, 0.75], 0.25)
+    assert (statistics["wins"], statistics["losses"], statistics["questions"]) == (2, 1, 4)
+    assert statistics["interval"] == interval([1.0, 0.0, -1.0, 1.0])
 
 
 def test_two_runs_are_compared_question_by_question(tmp_path: Path) -> None:
     runs = [planted.regression(tmp_path / str(worse), worse=worse) for worse in (False, True)]
-    found = compare(runs, [None, None])
-    (mode,) = found["modes"]
+    comparison = compare(runs, [None, None])
+    (mode,) = comparison["modes"]
     assert (mode["mode"], mode["means"], mode["wins"], mode["losses"]) == ("sampled", [1.0, 0.5], 0, 12)
     assert {name: part["difference"] for name, part in mode["components"].items()} == {
         "form": -0.5,
         "polite": 0,
     }
-    assert (mode["flips"], found["warnings"]) == ({"lost": 12, "won": 0}, [])
+    assert (mode["flips"], comparison["warnings"]) == ({"lost": 12, "won": 0}, [])
     before, after = mode["lost"][0]
     assert (before.question, before.answer, before.truth) == ("What is 1 plus 1?", "2", "2")
     assert (after.answer, after.score, after.components["form"]) == ("101", 0.0, 0.0)
@@ -40,10 +40,10 @@ def test_two_runs_are_compared_question_by_question(tmp_path: Path) -> None:
 
 def test_two_validations_of_a_run_with_what_was_lost_and_won(tmp_path: Path) -> None:
     run = planted.flipped(tmp_path / "a")
-    found = compare([run, run], [None, None])
-    assert (found["steps"], found["validations"]) == ([6, 12], [[6, 12], [6, 12]])
-    (mode,) = found["modes"]
-    assert [one[0].question for one in mode["lost"] + mode["won"]] == [
+    comparison = compare([run, run], [None, None])
+    assert (comparison["steps"], comparison["validations"]) == ([6, 12], [[6, 12], [6, 12]])
+    (mode,) = comparison["modes"]
+    assert [pair[0].question for pair in mode["lost"] + mode["won"]] == [
         "What is 3 plus 3?",
         "What is 7 plus 7?",
     ]
@@ -51,28 +51,29 @@ def test_two_validations_of_a_run_with_what_was_lost_and_won(tmp_path: Path) -> 
 
 def test_what_is_not_alike_is_said(tmp_path: Path) -> None:
     keys = {"validation": {"success": 2.0}, "rollout": {"reward": "exact"}}
-    one = planted.PlantedRun(tmp_path / "a", data={"train": "z", "test": "y"})
-    other = planted.PlantedRun(tmp_path / "b", **keys)
-    one.validate(0, [planted.right(row) for row in range(4)])
-    other.validate(0, [planted.right(row) for row in range(3)])
-    found = compare([one.save(), other.save()], [None, None])
-    assert found["warnings"] == [
+    first_run = planted.PlantedRun(tmp_path / "a", data={"train": "z", "test": "y"})
+    second_run = planted.PlantedRun(tmp_path / "b", **keys)
+    first_run.validate(0, [planted.right(row) for row in range(4)])
+    second_run.validate(0, [planted.right(row) for row in range(3)])
+    comparison = compare([first_run.save(), second_run.save()], [None, None])
+    assert comparison["warnings"] == [
         "Not judged alike: the configurations differ in rollout.reward, validation.success",
         "1 questions are not the same in both, and left out",
     ]
-    assert found["modes"][0]["questions"] == 3
+    assert comparison["modes"][0]["questions"] == 3
 
 
 def test_several_episodes_of_a_question_are_one(tmp_path: Path) -> None:
     """Two of four are right; then one of four."""
     run = planted.regression(tmp_path / "a", worse=False)
     with sqlite3.connect(run / "run.db") as db:
-        for step, wrong in ((0, 2), (12, 3)):
+        for step, wrong_answers in ((0, 2), (12, 3)):
             of = f"SELECT val.uid FROM episodes val WHERE step = {step} AND kind = 'held out' LIMIT"
             db.execute(f"UPDATE episodes SET group_id = -1, score = 1 WHERE uid IN ({of} 4)")
-            db.execute(f"UPDATE episodes SET score = 0 WHERE uid IN ({of} {wrong})")
-    found = compare([run, run], [None, None])["modes"][0]
-    ((before, after),) = found["lost"]
+            db.execute(f"UPDATE episodes SET score = 0 WHERE uid IN ({of} {wrong_answers})")
+
+    comparison = compare([run, run], [None, None])["modes"][0]
+    ((before, after),) = comparison["lost"]
     assert (before.score, before.right, after.score, after.right) == (0.5, 1, 0.25, 0)
 
 
@@ -83,9 +84,10 @@ def test_an_episode_that_failed_has_the_lowest_score(tmp_path: Path) -> None:
         db.execute("UPDATE episodes SET score = -1 WHERE step = 12 AND kind = 'held out' AND score = 0")
         failed = "score = NULL, components = NULL, state = 'failed'"
         db.execute(f"UPDATE episodes SET {failed} WHERE uid = 'val12/sampled/5'")
-    found = compare([run, run], [None, None])
-    assert found["modes"][0]["means"] == [0.75, 0.5]
-    assert found["warnings"] == [
+
+    comparison = compare([run, run], [None, None])
+    assert comparison["modes"][0]["means"] == [0.75, 0.5]
+    assert comparison["warnings"] == [
         "1 episodes of step 12 failed, or were not over in time: they count as wrong"
     ]
 
@@ -94,15 +96,15 @@ def test_episodes_that_are_over_while_a_validation_is_read_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [planted.regression(tmp_path / str(worse), worse=worse) for worse in (False, True)]
-    monkeypatch.setattr("asyncrl.viewer.compare.QUESTIONS", f"{QUESTIONS} LIMIT 5")
+    monkeypatch.setattr("asyncrl.viewer.compare.QUESTIONS_QUERY", f"{QUESTIONS_QUERY} LIMIT 5")
     (mode,) = compare(runs, [None, None])["modes"]
     assert (mode["questions"], mode["components"]["form"]["questions"]) == (5, 5)
 
 
 def test_without_a_validation_nothing_is_compared(tmp_path: Path) -> None:
     runs = save_run(tmp_path / "a"), save_run(tmp_path / "b")
-    found = compare(runs, [None, None])
-    assert (found["modes"], found["validations"]) == ([], [[], []])
+    comparison = compare(runs, [None, None])
+    assert (comparison["modes"], comparison["validations"]) == ([], [[], []])
     with pytest.raises(ConfigError, match="from=x: give a number"):
         Views(runs, ended).answer("compare", {"from": "x"})
 
@@ -119,14 +121,14 @@ def test_of_a_run_of_an_older_version_all_but_its_episodes_is_shown(tmp_path: Pa
 
 
 def test_what_an_evaluation_found_by_measure_and_task(tmp_path: Path) -> None:
-    whole = {"mean": 0.5, "low": 0.25, "high": 0.75, "samples": 2}
-    found = {"val-core/all/sampled/pass@2": whole, "val-core/x/sampled/pass@2": whole}
-    found |= {"val-task/org/fix/sampled/pass@2": {"mean": 1.0}, "val-core/all/nll": {"mean": 1.5}}
-    (tmp_path / "evaluation.json").write_text(json.dumps(found))
-    passed, loss = measures(tmp_path)
+    with_interval = {"mean": 0.5, "low": 0.25, "high": 0.75, "samples": 2}
+    evaluation = {"val-core/all/sampled/pass@2": with_interval, "val-core/x/sampled/pass@2": with_interval}
+    evaluation |= {"val-task/org/fix/sampled/pass@2": {"mean": 1.0}, "val-core/all/nll": {"mean": 1.5}}
+    (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
+    passed, loss = evaluation_measures(tmp_path)
     after = {"value": 0.5, "interval": (0.25, 0.75), "step": 0, "questions": 2}
     assert passed == {"label": "sampled/pass@2", "unit": "share", "curve": [], "after": after} | {
         "tasks": {"org/fix": 1.0}
     }
     assert (loss["label"], loss["unit"], loss["after"]["interval"]) == ("nll", "", None)
-    assert not [*measures(tmp_path / "other")]
+    assert not [*evaluation_measures(tmp_path / "other")]

@@ -12,8 +12,8 @@ import pytest
 import asyncrl
 from asyncrl.errors import ConfigError
 from asyncrl.observe.timeline import START, Timeline
-from asyncrl.viewer.lanes import MOST_ROWS, MOST_SPANS, LaneReader
-from asyncrl.viewer.meanings import MEANINGS, SPANS, meaning
+from asyncrl.viewer.lanes import MAX_ROWS, MAX_SPANS, LaneReader
+from asyncrl.viewer.meanings import MEANINGS, SPANS, meaning_of
 
 T = 1_700_000_000.0
 PACKAGE = Path(asyncrl.__file__).parent
@@ -35,6 +35,7 @@ def write(run_dir: Path) -> None:
         files["rollout"].record("decode", at + 2, at + 9, calls=12, seconds=21.0)
         files["rollout"].record("decode on engine 0", at + 2, at + 9, calls=12, seconds=21.0)
         files["coordinator"].record("push", at + 0.5, at + 2, version=version, engine="worker 0")
+
     files["engine"].record("load_weights", T, T + 1, version=(1, 0), engine="train", error="no room")
     for file in files.values():
         file.close()
@@ -45,7 +46,11 @@ def rows_of(window: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     titles = [title for _, title in window["names"]]
     return {
         (process["title"], row["title"]): row
-        | {"spans": [(start, end, titles[name], *rest) for start, end, name, *rest in row["spans"]]}
+        | {
+            "spans": [
+                (start, end, titles[name], *span_values) for start, end, name, *span_values in row["spans"]
+            ]
+        }
         for process in window["processes"]
         for row in process["rows"]
     }
@@ -96,13 +101,15 @@ def test_a_long_run_stays_below_a_megabyte(tmp_path: Path) -> None:
     for step in range(4_000):
         timeline.record("train", T + step, T + step + 0.75, step=step)
         timeline.record("step", T + step + 0.75, T + step + 1, step=step)
+
     timeline.close()
     for worker in range(8):
         timeline = Timeline(tmp_path / "timeline" / f"rollout-{worker}.jsonl")
-        for tool in range(MOST_ROWS + 20):
+        for tool in range(MAX_ROWS + 20):
             for at in range(0, 4_000, 400):
                 timeline.record(f"tool {tool}", T + at, T + at + 2, calls=5, seconds=8.0)
         timeline.close()
+
     window = LaneReader(tmp_path).window()
     assert len(msgspec.json.encode(window)) < 1_000_000
     rows = rows_of(window)
@@ -111,10 +118,10 @@ def test_a_long_run_stays_below_a_megabyte(tmp_path: Path) -> None:
     busy = [span[4] / (span[1] - span[0]) for span in work]
     assert busy[:-1] == pytest.approx([1.0] * (len(work) - 1), abs=0.01)  # all the time: so each of them is
     assert sum(span[3] for span in work) == 8_000
-    assert sum(len(row["spans"]) for row in rows.values()) <= MOST_SPANS
-    mine = [row for (process, _), row in rows.items() if process == "worker 3"]
-    assert len(mine) == MOST_ROWS + 1
-    assert sum(span[3] for row in mine for span in row["spans"]) == (MOST_ROWS + 20) * 10 * 5
+    assert sum(len(row["spans"]) for row in rows.values()) <= MAX_SPANS
+    worker_rows = [row for (process, _), row in rows.items() if process == "worker 3"]
+    assert len(worker_rows) == MAX_ROWS + 1
+    assert sum(span[3] for row in worker_rows for span in row["spans"]) == (MAX_ROWS + 20) * 10 * 5
 
 
 def test_spans_below_a_pixel_do_not_fill_a_lane(tmp_path: Path) -> None:
@@ -139,6 +146,7 @@ def test_a_bar_is_by_its_seconds_and_so_are_shares_and_totals(tmp_path: Path) ->
         worker.record(
             "acks: the window of unacknowledged records is full", T + at, T + at + 2, calls=813, seconds=0.014
         )
+
     worker.record("tool of the user", T + 50, T + 52, calls=4, seconds=4.0, longest=1.75)
     worker.close()
     reader = LaneReader(tmp_path)
@@ -148,8 +156,10 @@ def test_a_bar_is_by_its_seconds_and_so_are_shares_and_totals(tmp_path: Path) ->
     assert shares == {"generate": 1.0, "tool of the user": 0.04, ACKS: 0.007}
     assert rows["worker 0", ACKS]["spans"][0][:5] == (0.0, 2.0, ACKS, 813, 0.014)
     part = reader.window(51, 55)
-    found = [tuple(one[key] for key in ("of", "name", "calls", "took", "longest")) for one in part["totals"]]
-    assert found == [
+    totals = [
+        tuple(total[key] for key in ("of", "name", "calls", "took", "longest")) for total in part["totals"]
+    ]
+    assert totals == [
         ("worker", "generate", 30, 32.0, 1.5),  # half of the first and of the last span
         ("worker", "tool of the user", 4, 2.0, 1.75),
         ("worker", ACKS, 3 * 813, 0.028, round(0.014 / 813, 6)),
@@ -161,8 +171,8 @@ ACKS = "acks: the window is full"
 
 def test_a_step_is_found_the_last_time_where_it_was_made_again(tmp_path: Path) -> None:
     trainer = Timeline(tmp_path / "timeline" / "trainer-0.jsonl")
-    for place, step in enumerate((1, 2, 3, 2, 3, 4)):
-        trainer.record("step", T + 10 * place, T + 10 * place + 1, step=step)
+    for position, step in enumerate((1, 2, 3, 2, 3, 4)):
+        trainer.record("step", T + 10 * position, T + 10 * position + 1, step=step)
     trainer.close()
     window = LaneReader(tmp_path).window(step=3)
     assert window["window"] == (31, 41)
@@ -184,7 +194,9 @@ def test_what_began_again_is_marked_and_pauses_between_launches_are_left_out(tmp
             timeline.record("wait_data", T, T + 400)
             timeline.record("step", T + 400, T + 450, step=1)
             timeline.record("step", T + 90_010, T + 90_050, step=2)
+
         timeline.close()
+
     window = LaneReader(tmp_path).window()
     assert window["marks"] == [(100.0, "worker 0 began again"), (450.0, "launched again, 24:52:30 later")]
     ((_, row),) = rows_of(window).items()
@@ -194,18 +206,19 @@ def test_what_began_again_is_marked_and_pauses_between_launches_are_left_out(tmp
 
 def test_every_name_that_is_recorded_has_a_meaning() -> None:
     """Those of waits that are in no table are waits for another process; others are in it."""
-    found = set()
+    recorded_names = set()
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text("utf-8")
-        found |= set(re.findall(r'imeline\.(?:span|past)\("([^"{]+)', text))
-        found |= set(re.findall(r'waits\.named\(f?"([^"{]+)', text))
-        found |= set(re.findall(r'^(?:FRESHER|LOAD|FETCH|DECODE) = "([^"]+)', text, re.MULTILINE))
-    found -= {"weights v"}  # a wait of another name in the timeline
-    assert len(found) >= 20
-    unknown = {name for name in found if not any(name.startswith(known) for known in SPANS)}
+        recorded_names |= set(re.findall(r'imeline\.(?:span|past)\("([^"{]+)', text))
+        recorded_names |= set(re.findall(r'waits\.named\(f?"([^"{]+)', text))
+        recorded_names |= set(re.findall(r'^(?:FRESHER|LOAD|FETCH|DECODE) = "([^"]+)', text, re.MULTILINE))
+
+    recorded_names -= {"weights v"}  # a wait of another name in the timeline
+    assert len(recorded_names) >= 20
+    unknown = {name for name in recorded_names if not any(name.startswith(prefix) for prefix in SPANS)}
     assert unknown == set()
     assert len(MEANINGS) <= 8
     assert {number for number, _ in SPANS.values()} == set(range(len(MEANINGS)))
-    assert meaning("tool of the user") == (MEANINGS.index("tool or environment"), "tool of the user")
-    assert meaning("no such wait") == (MEANINGS.index("wait for another process"), "no such wait")
-    assert meaning("load_weights (validation)")[1] == "load weights (validation)"
+    assert meaning_of("tool of the user") == (MEANINGS.index("tool or environment"), "tool of the user")
+    assert meaning_of("no such wait") == (MEANINGS.index("wait for another process"), "no such wait")
+    assert meaning_of("load_weights (validation)")[1] == "load weights (validation)"

@@ -42,6 +42,7 @@ def save(run_dir: Path, rows: list[dict[str, float]], *rates: float, **status: A
     if status:
         known: dict[str, Any] = {"phase": "running", "step": 0, "total_steps": 20, "seconds": 30.0}
         write_status(run_dir, known | {"failed": "", "waits": [], "metrics": {}} | status)
+
     return run_dir
 
 
@@ -66,7 +67,7 @@ def test_who_waits_for_whom_and_where_the_time_went(tmp_path: Path) -> None:
     assert roles["workers"]["note"] == "3 connected, 3 episodes run"
 
     def parts(role: dict[str, Any]) -> dict[str, float]:
-        return {what: round(share, 3) for what, share in role["parts"].items()}
+        return {part_name: round(share, 3) for part_name, share in role["parts"].items()}
 
     assert parts(roles["workers"]) == {"sampling": 0.1, "tools": 0.2, "the reward function": 0.7}
     assert parts(roles["engines"]) == {"sampling": 0.9, "wait": 0.1}
@@ -78,12 +79,12 @@ def test_who_waits_for_whom_and_where_the_time_went(tmp_path: Path) -> None:
 def test_a_run_of_a_moment_says_what_is_known(tmp_path: Path) -> None:
     empty = overview(save(tmp_path / "a", []), "")
     assert empty["outcome"] == "It starts: its coordinator has not reported yet" and empty["alerts"] == []
-    begun = overview(save(tmp_path / "b", [], gauges={BATCH: 0.12}, waits=WAITS[:1]), "")
-    assert begun["outcome"] == "No step is over; 12% of the first batch is there"
-    (trainer,) = begun["waits"]
+    started = overview(save(tmp_path / "b", [], gauges={BATCH: 0.12}, waits=WAITS[:1]), "")
+    assert started["outcome"] == "No step is over; 12% of the first batch is there"
+    (trainer,) = started["waits"]
     assert (trainer["parts"], trainer["now"]) == ({}, ["trajectories of step 3 (5 s)"])
-    one = overview(save(tmp_path / "c", run({})[:1], step=1), "")
-    assert one["outcome"] == "Reward 0.4 after 1 of 20 steps; no validation was run"
+    first_step = overview(save(tmp_path / "c", run({})[:1], step=1), "")
+    assert first_step["outcome"] == "Reward 0.4 after 1 of 20 steps; no validation was run"
     killed = overview(save(tmp_path / "d", []), "killed: its launcher is gone")
     assert killed["outcome"] == "Killed: no step is over"
 
@@ -92,9 +93,9 @@ def test_intervals_are_over_questions_however_often_each_is_asked(tmp_path: Path
     """Of ten questions, four times sampled and once greedily, half succeed."""
     counts = {"val-aux/episodes": 50.0, "val-aux/samples": 10.0}
     row = {"training/step": 4.0, SAMPLED: 0.5, GREEDY: 0.5, **counts}
-    for one in overview(save(tmp_path / "a", [row]), "completed")["held_out"]:
-        low, high = one["after"]["interval"]
-        assert (round(low, 2), round(high, 2), one["after"]["questions"]) == (0.24, 0.76, 10.0)
+    for held_out in overview(save(tmp_path / "a", [row]), "completed")["held_out"]:
+        low, high = held_out["after"]["interval"]
+        assert (round(low, 2), round(high, 2), held_out["after"]["questions"]) == (0.24, 0.76, 10.0)
 
 
 def test_a_long_curve_is_thinned_to_means(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_long_curve_is_thinned_to_means(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("success", "ended", "outcome"),
+    ("success", "ending", "outcome"),
     [
         (0.97, "completed", "Held-out success 97%"),
         (0.25, "", "Held-out success 25%"),
@@ -115,14 +116,14 @@ def test_a_long_curve_is_thinned_to_means(tmp_path: Path) -> None:
     ],
 )
 def test_an_evaluation_is_not_told_of_steps_or_to_train_on(
-    tmp_path: Path, success: float | None, ended: str, outcome: str
+    tmp_path: Path, success: float | None, ending: str, outcome: str
 ) -> None:
     """Its numbers have the names of evaluation.json, which is not written yet."""
     rows = [] if success is None else [{"training/step": 0.0, SAMPLED: success, ASKED: 16.0}]
     run_dir = save(tmp_path / "a", rows, total_steps=0, gauges={})
-    found = overview(run_dir, ended)
-    assert (found["outcome"], found["trains"], found["alerts"]) == (outcome, False, [])
-    assert [(one["label"], one["after"]["value"]) for one in found["held_out"]] == [
+    answer = overview(run_dir, ending)
+    assert (answer["outcome"], answer["trains"], answer["alerts"]) == (outcome, False, [])
+    assert [(held_out["label"], held_out["after"]["value"]) for held_out in answer["held_out"]] == [
         ("sampled/success", success)
     ] * (success is not None)
 
@@ -137,17 +138,17 @@ def test_of_a_long_run_some_rows_are_read_its_ends_and_all_validations(tmp_path:
     steps = [row["training/step"] for row in read if "timing_s/step" in row]
     assert [*steps[:10], *steps[-10:]] == [*range(1, 11), *range(4991, 5001)] and 60 < len(steps) < 220
     assert sum("val-core/all/sampled/success" in row for row in read) == 49
-    found = overview(run_dir, "")
-    assert found["outcome"] == "Held-out success 98% after 5000 steps"
-    assert "skipped optimizer steps" in [alert.name for alert in found["alerts"]]
-    assert found["tables"]["All numbers"] == {}
+    answer = overview(run_dir, "")
+    assert answer["outcome"] == "Held-out success 98% after 5000 steps"
+    assert "skipped optimizer steps" in [alert.name for alert in answer["alerts"]]
+    assert answer["tables"]["All numbers"] == {}
 
 
 def test_the_last_steps_of_a_long_run_are_looked_at_whatever_follows_them(tmp_path: Path) -> None:
     rows = [HEALTHY | {"training/step": float(at)} for at in range(1, 2001)]
     rows[-WINDOW] |= {"actor/skipped_steps": 3.0}
-    found = overview(save(tmp_path / "a", [*rows, {"training/step": 2000.0}]), "completed")
-    assert [alert.what for alert in found["alerts"]] == ["3 of the last 10 were skipped"]
+    answer = overview(save(tmp_path / "a", [*rows, {"training/step": 2000.0}]), "completed")
+    assert [alert.what for alert in answer["alerts"]] == ["3 of the last 10 were skipped"]
 
 
 def test_of_a_run_that_validates_at_each_step_as_many_steps_are_read(tmp_path: Path) -> None:
@@ -164,8 +165,8 @@ def test_of_a_run_that_validates_at_each_step_as_many_steps_are_read(tmp_path: P
 
 @needs_chromium
 def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -> None:
-    told = "attempts failed: 37 reward_error; the newest: KeyError: '<b>' (mine.py:41)"
-    failing = save(tmp_path / "failing", [], gauges={FAILED + "reward_error": 37.0}, failed=told)
+    failed_text = "attempts failed: 37 reward_error; the newest: KeyError: '<b>' (mine.py:41)"
+    failing = save(tmp_path / "failing", [], gauges={FAILED + "reward_error": 37.0}, failed=failed_text)
     solved = save(
         tmp_path / "solved", [{"training/step": 0.0, "val-core/all/sampled/success": 0.27}, *run({}, 0.98)],
         0.5, 0.25, gauges=FLOW,

@@ -124,8 +124,8 @@ QUESTIONS = (
 def test_each_answer_is_a_few_clicks_from_the_first_page(tmp_path: Path) -> None:
     async def test(tab: Tab) -> None:
         for number, question in enumerate(QUESTIONS):
-            place = tmp_path / str(number)
-            saved = [save(place / run) for run, save in zip(NAMES, question.runs, strict=False)]
+            directory = tmp_path / str(number)
+            saved = [save(directory / run) for run, save in zip(NAMES, question.runs, strict=False)]
             async with served(Views(saved, ended)) as url:
                 await walk(tab, url, question)
 
@@ -138,6 +138,7 @@ async def walk(tab: Tab, url: str, question: Question) -> None:
     for text in question.clicks:
         await sees(tab, question, f"place({json.dumps(text)})")
         await tab.run(f"(() => {{ {EYES} place({json.dumps(text)}).click() }})()")
+
     await sees(tab, question, " && ".join(f"seen({json.dumps(words)})" for words in question.answer))
     await tab.until(
         "document.body.dataset.ready === document.querySelector('main > section:not([hidden])').id"

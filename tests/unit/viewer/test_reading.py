@@ -116,6 +116,7 @@ async def walked(tab: Tab) -> None:
         await (tab.press(step) if len(step) == 1 else click(tab, step))
         await tab.until(f"{selected} === '{uid}'")
         await tab.until(f"""document.querySelector("article").dataset.uid === '{uid}'""")
+
     await tab.press("k")  # there is none before
     await goes(tab, "order=score")
     await tab.until(f"{selected} === '1.1'")  # of another list the first one is open
@@ -145,6 +146,7 @@ async def read(tab: Tab) -> None:
     await tab.run('document.querySelectorAll("article summary").forEach(one => one.click())')
     await tab.until(f"{text}.includes('First I look')")
     assert HOSTILE.replace("\x1b", "^[").replace("\u202e", "⟨202e⟩") in await tab.run(text)
+
     for colour, legend in {
         "versions": "version 0: 6",
         "lags": "buffer.max_staleness",
@@ -155,6 +157,7 @@ async def read(tab: Tab) -> None:
     }.items():
         await click(tab, f"#colour-{colour}")
         await tab.until(f'document.querySelector(".colours").textContent.includes("{legend}")')
+
     await tab.until('document.querySelector(".model [data-at]").style.background.includes("color-mix")')
     assert await tab.run('document.querySelectorAll(".model > details:not([open])").length') == 0, "tokens"
     await tab.run("""document.querySelector(".model [data-at]").dispatchEvent(
@@ -162,9 +165,12 @@ async def read(tab: Tab) -> None:
     tip = await tab.run('document.querySelector(".tip").textContent')
     assert "advantage 0.5" in tip
     await tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
-    for what, part in {"text": "There are 7 words.", "JSON": '"logprobs": ['}.items():
-        await click(tab, f'[data-act="{what}"]')
-        await tab.until(f"""document.querySelector('[data-act="{what}"]').textContent === "{what} copied" """)
+
+    for tab_name, part in {"text": "There are 7 words.", "JSON": '"logprobs": ['}.items():
+        await click(tab, f'[data-act="{tab_name}"]')
+        await tab.until(
+            f"""document.querySelector('[data-act="{tab_name}"]').textContent === "{tab_name} copied" """
+        )
         assert part in await tab.run("navigator.clipboard.readText()")
 
 

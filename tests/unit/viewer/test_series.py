@@ -10,7 +10,7 @@ from asyncrl.observe.alerts import WINDOW
 from asyncrl.observe.columns import Measured
 from asyncrl.observe.held_out import wilson
 from asyncrl.store.launches import differences
-from asyncrl.viewer.series import POINTS, marks, series
+from asyncrl.viewer.series import MAX_POINTS, curve_series, run_marks
 
 
 def row(step: float, time_s: float, **more: float) -> dict[str, float]:
@@ -39,59 +39,68 @@ def test_a_step_counts_as_it_was_last_with_its_validation(tmp_path: Path) -> Non
         row(2.0, 11.0, **held_out, **{success: 1.0}),
         row(1.0, 13.0, **held_out, **{success: 0.75}),  # it was over after the last step
     ]
-    found = series(written(tmp_path, rows))
-    assert found["step"] == [0, 1, 2] and found["tokens"] == [0, 100, 200] and found["seconds"] == [6, 5, 9]
-    assert found["columns"]["actor/entropy"] == [None, 0.9, 0.7]
-    assert found["columns"]["val-core/all/sampled/success"] == [0.5, 0.75, 1.0]
-    assert found["columns"]["val-core/all/sampled/success/low"][0] == pytest.approx(0.2366, abs=1e-4)
-    assert found["bands"][success] == [(f"{success}/low", f"{success}/high")]
+    curves = curve_series(written(tmp_path, rows))
+    assert (
+        curves["step"] == [0, 1, 2] and curves["tokens"] == [0, 100, 200] and curves["seconds"] == [6, 5, 9]
+    )
+    assert curves["columns"]["actor/entropy"] == [None, 0.9, 0.7]
+    assert curves["columns"]["val-core/all/sampled/success"] == [0.5, 0.75, 1.0]
+    assert curves["columns"]["val-core/all/sampled/success/low"][0] == pytest.approx(0.2366, abs=1e-4)
+    assert curves["bands"][success] == [(f"{success}/low", f"{success}/high")]
 
 
 def test_tokens_of_a_long_run_are_added_up_exactly(tmp_path: Path) -> None:
     """In single precision each of the last sums is rounded to 64 tokens or more."""
     rows = [row(float(at), at, **{"trainer/model_tokens": 300_001.0}) for at in range(1, 3001)]
-    assert series(written(tmp_path, rows))["tokens"][-1] == pytest.approx(3000 * 300_001, rel=1e-5)
+    assert curve_series(written(tmp_path, rows))["tokens"][-1] == pytest.approx(3000 * 300_001, rel=1e-5)
 
 
 def test_columns_grow_with_their_file(tmp_path: Path) -> None:
     columns = Measured(tmp_path / "metrics.jsonl")
     file = tmp_path / "metrics.jsonl"
     columns.update()
-    assert series(columns)["step"] == []
+    assert curve_series(columns)["step"] == []
     file.write_text('{"training/step": 1.0, "a": NaN}\n{"training/step": 2.0, "a"')
     columns.update()
-    assert series(columns)["columns"] == {"a": [None]}
+    assert curve_series(columns)["columns"] == {"a": [None]}
     with file.open("a") as more:
         more.write(': 5.0, "b": 6.0}\n{broken}\n')
     columns.update()
-    assert series(columns)["columns"] == {"a": [None, 5.0], "b": [None, 6.0]}
+    assert curve_series(columns)["columns"] == {"a": [None, 5.0], "b": [None, 6.0]}
 
 
 def test_a_long_run_is_thinned_and_keeps_extremes_its_end_and_its_validations(tmp_path: Path) -> None:
-    last = 6 * POINTS + 2
+    last = 6 * MAX_POINTS + 2
     success = "val-core/all/sampled/success"
     loss = "actor/pg_loss"
     rows = [row(float(step), 2.0 * step, **{"timing_s/step": 1.0, loss: 0.0}) for step in range(last + 1)]
     rows[1234][loss], rows[4321][loss] = 9.0, -7.0
     columns = written(tmp_path, [*rows, {"training/step": 1001.0, success: 0.5}])
-    found = series(columns)
-    assert len(found["step"]) <= POINTS + 1 and found["steps"] == last + 1
-    assert found["step"] == sorted({*found["step"]}) and (found["step"][0], found["step"][-1]) == (0, last)
-    known = dict(zip(found["step"], found["columns"][loss], strict=True))
-    assert {9.0, -7.0} <= {*known.values()} and known[1001.0] is None
-    assert all(abs(step - 1234) <= 12 for step, value in known.items() if value == 9.0)
-    assert dict(zip(found["step"], found["columns"][success], strict=True))[1001.0] == 0.5
-    near = series(columns, "step", 1200, 1300)  # a stretch has each of its steps, and goes on to both sides
+    curves = curve_series(columns)
+    assert len(curves["step"]) <= MAX_POINTS + 1 and curves["steps"] == last + 1
+    assert curves["step"] == sorted({*curves["step"]}) and (curves["step"][0], curves["step"][-1]) == (
+        0,
+        last,
+    )
+    loss_by_step = dict(zip(curves["step"], curves["columns"][loss], strict=True))
+    assert {9.0, -7.0} <= {*loss_by_step.values()} and loss_by_step[1001.0] is None
+    assert all(abs(step - 1234) <= 12 for step, value in loss_by_step.items() if value == 9.0)
+    assert dict(zip(curves["step"], curves["columns"][success], strict=True))[1001.0] == 0.5
+    near = curve_series(
+        columns, "step", 1200, 1300
+    )  # a stretch has each of its steps, and goes on to both sides
     assert near["step"] == list(range(1199, 1302)) and near["columns"][loss][35] == 9.0
-    assert series(columns, "seconds", 2400.0, 2600.0)["step"] == near["step"]
+    assert curve_series(columns, "seconds", 2400.0, 2600.0)["step"] == near["step"]
 
 
 def test_bands_are_around_a_mean_the_widest_first_and_none_is_constant(tmp_path: Path) -> None:
     ends = {"min": 0.0, "p05": 1.0, "p25": 2.0, "p75": 4.0, "p95": 5.0, "max": 9.0}
     rows = [{"training/step": float(n), "x/mean": 3.0} for n in (1, 2)]
-    for n, one in enumerate(rows):
-        one |= {f"x/{end}": value + n * (end not in ("min", "max")) for end, value in ends.items()}
-    assert series(written(tmp_path, rows))["bands"] == {"x/mean": [("x/p05", "x/p95"), ("x/p25", "x/p75")]}
+    for n, row in enumerate(rows):
+        row |= {f"x/{end}": value + n * (end not in ("min", "max")) for end, value in ends.items()}
+    assert curve_series(written(tmp_path, rows))["bands"] == {
+        "x/mean": [("x/p05", "x/p95"), ("x/p25", "x/p75")]
+    }
 
 
 def test_what_happened_is_marked_where_it_did(tmp_path: Path) -> None:
@@ -101,14 +110,15 @@ def test_what_happened_is_marked_where_it_did(tmp_path: Path) -> None:
         skipped = float(WINDOW < step <= 2 * WINDOW)
         counted = {lost: 5.0 if step > 7 else 0.0, "actor/skipped_steps": skipped}
         rows.append(row(float(step), 2.0 * step, **{"timing_s/step": 1.0}, **counted))
+
     rows.append(row(4.0, 99.0, **{"val-core/all/sampled/success": 0.5}))
-    found = marks(tmp_path, written(tmp_path, rows))
+    marks = run_marks(tmp_path, written(tmp_path, rows))
     kinds = [
-        (one["step"], one["kind"]) for one in found if "skipped" in one["text"] or one["kind"] != "alert"
+        (mark["step"], mark["kind"]) for mark in marks if "skipped" in mark["text"] or mark["kind"] != "alert"
     ]
     assert kinds == [(4, "validation"), (8, "lost"), (11, "alert")]
-    assert "50.0%" in found[0]["text"] and found[1]["text"].startswith("5 attempts")
-    assert found[-1]["text"].startswith("skipped optimizer steps: 1 of the last 10")
+    assert "50.0%" in marks[0]["text"] and marks[1]["text"].startswith("5 attempts")
+    assert marks[-1]["text"].startswith("skipped optimizer steps: 1 of the last 10")
 
 
 def test_wilson_is_the_interval_of_textbooks() -> None:
@@ -118,11 +128,11 @@ def test_wilson_is_the_interval_of_textbooks() -> None:
 
 
 def test_configurations_differ_in_these_keys() -> None:
-    one = {"name": "a", "trainer": {"lr": 1.0, "ranks": 1}, "data": {"columns": {}}}
-    other = {"name": "b", "trainer": {"lr": 2.0, "ranks": 1}, "data": {"columns": {"prompt": "p"}}}
-    assert differences([one, other]) == {
+    first_config = {"name": "a", "trainer": {"lr": 1.0, "ranks": 1}, "data": {"columns": {}}}
+    second_config = {"name": "b", "trainer": {"lr": 2.0, "ranks": 1}, "data": {"columns": {"prompt": "p"}}}
+    assert differences([first_config, second_config]) == {
         "trainer.lr": [1.0, 2.0],
         "data.columns": [{}, None],
         "data.columns.prompt": [None, "p"],
     }
-    assert differences([one]) == {}
+    assert differences([first_config]) == {}

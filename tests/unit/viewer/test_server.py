@@ -40,6 +40,7 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
         found = await (await client.get(f'{url}api/episodes?where=[["state","=","trained"]]')).json()
         assert found["total"] == 4
         assert (await (await client.get(f"{url}api/rows")).json())["step"][-1] == 12
+
         for address, status, why in (
             ("api/episodes?order=x", 400, "no column 'x'"),
             ("api/lanes?from=-1e308&to=1e308", 400, "seconds since the start"),
@@ -66,6 +67,7 @@ def test_who_may_ask(run_dir: Path) -> None:
         for name in ("evil.example", f"evil.example:{parts.port}", "127.0.0.1", ""):
             answer = await client.get(f"{url}api/runs", headers={"Host": name})
             assert answer.status in (400, 403) and "runs" not in await answer.text(), name
+
         assert (await client.get(f"{url}api/runs", headers={"Host": f"localhost:{parts.port}"})).status == 200
         for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
             assert (await client.request(method, f"{url}api/runs")).status == 405, method
@@ -100,9 +102,10 @@ def test_lists_are_read_one_at_a_time_also_behind_one_that_is_late(
 
     async def test(client: aiohttp.ClientSession, url: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(server_module, "DEADLINE", 0.1)
+            patch.setattr(server_module, "ANSWER_DEADLINE", 0.1)
             for _ in range(2):
                 assert (await client.get(f"{url}api/episodes")).status == 504
+
         assert (await client.get(f"{url}api/runs")).status == 200
         go.set()
         assert (await client.get(f"{url}api/episodes")).status == 200
@@ -131,6 +134,7 @@ def test_the_end_waits_for_no_answer(run_dir: Path) -> None:
             took = time.monotonic() - left
             with pytest.raises(aiohttp.ClientError):
                 await answer
+
         return took
 
     assert asyncio.run(run()) < 1.0

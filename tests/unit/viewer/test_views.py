@@ -22,8 +22,8 @@ from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.files import write_status
 from asyncrl.observe.metrics import FILTERED, REWARD
 from asyncrl.store.launches import KEY, since
-from asyncrl.store.listing import Listing, page
-from asyncrl.store.listing import facets as facets_of
+from asyncrl.store.listing import Listing, episode_page
+from asyncrl.store.listing import count_facets as facets_of
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeEnd, EpisodeResult, EpisodeStats
@@ -45,15 +45,15 @@ def views(run_dir: Path) -> Views:
 
 
 def uids(views: Views, *where: Any, order: str = "", search: str = "") -> list[str]:
-    found = views.answer("episodes", {"where": json.dumps(where), "order": order, "search": search})
-    listed = [episode["uid"] for episode in found["episodes"]]
-    assert found["total"] == len(listed)
+    answer = views.answer("episodes", {"where": json.dumps(where), "order": order, "search": search})
+    listed = [episode["uid"] for episode in answer["episodes"]]
+    assert answer["total"] == len(listed)
     return listed
 
 
 def facets(views: Views, *where: Any) -> dict[str, dict[Any, int]]:
-    found = views.answer("episodes", {"where": json.dumps(where)})["facets"]
-    return {one["column"]: {str(v["value"]): v["count"] for v in one["values"]} for one in found}
+    answer = views.answer("episodes", {"where": json.dumps(where)})["facets"]
+    return {facet["column"]: {str(v["value"]): v["count"] for v in facet["values"]} for facet in answer}
 
 
 def test_filters_and_orders(views: Views) -> None:
@@ -78,30 +78,40 @@ def test_while_a_run_goes_on_what_is_under_way_is_listed_where_it_is_new(run_dir
 def test_words_are_found_in_questions_answers_and_transcripts(views: Views) -> None:
     assert uids(views, search="ANSWER 1.0") == ["1.0"] and uids(views, search="answer%") == []
     assert len(uids(views, search="onerror=alert")) == 4, "in what a tool replied"
-    found = views.answer("episodes", {"search": "nowhere", "where": '[["state","=","trained"]]'})
-    assert found["searched"] == {"transcripts": 4, "of": 4} and not found["episodes"]
+    answer = views.answer("episodes", {"search": "nowhere", "where": '[["state","=","trained"]]'})
+    assert answer["searched"] == {"transcripts": 4, "of": 4} and not answer["episodes"]
 
 
 def test_an_episode_of_the_list_has_its_texts(views: Views) -> None:
-    (one,) = views.answer("episodes", {"where": '[["uid","=","0.0"]]'})["episodes"]
-    assert (one["question"], one["answer"], one["truth"]) == ("68?", "the answer of 0.0", "1"), one
-    assert (one["kind"], one["step"], one["components"], one["lag"]) == ("train", 1, {"acc": 1.0}, 1)
+    (episode,) = views.answer("episodes", {"where": '[["uid","=","0.0"]]'})["episodes"]
+    assert (episode["question"], episode["answer"], episode["truth"]) == ("68?", "the answer of 0.0", "1"), (
+        episode
+    )
+    assert (episode["kind"], episode["step"], episode["components"], episode["lag"]) == (
+        "train",
+        1,
+        {"acc": 1.0},
+        1,
+    )
 
 
 def test_a_facet_counts_what_fits_all_conditions_but_its_own(views: Views) -> None:
-    found = facets(views)
-    assert found["state"] == {"trained": 4, "dropped": 2, "running": 1, "pending": 1}
-    assert found["score"] == {"0.0": 1, "0.5": 2, "1.0": 2}, found
-    assert found["components.acc"] == {"0.0": 1, "0.5": 2, "1.0": 1} and "agent" not in found
-    found = facets(views, ["state", "=", "trained"], ["score", "=", 0.5])
-    assert found["state"] == {"trained": 2} and found["score"] == {"0.0": 1, "0.5": 2, "1.0": 1}
-    assert found["components.acc"] == {"0.5": 2}
+    counts = facets(views)
+    assert counts["state"] == {"trained": 4, "dropped": 2, "running": 1, "pending": 1}
+    assert counts["score"] == {"0.0": 1, "0.5": 2, "1.0": 2}, counts
+    assert counts["components.acc"] == {"0.0": 1, "0.5": 2, "1.0": 1} and "agent" not in counts
+    counts = facets(views, ["state", "=", "trained"], ["score", "=", 0.5])
+    assert counts["state"] == {"trained": 2} and counts["score"] == {"0.0": 1, "0.5": 2, "1.0": 1}
+    assert counts["components.acc"] == {"0.5": 2}
     assert facets(views, ["group", ">=", 1], ["state", "=", "dropped"])["state"]["trained"] == 2
 
 
 def test_tools_are_added_up(views: Views) -> None:
-    found = views.answer("tools", {})
-    assert [(one["tool"], one["calls"]) for one in found] == [("calculator", 3), ("search", 1)]
+    tool_rows = views.answer("tools", {})
+    assert [(tool_row["tool"], tool_row["calls"]) for tool_row in tool_rows] == [
+        ("calculator", 3),
+        ("search", 1),
+    ]
     assert views.answer("tools", {"where": '[["group","=",0]]'})[0]["calls"] == 1
     assert uids(views, ["tool", "=", "search"]) == ["0.0"] and uids(views, ["tool", "=", "none"]) == []
     assert len(uids(views, ["tool", "=", "search"], ["tool", "=", "calculator"])) == 4
@@ -114,16 +124,16 @@ def test_a_search_finds_calls_and_their_errors(tmp_path: Path) -> None:
 
 
 def test_a_transcript_says_of_each_token_what_training_took_it_for(views: Views) -> None:
-    found = views.answer("episode", {"uid": "0.0"})
-    (turn,) = found["turns"]
+    transcript = views.answer("episode", {"uid": "0.0"})
+    (turn,) = transcript["turns"]
     assert turn["ids"] == tuple(range(18, 28)) and turn["texts"] == [*"0123456789"]
     assert turn["versions"] == [0] * 4 + [1] * 6 and turn["kv_versions"] == [0] * 10
     assert turn["lags"] == [0] * 4 + [1] * 6 and not any(turn["stale"])
     assert turn["ratios"] == [pytest.approx(2.0), None] + [1.0] * 8
     assert turn["dropped"] == [True] + [False] * 9
     assert turn["replies"][0]["content"] == MARKUP
-    assert found["listed"]["answer"] == "the answer of 0.0" and found["no_advantage"] == ""
-    assert found["listed"]["truth"] == "1" and found["result"]["components"] == {"acc": 1.0}
+    assert transcript["listed"]["answer"] == "the answer of 0.0" and transcript["no_advantage"] == ""
+    assert transcript["listed"]["truth"] == "1" and transcript["result"]["components"] == {"acc": 1.0}
 
 
 def test_advantages_are_the_trainers(views: Views) -> None:
@@ -160,11 +170,11 @@ def test_an_episode_is_shown_as_the_launch_that_trained_it_was_configured(tmp_pa
 def test_before_any_step_the_page_has_the_score_and_why_nothing_is_learned(tmp_path: Path) -> None:
     gauges = {REWARD: 0.0, FILTERED: 0.98}
     gauges |= {"rollout/score/min": 0.0, "rollout/score/max": 0.0, "rollout/landed": 64.0}
-    told = [{"name": "constant reward", "what": "all 64 episodes scored 0"}]
-    write_status(tmp_path, {"phase": "running", "alerts": told, "gauges": gauges, "metrics": {}})
+    alerts = [{"name": "constant reward", "what": "all 64 episodes scored 0"}]
+    write_status(tmp_path, {"phase": "running", "alerts": alerts, "gauges": gauges, "metrics": {}})
     views = Views([tmp_path], lambda run_dir: "")
-    (found,) = views.answer("overview", {})["alerts"]
-    assert (found.name, found.what) == ("constant reward", "all 64 episodes scored 0")
+    (alert,) = views.answer("overview", {})["alerts"]
+    assert (alert.name, alert.what) == ("constant reward", "all 64 episodes scored 0")
 
 
 def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> None:
@@ -213,21 +223,23 @@ def test_a_held_out_episode_is_read_token_by_token(tmp_path: Path) -> None:
         "train": 8,
         "held out": 1,
     }
-    found = views.answer("episode", {"uid": uid})
-    assert found["step"] == 4 and found["listed"]["question"] == "3?"
-    assert found["turns"][0]["texts"] and found["no_advantage"] == "it is held out: it is not trained"
-    (one,) = views.answer("episodes", {"where": '[["kind","=","held out"]]'})["episodes"]
-    assert (one["step"], one["lag"], one["group"], one["question"]) == (4, None, None, "3?")
+    transcript = views.answer("episode", {"uid": uid})
+    assert transcript["step"] == 4 and transcript["listed"]["question"] == "3?"
+    assert (
+        transcript["turns"][0]["texts"] and transcript["no_advantage"] == "it is held out: it is not trained"
+    )
+    (listed,) = views.answer("episodes", {"where": '[["kind","=","held out"]]'})["episodes"]
+    assert (listed["step"], listed["lag"], listed["group"], listed["question"]) == (4, None, None, "3?")
 
 
 def test_a_function_of_the_users_is_not_run(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("raise SystemExit('it was run')")
-    other = save_run(tmp_path / "b")
-    text = (other / "config.yaml").read_text()
-    (other / "config.yaml").write_text(text.replace("advantage: ", f"advantage: {tmp_path}/mine.py:", 1))
-    found = Views([other], ended).answer("episode", {"uid": "0.0"})
-    assert "does not run" in found["no_advantage"]
-    (differing,) = Views([run_dir, other], ended).answer("runs", {})["differences"]
+    second_run = save_run(tmp_path / "b")
+    text = (second_run / "config.yaml").read_text()
+    (second_run / "config.yaml").write_text(text.replace("advantage: ", f"advantage: {tmp_path}/mine.py:", 1))
+    transcript = Views([second_run], ended).answer("episode", {"uid": "0.0"})
+    assert "does not run" in transcript["no_advantage"]
+    (differing,) = Views([run_dir, second_run], ended).answer("runs", {})["differences"]
     assert differing == "algorithm.advantage"
 
 
@@ -249,24 +261,26 @@ def test_a_hundred_thousand_episodes_are_paged_in_time(tmp_path: Path) -> None:
     """In less than half a second on a quiet machine; more here, where tests share two cores."""
     store = RunStore(tmp_path)
     ends = list(EpisodeEnd)
-    found = [
+    page = [
         EpisodeRecord(
             f"{group}.{member}", group, member, state=State.TRAINED, turns=1, tokens=50, oldest=1, step=2,
             result=EpisodeResult(member / 8, group % 500, end=ends[group % len(ends)]), stats=EpisodeStats(3),
         )
         for group in range(12_500) for member in range(8)
     ]  # fmt: skip
-    store.put_episodes(found)
+    store.put_episodes(page)
     store.commit()
     store.close()
+
     with closing(RunReader.open(tmp_path)) as reader:
         began = time.process_time()
         wanted = Listing.of('[["end","=","length"],["tokens",">=",200]]', "-reward", "200", "")
         total, _ = facets_of(reader, wanted)
-        found = page(reader, wanted)
+        page = episode_page(reader, wanted)
         assert time.process_time() - began < 1.5
+
     assert total == 8 * sum(g % 500 >= 200 and ends[g % len(ends)] == "length" for g in range(12_500))
-    assert [one["reward"] for one in found] == [7 / 8] * 100
+    assert [episode["reward"] for episode in page] == [7 / 8] * 100
 
 
 def test_lanes_of_a_window_and_of_another_run_in_the_same_directory(tmp_path: Path) -> None:
@@ -290,8 +304,8 @@ def test_beside_a_run_that_was_deleted_and_one_of_another_version_others_are_sho
         db.execute("PRAGMA user_version=1")
     shutil.rmtree(runs[2])
     views = Views(runs, ending)
-    found = views.answer("runs", {})
-    assert found["differences"] == {"trainer.lr": [1e-5, 1e-5, None, 1e-6]}
-    assert found["runs"][2]["ended"] == "deleted" and views.answer("rows", {"run": "2"})["steps"] == 0
+    answer = views.answer("runs", {})
+    assert answer["differences"] == {"trainer.lr": [1e-5, 1e-5, None, 1e-6]}
+    assert answer["runs"][2]["ended"] == "deleted" and views.answer("rows", {"run": "2"})["steps"] == 0
     with pytest.raises(ConfigError, match="an older version"):
         views.answer("episodes", {"run": "1"})

@@ -44,6 +44,7 @@ def matches() -> Iterator[MatchOfMessages]:
             types |= {
                 ast.unparse(one.target): one.annotation for one in nodes if isinstance(one, ast.AnnAssign)
             }
+
             for match in (node for node in nodes if isinstance(node, ast.Match)):
                 names = {
                     ast.unparse(one.cls).rpartition(".")[2]
@@ -70,8 +71,10 @@ def test_they_are_found() -> None:
     assert issubclass(WireMessage, msgspec.Struct)
 
 
-@pytest.mark.parametrize("found", FOUND, ids=lambda found: found.place)
-def test_a_channels_match_is_complete_and_stays_so(found: MatchOfMessages) -> None:
-    union = vars(channels).get(found.annotation)
-    assert {one.__name__ for one in get_args(union)} == found.handled, found.annotation or "not annotated"
-    assert found.last.startswith("assert_never(")
+@pytest.mark.parametrize("match_of_messages", FOUND, ids=lambda match_of_messages: match_of_messages.place)
+def test_a_channels_match_is_complete_and_stays_so(match_of_messages: MatchOfMessages) -> None:
+    union = vars(channels).get(match_of_messages.annotation)
+    assert {message.__name__ for message in get_args(union)} == match_of_messages.handled, (
+        match_of_messages.annotation or "not annotated"
+    )
+    assert match_of_messages.last.startswith("assert_never(")

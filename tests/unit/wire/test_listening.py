@@ -24,7 +24,7 @@ from asyncrl.wire.messages.shared import ObserverHello, Status
 from asyncrl.wire.messages.shared import Stop
 
 hard, out, COUNT = int(sys.argv[1]), Path(sys.argv[2]), 1100
-sockets.HANDSHAKE = 1500 if hard > COUNT else 700  # milliseconds
+sockets.HANDSHAKE_MILLISECONDS = 1500 if hard > COUNT else 700  # milliseconds
 endpoints = sockets.choose_endpoints("127.0.0.1", 0)
 
 
@@ -89,7 +89,7 @@ while time.monotonic() < until and not (top > floor + 700 and opened() < floor +
     seen.update(gate.listeners.shortage)
     if (now := opened()) > max(top, floor + 600):
         heard(first)
-        segments.append(b"x")
+        segments.append_record(b"x")
     top = max(top, now)
 print("wait", *seen)
 print("after", heard(dialled(1)), gate.listeners.shortage)
@@ -105,11 +105,11 @@ os._exit(0)
 def test_idle_connections_cost_neither_files_nor_peers(tmp_path: Path, hard: int) -> None:
     command = [sys.executable, "-c", IDLE, str(hard), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    said = done.stdout + done.stderr
-    lines = dict(line.partition(" ")[::2] for line in said.splitlines())
-    assert lines["before"] == "True", said
-    assert lines["after"] == "True []" and lines["refused"] == "0" and lines["child"] == "1024", said
-    assert (int(lines["top"]) > 1024) == (hard > 1100), said
+    output = done.stdout + done.stderr
+    lines = dict(line.partition(" ")[::2] for line in output.splitlines())
+    assert lines["before"] == "True", output
+    assert lines["after"] == "True []" and lines["refused"] == "0" and lines["child"] == "1024", output
+    assert (int(lines["top"]) > 1024) == (hard > 1100), output
     wait = "new connections wait: of 1024 open files 256 are kept for others; raise ulimit -n"
     assert lines["wait"] == ("" if hard > 1100 else wait)
 
@@ -124,5 +124,5 @@ def test_an_idle_process_far_from_the_limit_looks_seldom(
     limit = lowest + SPARE + left if left else 4 * lowest // 3  # of so few a quarter is kept
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     listeners = Listeners()
-    assert listeners.watch() == milliseconds
+    assert listeners.watch_descriptors() == milliseconds
     assert bool(listeners.shortage) == (not left)

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import MOST_RECORDS, Records, Replied
-from asyncrl.wire.outbox import RESEND, Outbox
+from asyncrl.wire.messages.worker import MAX_RECORDS, Records, Replied
+from asyncrl.wire.outbox import RESEND_SECONDS, Outbox
 from tests.fakes.loop import settle
 
 A = Attempt("a", 0)
@@ -35,10 +35,12 @@ class Played:
         if self.refusals:
             self.refusals -= 1
             raise DeadlineError("coordinator took no record")
-        got = [*records.unpacked(frames)]
-        assert [len(own) for _, own in got] == [1] * len(got), "each has its frame"
-        self.seqs += [record.seq for record, _ in got]
-        self.sizes.append(len(got))
+        records_with_frames = [*records.unpacked(frames)]
+        assert [len(record_frames) for _, record_frames in records_with_frames] == [1] * len(
+            records_with_frames
+        ), "each has its frame"
+        self.seqs += [record.seq for record, _ in records_with_frames]
+        self.sizes.append(len(records_with_frames))
 
     def durable(self, seq: int) -> bool:
         return self.posts[seq - 1].result().done()
@@ -47,18 +49,18 @@ class Played:
         match word[0], word[1:]:
             case "p", size:
                 frame = b"x" * int(size or 0)
-                self.posts.append(asyncio.create_task(self.outbox.post(Replied(0, A, 0), frame)))
+                self.posts.append(asyncio.create_task(self.outbox.post_record(Replied(0, A, 0), frame)))
             case "a", seq:
-                self.outbox.ack(int(seq))
+                self.outbox.acknowledge(int(seq))
             case "r", _:
-                self.outbox.rewind()
+                self.outbox.send_again()
             case "z", _:
-                self.outbox.pause()
+                self.outbox.pause_sending()
             case "x", count:
                 self.refusals = int(count)
             case "@", now:
                 self.now = float(now)
-                self.outbox.check()
+                self.outbox.resend_overdue()
             case "(", _:
                 self.open.clear()
             case ")", _:
@@ -68,7 +70,7 @@ class Played:
             case "d" | "u" as state, seq:
                 assert self.durable(int(seq)) is (state == "d")
             case "w", seq:
-                assert self.outbox.full and not self.posts[int(seq) - 1].done()
+                assert self.outbox.is_full and not self.posts[int(seq) - 1].done()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,8 @@ class Played:
         pytest.param("p p p =1,2,3 ( r a2 p ) =1,2,3,1,2,3,4", id="an ack while sending skips nothing"),
         pytest.param("p =1 z p =1 r =1,1,2", id="nothing is sent while paused"),
         pytest.param(
-            f"p @{RESEND} =1 @{RESEND + 1} =1,1 @{2 * RESEND + 2} =1,1 @{3 * RESEND + 2} =1,1,1",
+            f"p @{RESEND_SECONDS} =1 @{RESEND_SECONDS + 1} =1,1 @{2 * RESEND_SECONDS + 2} =1,1 "
+            f"@{3 * RESEND_SECONDS + 2} =1,1,1",
             id="without acks all is sent again, less and less often",
         ),
         pytest.param("x2 p =1", id="a send past its deadline is tried again"),
@@ -94,7 +97,7 @@ async def test_records(events: str) -> None:
     refuses the next two: `x2`; holds all: `(` to `)`. These were sent: `=1,2`; record 1 is durable: `d1`, is
     not: `u1`; waits for room: `w1`."""
     played = Played()
-    running = asyncio.create_task(played.outbox.run())
+    running = asyncio.create_task(played.outbox.run_sender())
     for word in events.split():
         played.act(word)
         await settle()
@@ -105,34 +108,34 @@ async def test_records(events: str) -> None:
 async def test_what_waits_goes_together() -> None:
     played = Played()
     large = Outbox(played.send)
-    for size in (*[9] * (MOST_RECORDS + 1), 2 << 20, 9):
-        await large.post(Replied(0, A, 0), b"x" * size)
-    running = asyncio.create_task(large.run())
+    for size in (*[9] * (MAX_RECORDS + 1), 2 << 20, 9):
+        await large.post_record(Replied(0, A, 0), b"x" * size)
+    running = asyncio.create_task(large.run_sender())
     await settle()
     running.cancel()
-    assert played.sizes == [MOST_RECORDS, 1, 1, 1] and played.seqs == list(range(1, MOST_RECORDS + 4))
+    assert played.sizes == [MAX_RECORDS, 1, 1, 1] and played.seqs == list(range(1, MAX_RECORDS + 4))
 
 
 async def test_attempts_are_those_of_records_that_are_not_acked() -> None:
     outbox = Played().outbox
-    first = await outbox.post(Replied(0, A, 0))
-    await outbox.post(Replied(0, B, 0))
+    first = await outbox.post_record(Replied(0, A, 0))
+    await outbox.post_record(Replied(0, B, 0))
     assert outbox.attempts == {A, B}
     first.cancel()  # nobody waits for it any more
-    outbox.ack(1)
-    assert outbox.attempts == {B} and outbox.acked == 1
-    outbox.ack(2)
-    await outbox.flushed()
+    outbox.acknowledge(1)
+    assert outbox.attempts == {B} and outbox.acked_seq == 1
+    outbox.acknowledge(2)
+    await outbox.wait_until_flushed()
 
 
 async def test_a_record_that_no_socket_takes_is_refused() -> None:
     """It would be sent again for ever; so the episode fails."""
     played = Played()
-    played.outbox._most = 1000
+    played.outbox._max_record_bytes = 1000
     with pytest.raises(ProtocolError, match="a Replied of 1256 bytes; at most 1000"):
-        await played.outbox.post(Replied(0, A, 0), b"x" * 1000)
-    running = asyncio.create_task(played.outbox.run())
-    await played.outbox.post(Replied(0, A, 0), b"x")
+        await played.outbox.post_record(Replied(0, A, 0), b"x" * 1000)
+    running = asyncio.create_task(played.outbox.run_sender())
+    await played.outbox.post_record(Replied(0, A, 0), b"x")
     await settle()
     assert played.seqs == [1]
     running.cancel()

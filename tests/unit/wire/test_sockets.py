@@ -31,14 +31,14 @@ from asyncrl.wire.sockets import (
     KeyPair,
     Link,
     choose_endpoints,
-    encode,
-    introduce,
+    encode_message,
     new_key_pair,
     role_of,
+    set_identity,
 )
 from tests.fakes.proxy import Proxy
 
-GOOD = encode(ObserverHello(), [])
+GOOD = encode_message(ObserverHello(), [])
 
 
 class Visitors:
@@ -55,7 +55,7 @@ class Visitors:
         """A socket with a key of its own, or that of the role that the identity names."""
         role = role_of(identity)
         socket: zmq.Socket = self._context.socket(zmq.DEALER)
-        introduce(socket, identity, self.endpoints.keys | ({role: key} if key else {}))
+        set_identity(socket, identity, self.endpoints.keys | ({role: key} if key else {}))
         self._sockets.append(socket)
         return socket
 
@@ -75,10 +75,10 @@ class Visitors:
 
     def expect(self, message: object, refused: int) -> None:
         """It is taken, and that many messages are refused, in any order."""
-        found = []
-        while len(found) < 1 or self.hub.refused < refused:
-            found += filter(None, [self.receive()])
-        assert found == [message] and self.hub.refused == refused
+        messages = []
+        while len(messages) < 1 or self.hub.refused < refused:
+            messages += filter(None, [self.receive()])
+        assert messages == [message] and self.hub.refused == refused
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -88,20 +88,21 @@ class Visitors:
 
 @pytest.fixture
 def visitors() -> Iterator[Visitors]:
-    made = Visitors()
-    yield made
-    made.close()
+    all_visitors = Visitors()
+    yield all_visitors
+    all_visitors.close()
 
 
 def test_what_waits_to_be_read_keeps_little_more_memory_than_its_size(visitors: Visitors) -> None:
     visitors.send(GOOD)
     visitors.expect(ObserverHello(), refused=0)
     before = psutil.Process().memory_info().rss
-    held = []
+    kept_messages = []
     for _ in range(1000):  # each comes alone
         visitors._sockets[0].send(b"x" * 100)
         assert visitors.hub.socket.poll(10_000)
-        held.append(visitors.hub.socket.recv_multipart(copy=False))
+        kept_messages.append(visitors.hub.socket.recv_multipart(copy=False))
+
     assert psutil.Process().memory_info().rss - before < 4 << 20
 
 
@@ -112,7 +113,7 @@ def test_what_waits_to_be_read_keeps_little_more_memory_than_its_size(visitors: 
         [b"\xc1"],
         [b"GET / HTTP/1.1"],
         [GOOD[0][:-1]],
-        encode(PlanRequest(1, 1, 1), []),
+        encode_message(PlanRequest(1, 1, 1), []),
         [GOOD[0][:-1] + b"\xff"],
         [b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"],
     ],
@@ -140,7 +141,7 @@ def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
 )
 def test_a_number_that_cannot_be_is_not_taken_in(role: str, message: WireMessage) -> None:
     with pytest.raises(ProtocolError, match="undecodable"):
-        Codec(ToCoordinatorControl[role]).decode(encode(message, []))
+        Codec(ToCoordinatorControl[role]).decode(encode_message(message, []))
 
 
 def test_an_identity_that_is_no_text_is_nobody(visitors: Visitors) -> None:
@@ -164,6 +165,7 @@ def refusal(socket: zmq.Socket, endpoint: str) -> int:
     event = int(recv_monitor_message(monitor)["event"])
     socket.disable_monitor()
     monitor.close(linger=0)
+
     return event
 
 
@@ -187,17 +189,17 @@ def test_nobody_without_encryption_is_let_in(visitors: Visitors) -> None:
 
 
 def test_a_coordinator_of_another_launch_is_not_talked_to(visitors: Visitors) -> None:
-    other = msgspec.structs.replace(visitors.endpoints, keys=choose_endpoints("127.0.0.1", 0).keys)
+    other_endpoints = msgspec.structs.replace(visitors.endpoints, keys=choose_endpoints("127.0.0.1", 0).keys)
     visitors.endpoints = msgspec.structs.replace(
-        other, keys=visitors.endpoints.keys | {"coordinator": other.keys["coordinator"]}
+        other_endpoints, keys=visitors.endpoints.keys | {"coordinator": other_endpoints.keys["coordinator"]}
     )
-    assert refusal(visitors.open(b"observer/0/x"), other.control) == zmq.EVENT_DISCONNECTED
+    assert refusal(visitors.open(b"observer/0/x"), other_endpoints.control) == zmq.EVENT_DISCONNECTED
 
 
 def test_a_role_sends_only_its_own_messages(visitors: Visitors) -> None:
     """A worker that was taken over cannot commit, or stop the run, under its own name or another's."""
-    stop = encode(Stop("mine now"), [])
-    commit = encode(Commit(1, 1, "", (), {}), [])
+    stop = encode_message(Stop("mine now"), [])
+    commit = encode_message(Commit(1, 1, "", (), {}), [])
     worker = visitors.endpoints.keys["rollout"]
     visitors.send(stop, commit, identity=b"rollout/0/x")
     visitors.send(stop, GOOD, identity=b"observer/0/y", key=worker)
@@ -210,11 +212,11 @@ def test_a_gate_that_dies_ends_its_process_by_name(
     visitors: Visitors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody would be let in any more: its process is replaced."""
-    ended = queue.Queue[int]()
-    monkeypatch.setattr("asyncrl.errors._exit", ended.put)
+    exit_codes = queue.Queue[int]()
+    monkeypatch.setattr("asyncrl.errors._exit", exit_codes.put)
     visitors.gate.members = None  # type: ignore[assignment]
     visitors.open(b"observer/0/x").connect(visitors.endpoints.control)
-    assert ended.get(timeout=30) == 1
+    assert exit_codes.get(timeout=30) == 1
     assert "TypeError" in caplog.text
     assert (
         caplog.messages[-1]
@@ -238,14 +240,15 @@ def test_a_role_is_given_no_other_secret() -> None:
     secrets = {role: key.secret for role, key in endpoints.keys.items()}
     assert len(set(secrets.values())) == 6 and all(secrets.values())
     for role in secrets:
-        given = msgspec.msgpack.encode(endpoints.given_to(role))
-        assert [name for name, secret in secrets.items() if secret.encode() in given] == [role]
-        assert all(key.public.encode() in given for key in endpoints.keys.values())
+        role_endpoints = msgspec.msgpack.encode(endpoints.given_to(role))
+        assert [name for name, secret in secrets.items() if secret.encode() in role_endpoints] == [role]
+        assert all(key.public.encode() in role_endpoints for key in endpoints.keys.values())
+
     assert not any(secret in f"{endpoints!r} {endpoints}" for secret in secrets.values())
 
 
 def test_a_flood_of_garbage_lets_the_owner_go_on(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "MAX_REFUSALS", 1)
+    monkeypatch.setattr(sockets, "MAX_DROPPED", 1)
     visitors.send(*[[b"\xc1"]] * 4, GOOD)
     for refused in range(1, 5):
         assert visitors.receive() is None and visitors.hub.refused == refused
@@ -257,8 +260,8 @@ def test_all_frames_of_a_message_together_are_bounded(monkeypatch: pytest.Monkey
     visitors = Visitors({"observer": Replied})
     reply = Replied(1, Attempt("0.0", 0), 0)
     with pytest.raises(ProtocolError, match="at most 1000"):
-        encode(reply, [b"x" * 400] * 3)
-    (header,) = encode(reply, [])
+        encode_message(reply, [b"x" * 400] * 3)
+    (header,) = encode_message(reply, [])
     visitors.send([header, *[b"x" * 400] * 3], [header, b"x" * 400])
     visitors.expect(reply, refused=1)
     visitors.close()
@@ -305,17 +308,19 @@ def test_a_connection_that_damaged_bytes_ended_is_made_again(kind: type, towards
         await link.send(PlanRequest(1, 1, 1))
         assert await asyncio.to_thread(hub.socket.poll, 10_000) and hub.receive()
         proxy.garble(to_peers_only=towards == "peer")
-        assert link._dial._monitor.poll(10_000), "or the next message overtakes the damage"
+        assert link._dial._monitor_socket.poll(10_000), "or the next message overtakes the damage"
+
         for step in range(100):  # those that were in the queue are lost
             await link.send(PlanRequest(1, step, 1))
             if await asyncio.to_thread(hub.socket.poll, 100):
                 break
+
         assert hub.receive() is not None
         link.close()
 
     asyncio.run(play())
-    for one in (hub, gate, proxy):
-        one.close()
+    for end in (hub, gate, proxy):
+        end.close()
 
 
 def test_events_that_nobody_reads_block_no_other_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,10 +345,11 @@ def test_events_that_nobody_reads_block_no_other_link(monkeypatch: pytest.Monkey
         while time.monotonic() < until:
             link.send(PlanRequest(1, 1, 1))
             assert hub.socket.poll(10_000) and hub.receive() is not None
-        while idle._dial._monitor.poll(0) and events <= 2100:
-            events += bool(recv_monitor_message(idle._dial._monitor))
+        while idle._dial._monitor_socket.poll(0) and events <= 2100:
+            events += bool(recv_monitor_message(idle._dial._monitor_socket))
         if events > 2100:
             break
+
     assert events > 2100
-    for one in (idle, link, hub, gate):
-        one.close()
+    for end in (idle, link, hub, gate):
+        end.close()
