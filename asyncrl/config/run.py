@@ -21,7 +21,7 @@ from asyncrl.config.base import (
     Text,
 )
 from asyncrl.config.episodes import AgentConfig, AgentName, EngineConfig, RolloutConfig, ValidationConfig
-from asyncrl.config.scorers import ENGINES, ScorerConfig, ScorerName, asked_by
+from asyncrl.config.scorers import ENGINES_URL, ScorerConfig, ScorerName, scorers_named_by
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -227,39 +227,44 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     def reader(self, source: str) -> str:
         """Return the scorer that reads each turn of an episode of this data source; '': none does."""
-        named = {
-            of: name for name, one in self.scorers.items() for of in one.sources or [""] if name != "reward"
+        scorer_of_source = {
+            data_source: name
+            for name, scorer in self.scorers.items()
+            for data_source in scorer.sources or [""]
+            if name != "reward"
         }
-        return named.get(source, named.get("", ""))
+        return scorer_of_source.get(source, scorer_of_source.get("", ""))
 
     @property
     def scorer_places(self) -> list[tuple[str, int]]:
         """Return the name of each scorer's server, and its number among those of that name."""
-        return [(name, k) for name in self.scorers_used for k in range(self.scorers[name].keepers)]
+        return [(name, number) for name in self.scorers_used for number in range(self.scorers[name].keepers)]
 
     @property
     def scorers_used(self) -> list[str]:
         """Return those that have something to score: without training, what the reward asks."""
-        asked = {"reward"} | asked_by(self.rollout.reward)
-        return [name for name in self.scorers if self.total_steps or name in asked]
+        asked_scorers = {"reward"} | scorers_named_by(self.rollout.reward)
+        return [name for name in self.scorers if self.total_steps or name in asked_scorers]
 
     @property
     def scorers_lent(self) -> list[str]:
         """Return those whose servers are the run's engines."""
-        return [name for name in self.scorers_used if ENGINES in self.scorers[name].urls]
+        return [name for name in self.scorers_used if ENGINES_URL in self.scorers[name].urls]
 
     def serving(self, name: str) -> RunConfig:
         """Return the configuration of the servers of a scorer: its model and how many there are, in place of
         the policy's and the engines'. `model.path` is empty where it is not known. '': that of engines."""
         if not name:
             return self
-        one = self.scorers[name]
-        replaced = msgspec.structs.replace
-        engine = replaced(self.engine, name="sglang", servers=one.servers, urls=one.urls, tp=one.tp)
-        trainer = replaced(self.trainer, router_replay=False)
+        scorer = self.scorers[name]
+        replace_fields = msgspec.structs.replace
+        engine = replace_fields(
+            self.engine, name="sglang", servers=scorer.servers, urls=scorer.urls, tp=scorer.tp
+        )
+        trainer = replace_fields(self.trainer, router_replay=False)
         weights = WeightsConfig()
-        model = replaced(self.model, path=one.path, lora_rank=0)
-        return replaced(self, model=model, agents={}, engine=engine, trainer=trainer, weights=weights)
+        model = replace_fields(self.model, path=scorer.path, lora_rank=0)
+        return replace_fields(self, model=model, agents={}, engine=engine, trainer=trainer, weights=weights)
 
     @property
     def scored_reference(self) -> bool:
@@ -269,7 +274,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def adapters(self) -> dict[str, tuple[int, float]]:
         """Return rank and alpha of the adapter of each agent; '': of all others."""
-        ranks = {"": self.model.lora_rank} | {name: own.lora_rank for name, own in self.agents.items()}
+        ranks = {"": self.model.lora_rank} | {
+            name: agent_config.lora_rank for name, agent_config in self.agents.items()
+        }
         return {agent: (rank, self.model.lora_alpha) for agent, rank in ranks.items() if rank}
 
     @property
@@ -277,8 +284,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
         """Versions are of adapters alone."""
         weights = self.weights
         whole_files = weights.transport == "disk" and weights.full_every == 1
-        known = whole_files and (not self.engine.remote or (bool(self.agents) and not self.engine.urls))
-        return bool(self.adapters) and (known if weights.adapters == "auto" else weights.adapters)
+        separable = whole_files and (not self.engine.remote or (bool(self.agents) and not self.engine.urls))
+        return bool(self.adapters) and (separable if weights.adapters == "auto" else weights.adapters)
 
     @property
     def versions_held(self) -> int:
@@ -314,9 +321,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def group_bytes(self) -> int:
         """Worst-case payload of a group."""
-        each = BYTES_PER_TOKEN + self.scored_reference * (4 + 8 * self.kl.top_k)
-        episode = self.rollout.rows * self.rollout.max_tokens * each
-        return self.buffer.episodes_per_group * episode
+        token_bytes = BYTES_PER_TOKEN + self.scored_reference * (4 + 8 * self.kl.top_k)
+        episode_bytes = self.rollout.rows * self.rollout.max_tokens * token_bytes
+        return self.buffer.episodes_per_group * episode_bytes
 
 
 def read_config(run_dir: Path) -> RunConfig:

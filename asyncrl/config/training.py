@@ -8,8 +8,12 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Fraction, Options, PathText, Plugin, Positive, Seconds, Section, Text
 
-START = 0.5  # target_staleness=auto at the beginning: the time that tokens may be old is not known yet
-USUAL = 4  # most of target_staleness=auto for max_staleness up to 16: a larger bound is for the tail
+INITIAL_TARGET = (
+    0.5  # target_staleness=auto at the beginning: the time that tokens may be old is not known yet
+)
+USUAL_MAX_TARGET = (
+    4  # most of target_staleness=auto for max_staleness up to 16: a larger bound is for the tail
+)
 Packing = Literal["padded", "packed", "tree"]
 DIVERGENCE_NAMES = ("forward", "reverse", "js")  # estimators of the KL that compare whole distributions
 
@@ -69,7 +73,11 @@ class BufferConfig(Section, frozen=True):
     @property
     def target(self) -> float:
         """The number that is set; with auto the one that the run begins with."""
-        return min(START, self.max_staleness) if self.target_staleness == "auto" else self.target_staleness
+        return (
+            min(INITIAL_TARGET, self.max_staleness)
+            if self.target_staleness == "auto"
+            else self.target_staleness
+        )
 
     @property
     def usual_staleness(self) -> int:
@@ -77,7 +85,7 @@ class BufferConfig(Section, frozen=True):
         2 for max_staleness 2, 4 for 4 to 16, 8 for 32."""
         if self.target_staleness != "auto":
             return self.max_staleness
-        return min(self.max_staleness, max(USUAL, self.max_staleness // USUAL))
+        return min(self.max_staleness, max(USUAL_MAX_TARGET, self.max_staleness // USUAL_MAX_TARGET))
 
     @property
     def max_live_groups(self) -> int:
@@ -250,8 +258,8 @@ class TrainerConfig(Section, frozen=True):
     @property
     def checkpointed_every(self) -> int:
         """k of every k-th layer; 0: none, as `auto` begins on a CPU."""
-        given = self.activation_checkpointing
-        return given if isinstance(given, int) else int(given == "full")
+        setting = self.activation_checkpointing
+        return setting if isinstance(setting, int) else int(setting == "full")
 
 
 class StoreConfig(Section, frozen=True):

@@ -22,11 +22,11 @@ class Background:
     next one is not made, and counted as `lost`, as one that raises is: the first of these is logged. A call
     that hangs is waited for once: later waits count from its beginning."""
 
-    def __init__(self, name: str, most: int) -> None:
+    def __init__(self, name: str, max_waiting: int) -> None:
         self.lost = 0
-        self._counting = threading.Lock()  # `lost`, which callers and the thread increase
-        self._began: float | None = None  # the call under way
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(most)
+        self._lost_lock = threading.Lock()  # `lost`, which callers and the thread increase
+        self._call_started: float | None = None  # the call under way
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -35,18 +35,18 @@ class Background:
         try:
             self._calls.put_nowait(function)
         except queue.Full:
-            self._lose()
+            self._count_lost()
             return False
         return True
 
     def ask(self, function: Callable[[], T], seconds: float) -> T:
         """Make a call in its turn, and return or raise what it does. TimeoutError after `seconds`; at once
         where too many calls wait."""
-        asked: Future[T] = Future()
-        if not self.call(partial(fulfil, asked, function)):
+        answer: Future[T] = Future()
+        if not self.call(partial(fulfil, answer, function)):
             raise TimeoutError("earlier calls have no answer yet")
         try:
-            return asked.result(self._left(seconds))
+            return answer.result(self._seconds_left(seconds))
         except TimeoutError:
             raise TimeoutError(f"no answer within {seconds:g} s") from None
 
@@ -59,34 +59,34 @@ class Background:
         """End the thread behind the last call. False where calls take longer: then it is left alone."""
         deadline = time.monotonic() + seconds
         try:
-            self._calls.put(None, timeout=self._left(seconds))
+            self._calls.put(None, timeout=self._seconds_left(seconds))
         except queue.Full:
             return False
         while self._thread.is_alive():
-            if (left := min(deadline - time.monotonic(), self._left(seconds))) <= 0:
+            if (seconds_left := min(deadline - time.monotonic(), self._seconds_left(seconds))) <= 0:
                 return False
-            self._thread.join(left)
+            self._thread.join(seconds_left)
         return True
 
-    def _left(self, seconds: float) -> float:
+    def _seconds_left(self, seconds: float) -> float:
         """Seconds that are left of `seconds` for the call under way; all of them where there is none."""
-        began = self._began
-        return seconds if began is None else max(0.0, began + seconds - time.monotonic())
+        started = self._call_started
+        return seconds if started is None else max(0.0, started + seconds - time.monotonic())
 
-    def _lose(self) -> None:
-        with self._counting:
+    def _count_lost(self) -> None:
+        with self._lost_lock:
             self.lost += 1
 
     def _serve(self) -> None:
-        told = False
+        failure_logged = False
         while (function := self._calls.get()) is not None:
-            self._began = time.monotonic()
+            self._call_started = time.monotonic()
             try:
                 function()
             except BaseException as error:  # SystemExit would end the thread, and lose the calls behind it
-                self._lose()
-                if not told:
+                self._count_lost()
+                if not failure_logged:
                     log.warning("%s: %s", self._thread.name, one_line(error))
-                told = True
-            self._began = None
+                failure_logged = True
+            self._call_started = None
             self._calls.task_done()

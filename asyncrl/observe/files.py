@@ -17,12 +17,12 @@ import msgspec
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
 # a log may have so many bytes; of a longer one both ends are kept
-LOG_BYTES = 64 << 20
-LOG_END = 1 << 20
-VALIDATION = b'"val-'  # begins a key in rows of validations
-LINE_BYTES = 4 << 20  # longest line of JSON, in bytes
-TAIL_BYTES = 64 << 10  # most bytes read from the end of a log
-MOST_LINES = 2000  # most lines read from there
+MAX_LOG_BYTES = 64 << 20
+LOG_EDGE_BYTES = 1 << 20
+VALIDATION_KEY = b'"val-'  # begins a key in rows of validations
+MAX_LINE_BYTES = 4 << 20  # longest line of JSON, in bytes
+MAX_TAIL_BYTES = 64 << 10  # most bytes read from the end of a log
+MAX_TAIL_LINES = 2000  # most lines read from there
 
 # What a log is made of: events (launch/role.py), tracebacks, those of a group indented by a margin, and the
 # last words of the interpreter and of C++.
@@ -58,18 +58,18 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
     """Read the first and the last `edge` steps, all validations, and evenly chosen other steps: of a long run
     about `most`, since 50,000 of them are 150 MB or more."""
-    found = list[dict[str, float]]()
+    rows = list[dict[str, float]]()
     step = 0
     with suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
-        steps = sum(VALIDATION not in line for line in file)
+        steps = sum(VALIDATION_KEY not in line for line in file)
         file.seek(0)
         for line in file:
-            judged = VALIDATION in line
-            step += not judged
-            if judged or step <= edge or step > steps - edge or step % (steps // most or 1) == 0:
+            is_validation = VALIDATION_KEY in line
+            step += not is_validation
+            if is_validation or step <= edge or step > steps - edge or step % (steps // most or 1) == 0:
                 with suppress(ValueError):
-                    found.append(json.loads(line))
-    return found
+                    rows.append(json.loads(line))
+    return rows
 
 
 class LineFile:
@@ -81,7 +81,7 @@ class LineFile:
         if ends_in_a_line(path):
             return
         size = self._file.seek(0, os.SEEK_END)
-        self._file.seek(max(0, size - LINE_BYTES))
+        self._file.seek(max(0, size - MAX_LINE_BYTES))
         last_line = self._file.read().rpartition(b"\n")[2]
         if last_line and _is_object(last_line):
             self.append(b"\n")  # only its end is missing
@@ -127,7 +127,7 @@ def log_tail(path: Path, lines: int = 12) -> str:
     """The end of a log, for an error message; '' when there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            file.seek(max(0, path.stat().st_size - MAX_TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -140,7 +140,7 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
     line, unless that is an event of a run, which says nothing. What `crashed` has an error; any other
     process may have been killed long after one, so events that follow show that it lived on. A traceback
     below a warning is no cause."""
-    text = log_tail(log, MOST_LINES)
+    text = log_tail(log, MAX_TAIL_LINES)
     _, marker, text_after_marker = text.rpartition(f"incarnation {incarnation}")
     # A process that ended before it wrote its marker is the newest one.
     own_text = _START_LINE.split(text_after_marker)[0] if marker else _START_LINE.split(text)[-1]
@@ -198,7 +198,7 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """The summary of a run, {} while there is none. ConfigError for one that cannot be read."""
-    return _read(run_dir / "summary.json")
+    return _read_object(run_dir / "summary.json")
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
@@ -211,7 +211,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 def read_status(run_dir: Path) -> dict[str, Any]:
     """Read the last status that the coordinator wrote, with the `time` at which it did; {} while there is
     nothing. Once the launcher has ended, `code` and `error` say how. ConfigError as for a summary."""
-    return _read(run_dir / "status.json")
+    return _read_object(run_dir / "status.json")
 
 
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
@@ -220,7 +220,7 @@ def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
         replace_file(run_dir / "status.json", msgspec.json.encode(status))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
@@ -269,10 +269,10 @@ def bound_log(path: Path) -> None:
     must append, so that the next line goes to the new end."""
     with suppress(OSError), path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
-        if size <= LOG_BYTES:
+        if size <= MAX_LOG_BYTES:
             return
-        file.seek(-LOG_END, os.SEEK_END)
-        end = file.read(LOG_END)
-        os.truncate(path, LOG_END)
+        file.seek(-LOG_EDGE_BYTES, os.SEEK_END)
+        end = file.read(LOG_EDGE_BYTES)
+        os.truncate(path, LOG_EDGE_BYTES)
         with path.open("ab") as log:
-            log.write(b"\n[asyncrl: %d bytes were cut here]\n" % (size - 2 * LOG_END) + end)
+            log.write(b"\n[asyncrl: %d bytes were cut here]\n" % (size - 2 * LOG_EDGE_BYTES) + end)

@@ -22,8 +22,8 @@ GREEDY = "greedy"
 SCORED = "scored"  # of demonstrations: nothing is sampled
 ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
 RESAMPLES = 1000
-LEVEL = 0.95
-Z = 1.96  # of LEVEL
+CONFIDENCE_LEVEL = 0.95
+Z_SCORE = 1.96  # of LEVEL
 
 PerSample = dict[str, dict[int, float]]  # metric → row of the sample → value
 
@@ -77,10 +77,10 @@ def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
 
 def threshold_of(config: RunConfig, episodes: Iterable[Judged]) -> float | None:
     """Return the score that makes an episode a success; None where nothing gives rewards and none came."""
-    earned = any(one.result.reward for one in episodes if one.result)
+    earned_reward = any(episode.result.reward for episode in episodes if episode.result)
     rollout = config.rollout
-    known = earned or rollout.environment or rollout.reward != "none"
-    return config.validation.success if known else None
+    has_rewards = earned_reward or rollout.environment or rollout.reward != "none"
+    return config.validation.success if has_rewards else None
 
 
 def per_sample(episodes: Iterable[Judged], threshold: float | None) -> PerSample:
@@ -89,31 +89,33 @@ def per_sample(episodes: Iterable[Judged], threshold: float | None) -> PerSample
     `val-aux/<source>/<mode>/<component>/mean@1`. An episode that failed at every attempt is no success and
     has the lowest score of all, at most 0, so that a policy which makes its episodes fail gains nothing.
     Without a threshold there is no `val-core`."""
-    played = [one for one in episodes if not one.which.scored]
-    lowest = min([0.0, *(one.result.score for one in played if one.result)])
-    answered = {one.source for one in played if one.answer}
+    played = [episode for episode in episodes if not episode.which.scored]
+    lowest = min([0.0, *(episode.result.score for episode in played if episode.result)])
+    sources_with_answers = {episode.source for episode in played if episode.answer}
     groups = defaultdict[tuple[str, int], list[Judged]](list)
-    for one in played:
-        groups[one.which.mode, one.which.row].append(one)
-    found = defaultdict[str, dict[int, float]](dict)
+    for episode in played:
+        groups[episode.which.mode, episode.which.row].append(episode)
+    numbers = defaultdict[str, dict[int, float]](dict)
     for (mode, row), members in groups.items():
-        members.sort(key=lambda one: one.which.draw)
-        votes = members[0].source in answered
-        core = {} if threshold is None else _core(members, lowest, threshold, votes)
+        members.sort(key=lambda episode: episode.which.draw)
+        votes = members[0].source in sources_with_answers
+        core_numbers = {} if threshold is None else _core_numbers(members, lowest, threshold, votes)
         for source in (members[0].source, "all"):
-            for name, value in core.items():
-                found[f"val-core/{source}/{mode}/{name}"][row] = value
-            for name, values in _parts(members).items():
-                found[f"val-aux/{source}/{mode}/{name}/mean@1"][row] = fmean(values)
-    return dict(found)
+            for name, value in core_numbers.items():
+                numbers[f"val-core/{source}/{mode}/{name}"][row] = value
+            for name, values in _component_values(members).items():
+                numbers[f"val-aux/{source}/{mode}/{name}/mean@1"][row] = fmean(values)
+    return dict(numbers)
 
 
-def _core(members: Sequence[Judged], lowest: float, threshold: float, votes: bool) -> dict[str, float]:
+def _core_numbers(
+    members: Sequence[Judged], lowest: float, threshold: float, votes: bool
+) -> dict[str, float]:
     """The numbers of one sample in one mode, from its episodes in order. `votes`: with `maj@k`."""
-    scores = [one.result.score if one.result else lowest for one in members]
-    right = [succeeds(one.result, threshold) for one in members]
+    scores = [episode.result.score if episode.result else lowest for episode in members]
+    successes = [succeeds(episode.result, threshold) for episode in members]
     count = len(members)
-    solved = sum(right)
+    solved = sum(successes)
     core = {"success": solved / count, "mean@1": fmean(scores)}
     if count == 1:
         return core
@@ -121,9 +123,9 @@ def _core(members: Sequence[Judged], lowest: float, threshold: float, votes: boo
     for k in sorted({count, *(1 << power for power in range(1, count.bit_length()))}):
         core[f"pass@{k}"] = pass_at(k, count, solved)
     if votes:  # for the most frequent answer, as it was judged first; the earliest of equally frequent ones
-        answers = [one.answer for one in members]
+        answers = [episode.answer for episode in members]
         frequent = Counter(filter(None, answers)).most_common(1)
-        core[f"maj@{count}"] = float(bool(frequent) and right[answers.index(frequent[0][0])])
+        core[f"maj@{count}"] = float(bool(frequent) and successes[answers.index(frequent[0][0])])
     return core
 
 
@@ -137,15 +139,15 @@ def succeeds(result: EpisodeResult | None, threshold: float) -> bool:
     return result is not None and result.judged >= threshold - ROUNDING
 
 
-def _parts(members: Iterable[Judged]) -> dict[str, list[float]]:
+def _component_values(members: Iterable[Judged]) -> dict[str, list[float]]:
     """Return the components of rewards, and what each agent of an episode earned."""
-    found = defaultdict[str, list[float]](list)
-    for result in filter(None, (one.result for one in members)):
+    values_by_name = defaultdict[str, list[float]](list)
+    for result in filter(None, (episode.result for episode in members)):
         for name, value in result.components.items():
-            found[name].append(value)
+            values_by_name[name].append(value)
         for name, part in result.parts.items():
-            found[f"agent/{name}"].append(part.score)
-    return found
+            values_by_name[f"agent/{name}"].append(part.score)
+    return values_by_name
 
 
 def means(numbers: PerSample) -> dict[str, float]:
@@ -155,23 +157,25 @@ def means(numbers: PerSample) -> dict[str, float]:
 
 def sizes(episodes: Iterable[Judged]) -> dict[str, float]:
     """`val-aux/<mode>/{num_turns,tool_calls}/mean`, over episodes that have ended."""
-    found = defaultdict[str, list[float]](list)
-    for one in episodes:
-        if one.stats is not None and not one.which.scored:
-            found[f"val-aux/{one.which.mode}/num_turns/mean"].append(one.stats.turns)
-            found[f"val-aux/{one.which.mode}/tool_calls/mean"].append(one.stats.tool_calls)
-    return {name: fmean(values) for name, values in found.items()}
+    values_by_name = defaultdict[str, list[float]](list)
+    for episode in episodes:
+        if episode.stats is not None and not episode.which.scored:
+            values_by_name[f"val-aux/{episode.which.mode}/num_turns/mean"].append(episode.stats.turns)
+            values_by_name[f"val-aux/{episode.which.mode}/tool_calls/mean"].append(episode.stats.tool_calls)
+    return {name: fmean(values) for name, values in values_by_name.items()}
 
 
 def losses(episodes: Iterable[Judged]) -> dict[str, float]:
     """`val-core/<source>/nll`: -log pi per token of what demonstrations say, over all of their tokens. None
     of a source of which one failed: that of the others is not comparable."""
-    scored = [one for one in episodes if one.which.scored]
-    failed = {one.source for one in scored if one.result is None}
-    failed |= {"all"} if failed else set()
+    scored_episodes = [episode for episode in episodes if episode.which.scored]
+    failed_sources = {episode.source for episode in scored_episodes if episode.result is None}
+    failed_sources |= {"all"} if failed_sources else set()
     sums: dict[str, tuple[float, int]] = {}
-    for source, result in ((one.source, one.result) for one in scored if one.result is not None):
-        for name in {source, "all"} - failed:
+    for source, result in (
+        (episode.source, episode.result) for episode in scored_episodes if episode.result is not None
+    ):
+        for name in {source, "all"} - failed_sources:
             total, tokens = sums.get(name, (0.0, 0))
             sums[name] = total + result.components["nll"] * result.tokens, tokens + result.tokens
     return {f"val-core/{name}/nll": total / tokens for name, (total, tokens) in sums.items()}
@@ -182,10 +186,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     for the same values. Of a paired comparison: `values` are the differences."""
     import numpy as np  # here: the command line imports this module while it parses
 
-    given = np.asarray(values, dtype=np.float64)
-    draws = np.random.default_rng(0)
-    drawn = [given[draws.integers(len(given), size=len(given))].mean() for _ in range(RESAMPLES)]
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    value_array = np.asarray(values, dtype=np.float64)
+    generator = np.random.default_rng(0)
+    resampled_means = [
+        value_array[generator.integers(len(value_array), size=len(value_array))].mean()
+        for _ in range(RESAMPLES)
+    ]
+    low, high = np.quantile(resampled_means, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return float(low), float(high)
 
 
@@ -193,10 +200,10 @@ def wilson(share: float | None, count: float) -> tuple[float | None, float | Non
     """Wilson's 95% interval of a share of `count` episodes: 5 of 10 lie between 0.24 and 0.76."""
     if share is None or count <= 0:
         return None, None
-    centre = share + Z * Z / (2 * count)
-    width = Z * math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)
-    whole = 1 + Z * Z / count
-    return (centre - width) / whole, (centre + width) / whole
+    centre = share + Z_SCORE * Z_SCORE / (2 * count)
+    width = Z_SCORE * math.sqrt(share * (1 - share) / count + (Z_SCORE / (2 * count)) ** 2)
+    denominator = 1 + Z_SCORE * Z_SCORE / count
+    return (centre - width) / denominator, (centre + width) / denominator
 
 
 class SuccessShare(NamedTuple):
@@ -213,8 +220,8 @@ class SuccessShare(NamedTuple):
 def clearly_below(low: SuccessShare, high: SuccessShare) -> bool:
     """Tell whether one share is below another by more than chance: their intervals do not meet. For example
     100% of 24 questions is more than 86%, and 50% of them less than 69%."""
-    (_, most), (least, _) = low.interval, high.interval
-    return least is not None and most is not None and most < least
+    (_, low_end), (high_end, _) = low.interval, high.interval
+    return high_end is not None and low_end is not None and low_end < high_end
 
 
 def mean_clearly_below(low: Sequence[float], high: Sequence[float]) -> bool:
@@ -222,4 +229,4 @@ def mean_clearly_below(low: Sequence[float], high: Sequence[float]) -> bool:
     if min(len(low), len(high)) < 2:
         return False
     error = math.sqrt(variance(low) / len(low) + variance(high) / len(high))
-    return fmean(high) - fmean(low) > Z * error
+    return fmean(high) - fmean(low) > Z_SCORE * error

@@ -20,15 +20,15 @@ from asyncrl.errors import UNDECODABLE
 CPUINFO = Path("/proc/cpuinfo")
 LIST_GPUS = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
 LIST_SECONDS = 10.0
-VERSIONS = re.compile(r"Driver Version: *(\S+).*CUDA (?:UMD )?Version: *(\d+\.\d+)")
+VERSION_PATTERN = re.compile(r"Driver Version: *(\S+).*CUDA (?:UMD )?Version: *(\d+\.\d+)")
 PACKAGES = ("torch", "transformers", "sglang")
 
 
 def describe_machine() -> dict[str, str]:
     """Describe this machine: CPU, memory, GPUs, system and versions. Imports none of the packages."""
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {psutil.cpu_count()} threads"
-    found = {
-        "CPU": f"{_cpu()}, {cores}",
+    facts = {
+        "CPU": f"{_cpu_name()}, {cores}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "GPUs": ", ".join(f"{count} × {name}" for name, count in Counter(list_gpus()).items())
         or "none found",
@@ -37,8 +37,8 @@ def describe_machine() -> dict[str, str]:
     }
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            facts[package] = version(package)
+    return facts
 
 
 def record_machine(run_dir: Path, versions: Mapping[str, str]) -> None:
@@ -56,7 +56,7 @@ def recorded_machine(run_dir: Path) -> Mapping[str, str] | None:
         return None
 
 
-def _cpu() -> str:
+def _cpu_name() -> str:
     with suppress(OSError):
         for line in CPUINFO.read_text().splitlines():
             if line.startswith("model name"):
@@ -78,7 +78,7 @@ def list_gpus() -> list[str]:
 def gpu_driver() -> tuple[str, str]:
     """Return the versions of the driver and of the newest CUDA that it runs; '' if nvidia-smi names none."""
     with suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(LIST_GPUS[:1], capture_output=True, text=True, timeout=LIST_SECONDS)
-        if found := VERSIONS.search(asked.stdout):
-            return found[1], found[2]
+        completed = subprocess.run(LIST_GPUS[:1], capture_output=True, text=True, timeout=LIST_SECONDS)
+        if versions := VERSION_PATTERN.search(completed.stdout):
+            return versions[1], versions[2]
     return "", ""

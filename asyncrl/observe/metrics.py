@@ -96,7 +96,7 @@ CHARTS: dict[str, dict[str, Sequence[str]]] = {  # by group, by title; what a `*
         "Attempts that failed": ("rollout/attempts_failed/*",),
     },
 }
-LARGE = 2  # charts of a group, the first ones
+LARGE_CHARTS = 2  # charts of a group, the first ones
 QUANTILES = (("min", "max"), ("p05", "p95"), ("p25", "p75"))  # around a mean, the widest first
 
 
@@ -121,29 +121,33 @@ def sections() -> dict[str, list[Metric]]:
 @cache
 def catalogue() -> dict[str, Metric]:
     """The rows by name; a name may have a `<text>` that stands for any."""
-    return {name: row for rows in sections().values() for row in rows for name in spread(row.names)}
+    return {name: row for rows in sections().values() for row in rows for name in expand_names(row.names)}
 
 
-def spread(names: str) -> list[str]:
+def expand_names(names: str) -> list[str]:
     """Return the names for which `a/{b,c}, d` stands: a/b, a/c and d."""
     if ", " in names:
-        return [name for one in names.split(", ") for name in spread(one)]
-    before, _, rest = names.partition("{")
-    parts, _, after = rest.partition("}")
-    return [name for part in parts.split(",") for name in spread(before + part + after)] if rest else [names]
+        return [name for group in names.split(", ") for name in expand_names(group)]
+    before, _, after_brace = names.partition("{")
+    alternatives, _, after = after_brace.partition("}")
+    return (
+        [name for part in alternatives.split(",") for name in expand_names(before + part + after)]
+        if after_brace
+        else [names]
+    )
 
 
 def label(name: str) -> str:
     return catalogue()[name].label
 
 
-def shown(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
 def value_of(name: str, value: float) -> str:
     """Return the value of a metric in its format."""
-    return shown(value, catalogue()[name].form)
+    return formatted(value, catalogue()[name].form)
 
 
 def figures(names: Iterable[str], metrics: Row) -> Iterator[str]:
@@ -164,21 +168,21 @@ class Chart(msgspec.Struct):
 def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]:
     """The charts of which something is known. `happened`: names that are not always 0; but for what a run
     learns, others are left out."""
-    for group, own in CHARTS.items():
-        large = LARGE
-        for title, patterns in own.items():
+    for group, patterns_by_title in CHARTS.items():
+        large_charts_left = LARGE_CHARTS
+        for title, patterns in patterns_by_title.items():
             lines = dict[str, str]()
             for pattern in patterns:
                 if "*" in pattern:
                     lines |= {name: text for text, name in matching(pattern, names).items()}
                 elif pattern in names:
-                    named = pattern.removesuffix("/mean").rpartition("/")[2].replace("_", " ")
-                    lines[pattern] = label(pattern) or named
+                    name_in_words = pattern.removesuffix("/mean").rpartition("/")[2].replace("_", " ")
+                    lines[pattern] = label(pattern) or name_in_words
             lines = {name: text for name, text in lines.items() if name in happened or group == "learning"}
             if lines:
-                percent = "share" in title or all(one in (SAMPLED, GREEDY) for one in lines)
-                yield Chart(group, title, lines, large > 0, percent)
-                large -= 1
+                percent = "share" in title or all(metric_name in (SAMPLED, GREEDY) for metric_name in lines)
+                yield Chart(group, title, lines, large_charts_left > 0, percent)
+                large_charts_left -= 1
 
 
 def matching(pattern: str, names: Iterable[str]) -> dict[str, str]:
@@ -198,5 +202,5 @@ def duration(seconds: float) -> str:
 
 def clock(seconds: float) -> str:
     """Hours, minutes and seconds: 1:02:03."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    minutes, seconds_left = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds_left:02}"

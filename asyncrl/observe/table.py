@@ -11,11 +11,11 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.observe.metrics import duration, shown
+from asyncrl.observe.metrics import duration, formatted
 from asyncrl.observe.summary import JUDGED, identity_line, notes, outcome_line
 from asyncrl.values import printable
 
-NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
+SUMMARY_NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
     ("lag mean", "lag_mean", ".2f"),
     ("tokens masked", "masked_token_frac", ".2%"),
     ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
@@ -41,8 +41,10 @@ DIAGNOSTICS = (  # `asyncrl runs show --all`
     ("tokens compared for that", "probe_tokens_compared", ",d"),
     ("log-prob gap by rounding alone, on that probe, max", "probe_noise_floor", ".1e"),
 )
-ROUNDING = " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/sglang.md)"
-MOST_COMPONENTS = 8  # of a reward that are printed
+ROUNDING_NOTE = (
+    " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/sglang.md)"
+)
+MAX_COMPONENTS = 8  # of a reward that are printed
 
 
 class PipeSafeTerminal(Terminal):
@@ -79,42 +81,46 @@ def print_summary(
         terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
     checkpoints = Path(summary.get("checkpoints") or run_dir.absolute() / "checkpoints")
-    export = checkpoints / f"step-{summary['steps']}" / "hf"
+    export_directory = checkpoints / f"step-{summary['steps']}" / "hf"
     if summary.get("agents"):
-        apart = f"adapters: asyncrl merge {run_dir.name} OUT --adapters apart"
-        terminal.print(apart, highlight=False, soft_wrap=True)
-    elif export.is_dir():
-        terminal.print(f"model: {export}", highlight=False, soft_wrap=True)
+        merge_command = f"adapters: asyncrl merge {run_dir.name} OUT --adapters apart"
+        terminal.print(merge_command, highlight=False, soft_wrap=True)
+    elif export_directory.is_dir():
+        terminal.print(f"model: {export_directory}", highlight=False, soft_wrap=True)
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
     if not everything:
-        more = f"more: asyncrl view {run_dir.name}; asyncrl runs show {run_dir.name} --all"
-        terminal.print(more, highlight=False, soft_wrap=True)
+        more_commands = f"more: asyncrl view {run_dir.name}; asyncrl runs show {run_dir.name} --all"
+        terminal.print(more_commands, highlight=False, soft_wrap=True)
 
 
 def numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tuple[str, str]]:
     """Label and value of those that are known; `everything`: diagnostics, too."""
-    for label, key, form in (*NUMBERS, *DIAGNOSTICS * everything):
+    for label, key, form in (*SUMMARY_NUMBERS, *DIAGNOSTICS * everything):
         if (value := summary.get(key)) is not None:
-            text = duration(value) if key == "seconds" else shown(value, form)
-            yield label, text + ROUNDING * (key == "probe_logprob_diff_max" and value > 1e-3)
+            text = duration(value) if key == "seconds" else formatted(value, form)
+            yield label, text + ROUNDING_NOTE * (key == "probe_logprob_diff_max" and value > 1e-3)
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(label, before, after) of what validations found, of the training reward or loss, and of components of
     rewards; `≥`: the threshold that makes an episode a success."""
-    threshold = f", ≥ {shown(summary.get('success_threshold'), 'g')}"
-    get = summary.get
-    found = list[tuple[str, float | None, float | None]]()
+    threshold = f", ≥ {formatted(summary.get('success_threshold'), 'g')}"
+    value_of = summary.get
+    rows = list[tuple[str, float | None, float | None]]()
     for key, (label, _) in JUDGED.items():
         held_out = "held out" + threshold * label.startswith("success")
-        found.append((f"{label} ({held_out})", get(f"{key}_before"), get(f"{key}_after")))
-    label, key = ("reward", "reward") if get("nll_first") is None else ("loss per token", "nll")
-    found.append((f"{label} (training)", get(f"{key}_first"), get(f"{key}_last")))
-    found.append(("KL to the reference (training)", get("kl_loss_first"), get("kl_loss_last")))
-    for name, (first, last, before, after) in [*get("components", {}).items()][:MOST_COMPONENTS]:
-        found += [(f"{name} (training)", first, last), (f"{name} (held out)", before, after)]
+        rows.append((f"{label} ({held_out})", value_of(f"{key}_before"), value_of(f"{key}_after")))
+    label, key = ("reward", "reward") if value_of("nll_first") is None else ("loss per token", "nll")
+    rows.append((f"{label} (training)", value_of(f"{key}_first"), value_of(f"{key}_last")))
+    rows.append(("KL to the reference (training)", value_of("kl_loss_first"), value_of("kl_loss_last")))
+    for name, (first, last, before, after) in [*value_of("components", {}).items()][:MAX_COMPONENTS]:
+        rows += [(f"{name} (training)", first, last), (f"{name} (held out)", before, after)]
 
     def text(label: str, value: float | None) -> str:
-        return shown(value, ".1%" if label.startswith("success") else ".3g")
+        return formatted(value, ".1%" if label.startswith("success") else ".3g")
 
-    return [(name, text(name, a), text(name, b)) for name, a, b in found if (a, b) != (None, None)]
+    return [
+        (name, text(name, before_value), text(name, after_value))
+        for name, before_value, after_value in rows
+        if (before_value, after_value) != (None, None)
+    ]

@@ -19,13 +19,13 @@ import msgspec
 
 from asyncrl.observe.files import ends_in_a_line
 
-CHUNK = 1 << 20  # bytes read at a time
+CHUNK_BYTES = 1 << 20  # bytes read at a time
 NO_VERSION = (-1, -1)
 NO_NUMBER = -1
-LARGEST = 1 << 31
+MAX_NUMBER = 1 << 31
 START = "start"  # an event: a process began; all but the first of a file began again
-FLUSH_EVERY = 1.0  # seconds; what a crash may lose
-BUSY = {"trainer": frozenset({"train", "step"}), "rollout": frozenset({"decode"})}
+FLUSH_SECONDS = 1.0  # seconds; what a crash may lose
+BUSY_SPANS = {"trainer": frozenset({"train", "step"}), "rollout": frozenset({"decode"})}
 
 Span = tuple[float, float]
 
@@ -35,12 +35,14 @@ class Timeline:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = ends_in_a_line(path)
+        is_complete = ends_in_a_line(path)
         self._file = path.open("a")
-        if not whole:  # of a process that was killed; its bytes may be on another machine already, and stay
+        if (
+            not is_complete
+        ):  # of a process that was killed; its bytes may be on another machine already, and stay
             self._file.write("\n")
         self._clock = clock
-        self._flushed = clock()
+        self._flushed_at = clock()
         self._lock = threading.Lock()
 
     def record(self, name: str, start: float, end: float, **details: object) -> None:
@@ -50,9 +52,9 @@ class Timeline:
             if self._file.closed:
                 return
             self._file.write(msgspec.json.encode(line).decode() + "\n")
-            if self._clock() - self._flushed >= FLUSH_EVERY:
+            if self._clock() - self._flushed_at >= FLUSH_SECONDS:
                 self._file.flush()
-                self._flushed = self._clock()
+                self._flushed_at = self._clock()
 
     def past(self, name: str, seconds: float, **details: object) -> None:
         """A span that ends now, and took so long; with 0 an event."""
@@ -93,7 +95,7 @@ class Line(msgspec.Struct, frozen=True, gc=False):
     def sound(self) -> bool:
         """False where the clock was set back meanwhile, or a number is none of a run."""
         numbers = (self.calls, self.step, self.micro, *self.version)
-        return self.start <= self.end and min(numbers) >= -1 and max(numbers) < LARGEST
+        return self.start <= self.end and min(numbers) >= -1 and max(numbers) < MAX_NUMBER
 
 
 class TimelineFile:
@@ -108,19 +110,19 @@ class TimelineFile:
         """Whole lines that were added. One that cannot be read is left out."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
-            while chunk := file.read(CHUNK):
-                whole = chunk[: chunk.rfind(b"\n") + 1]
-                if not whole:
+            while chunk := file.read(CHUNK_BYTES):
+                complete_lines = chunk[: chunk.rfind(b"\n") + 1]
+                if not complete_lines:
                     return  # a line that is not complete yet
-                self._offset += len(whole)
+                self._offset += len(complete_lines)
                 file.seek(self._offset)
-                yield from (span for span in _spans(whole) if span.sound)
+                yield from (span for span in _decode_lines(complete_lines) if span.sound)
 
 
 _decoder = msgspec.json.Decoder(Line)
 
 
-def _spans(lines: bytes) -> Iterator[Line]:
+def _decode_lines(lines: bytes) -> Iterator[Line]:
     """All at once, which is fast; one by one where a line cannot be read."""
     try:
         yield from _decoder.decode_lines(lines)
@@ -133,26 +135,33 @@ def _spans(lines: bytes) -> Iterator[Line]:
 def overlap(run_dir: Path) -> float | None:
     """The share of the training time, from a trainer's first span to its last, in which all ranks and all
     workers were busy; None if nothing was trained."""
-    busy: dict[str, list[list[Span]]] = {role: [] for role in BUSY}
+    busy: dict[str, list[list[Span]]] = {role: [] for role in BUSY_SPANS}
     for file in files(run_dir):
-        if names := BUSY.get(file.role):
+        if names := BUSY_SPANS.get(file.role):
             busy[file.role].append(
                 union((span.start, span.end) for span in file.added() if span.name in names)
             )
     training = [span for rank in busy["trainer"] for span in rank]
     if not training or not busy["rollout"]:
         return 0.0 if training else None
-    everyone = [*busy["trainer"], *busy["rollout"]]
-    edges = sorted((at, step) for spans in everyone for s, e in spans for at, step in ((s, 1), (e, -1)))
-    at_work = 0
-    since = 0.0
-    together = 0.0
-    for at, step in edges:
-        together += (at - since) * (at_work == len(everyone))
-        at_work = at_work + step
-        since = at
-    whole = max(end for _, end in training) - min(start for start, _ in training)
-    return together / whole if whole else 0.0
+    all_processes = [*busy["trainer"], *busy["rollout"]]
+    edges = sorted(
+        (moment, step)
+        for spans in all_processes
+        for start, end in spans
+        for moment, step in ((start, 1), (end, -1))
+    )
+    busy_processes = 0
+    previous_moment = 0.0
+    seconds_together = 0.0
+    for moment, step in edges:
+        seconds_together += (moment - previous_moment) * (busy_processes == len(all_processes))
+        busy_processes = busy_processes + step
+        previous_moment = moment
+    training_seconds = max(span_end for _, span_end in training) - min(
+        span_start for span_start, _ in training
+    )
+    return seconds_together / training_seconds if training_seconds else 0.0
 
 
 def files(run_dir: Path) -> list[TimelineFile]:

@@ -21,9 +21,9 @@ import msgspec
 from asyncrl.errors import UNDECODABLE
 from asyncrl.observe.files import read_lines
 
-MEMBERS = 4  # of one group for each batch
-ROUNDING = 1e-6
-FILES = 50  # looked through for a good or a bad one, at most
+KEPT_MEMBERS = 4  # of one group for each batch
+SCORE_ROUNDING = 1e-6
+MAX_FILES = 50  # looked through for a good or a bad one, at most
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class Transcript:
 
 def is_kept(group: int, member: int, groups_per_batch: int) -> bool:
     """True for the episodes of training that are kept: it does not depend on how one ends, nor on when."""
-    return group % groups_per_batch == 0 and member < MEMBERS
+    return group % groups_per_batch == 0 and member < KEPT_MEMBERS
 
 
 def newest(run_dir: Path, good: bool, threshold: float) -> Transcript | None:
     """The newest whose score reaches the threshold, or does not; of training or of a validation, by the times
     of their files. None if there is none in the newest files."""
-    for path in _newest_files(run_dir)[:FILES]:
+    for path in _newest_files(run_dir)[:MAX_FILES]:
         with suppress(OSError):
             for entry in reversed(list(read_lines(path))):
                 if "score" in entry and succeeds(entry, threshold) == good:
-                    return Transcript(_title(path, entry, good), str(entry.get("text", "")))
+                    return Transcript(_transcript_title(path, entry, good), str(entry.get("text", "")))
     return None
 
 
 def succeeds(entry: Mapping[str, Any], threshold: float) -> bool:
     """A validation has judged its entries itself."""
-    return bool(entry.get("success", entry["score"] >= threshold - ROUNDING))
+    return bool(entry.get("success", entry["score"] >= threshold - SCORE_ROUNDING))
 
 
 def _newest_files(run_dir: Path) -> list[Path]:
@@ -62,22 +62,22 @@ def _newest_files(run_dir: Path) -> list[Path]:
     return [path for _, path in sorted(dated(), reverse=True)]
 
 
-def _title(path: Path, entry: Mapping[str, Any], good: bool) -> str:
+def _transcript_title(path: Path, entry: Mapping[str, Any], good: bool) -> str:
     facts = {
         "score": f"{entry['score']:g}",
         "ground truth": entry.get("ground_truth"),
         "end": entry.get("end"),
     }
-    known = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+    facts_text = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
     kind = path.parent.name
     step = path.stem.removeprefix("step-")
-    return f"newest {'good' if good else 'bad'} transcript: {kind}, step {step}, {entry.get('uid')}, {known}"
+    return f"newest {'good' if good else 'bad'} transcript: {kind}, step {step}, {entry.get('uid')}, {facts_text}"
 
 
 log = logging.getLogger("asyncrl.observe")
 
 MOST_TOKENS = 8192  # of an episode: a run with long ones would fill the disk
-STEPS = 1000  # the newest ones, whose files are kept: four episodes a step are at most about 500 MB
+KEPT_STEPS = 1000  # the newest ones, whose files are kept: four episodes a step are at most about 500 MB
 
 
 class TokenRatios(msgspec.Struct, frozen=True):
@@ -89,17 +89,17 @@ class TokenRatios(msgspec.Struct, frozen=True):
     dropped: list[bool]
 
 
-def save_ratios(run_dir: Path, step: int, rank: int, found: Iterable[TokenRatios]) -> None:
+def save_ratios(run_dir: Path, step: int, rank: int, episode_ratios: Iterable[TokenRatios]) -> None:
     """Write a file of a step (counted from 1); none without episodes. Files of the step that is STEPS older
     are deleted, those of other ranks, too: there may be fewer now. A full disk costs no more than that."""
-    lines = [msgspec.json.encode(each) + b"\n" for each in found]
+    lines = [msgspec.json.encode(ratios) + b"\n" for ratios in episode_ratios]
     path = run_dir / "ratios" / f"step-{step}-{rank}-{time.time_ns()}.jsonl"
     try:
         if lines:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(b"".join(lines))
-        for old in path.parent.glob(f"step-{step - STEPS}-*.jsonl"):
-            old.unlink(missing_ok=True)
+        for old_file in path.parent.glob(f"step-{step - KEPT_STEPS}-*.jsonl"):
+            old_file.unlink(missing_ok=True)
     except OSError as error:
         log.error("%s: not written (%s)", path, error)
 

@@ -13,7 +13,13 @@ import pytest
 
 from asyncrl.config import DataConfig
 from asyncrl.data.columns import IgnoredSettings
-from asyncrl.data.harbor import DESCRIBED, REFUSED, REFUSED_FILES, HonouredFields, read_tasks
+from asyncrl.data.harbor import (
+    DESCRIPTIVE_SECTIONS,
+    REFUSED_FIELDS,
+    REFUSED_FILES,
+    HonouredFields,
+    read_tasks,
+)
 from asyncrl.data.samples import RowLayout, read_samples
 from asyncrl.data.tasks import Task, TaskTests, check_task, task_of
 from asyncrl.errors import ConfigError
@@ -255,7 +261,7 @@ def test_layers_of_a_thin_image_hide_what_is_below(tmp_path: Path, images: Path)
             read(folder)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_FIELDS)
 def test_refused_fields_say_why_and_harmless_values_pass(tmp_path: Path, images: Path, name: str) -> None:
     section, _, field = name.rpartition(".")
     header = '[environment]\ndocker_image = "bare"\nworkdir = "/app"\n'
@@ -265,7 +271,9 @@ def test_refused_fields_say_why_and_harmless_values_pass(tmp_path: Path, images:
         text = header + place + line if section else line + header
         folder = task_folder(tmp_path / "t", text)
         if refused:
-            with pytest.raises(ConfigError, match=re.escape(f"{name} = public is refused: {REFUSED[name]}")):
+            with pytest.raises(
+                ConfigError, match=re.escape(f"{name} = public is refused: {REFUSED_FIELDS[name]}")
+            ):
                 read(folder)
         else:
             assert "environment.cpus" not in next(read_tasks(folder)).ignored
@@ -293,13 +301,17 @@ def honoured() -> Iterator[tuple[str, str]]:
 
 def table() -> str:
     rows = [(name, "honoured", meaning) for name, meaning in honoured()]
-    done = {name for name, *_ in rows} | {*REFUSED}
-    people = [name for name in HARBORS.split() if name not in done and name.partition(".")[0] in DESCRIBED]
+    done = {name for name, *_ in rows} | {*REFUSED_FIELDS}
+    people = [
+        name
+        for name in HARBORS.split()
+        if name not in done and name.partition(".")[0] in DESCRIPTIVE_SECTIONS
+    ]
     other = [name for name in HARBORS.split() if name not in done and name not in people]
     rows.append((", ".join(people), "for people", "not read"))
     rows.append((", ".join(other), "ignored", "with all other names: one line lists them"))
     reasons: dict[str, list[str]] = {}
-    for name, why in (REFUSED | REFUSED_FILES).items():
+    for name, why in (REFUSED_FIELDS | REFUSED_FILES).items():
         reasons.setdefault(why, []).append(name)
     rows += [(", ".join(names), "refused", why) for why, names in reasons.items()]
     lines = (

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.observe.alerts import RULES, WINDOW, alerts, ends, rules
+from asyncrl.observe.alerts import ALERT_RULES, WINDOW, alerts, ends, rule_texts
 
 SUCCESS = "val-core/all/sampled/success"
 GAP = "rollout_corr/logprob_diff_mean"
@@ -264,7 +264,7 @@ def test_rows_in_the_middle_of_a_run_change_nothing() -> None:
 
 
 def test_every_rule_has_its_text() -> None:
-    assert rules().keys() == RULES.keys()
+    assert rule_texts().keys() == ALERT_RULES.keys()
 
 
 def test_rewards_that_tie_are_no_fault_where_a_teacher_teaches() -> None:

@@ -44,8 +44,8 @@ def test_a_call_that_hangs_is_waited_for_once_and_one_that_is_lost_not_at_all() 
     go = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
         calls.ask(lambda: go.wait(60), 0.05)
-    assert calls._began is not None
-    calls._began -= 1000  # it has hung for long
+    assert calls._call_started is not None
+    calls._call_started -= 1000  # it has hung for long
     with pytest.raises(TimeoutError, match="no answer within 500 s"):
         calls.ask(lambda: None, 500)
     with pytest.raises(TimeoutError, match="earlier calls have no answer yet"):

@@ -19,7 +19,14 @@ from asyncrl.errors import ConfigError
 from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.files import mark_start
 from asyncrl.observe.metrics import VALIDATED
-from asyncrl.observe.trackers import EXTRAS, MODULES, OPEN, Trackers, check_trackers, fenced
+from asyncrl.observe.trackers import (
+    MODULE_NAMES,
+    PACKAGE_EXTRAS,
+    TRACKER_OPENERS,
+    Trackers,
+    check_trackers,
+    fenced_text,
+)
 
 
 def config(*names: str, run: str = "x") -> RunConfig:
@@ -32,10 +39,10 @@ def opened(name: str, run_dir: Path, run: str = "x") -> Trackers:
     return Trackers.open(config(name, run=run), run_dir)
 
 
-@pytest.mark.parametrize("name", sorted(OPEN))
+@pytest.mark.parametrize("name", sorted(TRACKER_OPENERS))
 def test_an_uninstalled_one_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, MODULES.get(name, name), None)
-    package = rf"'asyncrl\[{name}\]'" if name in EXTRAS else name
+    monkeypatch.setitem(sys.modules, MODULE_NAMES.get(name, name), None)
+    package = rf"'asyncrl\[{name}\]'" if name in PACKAGE_EXTRAS else name
     with pytest.raises(ConfigError, match=f"pip install {package},"):
         check_trackers(config(name))
 
@@ -102,7 +109,7 @@ def test_a_tracker_of_accelerate_that_hangs_at_its_start_is_refused_in_time(
     hanging = SimpleNamespace(name="mlflow", start=lambda: answers.wait(60))
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", lambda **_: hanging)
     monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
-    monkeypatch.setattr(trackers_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(trackers_module, "PATIENCE_SECONDS", 0.05)
     says = r"tracker mlflow cannot be started: TimeoutError: no answer within 0.05 s; leave it out"
     with pytest.raises(ConfigError, match=says), opened("mlflow", tmp_path):
         pass
@@ -123,7 +130,7 @@ def test_a_tracker_that_hangs_in_its_last_row_costs_others_nothing(
     )
     other = SimpleNamespace(log=lambda step, *row: rows.append(step), close=lambda: rows.append("closed"))
     hung = trackers_module._AccelerateTracker(hanging, config("mlflow"))
-    monkeypatch.setattr(trackers_module, "PATIENCE", 0.6)
+    monkeypatch.setattr(trackers_module, "PATIENCE_SECONDS", 0.6)
     trackers = Trackers({"mlflow": hung, "other": other}, tmp_path)
     trackers.log(1, {})
     trackers.close()
@@ -353,7 +360,9 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(
 
 def test_a_text_for_markdown_cannot_end_its_own_fence() -> None:
     text = "</pre><script>x</script> | `a`\n````\n# d"
-    assert fenced(text).splitlines() == ["`````text", *text.splitlines(), "`````"] and fenced("") == ""
+    assert (
+        fenced_text(text).splitlines() == ["`````text", *text.splitlines(), "`````"] and fenced_text("") == ""
+    )
 
 
 def test_one_that_does_not_answer_keeps_nobody(
@@ -361,8 +370,8 @@ def test_one_that_does_not_answer_keeps_nobody(
 ) -> None:
     answers = threading.Event()
     tracker = SimpleNamespace(log=lambda *_: answers.wait(60))
-    monkeypatch.setattr(trackers_module, "MOST", 2)
-    monkeypatch.setattr(trackers_module, "PATIENCE", 0.01)
+    monkeypatch.setattr(trackers_module, "MAX_WAITING_ROWS", 2)
+    monkeypatch.setattr(trackers_module, "PATIENCE_SECONDS", 0.01)
     trackers = Trackers({"slow": tracker}, Path())  # type: ignore[dict-item]
     for step in range(5):
         trackers.log(step, {})

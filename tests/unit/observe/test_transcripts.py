@@ -28,7 +28,7 @@ def test_a_step_that_is_repeated_with_other_ranks_counts_as_it_was_last(
 
 
 def test_the_newest_steps_are_kept_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transcripts, "STEPS", 3)
+    monkeypatch.setattr(transcripts, "KEPT_STEPS", 3)
     for step in range(1, 6):
         for rank in (0, 1) if step < 3 else (0,):  # resumed with one rank
             save_ratios(tmp_path, step, rank, noted(0.5) if step < 5 else [])
