@@ -49,7 +49,9 @@ def types_of(section: type[msgspec.Struct], key: str) -> list[Any]:
                 inner += [field.type for field in msgspec.structs.fields(kind) if field.name == name]
             elif get_origin(kind) is dict:
                 inner.append(get_args(kind)[1])
+
         kinds = [part for kind in inner for part, _ in alternative_types(kind)]
+
     return kinds
 
 

@@ -48,6 +48,7 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
             f"kl.coef={kl.coef:g} has no effect: kl.where is none; add kl.where=loss_unweighted (as in "
             "verl and TRL), loss or reward, or leave it out"
         )
+
     return config
 
 
@@ -105,12 +106,14 @@ def _compose_config(
         source = hydra.initialize(None, version_base="1.3", job_name="asyncrl")
     else:
         source = hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl")
+
     try:
         with source:
             composed = hydra.compose("config" if base else "recorded", overrides)
             name = _agent_name(composed)
             if base and (base / "agent" / f"{name}.yaml").is_file() and "agent" not in given_keys:
                 composed = hydra.compose("config", [f"agent={name}", *overrides])
+
             tree = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain_error(error, given_keys) from None
@@ -127,11 +130,14 @@ def _compose_config(
         raise ConfigError("configuration: a value is nested too deeply; flatten it") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"configuration: {one_line(error)}") from None
+
     if unknown := list(_find_unknown_keys(RunConfig, tree)):
         raise _unknown_keys_error(unknown)
+
     for key, value in _dotted_keys(tree):
         if value == MISSING_VALUE:
             raise MissingKeyError(key)
+
     return parse(_resolve_key_roots(tree, root))
 
 
@@ -178,6 +184,7 @@ def default_tree(section: type[msgspec.Struct]) -> dict[str, Any]:
         else:
             default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[operator]
             tree[field.name] = msgspec.to_builtins(default)
+
     return tree
 
 
@@ -227,10 +234,12 @@ def _quote_text_value(argument: str) -> str:
     only_text = takes_text and not {int, float, bool} & {*kinds}
     if only_text and value != "null" and "\\" not in value:
         return f"{key}={_quoted_text(value)}"
+
     try:
         OverridesParser.create().parse_override(argument)
     except HydraException:
         return f"{key}={_quoted_text(value)}"
+
     return argument
 
 
@@ -253,16 +262,19 @@ def _explain_error(error: Exception, given_keys: Iterable[str]) -> ConfigError:
             f"cannot read the override {override!r}: {text}; close brackets and quotes, and within brackets "
             "quote texts that have characters other than letters, digits and /._-+*, such as \"['a=b']\""
         )
+
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     known_keys = [name for name, _ in _dotted_keys(default_tree(RunConfig))]
     if override or not text.startswith("Could not override") or not key or key in known_keys:
         return ConfigError(f"configuration: {text}")
+
     open_prefixes = ("hydra.", *(f"{name}." for name, _ in _open_keys(RunConfig)))
     unknown_keys = [
         name
         for name in given_keys
         if name not in (*known_keys, *_group_names()) and not name.startswith(open_prefixes)
     ]
+
     return _unknown_keys_error(unknown_keys or [key])
 
 
@@ -278,12 +290,15 @@ def refused_flags(flags: Sequence[str]) -> ConfigError:
     """Describe flags (`--name`) that a command does not have: those of Hydra, and keys with dashes."""
     known_keys = {name for name, _ in _dotted_keys(default_tree(RunConfig))}
     answers = []
+
     for flag in flags:
         key = flag.removeprefix("--")
         answer = HYDRA_FLAGS.get(key) or (f"write {key}=…" if key in known_keys else _advice_for_key(key))
         answers.append(f"{flag}: {answer}")
+
     if len(answers) == 1:
         return ConfigError(f"no such flag (keys are written KEY=VALUE, without dashes): {answers[0]}")
+
     head = "no such flags (keys are written KEY=VALUE, without dashes)"
     return UnknownKeysError("\n  ".join((head, *answers)))
 
@@ -303,6 +318,7 @@ def _advice_for_key(key: str) -> str:
     groups = _group_names()
     if key in groups:
         return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
+
     verl_keys = {name: row for names, *row in verl_rows() for name in names.split(", ")}
     row = verl_keys.get(key) or verl_keys.get(f"actor_rollout_ref.{key}")
     our_key, note = row or next((row for name, row in verl_keys.items() if fnmatchcase(key, name)), ["", ""])
@@ -311,6 +327,7 @@ def _advice_for_key(key: str) -> str:
         return (
             f"here it is {our_key}" + f" ({note})" * bool(note) if our_key else f"none here, because {note}"
         )
+
     known_names = dict.fromkeys([*groups, *(name for name, _ in _dotted_keys(default_tree(RunConfig)))])
     nearest_names = difflib.get_close_matches(key, known_names, n=3, cutoff=0.5)
     return f"did you mean {', '.join(nearest_names)}?" if nearest_names else "see docs/configuration.md"
@@ -348,6 +365,7 @@ def _first_file_not_utf8(config_dir: Path | None) -> str:
             return str(path)
         except OSError:
             continue
+
     return "configuration: a file"
 
 

@@ -21,13 +21,16 @@ def parse(mapping: Any) -> RunConfig:
         config = msgspec.convert(_expand_paths(mapping, RunConfig), RunConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {_explain_error(str(error))}") from None
+
     for path, value in leaves(msgspec.to_builtins(config)):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"configuration: {path}: expected a finite number, got {value}")
+
         try:
             msgspec.json.encode((path, value))
         except UnicodeEncodeError:
             raise ConfigError(f"configuration: {path!a}: {value!a} is not UTF-8 text; correct it") from None
+
     _check_combinations(config)
     return config
 
@@ -54,6 +57,7 @@ def _expand_paths(value: Any, kind: Any) -> Any:
                 _expand_paths(name, key_kind): _expand_paths(inner, value_kind)
                 for name, inner in value.items()
             }
+
     return value
 
 
@@ -62,8 +66,10 @@ def _explain_error(complaint: str) -> str:
     problem, _, path = complaint.replace(" - at `key` in `$.", " - at `$.").partition(" - at `$.")
     key = path.rstrip("`")
     kind: Any = RunConfig
+
     for name in key.partition("[")[0].split("."):
         kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
+
     hint = ""
     if problem.startswith("Invalid enum"):
         choices = [value for part in (kind, *typing.get_args(kind)) for value in typing.get_args(part)]
@@ -74,6 +80,7 @@ def _explain_error(complaint: str) -> str:
         hint = f"; it is a section, with keys of its own: {key}.KEY=…"
     elif problem.startswith("Expected `str`"):
         hint = "; write the text in quotes"
+
     return f"{key}: {problem}{hint}" if key else problem
 
 
@@ -84,10 +91,12 @@ def _check_combinations(config: RunConfig) -> None:
     trainer = config.trainer
     batch_bytes = config.group_bytes * buffer.groups_per_batch
     directory = config.checkpoint.directory
+
     uneven_advice = (
         f"does not divide trainer.ranks ({trainer.ranks}); set it to one of {divisors(trainer.ranks)}, or "
         "change trainer.ranks"
     )
+
     refusals = {
         f"buffer.target_staleness ({buffer.target:g}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
@@ -144,6 +153,7 @@ def _check_combinations(config: RunConfig) -> None:
             and not (config.data.test and config.validation.samples and config.validation.every)
         ),
     } | scorer_refusals(config.scorers, config.rollout, config.kl.reference, config.adapters_apart)
+
     refusals |= _colocation_refusals(config) if config.engine.colocated else {}
     for message, refused in refusals.items():
         if refused:
@@ -156,6 +166,7 @@ def _colocation_refusals(config: RunConfig) -> dict[str, bool]:
     weights = config.weights
     key, count = ("servers", engine.servers) if engine.remote else ("rollout.workers", config.rollout.workers)
     devices = count * engine.tp if engine.remote else count
+
     return {
         "engine.urls: the devices of these servers are not the trainer's; leave out engine.colocated, or the "
         "URLs": bool(engine.urls),

@@ -256,6 +256,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
         the policy's and the engines'. `model.path` is empty where it is not known. '': that of engines."""
         if not name:
             return self
+
         scorer = self.scorers[name]
         replace_fields = msgspec.structs.replace
         engine = replace_fields(
@@ -264,6 +265,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
         trainer = replace_fields(self.trainer, router_replay=False)
         weights = WeightsConfig()
         model = replace_fields(self.model, path=scorer.path, lora_rank=0)
+
         return replace_fields(self, model=model, agents={}, engine=engine, trainer=trainer, weights=weights)
 
     @property

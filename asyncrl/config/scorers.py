@@ -62,6 +62,7 @@ def scorer_refusals(
     without_model = [name for name, scorer in scorers.items() if not (scorer.path or scorer.urls)]
     asked_scorers = scorers_named_by(rollout.reward)
     on_engines = {name: scorer for name, scorer in scorers.items() if ENGINES_URL in scorer.urls}
+
     return {
         f"scorers.{', '.join(on_engines)}: urls=[engines] takes no other URL, path, servers or tp, and is for no "
         "reward; leave these out, or give it servers of its own": bool(

@@ -106,6 +106,7 @@ def rows_of(benchmark: Benchmark, source: str, split: str, instruction: str | No
     instruction_text = benchmark.instruction if instruction is None else instruction
     rows_by_prompt = dict[str, Row]()
     unscorable_rows = 0
+
     for source_row in read_split(source or benchmark.repository, benchmark.config, split):
         if missing := [name for name in benchmark.columns if name not in source_row]:
             source_name = source or benchmark.repository
@@ -113,11 +114,13 @@ def rows_of(benchmark: Benchmark, source: str, split: str, instruction: str | No
                 f"{source_name}: no column {', '.join(missing)} (found: {', '.join(source_row)}); "
                 f"those of {benchmark.repository} are expected"
             )
+
         row = benchmark.row(source_row, instruction_text)
         if row is None:
             unscorable_rows += 1
         else:
             rows_by_prompt.setdefault(str(row["prompt"]), row)
+
     return list(rows_by_prompt.values()), unscorable_rows
 
 

@@ -46,25 +46,30 @@ def rename_columns(
     for name, column in columns.items():
         if name in optional_parts and column.partition(".")[0] not in row:
             continue
+
         value = _column_value(where, row, column)
         if name.startswith(EXTRA_PREFIX):
             extra = as_object(where, "extra_info", renamed_row.get("extra_info") or {})
             renamed_row["extra_info"] = extra | {name.removeprefix(EXTRA_PREFIX): value}
         else:
             renamed_row[name] = value
+
     return renamed_row
 
 
 def _column_value(where: str, row: Row, column: str) -> Any:
     if column in row:
         return row[column]
+
     value: Any = row
     for part in column.split("."):
         if not isinstance(value, dict) or part not in value:
             raise ConfigError(
                 f"{where}: no column {column}, which data.columns names (found: {', '.join(row) or 'none'})"
             )
+
         value = value[part]
+
     return value
 
 
@@ -75,8 +80,10 @@ def as_object(where: str, column: str, value: Any) -> dict[str, Any]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ConfigError(f"{where}: column {column} is text, but not JSON") from None
+
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: column {column} must be an object, not {type(value).__name__}")
+
     return value
 
 
@@ -90,10 +97,12 @@ def as_json(where: str, column: str, value: Any) -> str:
         text=f"{where}: column {column} cannot be written as JSON",
     ):
         text = json.dumps(value, ensure_ascii=False, default=_text_value)
+
     if text.count("[") + text.count("{") > MAX_LEVELS and is_deeper(json.loads(text), MAX_LEVELS):
         raise ConfigError(f"{where}: {column} is nested deeper than {MAX_LEVELS} levels; flatten it")
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
+
     return text
 
 
@@ -138,8 +147,10 @@ class IgnoredSettings:
         }
         if demonstration:
             return row
+
         reward_model = _dict_or_empty(row.get("reward_model"))
         extra_info = _dict_or_empty(row.get("extra_info"))
+
         requested = {
             "agent_name": row.get("agent_name"),
             "reward_manager": row.get("reward_manager") or reward_model.get("reward_manager"),
@@ -149,6 +160,7 @@ class IgnoredSettings:
         for setting, name in requested.items():
             if isinstance(name, str) and name:
                 self._request_counts[setting, name] = self._request_counts.get((setting, name), 0) + 1
+
         return row
 
     def unmet(self, config: RunConfig) -> list[str]:
@@ -166,11 +178,13 @@ def _unread_line(columns: Mapping[str, None], configured: Mapping[str, str]) -> 
         part for column in configured.values() for part in (column, column.partition(".")[0])
     }
     nearest = {name: difflib.get_close_matches(name, READ_COLUMNS, n=1, cutoff=0.8) for name in columns}
+
     unread_names = [
         f"{name} (meant {nearest[name][0]}?)" if nearest[name] else name
         for name in columns
         if name not in configured_columns
     ]
+
     advice = "one that tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
     return [f"nothing reads the columns {', '.join(unread_names)}; {advice}"] if unread_names else []
 
@@ -181,6 +195,7 @@ def _unmet_request(config: RunConfig, setting: str, name: str) -> str:
     has_leader = bool(rollout.agent or rollout.environment)
     if setting == "reward_manager":
         return f"the reward_manager {name!r}, and there are none; write what it does as rollout.reward"
+
     if (
         setting == "style"
         and name == "model"
@@ -190,12 +205,15 @@ def _unmet_request(config: RunConfig, setting: str, name: str) -> str:
             f"a reward model (reward_model.style), and rollout.reward is {', '.join(rewards)}; set it to "
             "reward_model, classifier or llm_judge, see docs/rewards.md"
         )
+
     if setting == "interaction" and not has_leader:
         return f"the interaction {name!r} (extra_info.interaction_kwargs); set rollout.environment"
+
     loop_is_possible = {PLAIN_LOOP: True, TOOL_LOOP: has_leader or bool(rollout.tools)}
     if setting == "agent_name" and not loop_is_possible.get(name, has_leader):
         key = "rollout.tools" if name == TOOL_LOOP else "rollout.agent or rollout.environment"
         return f"the agent loop {name!r} (agent_name), and nothing leads their episodes; set {key}"
+
     return ""
 
 

@@ -140,12 +140,14 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
     root = Path(os.path.abspath(directory))
     if not root.is_dir():
         raise ConfigError(f"{directory}: no such directory; correct the path")
+
     folders = [root] if _is_task(root) else sorted(filter(_is_task, root.glob("*")))
     if not folders:
         raise ConfigError(
             f"{directory}: has no task, a folder with {TASK_FILE} (docs/tasks.md); files of rows are named by a "
             f"pattern, {directory}/*.parquet"
         )
+
     for folder in folders:
         try:
             yield _read_folder(folder)
@@ -162,21 +164,27 @@ def _is_task(path: Path) -> bool:
 def _read_folder(folder: Path) -> TaskFolder:
     document = _parse_file(folder / TASK_FILE, tomllib.loads)
     ignored = _ignored_fields(folder, document)
+
     try:
         fields = msgspec.convert(document, HonouredFields)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{TASK_FILE}: {error}; correct it (docs/tasks.md)") from None
+
     instruction = CANARY_LINES.sub("", _parse_file(folder / "instruction.md", str))
     if not instruction.strip():
         raise ConfigError("instruction.md is empty; it is what the model reads")
+
     environment = fields.environment
     for section in ("environment", "verifier", "solution"):
         _check_variables(f"{section}.env", getattr(fields, section).env)
+
     image = _find_task_image(folder, environment.docker_image)
     directory = environment.workdir or image.directory
     workspace = fields.metadata.workspace or [directory]
+
     for path in (directory, *workspace):
         _check_directory(image, path, path in workspace)
+
     task = Task(
         fields.task.name or folder.name,
         image.digest,
@@ -188,6 +196,7 @@ def _read_folder(folder: Path) -> TaskFolder:
         environment.storage_mb or _mebibytes(environment.storage),
         fields.agent.timeout_sec or 0.0,
     )
+
     return TaskFolder(folder, instruction, task, _read_tests(folder, fields), fields.solution.env, ignored)
 
 
@@ -208,6 +217,7 @@ def _ignored_fields(folder: Path, document: dict[str, Any]) -> dict[str, Any]:
         field.name: field.type.__struct_fields__ for field in msgspec.structs.fields(HonouredFields)
     }
     ignored_fields: dict[str, Any] = {}
+
     for section, inner in document.items():
         honoured_names = names_by_section.get(section, ()) if isinstance(inner, dict) else ()
         fields = (
@@ -215,13 +225,16 @@ def _ignored_fields(folder: Path, document: dict[str, Any]) -> dict[str, Any]:
             if honoured_names
             else {}
         )
+
         for name, value in (fields if honoured_names else {section: inner}).items():
             if name in REFUSED_FIELDS and value and str(value).lower() not in HARMLESS_VALUES:
                 refusals.append((f"{TASK_FILE}: {name} = {str(value)[:60]}", REFUSED_FIELDS[name]))
             elif name not in REFUSED_FIELDS and value and section not in DESCRIPTIVE_SECTIONS:
                 ignored_fields[name] = value
+
     for subject, reason in refusals:
         raise ConfigError(f"{subject} is refused: {reason}")
+
     return ignored_fields
 
 
@@ -229,16 +242,19 @@ def _find_task_image(folder: Path, configured_name: str) -> Image:
     """Find the task's image. ConfigError with the two commands that import the image, if they are known."""
     image_source = configured_name or folder.name.lower()
     name = re.sub(r"[^\w.-]", "-", configured_name or folder.name, flags=re.ASCII)
+
     try:
         return find_image(name)
     except ConfigError as error:
         if not (configured_name or (folder / "environment/Dockerfile").is_file()):
             raise ConfigError(f"{error}; or set environment.docker_image to one that is there") from error
+
         make_command = (
             f"docker pull {image_source}"
             if configured_name
             else f"docker build -t {image_source} {folder / 'environment'}"
         )
+
         import_command = f"docker save {image_source} | asyncrl image import - --name {name}"
         raise ConfigError(f"{error}, for example: {make_command}; {import_command}") from error
 
@@ -248,21 +264,27 @@ def _check_directory(image: Image, path: str, judged: bool) -> None:
     key = f"{TASK_FILE}: {'metadata.workspace' if judged else 'environment.workdir'} {path!r}"
     if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
         raise ConfigError(f"{key} is no absolute path; correct it")
+
     parts = Path(path).parts[1:]
     if judged and (parts or ("",))[0] in OUTSIDE_WORKSPACES:
         raise ConfigError(f"{key} cannot be judged; set metadata.workspace to directories of the task's own")
+
     layers = list(image.layers)
     inner_path = ""
+
     for part in parts:  # step by step, as no link of an image is followed
         inner_path = f"{inner_path}/{part}"
         directory_layers = list[str]()
+
         for layer in filter(lambda layer: os.path.lexists(layer + inner_path), layers):
             mode = os.lstat(layer + inner_path).st_mode
             if not directory_layers and stat.S_ISLNK(mode):
                 raise ConfigError(f"{key} leads through a link, {inner_path}; name the directory itself")
             if not stat.S_ISDIR(mode):
                 break  # this file hides the directories of the layers below
+
             directory_layers.append(layer)
+
         layers = directory_layers
         if not layers:
             raise ConfigError(f"{key} is no directory of its image; correct it, or make it in the image")
@@ -286,10 +308,12 @@ def _read_tests(folder: Path, fields: HonouredFields) -> TaskTests:
     directory = folder / "tests"
     if not (directory / "test.sh").is_file():
         raise ConfigError("there is no tests/test.sh; a task is judged by one")
+
     real_directory = f"{os.path.realpath(folder)}/tests"
     for path in (directory, *directory.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(real_directory):
             raise ConfigError(f"{path.relative_to(folder)} is a link that leads out of tests; copy the files")
+
     config = directory / "config.json"
     decoded = _parse_file(config, msgspec.json.decode) if config.exists() else {}
     test_lists = decoded if isinstance(decoded, dict) else {}
@@ -298,6 +322,7 @@ def _read_tests(folder: Path, fields: HonouredFields) -> TaskTests:
     )
     verifier = fields.verifier
     protected = tuple(fields.metadata.protected)
+
     return TaskTests(str(directory), verifier.timeout_sec, verifier.env, turn_green, stay_green, protected)
 
 

@@ -18,11 +18,13 @@ def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, 
     ConfigError begins with `where`."""
     if isinstance(value, str):
         value = _messages_in_json(value) or [{"role": role, "content": value}]
+
     if not isinstance(value, list) or not value:
         raise ConfigError(
             f"{where} must be text, or a non-empty list of {{role, content}}, or that as JSON, not "
             f"{'an empty list' if value == [] else type(value).__name__}"
         )
+
     try:
         return _with_tool_names([_read_message(where, dict(item)) for item in value])
     except (TypeError, ValueError, RecursionError) as error:  # of dict(), json and msgspec
@@ -35,6 +37,7 @@ def _messages_in_json(text: str) -> list[Any] | None:
         messages = json.loads(text) if text.lstrip().startswith("[") else None
     except (ValueError, RecursionError):
         return None
+
     is_messages = isinstance(messages, list) and all(
         isinstance(item, dict) and "role" in item for item in messages
     )
@@ -47,9 +50,11 @@ def _read_message(where: str, fields: dict[str, Any]) -> Message:
     if "role" not in fields:
         keys = ", ".join(map(str, fields))
         raise ConfigError(f"{where} has a message with the keys {keys}; a message has role and content")
+
     role = fields["role"]
     if role not in ROLES:
         raise ConfigError(f"{where} has a message of the role {role!r}; roles are {', '.join(ROLES)}")
+
     content = fields.get("content", "")
     if isinstance(content, list):
         unsupported_parts = [
@@ -61,12 +66,16 @@ def _read_message(where: str, fields: dict[str, Any]) -> Message:
                 if isinstance(unsupported_parts[0], dict)
                 else type(unsupported_parts[0]).__name__
             )
+
             raise ConfigError(f"{where} has content of type {kind}; only text can be trained here")
+
         content = "".join(str(part.get("text", "")) for part in content)
+
     fields |= {"role": "system" if role == "developer" else role, "content": content}
     fields["tool_calls"] = [_read_tool_call(where, call) for call in fields.get("tool_calls", [])]
     fields["tool_call_id"] = str(fields.get("tool_call_id", ""))
     fields.setdefault("reasoning", fields.pop("reasoning_content", ""))
+
     return msgspec.convert(fields, Message)
 
 
@@ -80,8 +89,10 @@ def _read_tool_call(where: str, call: Any) -> ToolCall:
         arguments = json.loads(arguments)
     elif isinstance(arguments, dict):  # a nested parquet column adds empty keys: see `_read_message`
         arguments = {key: value for key, value in arguments.items() if value is not None}
+
     if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
         raise ConfigError(f"{where} has a tool call that is not {{name, arguments: an object}}")
+
     return ToolCall(function["name"], json.dumps(arguments, ensure_ascii=False), str(call.get("id") or ""))
 
 

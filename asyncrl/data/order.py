@@ -46,15 +46,19 @@ class EpochOrder:
     def __call__(self, epoch: int) -> Sequence[int]:
         if self.directory is None or self._hook is None:
             return self._compute_order(epoch)
+
         path = self.directory / f"order-{epoch}"
         with ConfigError.instead_of(OSError, text=f"{path}: the order of the data cannot be kept"):
             if not path.exists():
                 with path.with_suffix(".tmp").open("wb") as file:
                     file.write(array("Q", self._compute_order(epoch)))
                     os.fsync(file.fileno())
+
                 os.replace(file.name, path)
+
                 # a crash goes back by one epoch at most
                 (self.directory / f"order-{epoch - 2}").unlink(missing_ok=True)
+
             return array("Q", path.read_bytes())
 
     def _compute_order(self, epoch: int) -> Sequence[int]:
@@ -64,9 +68,11 @@ class EpochOrder:
             if self.draws_per_source is None
             else self._mix_sources(epoch, self.draws_per_source)
         )
+
         drawn_numbers = shuffled(drawn_numbers, f"{self.seed}/{epoch}") if self.shuffle else drawn_numbers
         if self._hook is None:
             return drawn_numbers
+
         where = f"data.order: {self._hook_name} of epoch {epoch}"
         try:
             with users_code():
@@ -75,11 +81,13 @@ class EpochOrder:
             raise ConfigError(
                 f"{where} failed: {describe(error)}; it must give the numbers in `drawn` in another order"
             ) from error
+
         if sorted(order) != sorted(drawn_numbers):
             raise ConfigError(
                 f"{where} gives {len(order)} numbers, not the {len(drawn_numbers)} drawn ones in another order; each "
                 "must be there as often as in `drawn`"
             )
+
         return order
 
     def _mix_sources(self, epoch: int, counts: Sequence[int]) -> list[int]:
@@ -87,11 +95,13 @@ class EpochOrder:
         sizes = self.samples.sizes
         starts = accumulate(sizes, initial=0)
         positioned_numbers: list[tuple[float, int]] = []
+
         for source, (start, size, count) in enumerate(zip(starts, sizes, counts, strict=False)):
             numbers = self._draw_from_source(source, size, epoch * count, (epoch + 1) * count)
             positioned_numbers += [
                 ((index + 0.5) / count, start + number) for index, number in enumerate(numbers)
             ]
+
         return [number for _, number in sorted(positioned_numbers)]
 
     def _draw_from_source(self, source: int, size: int, first: int, end: int) -> list[int]:
@@ -104,7 +114,9 @@ class EpochOrder:
                 if self.shuffle
                 else list(all_numbers)
             )
+
             numbers += order[max(0, first - pass_index * size) : end - pass_index * size]
+
         return numbers
 
 
@@ -116,11 +128,14 @@ def draw_counts(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
     exact_draws = [weight / sum_of_weights * total for weight in weights]
     counts = [int(value) for value in exact_draws]
     order = sorted(range(len(exact_draws)), key=lambda source: counts[source] - exact_draws[source])
+
     for source in order[: total - sum(counts)]:
         counts[source] += 1
+
     if 0 in counts:
         raise ConfigError(
             f"data.train: source {counts.index(0)} has the weight {weights[counts.index(0)]:g} of "
             f"{sum_of_weights:g}, less than one of the {total} draws of an epoch; raise it, or leave it out"
         )
+
     return counts

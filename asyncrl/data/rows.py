@@ -29,6 +29,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise ConfigError(f"{path}: no data file by its name; its format is told by its suffix: {suffixes}")
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; correct the path, or see docs/data.md for what it may be")
+
     is_empty = True
     with ConfigError.instead_of(
         OSError, ValueError, text=f"{path}: not readable as {path.suffix[1:]}", advice="write it anew"
@@ -36,8 +37,10 @@ def read_rows(path: Path) -> Iterator[Row]:
         for number, row in enumerate(READERS[path.suffix](path)):
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, sample {number}: an object is expected, not {type(row).__name__}")
+
             is_empty = False
             yield row
+
     if is_empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
 
@@ -50,6 +53,7 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path) as file:
             converters = [(field.name, _converter(field.type)) for field in file.schema_arrow]
             converted_columns = [(name, convert) for name, convert in converters if convert]
+
             for batch in file.iter_batches(BATCH_ROWS):
                 for row in batch.to_pylist():
                     yield row | {name: convert(row[name]) for name, convert in converted_columns}
@@ -67,14 +71,17 @@ def _converter(kind: Any) -> Callable[[Any], Any] | None:
         return lambda pairs: (
             None if pairs is None else {_map_key(of_key(key)): of_value(value) for key, value in pairs}
         )
+
     if types.is_struct(kind):
         fields = [(field.name, _converter(field.type)) for field in kind]
         converted_fields = [(name, convert) for name, convert in fields if convert]
         if not converted_fields:
             return None
+
         return lambda struct: (
             struct and struct | {name: convert(struct[name]) for name, convert in converted_fields}
         )
+
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         of_item = _converter(kind.value_type)
         return of_item and (lambda items: items and [of_item(item) for item in items])
@@ -82,6 +89,7 @@ def _converter(kind: Any) -> Callable[[Any], Any] | None:
         return _converter(kind.value_type)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind):
         return None
+
     return json_value
 
 
@@ -104,15 +112,18 @@ def json_value(value: Any) -> Any:
         return {_map_key(json_value(key)): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
+
     if isinstance(value, bytes | bytearray | memoryview):
         try:
             return bytes(value).decode()
         except UnicodeDecodeError:
             return value
+
     if isinstance(value, Decimal):
         return _decimal_number(value)
     if hasattr(value, "tolist"):  # arrays of numpy and torch
         return json_value(value.tolist())
+
     return value
 
 
@@ -178,6 +189,7 @@ def _read_csv(path: Path) -> Iterator[Any]:
             for row in reader:
                 if None in row:
                     raise ValueError(f"line {reader.line_num}: more values than the header has names")
+
                 yield row
         except csv.Error as error:
             raise ValueError(f"line {reader.line_num}: {error}") from None
@@ -216,6 +228,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> int:
 
         with temporary.open("wb") as file:  # pyarrow reads some paths as URLs
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(all_rows), file)
+
     temporary.replace(path)
     return len(all_rows)
 
@@ -231,4 +244,5 @@ def write_splits(out: Path, splits: Mapping[str, Sequence[Row]]) -> dict[str, An
         ]
         if numbered:
             write_rows(out / f"{split}.parquet", numbered)
+
     return {"out": str(out), **{split: len(rows) for split, rows in splits.items()}}

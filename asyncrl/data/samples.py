@@ -56,11 +56,14 @@ def read_samples(
     for origin, row in row_reader(config, split)(path):
         is_empty = False
         is_demonstration = _is_demonstration(layout, row)
+
         row = count_row(
             rename_columns(str(origin), row, layout.columns, _optional_parts(layout, row, is_demonstration)),
             is_demonstration,
         )
+
         yield _read_demonstration(origin, row, layout) if is_demonstration else question(origin, row, layout)
+
     if is_empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
 
@@ -85,18 +88,21 @@ def question(origin: Place, row: Row, layout: RowLayout) -> Sample:
     """Read a prompt to sample from. ConfigError for a bad row."""
     if row.get("prompt") is None:
         raise ConfigError(f"{origin}: no column prompt; {_columns_hint(row, 'prompt', 'ground_truth')}")
+
     if row.get("tools") not in (None, "", "[]", []) and "tools" not in layout.columns.values():
         raise ConfigError(
             f"{origin}: column tools holds schemas, and nothing would answer their calls: name tools in "
             "rollout.tools, and the names that a sample may use in extra_info.tools; an agent of your own "
             "gets the schemas with 'data.columns={extra_info.schemas: tools}'"
         )
+
     truth = _ground_truth(origin, row)
     if layout.truth and as_json(str(origin), "ground_truth", truth) == "null":
         raise ConfigError(
             f"{origin}: no ground truth for {layout.truth}, neither reward_model.ground_truth nor a column "
             f"ground_truth; {_columns_hint(row, 'ground_truth')}"
         )
+
     prompt = read_messages(f"{origin}: column prompt", row["prompt"])
     last = prompt[-1]
     if last.role == "assistant" and (last.tool_calls or not last.content.strip()):
@@ -105,6 +111,7 @@ def question(origin: Place, row: Row, layout: RowLayout) -> Sample:
             f"{'tool calls' if last.tool_calls else 'no text'}; the model continues this message: "
             "give it text and no tool calls, or end the prompt with a message of the user or a tool"
         )
+
     return _make_sample(origin, row, _with_system_prompt(prompt, layout), truth, _extra_info(origin, row))
 
 
@@ -119,14 +126,17 @@ def _read_demonstration(origin: Place, row: Row, layout: RowLayout) -> Sample:
         raise ConfigError(
             f"{origin}: no column messages, or prompt and response; {_columns_hint(row, 'messages')}"
         )
+
     if all(message.role != "assistant" for message in learned_messages):
         raise ConfigError(f"{origin}: has no assistant message, so there is nothing to imitate")
+
     extra_info = _extra_info(origin, row)
     if tools := row.get("tools"):  # a list of schemas, which may be JSON text
         problem = f"{origin}: column tools must be a list of schemas"
         with ConfigError.instead_of(ValueError, RecursionError, text=problem):
             tools = json.loads(tools) if isinstance(tools, str) else tools
             extra_info["tool_schemas"] = msgspec.convert(tools, list[dict[str, Any]])
+
     messages = (*prompt, *learned_messages) if prompt else _with_system_prompt(learned_messages, layout)
     sample = _make_sample(origin, row, messages, _ground_truth(origin, row), extra_info)
     return msgspec.structs.replace(sample, given=len(prompt))
@@ -156,6 +166,7 @@ def _make_sample(
         raise ConfigError(
             f"{origin}: column {media} is not empty; only text can be trained here, so leave it out"
         )
+
     sample = Sample(
         row=origin.number,
         data_source=as_text(str(origin), "data_source", row.get("data_source")) or origin.source,
@@ -164,6 +175,7 @@ def _make_sample(
         ability=as_text(str(origin), "ability", row.get("ability")),
         extra_info=as_json(str(origin), "extra_info", extra),
     )
+
     _check_encoded(origin, sample)
     return sample
 
@@ -177,6 +189,7 @@ def _check_encoded(origin: Place, sample: Sample) -> None:
         raise ConfigError(
             f"{origin}: has {surrogate}, a lone surrogate (half of a character), which is no text; correct the row"
         ) from None
+
     if size > MAX_SAMPLE_BYTES:
         raise ConfigError(
             f"{origin}: a sample of {size:,} bytes is over the {MAX_SAMPLE_BYTES:,} that can be sent to rewards and "

@@ -68,6 +68,7 @@ def _read_files(path: str) -> Iterator[tuple[Place, Row]]:
         raise ConfigError(f"{path}: no file is named so; correct the pattern")
     if not file_names and path.endswith("/"):
         raise ConfigError(f"{path}: no such directory; correct the path")
+
     for name in file_names or [path]:
         tasks = (task.row for task in read_tasks(name)) if Path(name).is_dir() else None
         for number, row in enumerate(tasks or read_rows(Path(name))):
@@ -79,6 +80,7 @@ def _read_hub(path: str, split: str) -> Iterator[tuple[Place, Row]]:
     repository, _, selection = path.removeprefix(HUB_PREFIX).partition(":")
     name, _, revision = repository.partition("@")
     chosen_config, _, chosen_split = selection.partition(":")
+
     hint = (
         "it is read as hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]; without network, load it once where there "
         "is one, and bring its cache (HF_HOME) here"
@@ -99,7 +101,9 @@ def load_split(name: str, config: str, split: str, hint: str, revision: str = ""
     ):  # errors of the network, the disk, the format
         if config and datasets.get_dataset_config_names(name, revision or None) == ["default"]:
             config = ""
+
         dataset = datasets.load_dataset(name, config or None, split=split, revision=revision or None)
+
     yield from dataset
 
 
@@ -116,6 +120,7 @@ def _users_reader(plugin: Plugin) -> Reader:
                 raise ConfigError(
                     f"{call_text} gives {type(row).__name__}; rows are dicts of column and value"
                 )
+
             origin = Place(path, number)
             yield origin, _call_dataset(f"{call_text}, sample {number}", partial(_plain_row, row, origin))
 

@@ -63,6 +63,7 @@ class Samples(Sequence[Sample]):
         ends = array("Q")
         sizes = []
         end = 0
+
         for source in sources:
             first_number = len(ends)
             for sample in source:
@@ -71,12 +72,15 @@ class Samples(Sequence[Sample]):
                 file.write(frame)
                 end += len(frame)
                 ends.append(end)
+
             sizes.append(len(ends) - first_number)
+
         file.write(bytes(-end % UINT64.size))  # the ends are read in place, so they are aligned
         file.write(ends)
         footer = msgspec.msgpack.encode(Footer(digest.hexdigest(), tuple(sizes)))
         file.write(footer + UINT64.pack(len(footer)))
         file.flush()
+
         return cls(file)
 
     def save(self, path: Path) -> None:
@@ -116,6 +120,7 @@ def check_same_data(samples: Samples, recorded_fingerprint: str, filtered_by: st
             if filtered_by
             else "; restore the data, of tasks their images, too"
         )
+
         raise ConfigError(
             "data.train: these are other samples, or in another order, than those that the run was begun "
             f"with{advice}, or begin a new run with another name=…"

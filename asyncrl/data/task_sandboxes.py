@@ -37,6 +37,7 @@ class TaskSandbox:
     ) -> None:
         with SetupError.instead_of(ConfigError, text=f"task {task.name}"):
             image = find_image(task.image)
+
         self.task = task
         self.directory = task.directory or image.directory
         self.workspace = task.workspace or (self.directory,)
@@ -45,6 +46,7 @@ class TaskSandbox:
             "resident" if limits.resident else "memory"
         )  # a program with its children, or a process
         sizes = {memory_limit: task.memory_mb, "disk": task.disk_mb, "file": task.disk_mb}
+
         self.jail = Jail(
             limits._replace(**{name: size for name, size in sizes.items() if size}),
             require=require,
@@ -77,6 +79,7 @@ class TaskSandbox:
         except TimeoutError:  # the machine is too busy, as the archive is small
             reason = f"what changed was not collected within {RESULT_SECONDS:g} s"
             raise SetupError(f"task {self.task.name}: {reason}") from None
+
         return {"changes": base64.b64encode(archive).decode()}
 
     async def unreached(self) -> int:

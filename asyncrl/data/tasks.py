@@ -80,13 +80,17 @@ def check_task(sample: Sample, judged: bool) -> TaskTests | None:
     with ConfigError.instead_of(ValueError, text=f"{where}: its task, or what judges it, cannot be read"):
         task = task_of(sample)
         tests = msgspec.json.decode(sample.ground_truth, type=TaskTests) if judged and task else None
+
     if task is None:
         if judged:
             raise ConfigError(f"{where} is no task, which rollout.reward judges; set another (docs/tasks.md)")
         return None
+
     where = f"task {task.name}"
     with ConfigError.instead_of(ConfigError, text=where):
         find_image(task.image)
+
     if tests and not Path(tests.tests, "test.sh").is_file():
         raise ConfigError(f"{where}: there is no {tests.tests}/test.sh, which judges it; restore it")
+
     return tests

@@ -125,6 +125,7 @@ class Evidence(NamedTuple):
             )
             for row in self.validations
         ]
+
         return successes if successes and (successes[-1].step or not self.last) else []
 
     @property
@@ -150,6 +151,7 @@ class Evidence(NamedTuple):
             newest = self.judged[-1]
             earlier = [success for success in self.judged if success.step < newest.step / 2]
             return bool(earlier) and clearly_below(earlier[-1].share, newest.share)
+
         step = self.last[-1].get("training/step", 0.0) if self.last else 0.0
         return SETTLED_STEPS <= step <= YOUNG_STEPS and mean_clearly_below(before, now)
 
@@ -219,6 +221,7 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     judges_learning = judges_learning and not evidence.rising
     step = int(steps[-1]["training/step"]) if steps else 0
     found_alerts: list[Alert] = []
+
     for name, find_problem in ALERT_RULES.items():
         rule = rule_texts()[name]
         is_solved = any(alert.level == "good" for alert in found_alerts)
@@ -228,15 +231,18 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
             rule.level == "good" and (is_supervised or not trains)
         ):
             continue
+
         if finding := find_problem(evidence):
             advice = rule.causes.get(finding.cause) or Advice(rule.do, rule.keys)
             advised_keys = {key: str(keys[key]) for key in advice.keys if key in keys}
             is_mild = finding.mild or (rule.scores and evidence.success >= MOSTLY_SOLVED)
             level: Level = "advice" if is_mild else rule.level
             found_alerts.append(Alert(name, level, finding.what, advice.do, step, advised_keys, rule.link))
+
     problems = [alert for level in ("bad", "warn") for alert in found_alerts if alert.level == level]
     good = [alert for alert in found_alerts if alert.level == "good"]
     hints = [alert for alert in found_alerts if alert.level == "advice"]
+
     return [*good, *problems] if good or problems else hints[:1]
 
 
@@ -259,6 +265,7 @@ def _find_solved(evidence: Evidence) -> Finding | None:
         return Finding(
             f"mean score {evidence.mean(metric.REWARD):.3g} in training, which counts as a success"
         )
+
     last_unsolved = next(
         (
             index
@@ -267,6 +274,7 @@ def _find_solved(evidence: Evidence) -> Finding | None:
         ),
         -1,
     )
+
     idle_share = evidence.mean(metric.ZERO_ADVANTAGE)
     idle_note = f"; {idle_share:.0%} of the episodes teach nothing more" if idle_share >= WORTH_ADVICE else ""
     return Finding(
@@ -283,10 +291,12 @@ def _find_fall(evidence: Evidence) -> Finding | None:
     """Find that the newest validation is below the best one by more than chance."""
     if not evidence.judged:
         return None
+
     best = max(evidence.judged, key=lambda validation: validation.success)
     newest = evidence.judged[-1]
     if not clearly_below(newest.share, best.share):
         return None
+
     change_from = f"from {best.success:.0%} at step {best.step:.0f}"
     return Finding(f"{change_from} to {newest.success:.0%} at step {newest.step:.0f}")
 
@@ -298,9 +308,11 @@ def _find_failing(evidence: Evidence) -> Finding | None:
     failed = sum(counts.values())
     if failed < max(FEW_FAILURES, FAILING_SHARE * (failed + evidence.settled)):
         return None
+
     worst_reason = max(counts, key=lambda reason: counts[reason])
     newest = newest_cause(str(evidence.status.get("failed", "")))
     newest_cause_text = f": {newest}" if newest else ""
+
     return Finding(
         f"{failed:,.0f} of {failed + evidence.settled:,.0f}, most with {worst_reason}{newest_cause_text}",
         worst_reason,
@@ -314,6 +326,7 @@ def _find_stall(evidence: Evidence) -> Finding | None:
     waits = evidence.status.get("waits", ())
     if status.get("phase") != "running" or any("validation" in wait for wait in waits):
         return None
+
     waits_text = f": {'; '.join(waits[:2])}" if waits else ""
     steps = [row for row in evidence.last if metric.STEP_SECONDS in row]
     usual_seconds = median(row[metric.STEP_SECONDS] for row in steps) if steps else 0.0
@@ -323,6 +336,7 @@ def _find_stall(evidence: Evidence) -> Finding | None:
         not steps and evidence.settled
     ):
         return None
+
     return Finding(f"no {'step' if steps else 'episode has ended'} for {clock(silent_seconds)}{waits_text}")
 
 
@@ -333,11 +347,14 @@ def _find_loss(evidence: Evidence) -> Finding | None:
     is_missing = evidence.status.get("phase") == "running" and connected < expected_workers and is_late
     names = [f"{FAILED_PREFIX}{name}_lost" for name in ("worker", "engine")]
     texts = [f"{connected:.0f} of {expected_workers} workers are connected"] if is_missing else []
+
     for name, process in zip(names, ("a worker", "a server"), strict=True):
         if lost_attempts := evidence.now.get(name, 0.0):
             texts.append(f"{lost_attempts:,.0f} attempts were lost with {process}, and begun again")
+
     if newest := evidence.status.get("lost"):
         texts.append(f"the newest: {newest}")
+
     is_recent = is_missing or any(evidence.grown(name) for name in names)
     return Finding(", ".join(texts), mild=not is_recent) if texts else None
 
@@ -382,6 +399,7 @@ def _find_nothing_taught(evidence: Evidence) -> Finding | None:
     share = evidence.mean(metric.ZERO_ADVANTAGE)
     score = evidence.mean(metric.REWARD)
     scores = f"mean score {score:.3g}, highest {evidence.highest:.3g}"
+
     return (
         Finding(f"{share:.0%} of the trained episodes have advantage 0; {scores}")
         if share >= NEARLY_ALL
@@ -421,6 +439,7 @@ def _find_masked(evidence: Evidence) -> Finding | None:
     masked_share = evidence.mean(metric.MASKED)
     if masked_share >= MASKED_SHARE:
         return Finding(f"{masked_share:.0%} of the tokens were too old to be trained")
+
     lengths = matching(MASKED_BY_LENGTH, set[str]().union(*evidence.last))
     share, length = max(
         ((evidence.mean(name), length) for length, name in lengths.items()), default=(0.0, "")
@@ -428,6 +447,7 @@ def _find_masked(evidence: Evidence) -> Finding | None:
     description = (
         f"{share:.0%} of the tokens of episodes of {length} tokens and more were too old to be trained"
     )
+
     return Finding(f"{description}, {masked_share:.1%} of all tokens") if share >= MASKED_TAIL_SHARE else None
 
 
@@ -450,6 +470,7 @@ def _find_side_requests(evidence: Evidence) -> Finding | None:
     )
     if not is_unknown or evidence.keys.get("rollout.untrained_agents") or rows < 1 + WORTH_ADVICE:
         return None
+
     return Finding(f"{rows:.1f} rows per episode, all trained with the episode's reward")
 
 
@@ -460,26 +481,31 @@ def _find_limit(evidence: Evidence) -> Finding | None:
     run_seconds = evidence.mean(metric.STEP_SECONDS) * evidence.keys.get("total_steps", math.inf)
     if run_seconds < SHORT_SECONDS:
         return None
+
     trainer_idle = evidence.mean(metric.TRAINER_IDLE)
     rollout_idle = evidence.mean(metric.ROLLOUT_IDLE)
     if trainer_idle < 1 - NEARLY_ALL < LIMITING_SHARE <= rollout_idle:
         return Finding(
             f"by the trainer: it waits {trainer_idle:.0%} of the time, the engines {rollout_idle:.0%}"
         )
+
     episode_seconds, reward_seconds = (
         mean(evidence.last, f"timing_s/{name}/mean") for name in ("episode", "reward")
     )
     if trainer_idle < LIMITING_SHARE or not episode_seconds or reward_seconds is None:
         return None
+
     tool_seconds = evidence.mean("timing_s/tools/mean")
     parts = {
         "the reward function": reward_seconds,
         "tools": tool_seconds,
         "sampling": episode_seconds - tool_seconds - reward_seconds,
     }
+
     longest_part = max(parts, key=lambda name: parts[name])
     if parts[longest_part] < LIMITING_SHARE * episode_seconds:
         return None
+
     share = f"{parts[longest_part]:.3g} s of an episode's {episode_seconds:.3g} s"
     return Finding(
         f"by {longest_part}: it takes {share}, and the trainer waits {trainer_idle:.0%} of the time",

@@ -62,10 +62,13 @@ class Background:
             self._calls.put(None, timeout=self._seconds_left(seconds))
         except queue.Full:
             return False
+
         while self._thread.is_alive():
             if (seconds_left := min(deadline - time.monotonic(), self._seconds_left(seconds))) <= 0:
                 return False
+
             self._thread.join(seconds_left)
+
         return True
 
     def _seconds_left(self, seconds: float) -> float:
@@ -87,6 +90,8 @@ class Background:
                 self._count_lost()
                 if not failure_logged:
                     log.warning("%s: %s", self._thread.name, one_line(error))
+
                 failure_logged = True
+
             self._call_started = None
             self._calls.task_done()

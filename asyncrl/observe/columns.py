@@ -37,8 +37,10 @@ class Measured:
                 file.seek(self.read)  # the last line may have been under way
                 rows = [row for line in lines if (row := self._decode_row(line))]
                 columns = zip_longest(*rows, fillvalue=math.nan)  # earlier ones may lack the newest names
+
                 for values, new_values in zip(self._columns.values(), columns, strict=False):
                     values.extend(new_values)
+
         steps = self._column(STEP)
         trained = ~np.isnan(self._column(STEP_SECONDS))
         order = np.lexsort((trained, steps))
@@ -58,9 +60,11 @@ class Measured:
         except msgspec.DecodeError:
             with suppress(ValueError):
                 row = json.loads(line)
+
         if STEP in row and row.keys() - self._columns.keys():
             missing_values = self._column("").tobytes()
             self._columns |= {name: array("f", missing_values) for name in row if name not in self._columns}
+
         return [row.get(name, math.nan) for name in self._columns] if STEP in row else ()
 
     def _column(self, name: str) -> np.ndarray:

@@ -60,15 +60,18 @@ def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
     about `most`, since 50,000 of them are 150 MB or more."""
     rows = list[dict[str, float]]()
     step = 0
+
     with suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
         steps = sum(VALIDATION_KEY not in line for line in file)
         file.seek(0)
+
         for line in file:
             is_validation = VALIDATION_KEY in line
             step += not is_validation
             if is_validation or step <= edge or step > steps - edge or step % (steps // most or 1) == 0:
                 with suppress(ValueError):
                     rows.append(json.loads(line))
+
     return rows
 
 
@@ -80,6 +83,7 @@ class LineFile:
         self._file = path.open("a+b", buffering=0)
         if ends_in_a_line(path):
             return
+
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(max(0, size - MAX_LINE_BYTES))
         last_line = self._file.read().rpartition(b"\n")[2]
@@ -97,6 +101,7 @@ class LineFile:
         except OSError:
             with suppress(OSError):
                 self._file.truncate(size)
+
             raise
 
     def close(self) -> None:
@@ -142,10 +147,12 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
     below a warning is no cause."""
     text = log_tail(log, MAX_TAIL_LINES)
     _, marker, text_after_marker = text.rpartition(f"incarnation {incarnation}")
+
     # A process that ended before it wrote its marker is the newest one.
     own_text = _START_LINE.split(text_after_marker)[0] if marker else _START_LINE.split(text)[-1]
     if timeout := _WATCHDOG.search(own_text):  # it ends the process, with many lines more
         return f"a collective of the trainer ranks timed out: {timeout[0]}"
+
     lines = own_text.rstrip().splitlines()
     cause = ""
     cause_was_logged = False  # True: it belongs to a logged error
@@ -160,6 +167,7 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
         if crash_logged and (record or is_nonfatal):
             if marker:
                 break
+
             crash_logged = False  # it was of the process before
 
         if record:
@@ -185,6 +193,7 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
             if not is_of_warning:
                 cause = message
                 cause_was_logged = level in _ERROR_LEVELS
+
             level, last_level = "", level  # another traceback is not of this record
         elif line.startswith(_FATAL):
             cause = line
@@ -193,6 +202,7 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
         return cause
     if is_of_warning and not crashed:
         return ""
+
     return "" if _RECORD.match(lines[-1]) else lines[-1]
 
 
@@ -271,8 +281,10 @@ def bound_log(path: Path) -> None:
         size = file.seek(0, os.SEEK_END)
         if size <= MAX_LOG_BYTES:
             return
+
         file.seek(-LOG_EDGE_BYTES, os.SEEK_END)
         end = file.read(LOG_EDGE_BYTES)
         os.truncate(path, LOG_EDGE_BYTES)
+
         with path.open("ab") as log:
             log.write(b"\n[asyncrl: %d bytes were cut here]\n" % (size - 2 * LOG_EDGE_BYTES) + end)

@@ -93,18 +93,23 @@ def per_sample(episodes: Iterable[Judged], threshold: float | None) -> PerSample
     lowest = min([0.0, *(episode.result.score for episode in played if episode.result)])
     sources_with_answers = {episode.source for episode in played if episode.answer}
     groups = defaultdict[tuple[str, int], list[Judged]](list)
+
     for episode in played:
         groups[episode.which.mode, episode.which.row].append(episode)
+
     numbers = defaultdict[str, dict[int, float]](dict)
     for (mode, row), members in groups.items():
         members.sort(key=lambda episode: episode.which.draw)
         votes = members[0].source in sources_with_answers
         core_numbers = {} if threshold is None else _core_numbers(members, lowest, threshold, votes)
+
         for source in (members[0].source, "all"):
             for name, value in core_numbers.items():
                 numbers[f"val-core/{source}/{mode}/{name}"][row] = value
+
             for name, values in _component_values(members).items():
                 numbers[f"val-aux/{source}/{mode}/{name}/mean@1"][row] = fmean(values)
+
     return dict(numbers)
 
 
@@ -119,13 +124,16 @@ def _core_numbers(
     core = {"success": solved / count, "mean@1": fmean(scores)}
     if count == 1:
         return core
+
     core[f"mean@{count}"] = core["mean@1"]
     for k in sorted({count, *(1 << power for power in range(1, count.bit_length()))}):
         core[f"pass@{k}"] = pass_at(k, count, solved)
+
     if votes:  # for the most frequent answer, as it was judged first; the earliest of equally frequent ones
         answers = [episode.answer for episode in members]
         frequent = Counter(filter(None, answers)).most_common(1)
         core[f"maj@{count}"] = float(bool(frequent) and successes[answers.index(frequent[0][0])])
+
     return core
 
 
@@ -172,12 +180,14 @@ def losses(episodes: Iterable[Judged]) -> dict[str, float]:
     failed_sources = {episode.source for episode in scored_episodes if episode.result is None}
     failed_sources |= {"all"} if failed_sources else set()
     sums: dict[str, tuple[float, int]] = {}
+
     for source, result in (
         (episode.source, episode.result) for episode in scored_episodes if episode.result is not None
     ):
         for name in {source, "all"} - failed_sources:
             total, tokens = sums.get(name, (0.0, 0))
             sums[name] = total + result.components["nll"] * result.tokens, tokens + result.tokens
+
     return {f"val-core/{name}/nll": total / tokens for name, (total, tokens) in sums.items()}
 
 
@@ -188,10 +198,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
     value_array = np.asarray(values, dtype=np.float64)
     generator = np.random.default_rng(0)
+
     resampled_means = [
         value_array[generator.integers(len(value_array), size=len(value_array))].mean()
         for _ in range(RESAMPLES)
     ]
+
     low, high = np.quantile(resampled_means, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return float(low), float(high)
 

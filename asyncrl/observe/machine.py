@@ -35,9 +35,11 @@ def describe_machine() -> dict[str, str]:
         "system": platform.platform(),
         "Python": platform.python_version(),
     }
+
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             facts[package] = version(package)
+
     return facts
 
 

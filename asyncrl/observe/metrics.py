@@ -128,6 +128,7 @@ def expand_names(names: str) -> list[str]:
     """Return the names for which `a/{b,c}, d` stands: a/b, a/c and d."""
     if ", " in names:
         return [name for group in names.split(", ") for name in expand_names(group)]
+
     before, _, after_brace = names.partition("{")
     alternatives, _, after = after_brace.partition("}")
     return (
@@ -178,6 +179,7 @@ def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]
                 elif pattern in names:
                     name_in_words = pattern.removesuffix("/mean").rpartition("/")[2].replace("_", " ")
                     lines[pattern] = label(pattern) or name_in_words
+
             lines = {name: text for name, text in lines.items() if name in happened or group == "learning"}
             if lines:
                 percent = "share" in title or all(metric_name in (SAMPLED, GREEDY) for metric_name in lines)

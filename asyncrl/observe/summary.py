@@ -36,6 +36,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     reward = edges(steps, metric.REWARD)
     nll = edges(steps, metric.NLL)
     kl = edges(steps, "actor/kl_loss")
+
     components = {
         label: (
             *edges(steps, name),
@@ -43,6 +44,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         )
         for label, name in matching(metric.COMPONENT, set[str]().union(*steps)).items()
     }
+
     tokens = _sum(steps, "trainer/model_tokens")
     busy_s = _sum(steps, metric.STEP_SECONDS)
     return {
@@ -94,10 +96,12 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
     steps_done = summary["steps"]
     of_total = "" if ended == "completed" or total <= steps_done else f" of {total}"
     steps_text = f"{'in' if ended == 'completed' else 'after'} {steps_done}{of_total} step{'s' * (max(steps_done, total) != 1)}"
+
     held_out = [
         (f"held-out {name}", [text_of(key, summary.get(f"{key}_{when}")) for when in ("before", "after")])
         for key, (name, _) in JUDGED.items()
     ]
+
     changed_results = [(name, values) for name, values in held_out if values[1] and values[0] != values[1]]
     known_results = [(name, values) for name, values in held_out if values[1]]
     before = [f"{name} {values[0]}" for name, values in held_out if values[0]]
@@ -113,6 +117,7 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
         text = f"{change} {steps_text}; {f'{before[0]} before' if before else 'no validation was run'}"
     else:
         text = f"{before[0]}{' before training' if total else ''}" if before else "no step is over"
+
     text = text if ended in ("", "completed") else f"{ended.partition(':')[0]}: {text}"
     return text[0].upper() + text[1:]
 
@@ -137,9 +142,11 @@ def _unclear_note(summary: Mapping[str, Any], name: str) -> str:
         values = [value for value in reported_values if value is not None]
         if name != f"held-out {JUDGED[key][0]}" or len(values) < 2 or not all(counts):
             continue
+
         before, after = (SuccessShare(value, count) for value, count in zip(values, counts, strict=True))
         if not clearly_below(before, after) and not clearly_below(after, before):
             return f": no clear change ({counts[1]:,.0f} questions)"
+
     return ""
 
 

@@ -70,15 +70,20 @@ def print_summary(
     terminal = terminal or PipeSafeTerminal()
     outcome = outcome_line(summary, str(summary.get("outcome", "completed")))
     terminal.print(escape(f"{run_dir.name}: {outcome}"), style="bold", highlight=False, soft_wrap=True)
+
     for line in summary.get("alerts", []):
         terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+
     table = Table("", "before", "after")
     for row in before_and_after(summary):
         table.add_row(*(escape(printable(cell)) for cell in row))  # names of rewards, which agents may choose
+
     terminal.print(table)
     lines = [f"{label}: {number}" for label, number in numbers(summary, everything)]
+
     for line in (*lines, *notes(summary)):
         terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
     checkpoints = Path(summary.get("checkpoints") or run_dir.absolute() / "checkpoints")
     export_directory = checkpoints / f"step-{summary['steps']}" / "hf"
@@ -87,6 +92,7 @@ def print_summary(
         terminal.print(merge_command, highlight=False, soft_wrap=True)
     elif export_directory.is_dir():
         terminal.print(f"model: {export_directory}", highlight=False, soft_wrap=True)
+
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
     if not everything:
         more_commands = f"more: asyncrl view {run_dir.name}; asyncrl runs show {run_dir.name} --all"
@@ -107,12 +113,15 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     threshold = f", ≥ {formatted(summary.get('success_threshold'), 'g')}"
     value_of = summary.get
     rows = list[tuple[str, float | None, float | None]]()
+
     for key, (label, _) in JUDGED.items():
         held_out = "held out" + threshold * label.startswith("success")
         rows.append((f"{label} ({held_out})", value_of(f"{key}_before"), value_of(f"{key}_after")))
+
     label, key = ("reward", "reward") if value_of("nll_first") is None else ("loss per token", "nll")
     rows.append((f"{label} (training)", value_of(f"{key}_first"), value_of(f"{key}_last")))
     rows.append(("KL to the reference (training)", value_of("kl_loss_first"), value_of("kl_loss_last")))
+
     for name, (first, last, before, after) in [*value_of("components", {}).items()][:MAX_COMPONENTS]:
         rows += [(f"{name} (training)", first, last), (f"{name} (held out)", before, after)]
 

@@ -41,6 +41,7 @@ class Timeline:
             not is_complete
         ):  # of a process that was killed; its bytes may be on another machine already, and stay
             self._file.write("\n")
+
         self._clock = clock
         self._flushed_at = clock()
         self._lock = threading.Lock()
@@ -51,6 +52,7 @@ class Timeline:
         with self._lock, suppress(OSError):
             if self._file.closed:
                 return
+
             self._file.write(msgspec.json.encode(line).decode() + "\n")
             if self._clock() - self._flushed_at >= FLUSH_SECONDS:
                 self._file.flush()
@@ -114,6 +116,7 @@ class TimelineFile:
                 complete_lines = chunk[: chunk.rfind(b"\n") + 1]
                 if not complete_lines:
                     return  # a line that is not complete yet
+
                 self._offset += len(complete_lines)
                 file.seek(self._offset)
                 yield from (span for span in _decode_lines(complete_lines) if span.sound)
@@ -141,9 +144,11 @@ def overlap(run_dir: Path) -> float | None:
             busy[file.role].append(
                 union((span.start, span.end) for span in file.added() if span.name in names)
             )
+
     training = [span for rank in busy["trainer"] for span in rank]
     if not training or not busy["rollout"]:
         return 0.0 if training else None
+
     all_processes = [*busy["trainer"], *busy["rollout"]]
     edges = sorted(
         (moment, step)
@@ -151,13 +156,16 @@ def overlap(run_dir: Path) -> float | None:
         for start, end in spans
         for moment, step in ((start, 1), (end, -1))
     )
+
     busy_processes = 0
     previous_moment = 0.0
     seconds_together = 0.0
+
     for moment, step in edges:
         seconds_together += (moment - previous_moment) * (busy_processes == len(all_processes))
         busy_processes = busy_processes + step
         previous_moment = moment
+
     training_seconds = max(span_end for _, span_end in training) - min(
         span_start for span_start, _ in training
     )

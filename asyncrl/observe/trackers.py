@@ -78,6 +78,7 @@ class Trackers:
                         opened._trackers[name] = TRACKER_OPENERS[name](module, config, run_dir)
                 except Exception as error:
                     raise ConfigError(_not_started_text(name, error)) from error
+
             yield opened
         finally:
             opened.close()
@@ -109,6 +110,7 @@ class Trackers:
             path = self._run_dir / "transcripts" / "validation" / f"step-{step}.jsonl"
             with recorded() as failure:
                 entries = list(read_lines(path))
+
             if failure:
                 log.warning("trackers: no transcripts of step %d: %s", step, failure.line)
             elif entries:
@@ -154,6 +156,7 @@ class _WandbTracker(Tracker):
         if lags:
             edges = [lag - 0.5 for lag in range(len(lags) + 1)]
             histograms["staleness/lag/histogram"] = self._module.Histogram(np_histogram=(list(lags), edges))
+
         self._run.log({STEP_NAME: step} | metrics | histograms)
 
     def transcripts(self, step: int, entries: Sequence[TranscriptEntry]) -> None:
@@ -196,9 +199,11 @@ class _TensorBoardTracker(Tracker):
 
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
         for name, episode_values in values.items():
             if episode_values:
                 self._writer.add_histogram(f"{name}/histogram", np.array(episode_values), step)
+
         if tokens := sum(lags):
             self._writer.add_histogram_raw(
                 "staleness/lag/histogram",
@@ -272,6 +277,7 @@ def check_trackers(config: RunConfig) -> None:
                 logged_in = name not in LOGIN_CHECKS or LOGIN_CHECKS[name](module)
         except Exception as error:
             raise ConfigError(_not_started_text(name, error)) from error
+
         if not logged_in:
             raise ConfigError(
                 f"observe.trackers: {name} is not logged in; run `{name} login`, or set "
@@ -330,6 +336,7 @@ def _open_accelerate(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
         "mlflow": {"experiment_name": project, "run_name": name},
         "trackio": {"run_name": project, "name": name, "resume": "allow"},
     }
+
     return _AccelerateTracker(tracker_class(**options[module.__name__]), config)
 
 

@@ -68,9 +68,11 @@ def _transcript_title(path: Path, entry: Mapping[str, Any], good: bool) -> str:
         "ground truth": entry.get("ground_truth"),
         "end": entry.get("end"),
     }
+
     facts_text = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
     kind = path.parent.name
     step = path.stem.removeprefix("step-")
+
     return f"newest {'good' if good else 'bad'} transcript: {kind}, step {step}, {entry.get('uid')}, {facts_text}"
 
 
@@ -94,10 +96,12 @@ def save_ratios(run_dir: Path, step: int, rank: int, episode_ratios: Iterable[To
     are deleted, those of other ranks, too: there may be fewer now. A full disk costs no more than that."""
     lines = [msgspec.json.encode(ratios) + b"\n" for ratios in episode_ratios]
     path = run_dir / "ratios" / f"step-{step}-{rank}-{time.time_ns()}.jsonl"
+
     try:
         if lines:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(b"".join(lines))
+
         for old_file in path.parent.glob(f"step-{step - KEPT_STEPS}-*.jsonl"):
             old_file.unlink(missing_ok=True)
     except OSError as error:

@@ -96,6 +96,7 @@ def final_number(
     numbers = _NUMBER.findall(solution_str)
     if not numbers:
         return _scored(False, None)
+
     expected_match = _NUMBER.fullmatch(str(ground_truth).strip())
     value = _float_value(numbers[-1])
     return _scored(
@@ -125,6 +126,7 @@ def gsm8k(
     ]
     if not numbers:
         return _scored(False, None)
+
     return _scored(1.0 if numbers[-1] == _plain_number(str(ground_truth)) else format_score, numbers[-1])
 
 
@@ -214,6 +216,7 @@ def agent(
             f"the agent returned no score (end of the episode: {extra.get('end', 'unknown')}); return a "
             "number or a dict with 'score', also after a refused request"
         )
+
     return result
 
 
@@ -306,6 +309,7 @@ class Math:
 
         truth = str(ground_truth)
         is_marked = any(mark in truth for mark in ("\\boxed", "$", "\\(", "\\["))
+
         gold = parse(
             truth if is_marked else f"\\boxed{{{truth}}}",
             [LatexExtractionConfig()],
@@ -313,12 +317,15 @@ class Math:
         )
         if not gold:
             raise ValueError(f"the ground truth {truth[:100]!r} cannot be read as mathematics")
+
         _, box, inside = solution_str.rpartition("\\boxed")
         if self._needs_box and not box:
             return {"score": 0.0}
+
         formats = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
         answers = parse(box + inside, formats, parsing_timeout=self._seconds)
         score = float(verify(gold, answers, timeout_seconds=self._seconds))
+
         return {"score": score, "pred": _expression_text(answers[0])} if answers else {"score": score}
 
 

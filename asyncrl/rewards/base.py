@@ -130,6 +130,7 @@ def verl_arguments(episode: RewardInput) -> dict[str, Any]:
     }
     if episode.result is not None:
         episode_facts["agent_result"] = episode.result
+
     return {
         "data_source": episode.sample.data_source,
         "solution_str": episode.answer,
@@ -152,21 +153,26 @@ def as_result(result: Any) -> RewardResult:
         return msgspec.structs.replace(
             checked_result, notes=result.notes, agents=result.agents and _agent_scores(result.agents)
         )
+
     if not isinstance(result, Mapping):
         return RewardResult(finite("the reward", result))
+
     if "score" not in result:
         present_keys = ", ".join(map(str, result)) or "nothing"
         if not result or {"turns", "components"} & result.keys():
             raise ValueError(f"the reward is a dict without 'score'; it has {present_keys}")
+
         try:
             return as_result({"score": result})
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the reward is a dict without 'score'; it has {present_keys}, and {error}"
             ) from None
+
     if isinstance(result["score"], Mapping):
         without_agents = as_result({**result, "score": 0.0})
         return msgspec.structs.replace(without_agents, agents=_agent_scores(result["score"]))
+
     other_values = {str(name): value for name, value in result.items() if name not in RESULT_KEYS}
     numbers: dict[str, float] = {} if "components" in result else _averageable_numbers(other_values)
     turns = result.get("turns", ())
@@ -175,15 +181,18 @@ def as_result(result: Any) -> RewardResult:
         raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; a list of numbers is expected")
     if not isinstance(components, Mapping):
         raise TypeError(f"'components' of the reward is a {type(components).__name__}; a dict is expected")
+
     finite_components = {
         str(name): finite(f"component {name!r} of the reward", value) for name, value in components.items()
     }
     turn_rewards = tuple(finite(f"the reward of turn {turn}", value) for turn, value in enumerate(turns))
+
     notes = {
         name: _note_text(value)
         for name, value in other_values.items()
         if name not in numbers and value is not None
     }
+
     return RewardResult(
         finite("the reward", result["score"]),
         turn_rewards,
@@ -228,21 +237,26 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     else:
         components = {name: result.score for name, _, result in parts if not result.agents}
         notes = {}
+
         for name, _, result in parts:
             components |= {f"{name}/{part}": value for part, value in result.components.items()}
             components |= {
                 f"{name}/{agent}": result.score + agent_score for agent, agent_score in result.agents.items()
             }
             notes |= {f"{name}/{part}": text for part, text in result.notes.items()}
+
     turn_rewards = [[weight * value for value in result.turns] for _, weight, result in parts if result.turns]
     if len({len(turns) for turns in turn_rewards}) > 1:
         raise ValueError("the rewards of `turns` are of different lengths")
+
     score = math.fsum(weight * result.score for _, weight, result in parts)
     agent_scores: dict[str, float] = {}
+
     for _, weight, result in parts:
         agent_scores |= {
             name: agent_scores.get(name, 0.0) + weight * value for name, value in result.agents.items()
         }
+
     turns = tuple(finite("a sum of turns", math.fsum(column)) for column in zip(*turn_rewards, strict=True))
     total = finite("the sum of the rewards", score)
     return RewardResult(total, turns, components, notes=notes, agents=agent_scores)

@@ -101,11 +101,13 @@ class Code:
                 seconds = min(self._seconds, deadline - time.monotonic())
                 if seconds <= 0:
                     break
+
                 result = await sandbox.run("program", case.source, seconds, case.stdin)
                 is_right = passes(case, result)
                 passed += is_right
                 if not (is_right or self._partial):
                     break
+
         return passed
 
 
@@ -121,14 +123,17 @@ def read_code_truth(truth_or_json: Any) -> CodeTruth:
     """Read tests from an object or JSON text. ValueError if there are no tests."""
     if isinstance(truth_or_json, str):
         truth_or_json = json.loads(truth_or_json)
+
     try:
         truth = msgspec.convert(truth_or_json, CodeTruth)
     except msgspec.ValidationError as error:
         raise ValueError(f"the ground truth holds no tests: {error}") from None
+
     if len(truth.inputs) != len(truth.outputs):
         raise ValueError(f"the ground truth has {len(truth.inputs)} inputs, {len(truth.outputs)} outputs")
     if not truth.inputs and not truth.tests:
         raise ValueError("the ground truth holds no tests: `inputs` and `outputs`, or `tests`, are expected")
+
     return truth
 
 
@@ -136,12 +141,15 @@ def last_block(text: str) -> str | None:
     """Return the last fenced block of Python, or of no language. An unclosed block goes on to the end."""
     block = None
     fence = text.find(FENCE)
+
     while fence >= 0 and (line_end := text.find("\n", fence)) >= 0:
         end = text.find(FENCE, line_end + 1)
         language = LANGUAGE_PATTERN.match(text, fence + len(FENCE), line_end)
         if language and language[0].lower() in PYTHON_LANGUAGES:
             block = text[line_end + 1 : end if end >= 0 else None]
+
         fence = text.find(FENCE, end + len(FENCE)) if end >= 0 else -1
+
     return block
 
 
@@ -192,6 +200,7 @@ def _call_test(answer: str, function_name: str, test_input: Any, expected: Any) 
     arguments = test_input if isinstance(test_input, list) else [test_input]
     if isinstance(test_input, str):  # one JSON value per line
         arguments = [json.loads(line) for line in test_input.splitlines() if line.strip()]
+
     return CodeTest(source, json.dumps(arguments), is_right)
 
 
@@ -239,6 +248,7 @@ def _close(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_close, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_close(value, b[key]) for key, value in a.items())
+
     return type(a) is type(b) and bool(a == b)
 
 
@@ -247,6 +257,7 @@ def _same_word(a: str, b: str) -> bool:
         return True
     if "." not in a + b:
         return False
+
     try:
         return math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-9)
     except ValueError:

@@ -53,6 +53,7 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = REWARD_KEY) -
     options_by_spec = {plugin: {}} if isinstance(plugin, str) else plugin
     if not options_by_spec:
         raise ConfigError(f"{where} names no reward; name one, e.g. final_number")
+
     short_names = [spec.rpartition(":")[2] for spec in options_by_spec]
     names = short_names if len(set(short_names)) == len(short_names) else list(options_by_spec)
     return [
@@ -68,12 +69,14 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     function = bound(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
     if not _is_typed(function):
         check_call(function, where, REWARD_CALL)
+
     subject = function if inspect.isclass(loaded_object) else loaded_object
     is_async = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))
     location: RewardLocation = "loop" if is_async else getattr(loaded_object, "runs", "processes")
     load = getattr(function, "load", lambda: None)
     compared = getattr(loaded_object, "compared", None) if ":" not in source.spec else None
     own_deadline = getattr(loaded_object, "own_deadline", 0.0) if location == "loop" else 0.0
+
     return Reward(
         source.spec,
         _takes_episode(function),
@@ -108,6 +111,7 @@ def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
     """Treat positional parameters after verl's four as options, as functions written for verl expect."""
     if not callable(function):
         return function  # refused by `bound`
+
     try:
         with users_code():
             names = tuple(
@@ -117,19 +121,23 @@ def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
             )
             if names[: len(VERL_PARAMETERS)] != VERL_PARAMETERS or names == VERL_PARAMETERS:
                 return function
+
             signature = inspect.signature(function, eval_str=True)
     except Exception as error:  # a bad annotation, or a builtin without a signature
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
+
     with_options = functools.partial(function)
     parameters = list(signature.parameters.values())
     verl_parameters = parameters[: len(VERL_PARAMETERS)]
     extra_parameters = parameters[len(VERL_PARAMETERS) :]
+
     option_parameters = [
         parameter.replace(kind=parameter.KEYWORD_ONLY)
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         else parameter
         for parameter in extra_parameters
     ]
+
     with_options.__signature__ = signature.replace(parameters=[*verl_parameters, *option_parameters])  # type: ignore[attr-defined]
     return with_options
 
@@ -144,6 +152,7 @@ def _is_typed(function: RewardFunction) -> bool:
     ]
     if len(positional_parameters) != 1:
         return False
+
     annotation = positional_parameters[0].annotation  # text, where annotations are postponed
     return (
         positional_parameters[0].name == "given"

@@ -69,12 +69,14 @@ async def scoring_url(url: str, seconds: float) -> AsyncIterator[str]:
         return
     if (find_server := scorer_url.get(None)) is None:
         raise RemoteError(f"{url}: only workers of a run know where it is; give the URL of a server")
+
     try:
         async with asyncio.timeout(seconds / 2):
             server_url = await find_server(url.removeprefix(SCORER))
     except (TimeoutError, NoEngineError) as error:
         reason = str(error) or f"no server within {seconds / 2:g} s"
         raise RewardError(f"{url}: {reason}", FailReason.ENGINE_LOST) from None
+
     try:
         yield server_url
     except RemoteLost as error:
@@ -123,6 +125,7 @@ class RewardModel:
     async def __call__(self, episode: RewardInput) -> float:
         async with self._tokenizer_lock:
             token_ids = await asyncio.to_thread(self._token_ids, episode)
+
         async with scoring_url(self._url, self._timeout) as server_url:
             url = f"{server_url.rstrip('/')}/classify"
             answer = await post(
@@ -133,8 +136,10 @@ class RewardModel:
                 headers=self._headers,
                 direct=self._url.startswith(SCORER),
             )
+
         with RemoteError.instead_of(*UNDECODABLE, text=f"{url}: no answer of a reward model"):
             outputs = _decode_classification(answer).embedding
+
         return normalised_output(outputs, self._label, self._normalise)
 
     def _token_ids(self, episode: RewardInput) -> list[int]:
@@ -142,6 +147,7 @@ class RewardModel:
             self._tokenizer = load_tokenizer(self._tokenizer_path)
         if not self._tokenizer.chat_template:
             raise ValueError(f"the tokenizer in {self._tokenizer_path} has no chat template")
+
         token_ids: list[int] = self._tokenizer.apply_chat_template(
             _conversation(episode, self._scored_text), return_dict=False
         )
@@ -206,6 +212,7 @@ class Classifier:
         else:
             earlier_text = "\n".join(message["content"] for message in messages[:-1])
             token_ids = self._tokenizer(earlier_text, messages[-1]["content"]).input_ids
+
         return token_ids
 
 
@@ -213,12 +220,14 @@ def normalised_output(values: Sequence[float], label: int, normalise: Normalise)
     """Return the normalised output of one label. ValueError if the model has fewer labels."""
     if label >= len(values):
         raise ValueError(f"label {label} of a model that gives {len(values)} numbers")
+
     value = values[label]
     if normalise == "sigmoid":
         return 0.5 * (1.0 + math.tanh(0.5 * value))
     if normalise == "softmax":
         largest = max(values)
         return math.exp(value - largest) / math.fsum(math.exp(output - largest) for output in values)
+
     return value
 
 
@@ -276,9 +285,11 @@ class LLMJudge:
                 self._model, url=f"{server_url}/v1" if is_scorer else server_url, direct=is_scorer
             )
             answer = await model.chat([Message("user", question)])
+
         scores = self._score_pattern.findall(answer)
         if not scores:
             raise ValueError(f"the judge gave no score: {answer[-200:]!r}")
+
         number = scores[-1] if isinstance(scores[-1], str) else scores[-1][0]
         return min(max(float(number) / self._scale, 0.0), 1.0)
 
@@ -304,6 +315,7 @@ def _load_template(prompt: str) -> Any:
     if prompt.endswith((".txt", ".md", ".jinja")) and "\n" not in prompt:
         with ConfigError.instead_of(OSError, UnicodeDecodeError, text=f"prompt {prompt!r} cannot be read"):
             prompt = Path(prompt).read_text(encoding="utf-8-sig")
+
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     variable_names = {
         "question",
@@ -314,12 +326,15 @@ def _load_template(prompt: str) -> Any:
         "data_source",
         "scale",
     }
+
     with ConfigError.instead_of(jinja2.TemplateSyntaxError, text="the prompt is no Jinja template"):
         unknown_names = jinja2.meta.find_undeclared_variables(environment.parse(prompt)) - variable_names
+
     if unknown_names:
         raise ConfigError(
             f"the prompt names {sorted(unknown_names)[0]!r}; there are: {', '.join(sorted(variable_names))}"
         )
+
     return environment.from_string(prompt)
 
 

@@ -36,6 +36,7 @@ class RewardPool:
             largest=MAX_ANSWER_BYTES,
             start_seconds=LOAD_SECONDS,
         )
+
         self.close = self._pool.close
 
     async def call(self, episode: RewardInput, seconds: float) -> RewardResult:

@@ -61,6 +61,7 @@ def packed(value: Any) -> Any:
             return str(value)  # numpy's, too
         case bool() | int() | float() | None:
             return value
+
     raise ValueError(f"{type(value).__name__} has no JSON")
 
 

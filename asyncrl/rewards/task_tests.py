@@ -102,10 +102,12 @@ class JudgedByTests:
         task = task_of(episode.sample)
         if task is None:
             raise RewardError("the sample is no task: it has no extra_info.task with an image")
+
         tests = msgspec.json.decode(episode.sample.ground_truth, type=TaskTests)
         verdict = await self._judge_result(task, tests, episode.result)
         agent_ending = episode.result.get("ended") if isinstance(episode.result, dict) else None
         notes = "; ".join(str(note) for note in (verdict.notes, agent_ending) if note)
+
         return {"score": verdict.score, "components": verdict.components, "tests": notes or None}
 
     async def _judge_result(self, task: Task, tests: TaskTests, result: Any) -> Verdict:
@@ -113,17 +115,20 @@ class JudgedByTests:
         zero_components = dict.fromkeys((*share_names, "seconds", "network"), 0.0)
         if isinstance(result, dict) and (reason := result.get("failed")):
             return Verdict(0.0, zero_components, f"its changes cannot be judged: {reason}")
+
         changes = await in_thread(partial(read_changes, result), "tests")
         async with self._sandbox_slots:
             try:
                 return await self._judge_changes(task, tests, changes)
             except NoVerdict as error:
                 fault = str(error)
+
             try:
                 await self._judge_changes(task, tests, None)
             except NoVerdict as error:
                 reason = f"task {task.name}, also without changes: {error}"
                 raise RewardError(reason, FailReason.TESTS_FAILED_TO_RUN) from None
+
         return Verdict(0.0, zero_components, fault)
 
     async def _judge_changes(self, task: Task, tests: TaskTests, changes: list[Entry] | None) -> Verdict:
@@ -140,15 +145,19 @@ class JudgedByTests:
                         *map(match_any_case, with_modules(PROTECTED)),
                         *protected_names(sandbox, tests),
                     )
+
                     await sandbox.jail.apply(
                         packed(entries_within(sandbox.workspace, changes, protected_globs)), protected_globs
                     )
+
                 await sandbox.jail.apply(packed((*files, *EMPTY_LOGS)))
+
             return await self._run_tests(sandbox, tests)
         except (SetupError, SandboxError, TimeoutError, OSError) as error:
             sandbox_started = sandbox is not None and sandbox.jail.pid is not None
             if sandbox_started and changes is not None and isinstance(error, SandboxError):
                 raise NoVerdict(one_line(error)) from error
+
             reason = f"task {task.name}: {one_line(error) or f'not set up in {self._setup_seconds:g} s'}"
             raise RewardError(reason, FailReason.SETUP_FAILED) from error
         finally:
@@ -167,9 +176,11 @@ class JudgedByTests:
             run_result.ending is RunEnding.DIED and run_result.seconds < tests.seconds
         ):  # no code inside can do this
             raise SandboxError("the sandbox of the tests ended")
+
         if run_result.ending is RunEnding.STARVED:
             reason = "the tests were ended because this machine was nearly out of memory"
             raise SandboxError(f"{reason}; lower at_once of the reward tests")
+
         endings = {
             RunEnding.LATE: timeout_note,
             RunEnding.DIED: timeout_note,
@@ -177,6 +188,7 @@ class JudgedByTests:
         }
         if run_result.ending in endings:
             raise NoVerdict(endings[run_result.ending])
+
         try:
             if tests.named:
                 report = await jail.read_file(f"{LOG_DIRECTORY}/report.xml")
@@ -191,11 +203,13 @@ class JudgedByTests:
             raise NoVerdict(
                 f"no verdict: {one_line(error)}; the tests said: {test_output.output.strip()}"
             ) from error
+
         components = {
             **verdict.components,
             "seconds": run_result.seconds,
             "network": await sandbox.unreached(),
         }
+
         return Verdict(verdict.score, components, verdict.notes)
 
 
@@ -228,6 +242,7 @@ def pack(directory: Path, script: str) -> list[Entry]:
     os.stat(directory / name)
     entries = [Entry(OPAQUE, root_name, 0o755)]
     bytes_left = MOST_CHANGES
+
     for path in sorted(directory.rglob("*")):
         archive_name = f"{root_name}/{path.relative_to(directory)}"
         file_status = path.lstat()
@@ -242,8 +257,10 @@ def pack(directory: Path, script: str) -> list[Entry]:
             raise OSError(f"{directory} has more than {MOST_CHANGES} bytes")
         else:
             content = path.read_bytes()
+
         mode = file_status.st_mode & 0o755 | (0o555 if kind == DIRECTORY or archive_name == script else 0o444)
         entries.append(Entry(kind, archive_name, mode, file_status.st_mtime_ns, content))
+
     return entries
 
 
@@ -256,20 +273,24 @@ def protected_names(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:
     file, programs in PATH, and the task's own globs."""
     roots = {"/", sandbox.directory, *sandbox.workspace}
     test_files = {Path(name.partition("::")[0]) for name in tests.named}
+
     for path in {
         next((parent for parent in file.parents if parent.name in TEST_DIRECTORIES), file)
         for file in test_files
     }:
         yield from (glob.escape(os.path.normpath(os.path.join(top, path))) for top in roots)
+
         # The path is protected anywhere, as the root of the tests may lie deeper.
         if path.suffix or path.name in TEST_DIRECTORIES:
             yield glob.escape(f"{path}")
+
     programs = sandbox.environment["PATH"].split(":")
     yield from (
         glob.escape(os.path.normpath(program_directory))
         for program_directory in programs
         if program_directory.startswith("/")
     )
+
     yield from with_modules(tests.protected)
 
 
@@ -310,6 +331,7 @@ def read_report(report: bytes) -> dict[tuple[str, str], bool]:
     parser.EndElementHandler = end
     parser.StartDoctypeDeclHandler = refuse
     parser.Parse(report, True)
+
     return passed
 
 
@@ -341,6 +363,7 @@ def verdict_by_names(tests: TaskTests, passed: dict[tuple[str, str], bool], allo
     notes = "; ".join(
         f"{len(names)} {description}: {', '.join(names)}" for description, names in failures if names
     )
+
     return Verdict(score, {"turn_green": turned_share, "stay_green": stayed_share}, notes)
 
 
@@ -354,10 +377,12 @@ async def script_verdict(read_file: Any) -> Verdict:
         reported = _decode_numbers(await read_file(f"{LOG_DIRECTORY}/reward.json"))
     except SandboxError:
         return Verdict(finite("reward.txt", float(await read_file(f"{LOG_DIRECTORY}/reward.txt"))), {})
+
     numbers = {
         name: finite(f"reward.json: {name}", value)
         for name, value in (reported if isinstance(reported, dict) else {"reward": reported}).items()
     }
     if "reward" not in numbers and len(numbers) != 1:
         raise ValueError("reward.json has no `reward`")
+
     return Verdict(numbers.get("reward", next(iter(numbers.values()))), numbers)
