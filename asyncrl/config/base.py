@@ -1,4 +1,4 @@
-"""Defines what all sections of the configuration are made of."""
+"""Defines the types and helpers of all sections of the configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Plugin = PathText | dict[PathText, Options]  # a name, or one name with its opti
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of every group of keys: immutable, and an unknown key is an error."""
+    """Base of every group of keys: immutable, without unknown keys."""
 
 
 def alternative_types(kind: Any) -> Iterator[tuple[Any, bool]]:
@@ -62,7 +62,7 @@ def divisors(number: int) -> list[int]:
 
 
 def without_defaults(section: Section) -> dict[str, Any]:
-    """The keys whose values are not the defaults, as a tree."""
+    """Return the keys whose values are not the defaults, as a tree."""
     changed_values: dict[str, Any] = {}
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)
@@ -73,7 +73,7 @@ def without_defaults(section: Section) -> dict[str, Any]:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of a tree that hold no others, by dotted name, each with its value."""
+    """Yield the leaves of a tree, by dotted name, each with its value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")

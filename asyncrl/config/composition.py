@@ -1,5 +1,5 @@
-"""A `RunConfig` of files in configs/, directories of the user's own and overrides, by Hydra. This is its only
-importer, and only where something is composed: `asyncrl --help` does not wait for it."""
+"""Composes a `RunConfig` from files in configs/, the user's own directories and overrides, by Hydra. Only
+this module imports Hydra, and only when composing, so that `asyncrl --help` does not wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HYDRA_FLAGS = {
     "multirun": "there are no sweeps; run one command for each value",
     "cfg": "--dry-run prints the configuration",
 }
-NOT_TEXT_STARTS = ("[", "{", '"', "'")  # with which a value begins that is a list, a mapping or a quoted text
+NOT_TEXT_STARTS = ("[", "{", '"', "'")  # beginnings of lists, mappings and quoted texts
 
 
 def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
@@ -53,19 +53,19 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
 
 
 def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
-    """The configuration that a run has recorded, with keys overridden. Not by files of configs/: rules and
-    options that they do not name would stay as recorded."""
+    """Return the configuration that a run has recorded, with keys overridden. Files of configs/ cannot
+    override: rules and options without a mention in the file would stay as recorded."""
     recorded = msgspec.to_builtins(read_config(run_dir))
     return _compose_config([*_prepared_overrides(overrides)], recorded=_without_interpolation(recorded))
 
 
 def override(key: str, text: str | Path) -> str:
-    """Return the override that sets a key to this very text, whatever characters it has."""
+    """Return the override that sets a key to exactly this text, whatever its characters."""
     return f"{key}={_quoted_text(_without_interpolation(str(text)))}"
 
 
 def _quoted_text(text: str) -> str:
-    """Return a text as Hydra's grammar quotes it. `${…}` in it stays an interpolation."""
+    """Return a text as Hydra's grammar quotes texts. `${…}` stays an interpolation."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(text, Quote.single).with_quotes()
@@ -86,8 +86,8 @@ def _compose_config(
     config_dir: Path | None = None,
     recorded: dict[str, Any] | None = None,
 ) -> RunConfig:
-    """Compose `config.yaml` of the directory `base`, or what is `recorded`, with overrides. If `base` has a
-    file for the agent in `agent/`, its keys are defaults. After this no OmegaConf object exists."""
+    """Compose `config.yaml` of the directory `base`, or the `recorded` tree, with overrides. If `base` has a
+    file for the agent in `agent/`, the file's keys are defaults. The result holds no OmegaConf objects."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -143,7 +143,7 @@ def _compose_config(
 
 @functools.cache
 def _accept_byte_order_marks() -> None:
-    """Let Hydra see the first line of a file that begins with one, as YAML does."""
+    """Let Hydra read the first line of a file that begins with a byte order mark, as YAML does."""
     from hydra.plugins.config_source import ConfigSource
 
     header = ConfigSource._get_header_dict
@@ -152,7 +152,7 @@ def _accept_byte_order_marks() -> None:
 
 
 def _agent_name(composed: Any) -> str:
-    """The name in `rollout.agent`; '' where it is of a wrong type, which is refused later, or a path."""
+    """Return the name in `rollout.agent`; '' for a path, or a value of a wrong type (refused later)."""
     agent = (composed.rollout or {}).get("agent")
     name = next(iter(agent), "") if isinstance(agent, Mapping) else agent
     return name if isinstance(name, str) and name.isidentifier() else ""
@@ -163,7 +163,7 @@ def _keys_of(overrides: Iterable[str]) -> set[str]:
 
 
 def config_root() -> Path:
-    """Find `configs/`: the checkout, or what an installation put under its prefix."""
+    """Find the parent of `configs/`: the checkout, or a directory under an installation's prefix."""
     package = Path(asyncrl.__file__).absolute().parent
     for root in (package.parent, *(prefix / "share" / "asyncrl" for prefix in package.parents)):
         if (root / "configs" / "config.yaml").is_file():
@@ -189,7 +189,7 @@ def default_tree(section: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _search_path(base: Path, config_dir: Path | None) -> list[str]:
-    """Groups of the user's own: --config-dir, or ./configs."""
+    """Return the override for the user's own groups: --config-dir, or ./configs."""
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such directory")
     directory = config_dir or Path("configs")
@@ -199,7 +199,7 @@ def _search_path(base: Path, config_dir: Path | None) -> list[str]:
 
 
 def _resolve_key_roots(tree: Any, root: str) -> Any:
-    """Keys that name a file, resolved: OmegaConf resolves values only."""
+    """Resolve keys that name a file, as OmegaConf resolves only values."""
     if not isinstance(tree, dict):
         return tree
     return {
@@ -208,8 +208,8 @@ def _resolve_key_roots(tree: Any, root: str) -> Any:
 
 
 def _prepared_overrides(overrides: list[str]) -> Iterator[str]:
-    """Adds Hydra's plus sign to overrides of mappings with keys of the user's choice, and quotes texts. What
-    takes one name is replaced by a mapping that is given for it, instead of joined with that of a preset."""
+    """Add Hydra's plus sign to overrides of mappings with keys of the user's choice, and quote texts. A
+    mapping for a key that takes one name replaces the mapping of a preset, instead of merging."""
     kinds = dict(_open_keys(RunConfig))
     for argument in map(_quote_text_value, overrides):
         key, _, value = argument.partition("=")
@@ -220,8 +220,9 @@ def _prepared_overrides(overrides: list[str]) -> Iterator[str]:
 
 
 def _quote_text_value(argument: str) -> str:
-    """Return an override whose value is quoted if it is a text: for a key that takes texts and no numbers all
-    but `null` and Hydra's escapes (`a\\=b`), for others what Hydra's grammar refuses."""
+    """Return an override with a quoted value if the value is a text. For a key that takes texts and no
+    numbers, all values but `null` and Hydra's escapes (`a\\=b`) are texts; for other keys, values that
+    Hydra's grammar refuses."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -244,7 +245,7 @@ def _quote_text_value(argument: str) -> str:
 
 
 def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys whose values may be mappings, with their types."""
+    """Yield the keys whose values may be mappings, with the keys' types."""
     for field in msgspec.structs.fields(section):
         kind = field.type
         name = f"{prefix}{field.name}"
@@ -255,7 +256,7 @@ def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tupl
 
 
 def _explain_error(error: Exception, given_keys: Iterable[str]) -> ConfigError:
-    """Hydra's error on one line; for unknown keys or choices, all that are `given`."""
+    """Write Hydra's error on one line; for unknown keys or choices, name all unknown `given_keys`."""
     text = " ".join(str(error).split()).partition(" See https://")[0].partition(" Config search path:")[0]
     if override := getattr(error, "override", None):
         text = (
@@ -279,7 +280,7 @@ def _explain_error(error: Exception, given_keys: Iterable[str]) -> ConfigError:
 
 
 def _unknown_keys_error(keys: list[str]) -> ConfigError:
-    """Describe unknown keys: what verl's are here, and the nearest known ones of others."""
+    """Describe unknown keys: for verl's the equivalent here, for others the nearest known keys."""
     if len(keys) == 1:
         return ConfigError(f"configuration: unknown key {keys[0]}; {_advice_for_key(keys[0])}")
     lines = (f"{key}: {_advice_for_key(key)}" for key in sorted(keys))
@@ -287,7 +288,7 @@ def _unknown_keys_error(keys: list[str]) -> ConfigError:
 
 
 def refused_flags(flags: Sequence[str]) -> ConfigError:
-    """Describe flags (`--name`) that a command does not have: those of Hydra, and keys with dashes."""
+    """Describe flags (`--name`) that a command does not have: Hydra's flags, and keys with dashes."""
     known_keys = {name for name, _ in _dotted_keys(default_tree(RunConfig))}
     answers = []
 
@@ -304,7 +305,7 @@ def refused_flags(flags: Sequence[str]) -> ConfigError:
 
 
 def refused_keys(overrides: Sequence[str]) -> ConfigError | None:
-    """Describe the keys of overrides that there are not; None if all are there."""
+    """Describe the unknown keys of overrides; None if all keys are known."""
     known_keys = {*_group_names(), *(name for name, _ in _dotted_keys(default_tree(RunConfig)))}
     open_prefixes = tuple(f"{name}." for name, _ in _open_keys(RunConfig))
     unknown_keys = [
@@ -314,7 +315,7 @@ def refused_keys(overrides: Sequence[str]) -> ConfigError | None:
 
 
 def _advice_for_key(key: str) -> str:
-    """Say what an unknown key is here, or which known ones are near."""
+    """Return the equivalent of an unknown key, or the nearest known keys."""
     groups = _group_names()
     if key in groups:
         return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
@@ -339,13 +340,13 @@ def _group_names() -> list[str]:
 
 @functools.cache
 def verl_rows() -> list[tuple[str, str, str]]:
-    """Keys of verl (or patterns of keys), the key here ('' for none), and a note in Markdown."""
+    """Read keys of verl (or patterns of keys), the key here ('' for none), and a note in Markdown."""
     text = (config_root() / "configs" / "from_verl.yaml").read_bytes()
     return msgspec.yaml.decode(text, type=list[tuple[str, str, str]])
 
 
 def _find_unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "") -> Iterator[str]:
-    """Keys that a file of the user's has, and the configuration has not."""
+    """Yield the keys of the user's files that the configuration does not have."""
     fields = {field.name: field.type for field in msgspec.structs.fields(section)}
     for name, value in tree.items():
         kind = fields.get(name)
@@ -357,7 +358,7 @@ def _find_unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "
 
 
 def _first_file_not_utf8(config_dir: Path | None) -> str:
-    """The first file of the user's that is not text in UTF-8."""
+    """Return the user's first file that is not text in UTF-8."""
     for path in sorted((config_dir or Path("configs")).rglob("*.yaml")):
         try:
             path.read_text("utf-8")
@@ -370,7 +371,7 @@ def _first_file_not_utf8(config_dir: Path | None) -> str:
 
 
 def _dotted_keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every section and key by its dotted name, with its value."""
+    """Yield every section and key by dotted name, with the value."""
     for name, value in tree.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):

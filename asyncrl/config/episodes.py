@@ -90,18 +90,18 @@ class RolloutConfig(Section, frozen=True):
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that a prompt may have: it leaves room for one turn."""
+        """Return the number of tokens that a prompt may have, which leaves room for one turn."""
         return self.max_tokens - min(self.max_new_tokens, self.max_tokens // 2)
 
     @property
     def rows(self) -> int:
-        """Rows that an episode can become."""
+        """Return the number of rows that an episode may have."""
         return self.max_rows if self.agent or self.history != "append" else 1
 
     @property
     def full_rows(self) -> int:
-        """Full rows of one episode that memory is kept for. An agent's limits are wide, and most of its rows
-        are short or share their beginning."""
+        """Return the number of full rows of one episode that memory is reserved for. An agent's limits are
+        wide, but most of an agent's rows are short or share a beginning."""
         return 1 if self.agent else self.rows
 
 
@@ -137,7 +137,7 @@ class EngineConfig(Section, frozen=True):
 
     @property
     def remote(self) -> bool:
-        """Engines are servers with keepers, not parts of the workers."""
+        """Tell whether engines are servers with keepers, not parts of the workers."""
         return self.name == "sglang"
 
     @property

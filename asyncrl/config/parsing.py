@@ -1,4 +1,4 @@
-"""Makes a checked `RunConfig` of a plain mapping."""
+"""Turns a plain mapping into a checked `RunConfig`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parse(mapping: Any) -> RunConfig:
 
 
 def _expand_paths(value: Any, kind: Any) -> Any:
-    """Return a value of this type in which `~` at the beginning of each path is the home directory."""
+    """Replace `~` at the beginning of each path in a value of this type by the home directory."""
     parts = list(alternative_types(kind))
     if isinstance(value, str):
         is_path = any(marked for part, marked in parts if part is str)
@@ -62,7 +62,7 @@ def _expand_paths(value: Any, kind: Any) -> Any:
 
 
 def _explain_error(complaint: str) -> str:
-    """msgspec's error with the key in front, and what to write."""
+    """Write msgspec's error with the key in front, and a hint on valid values."""
     problem, _, path = complaint.replace(" - at `key` in `$.", " - at `$.").partition(" - at `$.")
     key = path.rstrip("`")
     kind: Any = RunConfig
@@ -136,8 +136,8 @@ def _check_combinations(config: RunConfig) -> None:
         "rollout.tools, or the agent": bool(
             config.rollout.agent and (config.rollout.environment or config.rollout.tools)
         ),
-        f"checkpoint.directory ({directory}) is relative, and not all processes run here; give an absolute path "
-        "or a URL": bool(directory) and "://" not in directory and not directory.startswith("/"),
+        f"checkpoint.directory ({directory}) is relative, and not all processes run here; give an absolute "
+        "path or a URL": bool(directory) and "://" not in directory and not directory.startswith("/"),
         f"trainer.replicas ({trainer.replicas}) {uneven_advice}": trainer.ranks % trainer.replicas > 0,
         f"trainer.sequence_parallel ({trainer.sequence_parallel}) {uneven_advice}": (
             trainer.ranks % trainer.sequence_parallel > 0
@@ -161,7 +161,7 @@ def _check_combinations(config: RunConfig) -> None:
 
 
 def _colocation_refusals(config: RunConfig) -> dict[str, bool]:
-    """Say what engines on the trainer's devices do not work with."""
+    """Return the refusals of settings that do not work with engines on the trainer's devices."""
     engine = config.engine
     weights = config.weights
     key, count = ("servers", engine.servers) if engine.remote else ("rollout.workers", config.rollout.workers)

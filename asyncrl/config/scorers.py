@@ -13,8 +13,8 @@ from asyncrl.config.episodes import RolloutConfig
 ScorerName = Annotated[str, Meta(pattern=r"^(reference|reward|teacher(_[a-z0-9_]+)?)$")]
 
 
-ENGINES_URL = "engines"  # in place of a URL
-TEACHER_COEF = 0.5  # kl.coef from which kl.reference is a teacher; published penalties are below
+ENGINES_URL = "engines"  # stands for the run's engines in place of a URL
+TEACHER_COEF = 0.5  # kl.coef from which kl.reference is a teacher; published penalties are smaller
 
 
 class ScorerConfig(Section, frozen=True):
@@ -40,8 +40,8 @@ class ScorerConfig(Section, frozen=True):
 
 
 def taught(keys: Mapping[str, Any]) -> bool:
-    """Return whether the loss leads to a teacher, by all keys of a configuration: a scorer of that name, a
-    prompt that says more, or a reference with a coefficient that is no penalty's."""
+    """Tell whether the loss leads to a teacher, by all keys of a configuration: a scorer named `teacher`, a
+    prompt for the reference, or a reference with a coefficient too large for a penalty."""
     coef = keys.get("kl.coef", 0.0) if str(keys.get("kl.where")).startswith("loss") else 0.0
     has_teacher = keys.get("kl.prompt") or any(key.startswith("scorers.teacher") for key in keys)
     return bool(coef and has_teacher) or bool(coef >= TEACHER_COEF and keys.get("kl.reference"))
@@ -55,17 +55,18 @@ def scorers_named_by(reward: Any) -> set[str]:
 def scorer_refusals(
     scorers: Mapping[str, ScorerConfig], rollout: RolloutConfig, reference: str, adapters_apart: bool
 ) -> dict[str, bool]:
-    """Find scorers that would read nothing, or the same as others, or at another temperature, or with weights
-    that change."""
+    """Return refusals of scorers that would read nothing, or the same as other scorers, or at another
+    temperature, or with changing weights."""
     teachers = [name for name in scorers if name.startswith("teacher")]
     scored_sources = [source for name in teachers for source in scorers[name].sources or [""]]
     without_model = [name for name, scorer in scorers.items() if not (scorer.path or scorer.urls)]
     asked_scorers = scorers_named_by(rollout.reward)
+    unknown_scorers = asked_scorers - {*scorers}
     on_engines = {name: scorer for name, scorer in scorers.items() if ENGINES_URL in scorer.urls}
 
     return {
-        f"scorers.{', '.join(on_engines)}: urls=[engines] takes no other URL, path, servers or tp, and is for no "
-        "reward; leave these out, or give it servers of its own": bool(
+        f"scorers.{', '.join(on_engines)}: urls=[engines] takes no other URL, path, servers or tp, and is "
+        "for no reward; leave these out, or give it servers of its own": bool(
             {*on_engines} & (asked_scorers | {"reward"})
         )
         or any(
@@ -76,8 +77,8 @@ def scorer_refusals(
         "apart; set model.lora_rank and weights.adapters=true, or leave the scorer out": (
             bool(on_engines) and not adapters_apart
         ),
-        f"rollout.reward asks scorer:{', '.join(sorted(asked_scorers - {*scorers}))}, which is not among scorers; "
-        "add it there": bool(asked_scorers - {*scorers}),
+        f"rollout.reward asks scorer:{', '.join(sorted(unknown_scorers))}, which is not among scorers; "
+        "add it there": bool(unknown_scorers),
         f"scorers.{', '.join(without_model)}: neither a model nor servers; set path, or urls": bool(
             without_model
         ),

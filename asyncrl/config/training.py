@@ -8,12 +8,8 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Fraction, Options, PathText, Plugin, Positive, Seconds, Section, Text
 
-INITIAL_TARGET = (
-    0.5  # target_staleness=auto at the beginning: the time that tokens may be old is not known yet
-)
-USUAL_MAX_TARGET = (
-    4  # most of target_staleness=auto for max_staleness up to 16: a larger bound is for the tail
-)
+INITIAL_TARGET = 0.5  # target_staleness=auto begins here, before the staleness of tokens is measured
+USUAL_MAX_TARGET = 4  # highest automatic target for max_staleness up to 16; a larger bound is for the tail
 Packing = Literal["padded", "packed", "tree"]
 DIVERGENCE_NAMES = ("forward", "reverse", "js")  # estimators of the KL that compare whole distributions
 
@@ -67,12 +63,13 @@ class BufferConfig(Section, frozen=True):
 
     @property
     def min_group(self) -> int:
-        """Usable members under which a group is dropped (`group_short`): one alone has no baseline."""
+        """Return the number of usable members below which a group is dropped (`group_short`): a single member
+        has no baseline."""
         return min(2, self.episodes_per_group)
 
     @property
     def target(self) -> float:
-        """The number that is set; with auto the one that the run begins with."""
+        """Return the configured target; with auto the target at the beginning of the run."""
         return (
             min(INITIAL_TARGET, self.max_staleness)
             if self.target_staleness == "auto"
@@ -81,15 +78,15 @@ class BufferConfig(Section, frozen=True):
 
     @property
     def usual_staleness(self) -> int:
-        """Bound on the lag of groups that are trained in the order of their issue. With auto it is
-        2 for max_staleness 2, 4 for 4 to 16, 8 for 32."""
+        """Return the bound on the lag of groups that are trained in the order of issue. With auto the bound
+        is 2 for max_staleness 2, 4 for 4 to 16, 8 for 32."""
         if self.target_staleness != "auto":
             return self.max_staleness
         return min(self.max_staleness, max(USUAL_MAX_TARGET, self.max_staleness // USUAL_MAX_TARGET))
 
     @property
     def max_live_groups(self) -> int:
-        """The highest limit on live groups that the run may have."""
+        """Return the highest limit on live groups in the run."""
         ahead = self.usual_staleness if self.target_staleness == "auto" else self.target
         return int((1 + ahead) * self.groups_per_batch)
 
@@ -132,13 +129,13 @@ class AlgorithmConfig(Section, frozen=True):
 
 
 def described_recomputation(every: int) -> str:
-    """Return TrainerConfig.checkpointed_every in words: 2 as `1 layer in 2 is recomputed`."""
+    """Write TrainerConfig.checkpointed_every in words: 2 as `1 layer in 2 is recomputed`."""
     layers = {0: "no layers are", 1: "all layers are"}.get(every, f"1 layer in {every} is")
     return f"{layers} recomputed"
 
 
 def memory_advice(every: int) -> str:
-    """Return advice where a trainer that recomputes every `every`-th layer (0: none) lacks memory."""
+    """Return advice for a trainer that lacks memory and recomputes every `every`-th layer (0: none)."""
     recompute = "" if every == 1 else "trainer.activation_checkpointing=full, "
     return (
         f"{recompute}more trainer.ranks, trainer.sequence_parallel (with long rows), "
@@ -183,7 +180,7 @@ class KLConfig(Section, frozen=True):
 
     @property
     def diverges(self) -> bool:
-        """The loss compares whole distributions."""
+        """Tell whether the loss compares whole distributions."""
         return self.in_loss and self.estimator in DIVERGENCE_NAMES
 
 
@@ -257,7 +254,7 @@ class TrainerConfig(Section, frozen=True):
 
     @property
     def checkpointed_every(self) -> int:
-        """k of every k-th layer; 0: none, as `auto` begins on a CPU."""
+        """Return k if every k-th layer is recomputed; 0: no layer, as `auto` begins on a CPU."""
         setting = self.activation_checkpointing
         return setting if isinstance(setting, int) else int(setting == "full")
 
@@ -287,5 +284,5 @@ class CheckpointConfig(Section, frozen=True):
 
     @property
     def pause(self) -> int:
-        """Steps between checkpoints."""
+        """Return the number of steps between checkpoints."""
         return self.every or 1000

@@ -102,7 +102,7 @@ BENCHMARKS = {
 
 
 def rows_of(benchmark: Benchmark, source: str, split: str, instruction: str | None) -> tuple[list[Row], int]:
-    """Return the distinct rows of a split, and the number of unscorable rows. ConfigError for wrong columns."""
+    """Return a split's distinct rows, and the number of unscorable rows. ConfigError for wrong columns."""
     instruction_text = benchmark.instruction if instruction is None else instruction
     rows_by_prompt = dict[str, Row]()
     unscorable_rows = 0

@@ -144,8 +144,8 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
     folders = [root] if _is_task(root) else sorted(filter(_is_task, root.glob("*")))
     if not folders:
         raise ConfigError(
-            f"{directory}: has no task, a folder with {TASK_FILE} (docs/tasks.md); files of rows are named by a "
-            f"pattern, {directory}/*.parquet"
+            f"{directory}: has no task, a folder with {TASK_FILE} (docs/tasks.md); files of rows are named "
+            f"by a pattern, {directory}/*.parquet"
         )
 
     for folder in folders:

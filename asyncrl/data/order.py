@@ -84,8 +84,8 @@ class EpochOrder:
 
         if sorted(order) != sorted(drawn_numbers):
             raise ConfigError(
-                f"{where} gives {len(order)} numbers, not the {len(drawn_numbers)} drawn ones in another order; each "
-                "must be there as often as in `drawn`"
+                f"{where} gives {len(order)} numbers, not the {len(drawn_numbers)} drawn ones in another "
+                "order; each must be there as often as in `drawn`"
             )
 
         return order

@@ -187,13 +187,15 @@ def _check_encoded(origin: Place, sample: Sample) -> None:
     except UnicodeEncodeError as error:
         surrogate = ascii(error.object[error.start])
         raise ConfigError(
-            f"{origin}: has {surrogate}, a lone surrogate (half of a character), which is no text; correct the row"
+            f"{origin}: has {surrogate}, a lone surrogate (half of a character), which is no text; "
+            "correct the row"
         ) from None
 
     if size > MAX_SAMPLE_BYTES:
         raise ConfigError(
-            f"{origin}: a sample of {size:,} bytes is over the {MAX_SAMPLE_BYTES:,} that can be sent to rewards and "
-            "tools; leave columns out, or put large contents into files and their paths into the row"
+            f"{origin}: a sample of {size:,} bytes is over the {MAX_SAMPLE_BYTES:,} that can be sent to "
+            "rewards and tools; leave columns out, or put large contents into files and their paths into "
+            "the row"
         )
 
 

@@ -1,9 +1,9 @@
-"""Finds what is wrong with a run in its metrics and its status; alerts.yaml says what to do about it. Pure.
+"""Finds problems of a run in the run's metrics and status; alerts.yaml holds the advice. Pure.
 
-The coordinator writes what is found into status.json, which the console and `asyncrl status` show. The page
-finds the same in the files of a run, also of one that is over. Advice is given only where nothing is wrong: a
-trainer that waits because all attempts fail needs no faster sampling. There is one hint at a time, and none
-about learning while held-out success rises.
+The coordinator writes the alerts into status.json, which the console and `asyncrl status` show. The page
+finds the same alerts in the files of a run, also after the run's end. Advice is given only for a run without
+problems: a trainer that waits because all attempts fail needs no faster sampling. At most one piece of advice
+is given at a time, and none about learning while held-out success rises.
 """
 
 from __future__ import annotations
@@ -25,45 +25,39 @@ from asyncrl.observe.metrics import Row, clock, matching
 from asyncrl.observe.summary import flow_of, mean
 from asyncrl.types import FailReason
 
-WINDOW = 10  # steps that a rule looks back on, and before which no advice is given
-SETTLED_STEPS = 2 * WINDOW  # steps before which none is about learning
+WINDOW = 10  # steps that a rule looks back on; before so many steps no advice is given
+SETTLED_STEPS = 2 * WINDOW  # steps before which no advice is about learning
 YOUNG_STEPS = (
     4 * WINDOW
 )  # steps up to which the reward in training shows that a run learns, without a validation
 SHORT_SECONDS = 300.0  # seconds: a run that takes less needs no advice on its speed
-# shares from which on it is "nearly all", and worth an advice
-NEARLY_ALL = 0.9
-WORTH_ADVICE = 0.25
-# success from which on a run is solved, and nothing to learn is no fault
-SOLVED_SUCCESS = 0.95
-MOSTLY_SOLVED = 0.8
-COLLAPSED_ENTROPY = 0.05  # nats a token, and a tenth of what it was at the beginning
-# nats a token, and times what it was at the beginning
-LARGE_GAP = 0.02
-GAP_GROWTH = 3.0
-# of all tokens, and of those of a length
-MASKED_SHARE = 0.2
-MASKED_TAIL_SHARE = 0.5
+NEARLY_ALL = 0.9  # fraction that counts as nearly all
+WORTH_ADVICE = 0.25  # fraction from which advice is given
+SOLVED_SUCCESS = 0.95  # success from which a run is solved
+MOSTLY_SOLVED = 0.8  # success from which a lack of learning is no fault
+COLLAPSED_ENTROPY = 0.05  # nats a token; entropy must also have fallen to a tenth of the first steps'
+LARGE_GAP = 0.02  # nats a token
+GAP_GROWTH = 3.0  # growth of the gap since the first steps
+MASKED_SHARE = 0.2  # fraction of all tokens
+MASKED_TAIL_SHARE = 0.5  # fraction of the tokens of long episodes
 MASKED_BY_LENGTH = "staleness/by_length/*/masked_frac"
-# share of the attempts, or of the tool calls; failed attempts that are no alert yet
-FAILING_SHARE = 0.2
-FEW_FAILURES = 8
-LIMITING_SHARE = 0.5  # of the time
-# seconds without a step or an episode, and times what a step takes
-SILENT_SECONDS = 300.0
-SLOWER_FACTOR = 6.0
-CONNECTING_SECONDS = 60.0  # seconds that workers may come after the first one
+FAILING_SHARE = 0.2  # fraction of the attempts, or of the tool calls
+FEW_FAILURES = 8  # fewer failed attempts are no alert
+LIMITING_SHARE = 0.5  # fraction of the time
+SILENT_SECONDS = 300.0  # seconds without a step or an episode
+SLOWER_FACTOR = 6.0  # times the usual seconds of a step
+CONNECTING_SECONDS = 60.0  # seconds after the first worker in which the others may connect
 LOWEST_SCORE = "rollout/score/min"
 HIGHEST_SCORE = "rollout/score/max"
 FAILED_PREFIX = "rollout/attempts_failed/"
-LIMIT_ENDS = ("length", "max_turns", "max_calls", "max_rows", "timeout")  # ends
+LIMIT_ENDS = ("length", "max_turns", "max_calls", "max_rows", "timeout")  # ends of episodes by a limit
 
 Level = Literal["bad", "warn", "good", "advice"]
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """Says what is wrong and what to do. `keys`: those to change, with their values. `step`: the newest that
-    rules have read. `link`: what to change in the page's address to see the evidence."""
+    """Describes a problem and the advice. `keys`: keys to change, with their values. `step`: the newest step
+    that rules have read. `link`: changes to the page's address that show the evidence."""
 
     name: str
     level: Level
@@ -80,7 +74,7 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 class HeldOutSuccess(NamedTuple):
-    """Holds the success of a validation, of sampled answers where there are some."""
+    """Holds the success of a validation, by sampled answers if there are some."""
 
     step: float
     success: float
@@ -92,30 +86,30 @@ class HeldOutSuccess(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Holds what rules read: the first and the last steps (before any is over, what has landed so far), the
-    validations, the status, and all keys of the configuration."""
+    """Holds the input of rules: the first and the last steps (before the first step: the episodes landed so
+    far), the validations, the status, and all keys of the configuration."""
 
-    first: Sequence[Row]
-    last: Sequence[Row]
+    first_steps: Sequence[Row]
+    last_steps: Sequence[Row]
     validations: Sequence[Row]
     status: Mapping[str, Any]
     keys: Mapping[str, Any]
 
     @property
-    def now(self) -> Row:
+    def newest_gauges(self) -> Row:
         """Return the newest gauges."""
-        return self.status.get("gauges") or (self.last[-1] if self.last else {})
+        return self.status.get("gauges") or (self.last_steps[-1] if self.last_steps else {})
 
     @property
-    def highest(self) -> float:
-        return max((row[HIGHEST_SCORE] for row in self.last if HIGHEST_SCORE in row), default=0.0)
+    def highest_score(self) -> float:
+        return max((row[HIGHEST_SCORE] for row in self.last_steps if HIGHEST_SCORE in row), default=0.0)
 
     @property
-    def landed(self) -> float:
-        return sum(row.get("rollout/landed", 0.0) for row in self.last)
+    def landed_episodes(self) -> float:
+        return sum(row.get("rollout/landed", 0.0) for row in self.last_steps)
 
     @property
-    def judged(self) -> list[HeldOutSuccess]:
+    def held_out_successes(self) -> list[HeldOutSuccess]:
         """Return the success of each validation. Empty while only the untrained model was validated."""
         successes = [
             HeldOutSuccess(
@@ -126,55 +120,60 @@ class Evidence(NamedTuple):
             for row in self.validations
         ]
 
-        return successes if successes and (successes[-1].step or not self.last) else []
+        return successes if successes and (successes[-1].step or not self.last_steps) else []
 
     @property
-    def success(self) -> float:
-        """Return the newest held-out success. Without one: the mean score as a share of the highest, if the
-        highest counts as a success; a lower one may be what the right format alone earns."""
-        if self.judged:
-            return self.judged[-1].success
-        score_counts = len(self.last) == WINDOW and self.highest >= self.keys.get("validation.success", 1.0)
-        return self.mean(metric.REWARD) / self.highest if score_counts else 0.0
+    def newest_success(self) -> float:
+        """Return the newest held-out success. Without validations: the mean score divided by the highest, if
+        the highest counts as a success; a lower score may be earned by the right format alone."""
+        if self.held_out_successes:
+            return self.held_out_successes[-1].success
+        score_counts = len(self.last_steps) == WINDOW and self.highest_score >= self.keys.get(
+            "validation.success", 1.0
+        )
+        return self.mean_of(metric.REWARD) / self.highest_score if score_counts else 0.0
 
     @property
-    def rising(self) -> bool:
-        """Tell whether the run learns: the newest held-out success is above an earlier one, from before half
-        of the steps, by more than chance. In a young run that was not validated since its start: the mean
-        score in training is. Not where that score has fallen since the first steps."""
+    def is_rising(self) -> bool:
+        """Tell whether the run learns: the newest held-out success exceeds, by more than chance, a success
+        from before half of the steps. In a young run without such validations the mean score in training
+        must have risen. A run whose score in training has fallen since the first steps does not learn."""
         before, now = (
-            [row[metric.REWARD] for row in rows if metric.REWARD in row] for rows in (self.first, self.last)
+            [row[metric.REWARD] for row in rows if metric.REWARD in row]
+            for rows in (self.first_steps, self.last_steps)
         )
         if before and now and fmean(now) < fmean(before):
             return False
-        if self.judged:
-            newest = self.judged[-1]
-            earlier = [success for success in self.judged if success.step < newest.step / 2]
+        if self.held_out_successes:
+            newest = self.held_out_successes[-1]
+            earlier = [success for success in self.held_out_successes if success.step < newest.step / 2]
             return bool(earlier) and clearly_below(earlier[-1].share, newest.share)
 
-        step = self.last[-1].get("training/step", 0.0) if self.last else 0.0
+        step = self.last_steps[-1].get("training/step", 0.0) if self.last_steps else 0.0
         return SETTLED_STEPS <= step <= YOUNG_STEPS and mean_clearly_below(before, now)
 
-    def mean(self, name: str) -> float:
-        return mean(self.last, name) or 0.0
+    def mean_of(self, name: str) -> float:
+        return mean(self.last_steps, name) or 0.0
 
-    def grown(self, name: str) -> float:
-        """Return by how much a counter grew in the last steps; in a young run, since its start."""
-        return self.now.get(name, 0.0) - (self.last[0].get(name, 0.0) if len(self.last) == WINDOW else 0.0)
+    def growth_of(self, name: str) -> float:
+        """Return the growth of a counter in the last steps; in a young run, since the start."""
+        return self.newest_gauges.get(name, 0.0) - (
+            self.last_steps[0].get(name, 0.0) if len(self.last_steps) == WINDOW else 0.0
+        )
 
     @property
-    def settled(self) -> float:
+    def settled_episodes(self) -> float:
         """Count the training episodes that got a reward in the last steps."""
         names = ("trained", "filtered", "dropped", "taken", "ready")
-        return sum(self.grown(metric.FLOW + name) for name in names)
+        return sum(self.growth_of(metric.FLOW + name) for name in names)
 
 
 class Finding(NamedTuple):
-    """Says what is wrong. `cause`: one that alerts.yaml has advice for."""
+    """Describes a problem that a rule has found. `cause`: a cause with its own advice in alerts.yaml."""
 
-    what: str
+    description: str
     cause: str = ""
-    mild: bool = False  # it is over: shown as advice only
+    is_mild: bool = False  # the problem is over: shown as advice only
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -204,8 +203,8 @@ def ends(rows: Sequence[Row]) -> list[Row]:
 
 
 def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, Any]) -> list[Alert]:
-    """Find the alerts of the last WINDOW steps, or of what has landed so far, the worst first. `rows`: in
-    order; `status`: the newest one; `keys`: those of the configuration, with their values."""
+    """Find the alerts of the last WINDOW steps, or of the episodes landed so far, the worst first. `rows`: in
+    order; `status`: the newest; `keys`: all keys of the configuration, with their values."""
     steps = [row for row in rows if metric.STEP_SECONDS in row]
     gauges = status.get("gauges", {})
     last_steps = steps[-WINDOW:] or ([gauges] if HIGHEST_SCORE in gauges else [])
@@ -216,9 +215,11 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     is_supervised = any(metric.NLL in row for row in last_steps)
     trains = keys.get("total_steps", 1) > 0
     judges_learning = (
-        trains and not is_supervised and (len(steps) >= WINDOW or evidence.landed >= 2 * batch_episodes)
+        trains
+        and not is_supervised
+        and (len(steps) >= WINDOW or evidence.landed_episodes >= 2 * batch_episodes)
     )
-    judges_learning = judges_learning and not evidence.rising
+    judges_learning = judges_learning and not evidence.is_rising
     step = int(steps[-1]["training/step"]) if steps else 0
     found_alerts: list[Alert] = []
 
@@ -235,9 +236,11 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
         if finding := find_problem(evidence):
             advice = rule.causes.get(finding.cause) or Advice(rule.do, rule.keys)
             advised_keys = {key: str(keys[key]) for key in advice.keys if key in keys}
-            is_mild = finding.mild or (rule.scores and evidence.success >= MOSTLY_SOLVED)
+            is_mild = finding.is_mild or (rule.scores and evidence.newest_success >= MOSTLY_SOLVED)
             level: Level = "advice" if is_mild else rule.level
-            found_alerts.append(Alert(name, level, finding.what, advice.do, step, advised_keys, rule.link))
+            found_alerts.append(
+                Alert(name, level, finding.description, advice.do, step, advised_keys, rule.link)
+            )
 
     problems = [alert for level in ("bad", "warn") for alert in found_alerts if alert.level == level]
     good = [alert for alert in found_alerts if alert.level == "good"]
@@ -247,38 +250,39 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
 
 
 def newest_cause(failed: str) -> str:
-    """Return the newest cause that the line of failed attempts ends with."""
+    """Return the newest cause, with which the line of failed attempts ends."""
     return failed.partition("the newest: ")[2]
 
 
 def unless_quoted(failed: str, current_alerts: Sequence[Alert]) -> str:
-    """Return the line of failed attempts; '' where an alert quotes its newest cause."""
+    """Return the line of failed attempts; '' if an alert quotes the newest cause."""
     cause = newest_cause(failed)
     return "" if cause and any(cause in alert.what for alert in current_alerts) else failed
 
 
 def _find_solved(evidence: Evidence) -> Finding | None:
     """Find that held-out success stays high, or, without validations, the score in training."""
-    if evidence.success < SOLVED_SUCCESS:
+    if evidence.newest_success < SOLVED_SUCCESS:
         return None
-    if not evidence.judged:
+    if not evidence.held_out_successes:
         return Finding(
-            f"mean score {evidence.mean(metric.REWARD):.3g} in training, which counts as a success"
+            f"mean score {evidence.mean_of(metric.REWARD):.3g} in training, which counts as a success"
         )
 
     last_unsolved = next(
         (
             index
-            for index in reversed(range(len(evidence.judged)))
-            if evidence.judged[index].success < SOLVED_SUCCESS
+            for index in reversed(range(len(evidence.held_out_successes)))
+            if evidence.held_out_successes[index].success < SOLVED_SUCCESS
         ),
         -1,
     )
 
-    idle_share = evidence.mean(metric.ZERO_ADVANTAGE)
+    idle_share = evidence.mean_of(metric.ZERO_ADVANTAGE)
     idle_note = f"; {idle_share:.0%} of the episodes teach nothing more" if idle_share >= WORTH_ADVICE else ""
+    solved_since = evidence.held_out_successes[last_unsolved + 1].step
     return Finding(
-        f"held-out success {evidence.success:.0%}, since step {evidence.judged[last_unsolved + 1].step:.0f}{idle_note}"
+        f"held-out success {evidence.newest_success:.0%}, since step {solved_since:.0f}{idle_note}"
     )
 
 
@@ -289,11 +293,11 @@ def _find_unsaved(evidence: Evidence) -> Finding | None:
 
 def _find_fall(evidence: Evidence) -> Finding | None:
     """Find that the newest validation is below the best one by more than chance."""
-    if not evidence.judged:
+    if not evidence.held_out_successes:
         return None
 
-    best = max(evidence.judged, key=lambda validation: validation.success)
-    newest = evidence.judged[-1]
+    best = max(evidence.held_out_successes, key=lambda validation: validation.success)
+    newest = evidence.held_out_successes[-1]
     if not clearly_below(newest.share, best.share):
         return None
 
@@ -303,37 +307,39 @@ def _find_fall(evidence: Evidence) -> Finding | None:
 
 def _find_failing(evidence: Evidence) -> Finding | None:
     counts = {
-        str(reason): evidence.grown(FAILED_PREFIX + reason) for reason in FailReason if reason not in LOSSES
+        str(reason): evidence.growth_of(FAILED_PREFIX + reason)
+        for reason in FailReason
+        if reason not in LOSSES
     }
     failed = sum(counts.values())
-    if failed < max(FEW_FAILURES, FAILING_SHARE * (failed + evidence.settled)):
+    if failed < max(FEW_FAILURES, FAILING_SHARE * (failed + evidence.settled_episodes)):
         return None
 
     worst_reason = max(counts, key=lambda reason: counts[reason])
     newest = newest_cause(str(evidence.status.get("failed", "")))
     newest_cause_text = f": {newest}" if newest else ""
 
+    attempts = failed + evidence.settled_episodes
     return Finding(
-        f"{failed:,.0f} of {failed + evidence.settled:,.0f}, most with {worst_reason}{newest_cause_text}",
-        worst_reason,
+        f"{failed:,.0f} of {attempts:,.0f}, most with {worst_reason}{newest_cause_text}", worst_reason
     )
 
 
 def _find_stall(evidence: Evidence) -> Finding | None:
-    """Find that no step ended for long after the start: after 300 s where steps took 20 s, after 600 s where
-    they took 100 s. Nothing is found during a validation, which may take all engines."""
+    """Find that no step has ended for long: for 300 s if steps take 20 s, for 600 s if steps take 100 s.
+    Nothing is found during a validation, which may take all engines."""
     status = evidence.status
     waits = evidence.status.get("waits", ())
     if status.get("phase") != "running" or any("validation" in wait for wait in waits):
         return None
 
     waits_text = f": {'; '.join(waits[:2])}" if waits else ""
-    steps = [row for row in evidence.last if metric.STEP_SECONDS in row]
+    steps = [row for row in evidence.last_steps if metric.STEP_SECONDS in row]
     usual_seconds = median(row[metric.STEP_SECONDS] for row in steps) if steps else 0.0
     step_age = status.get("seconds", 0.0) - (steps[-1].get("time_s", 0.0) if steps else 0.0)
     silent_seconds = min(step_age, status.get("running", step_age))
     if silent_seconds < max(SILENT_SECONDS, SLOWER_FACTOR * usual_seconds) or (
-        not steps and evidence.settled
+        not steps and evidence.settled_episodes
     ):
         return None
 
@@ -342,25 +348,25 @@ def _find_stall(evidence: Evidence) -> Finding | None:
 
 def _find_loss(evidence: Evidence) -> Finding | None:
     expected_workers = evidence.keys.get("rollout.workers", 0)
-    connected = evidence.now.get("async/workers", expected_workers)
+    connected = evidence.newest_gauges.get("async/workers", expected_workers)
     is_late = evidence.status.get("running", CONNECTING_SECONDS) >= CONNECTING_SECONDS
     is_missing = evidence.status.get("phase") == "running" and connected < expected_workers and is_late
     names = [f"{FAILED_PREFIX}{name}_lost" for name in ("worker", "engine")]
     texts = [f"{connected:.0f} of {expected_workers} workers are connected"] if is_missing else []
 
     for name, process in zip(names, ("a worker", "a server"), strict=True):
-        if lost_attempts := evidence.now.get(name, 0.0):
+        if lost_attempts := evidence.newest_gauges.get(name, 0.0):
             texts.append(f"{lost_attempts:,.0f} attempts were lost with {process}, and begun again")
 
     if newest := evidence.status.get("lost"):
         texts.append(f"the newest: {newest}")
 
-    is_recent = is_missing or any(evidence.grown(name) for name in names)
-    return Finding(", ".join(texts), mild=not is_recent) if texts else None
+    is_recent = is_missing or any(evidence.growth_of(name) for name in names)
+    return Finding(", ".join(texts), is_mild=not is_recent) if texts else None
 
 
 def _find_wrong_account(evidence: Evidence) -> Finding | None:
-    account = flow_of(evidence.now)
+    account = flow_of(evidence.newest_gauges)
     return (
         None
         if account.conserved
@@ -369,14 +375,16 @@ def _find_wrong_account(evidence: Evidence) -> Finding | None:
 
 
 def _find_constant_reward(evidence: Evidence) -> Finding | None:
-    values = {row[name] for row in evidence.last for name in (LOWEST_SCORE, HIGHEST_SCORE) if name in row}
-    count = f"{evidence.landed:,.0f} " * (evidence.landed > 0)
+    values = {
+        row[name] for row in evidence.last_steps for name in (LOWEST_SCORE, HIGHEST_SCORE) if name in row
+    }
+    count = f"{evidence.landed_episodes:,.0f} " * (evidence.landed_episodes > 0)
     return Finding(f"all {count}episodes scored {values.pop():g}") if len(values) == 1 else None
 
 
 def _find_cut_off(evidence: Evidence) -> Finding | None:
     for end in LIMIT_ENDS:
-        if (share := evidence.mean(f"rollout/end/{end}")) >= NEARLY_ALL:
+        if (share := evidence.mean_of(f"rollout/end/{end}")) >= NEARLY_ALL:
             return Finding(f"{share:.0%} of the episodes ended with {end}", end)
     return _find_often("response_length/clip_ratio", "of the episodes were cut off by a limit")(evidence)
 
@@ -384,21 +392,21 @@ def _find_cut_off(evidence: Evidence) -> Finding | None:
 def _find_often(
     name: str, description: str, threshold: float = NEARLY_ALL
 ) -> Callable[[Evidence], Finding | None]:
-    """Finds that the mean of a share is `least` or more."""
+    """Make a rule that finds the mean of a fraction to be `threshold` or more."""
     return lambda evidence: (
-        Finding(f"{share:.0%} {description}") if (share := evidence.mean(name)) >= threshold else None
+        Finding(f"{share:.0%} {description}") if (share := evidence.mean_of(name)) >= threshold else None
     )
 
 
 def _unless_taught(find: Callable[[Evidence], Finding | None]) -> Callable[[Evidence], Finding | None]:
-    """A teacher teaches, whatever the rewards are."""
+    """Make a rule that finds nothing in a run with a teacher, which teaches whatever the rewards are."""
     return lambda evidence: None if taught(evidence.keys) else find(evidence)
 
 
 def _find_nothing_taught(evidence: Evidence) -> Finding | None:
-    share = evidence.mean(metric.ZERO_ADVANTAGE)
-    score = evidence.mean(metric.REWARD)
-    scores = f"mean score {score:.3g}, highest {evidence.highest:.3g}"
+    share = evidence.mean_of(metric.ZERO_ADVANTAGE)
+    score = evidence.mean_of(metric.REWARD)
+    scores = f"mean score {score:.3g}, highest {evidence.highest_score:.3g}"
 
     return (
         Finding(f"{share:.0%} of the trained episodes have advantage 0; {scores}")
@@ -408,41 +416,41 @@ def _find_nothing_taught(evidence: Evidence) -> Finding | None:
 
 
 def _find_little_taught(evidence: Evidence) -> Finding | None:
-    share = evidence.mean(metric.ZERO_ADVANTAGE)
+    share = evidence.mean_of(metric.ZERO_ADVANTAGE)
     description = f"{share:.0%} of the trained episodes have advantage 0 and teach nothing"
     return Finding(description) if WORTH_ADVICE <= share < NEARLY_ALL else None
 
 
 def _find_collapse(evidence: Evidence) -> Finding | None:
-    before, now = (mean(rows, metric.ENTROPY) for rows in (evidence.first, evidence.last))
+    before, now = (mean(rows, metric.ENTROPY) for rows in (evidence.first_steps, evidence.last_steps))
     if before is None or now is None or now > min(COLLAPSED_ENTROPY, before / 10):
         return None
     return Finding(f"entropy fell from {before:.3g} to {now:.3g} nats a token")
 
 
 def _find_gap(evidence: Evidence) -> Finding | None:
-    name = "rollout_corr/logprob_diff_mean"  # of tokens that one version sampled and trains
-    before = mean(evidence.first, name)
-    now = mean(evidence.last, name)
+    name = "rollout_corr/logprob_diff_mean"  # only of tokens sampled and trained by the same version
+    before = mean(evidence.first_steps, name)
+    now = mean(evidence.last_steps, name)
     if before is None or now is None or now < max(LARGE_GAP, GAP_GROWTH * before):
         return None
     return Finding(f"trainer and engine differ by {now:.3g} nats a token, {before:.3g} at the beginning")
 
 
 def _find_skipped(evidence: Evidence) -> Finding | None:
-    count = int(sum(row.get("actor/skipped_steps", 0.0) for row in evidence.last))
-    return Finding(f"{count} of the last {len(evidence.last)} were skipped") if count else None
+    count = int(sum(row.get("actor/skipped_steps", 0.0) for row in evidence.last_steps))
+    return Finding(f"{count} of the last {len(evidence.last_steps)} were skipped") if count else None
 
 
 def _find_masked(evidence: Evidence) -> Finding | None:
-    """Find that many tokens are masked, of all or of long episodes, which then teach less."""
-    masked_share = evidence.mean(metric.MASKED)
+    """Find that many tokens of all episodes are masked, or of long episodes, which then teach less."""
+    masked_share = evidence.mean_of(metric.MASKED)
     if masked_share >= MASKED_SHARE:
         return Finding(f"{masked_share:.0%} of the tokens were too old to be trained")
 
-    lengths = matching(MASKED_BY_LENGTH, set[str]().union(*evidence.last))
+    lengths = matching(MASKED_BY_LENGTH, set[str]().union(*evidence.last_steps))
     share, length = max(
-        ((evidence.mean(name), length) for length, name in lengths.items()), default=(0.0, "")
+        ((evidence.mean_of(name), length) for length, name in lengths.items()), default=(0.0, "")
     )
     description = (
         f"{share:.0%} of the tokens of episodes of {length} tokens and more were too old to be trained"
@@ -461,9 +469,9 @@ def _find_scores_beyond(evidence: Evidence) -> Finding | None:
 
 
 def _find_side_requests(evidence: Evidence) -> Finding | None:
-    """Find that episodes of an unknown agent, a `command` or a function, have more than one row, and that no
-    request is named as a side one. For coding agents with a name that is set where it is needed."""
-    rows = evidence.mean("rollout/rows/mean")
+    """Find that episodes of an unknown agent, a `command` or a function, have more than one row, although no
+    side requests are configured. For coding agents with a name side requests are known."""
+    rows = evidence.mean_of("rollout/rows/mean")
     names = [key.removeprefix("rollout.agent.") for key in evidence.keys if key.startswith("rollout.agent.")]
     is_unknown = evidence.keys.get("rollout.agent") or any(
         ":" in name or name.startswith("command.") for name in names
@@ -475,27 +483,26 @@ def _find_side_requests(evidence: Evidence) -> Finding | None:
 
 
 def _find_limit(evidence: Evidence) -> Finding | None:
-    """Find what limits the run: the longest part of an episode where the trainer waits, the trainer where the
-    engines wait. For example, a reward of 12 s is 80% of an episode of 15 s. Nothing is found in a short
-    run."""
-    run_seconds = evidence.mean(metric.STEP_SECONDS) * evidence.keys.get("total_steps", math.inf)
+    """Find the bottleneck: the longest part of an episode if the trainer waits, the trainer if the engines
+    wait. For example, a reward of 12 s is 80% of an episode of 15 s. Nothing is found in a short run."""
+    run_seconds = evidence.mean_of(metric.STEP_SECONDS) * evidence.keys.get("total_steps", math.inf)
     if run_seconds < SHORT_SECONDS:
         return None
 
-    trainer_idle = evidence.mean(metric.TRAINER_IDLE)
-    rollout_idle = evidence.mean(metric.ROLLOUT_IDLE)
+    trainer_idle = evidence.mean_of(metric.TRAINER_IDLE)
+    rollout_idle = evidence.mean_of(metric.ROLLOUT_IDLE)
     if trainer_idle < 1 - NEARLY_ALL < LIMITING_SHARE <= rollout_idle:
         return Finding(
             f"by the trainer: it waits {trainer_idle:.0%} of the time, the engines {rollout_idle:.0%}"
         )
 
     episode_seconds, reward_seconds = (
-        mean(evidence.last, f"timing_s/{name}/mean") for name in ("episode", "reward")
+        mean(evidence.last_steps, f"timing_s/{name}/mean") for name in ("episode", "reward")
     )
     if trainer_idle < LIMITING_SHARE or not episode_seconds or reward_seconds is None:
         return None
 
-    tool_seconds = evidence.mean("timing_s/tools/mean")
+    tool_seconds = evidence.mean_of("timing_s/tools/mean")
     parts = {
         "the reward function": reward_seconds,
         "tools": tool_seconds,

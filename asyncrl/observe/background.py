@@ -1,4 +1,4 @@
-"""Calls to what may block: a terminal that nobody reads, a tracker whose service does not answer."""
+"""Makes calls that may block: to a terminal that nobody reads, or a tracker whose service is silent."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ log = logging.getLogger("asyncrl.observe")
 
 
 class Background:
-    """A daemon thread that runs one call after another. `call` never waits: with `most` calls waiting the
-    next one is not made, and counted as `lost`, as one that raises is: the first of these is logged. A call
-    that hangs is waited for once: later waits count from its beginning."""
+    """Runs one call after another in a daemon thread. `call` never waits: while `max_waiting` calls wait, the
+    next call is dropped. Dropped calls and calls that raise are counted as `lost`; the first exception is
+    logged. A hanging call delays only one waiter: later waits count from the beginning of that call."""
 
     def __init__(self, name: str, max_waiting: int) -> None:
         self.lost = 0
@@ -31,7 +31,7 @@ class Background:
         self._thread.start()
 
     def call(self, function: Callable[[], None]) -> bool:
-        """Make a call in the thread, behind those before it. False where it is lost, as too many wait."""
+        """Make a call in the thread, after earlier calls. False if the call is lost, as too many wait."""
         try:
             self._calls.put_nowait(function)
         except queue.Full:
@@ -40,8 +40,8 @@ class Background:
         return True
 
     def ask(self, function: Callable[[], T], seconds: float) -> T:
-        """Make a call in its turn, and return or raise what it does. TimeoutError after `seconds`; at once
-        where too many calls wait."""
+        """Make a call after earlier calls, and return the result or raise the exception. TimeoutError after
+        `seconds`, or at once if too many calls wait."""
         answer: Future[T] = Future()
         if not self.call(partial(fulfil, answer, function)):
             raise TimeoutError("earlier calls have no answer yet")
@@ -52,11 +52,11 @@ class Background:
 
     @property
     def idle(self) -> bool:
-        """All calls were made."""
+        """Tell whether all calls were made."""
         return not self._calls.unfinished_tasks
 
     def close(self, seconds: float) -> bool:
-        """End the thread behind the last call. False where calls take longer: then it is left alone."""
+        """End the thread after the last call. False if calls take longer; the thread is then left running."""
         deadline = time.monotonic() + seconds
         try:
             self._calls.put(None, timeout=self._seconds_left(seconds))
@@ -72,7 +72,7 @@ class Background:
         return True
 
     def _seconds_left(self, seconds: float) -> float:
-        """Seconds that are left of `seconds` for the call under way; all of them where there is none."""
+        """Return how many of `seconds` are left for the call under way; all if no call is under way."""
         started = self._call_started
         return seconds if started is None else max(0.0, started + seconds - time.monotonic())
 

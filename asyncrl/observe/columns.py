@@ -20,8 +20,8 @@ STEP = "training/step"
 
 
 class Measured:
-    """The metrics of a run, read from their file as it grows: of each name a number for each row, NaN where
-    there is none. In single precision: 50,000 steps of 200 metrics are 40 MB."""
+    """Holds the metrics of a run, read from the growing file: for each name a number of each row, NaN for
+    missing numbers. In single precision: 50,000 steps of 200 metrics are 40 MB."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -29,7 +29,7 @@ class Measured:
         self._columns = {STEP: array("f")}
 
     def update(self) -> None:
-        """Read what was written since."""
+        """Read the rows written since the last update."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self.read)
             while lines := [line for line in file.readlines(CHUNK_BYTES) if line.endswith(b"\n")]:
@@ -52,8 +52,8 @@ class Measured:
         self._earlier_steps = step_indexes[earlier_positions]
 
     def _decode_row(self, line: bytes) -> Sequence[float]:
-        """Of each name a number. A line that cannot be decoded has NaN, which JSON has not, or was cut by a
-        crash."""
+        """Return a number for each name; nothing for a row without a step, or a line cut by a crash. msgspec
+        cannot decode the NaN that Python writes, so such lines are read by `json`."""
         row: Row = {}
         try:
             row = msgspec.json.decode(line, type=Row)
@@ -71,17 +71,17 @@ class Measured:
         return np.array(self._columns.get(name) or np.full(len(self._columns[STEP]), math.nan, "f"))
 
     def values(self, name: str) -> np.ndarray:
-        """One for each of `steps`. A step that was repeated after a crash counts as it was last, with the
-        validation that judged it; only what a validation alone has is taken of it."""
+        """Return a value for each of `steps`. Of a step that was repeated after a crash the last row counts;
+        numbers that only earlier rows have, such as a validation's, are added."""
         column = self._column(name)
         values = column[self._last_rows]
         earlier_values = column[self._earlier_rows]
         is_missing = np.isnan(values[self._earlier_steps]) & ~np.isnan(earlier_values)
-        values[self._earlier_steps[is_missing]] = earlier_values[is_missing]  # of several the last one
+        values[self._earlier_steps[is_missing]] = earlier_values[is_missing]  # of several rows the last
         return values
 
     def having(self, *names: str) -> np.ndarray:
-        """The places of steps at which one of these is known."""
+        """Return the indexes of the steps at which one of these metrics is known."""
         return np.flatnonzero(np.any([~np.isnan(self.values(name)) for name in names], axis=0))
 
     def rows(self, step_indexes: np.ndarray) -> list[Row]:
@@ -90,5 +90,5 @@ class Measured:
         return [{name: value for name, value in row.items() if not math.isnan(value)} for row in rows]
 
     def known(self) -> tuple[set[str], set[str]]:
-        """All names, and those that are not always 0."""
+        """Return all names, and the names whose values are not always 0."""
         return {*self._columns}, {name for name in self._columns if np.any(np.nan_to_num(self._column(name)))}

@@ -1,7 +1,7 @@
-"""Scores of held-out episodes: numbers per sample, their means, and intervals. Pure.
+"""Computes scores of held-out episodes: numbers per sample, means, and intervals. Pure.
 
-The numbers are named as verl names them where they mean the same (docs/evaluation.md). Intervals are
-percentile bootstraps over samples, which are what was drawn at random: episodes of one sample are alike.
+Numbers with the same meaning as verl's have verl's names (docs/evaluation.md). Intervals are percentile
+bootstraps over samples, which were drawn at random, not over episodes, which are alike for one sample.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from typing import NamedTuple
 from asyncrl.config import RunConfig
 from asyncrl.types import EpisodeResult, EpisodeStats
 
-EVAL = "val"  # uids of held-out episodes begin with it
-# modes of prompts
-SAMPLED = "sampled"
-GREEDY = "greedy"
-SCORED = "scored"  # of demonstrations: nothing is sampled
-ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
-RESAMPLES = 1000
+EVAL = "val"  # beginning of the uids of held-out episodes
+SAMPLED = "sampled"  # mode of prompts that are sampled as in training
+GREEDY = "greedy"  # mode of prompts that are sampled greedily
+SCORED = "scored"  # mode of demonstrations: nothing is sampled
+ROUNDING = 1e-6  # error of a score that is a sum: ten times 0.1 is a success at 1
+RESAMPLES = 1000  # resampled sets of a bootstrap
 CONFIDENCE_LEVEL = 0.95
-Z_SCORE = 1.96  # of LEVEL
+Z_SCORE = 1.96  # normal quantile of CONFIDENCE_LEVEL
 
 PerSample = dict[str, dict[int, float]]  # metric → row of the sample → value
 
 
 class HeldOut(NamedTuple):
-    """An episode of a validation, with the uid `valSTEP/MODE/ROW`, and from the second draw on `/DRAW`."""
+    """Identifies a held-out episode by the uid `valSTEP/MODE/ROW`, with `/DRAW` from the second draw."""
 
     step: int
     mode: str
@@ -56,7 +55,7 @@ def uid_prefix(step: int) -> str:
 
 
 class Judged(NamedTuple):
-    """A held-out episode that is over. `result` None: it failed at every attempt."""
+    """Holds a held-out episode that is over. `result` None: the episode failed at every attempt."""
 
     which: HeldOut
     source: str
@@ -66,8 +65,8 @@ class Judged(NamedTuple):
 
 
 def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
-    """Return the answer that the reward function found: verl's `pred`, of several functions the first one's
-    (`NAME/pred`); '' where none names one."""
+    """Return the answer that the reward function found: verl's `pred`, or the first `NAME/pred` of several
+    functions; '' if no function reports an answer."""
     for reported in (result.components, notes):
         for name, value in reported.items():
             if name.rpartition("/")[2] == "pred":
@@ -76,7 +75,7 @@ def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
 
 
 def threshold_of(config: RunConfig, episodes: Iterable[Judged]) -> float | None:
-    """Return the score that makes an episode a success; None where nothing gives rewards and none came."""
+    """Return the score that makes an episode a success; None for a run without rewards."""
     earned_reward = any(episode.result.reward for episode in episodes if episode.result)
     rollout = config.rollout
     has_rewards = earned_reward or rollout.environment or rollout.reward != "none"
@@ -84,10 +83,10 @@ def threshold_of(config: RunConfig, episodes: Iterable[Judged]) -> float | None:
 
 
 def per_sample(episodes: Iterable[Judged], threshold: float | None) -> PerSample:
-    """`val-core/<source>/<mode>/…` of each sample, for its source and for `all`: `success`, `mean@1`, with
-    more than one episode `mean@k`, `pass@k` and, where rewards of that source report answers, `maj@k`; and
-    `val-aux/<source>/<mode>/<component>/mean@1`. An episode that failed at every attempt is no success and
-    has the lowest score of all, at most 0, so that a policy which makes its episodes fail gains nothing.
+    """Compute `val-core/<source>/<mode>/…` of each sample, for the sample's source and for `all`: `success`,
+    `mean@1`, with more than one episode `mean@k`, `pass@k` and, if rewards of that source report answers,
+    `maj@k`; and `val-aux/<source>/<mode>/<component>/mean@1`. An episode that failed at every attempt is no
+    success and gets the lowest score of all, at most 0, so that a policy cannot gain by failing episodes.
     Without a threshold there is no `val-core`."""
     played = [episode for episode in episodes if not episode.which.scored]
     lowest = min([0.0, *(episode.result.score for episode in played if episode.result)])
@@ -116,7 +115,7 @@ def per_sample(episodes: Iterable[Judged], threshold: float | None) -> PerSample
 def _core_numbers(
     members: Sequence[Judged], lowest: float, threshold: float, votes: bool
 ) -> dict[str, float]:
-    """The numbers of one sample in one mode, from its episodes in order. `votes`: with `maj@k`."""
+    """Compute the numbers of one sample in one mode from the episodes in order. `votes`: with `maj@k`."""
     scores = [episode.result.score if episode.result else lowest for episode in members]
     successes = [succeeds(episode.result, threshold) for episode in members]
     count = len(members)
@@ -129,7 +128,7 @@ def _core_numbers(
     for k in sorted({count, *(1 << power for power in range(1, count.bit_length()))}):
         core[f"pass@{k}"] = pass_at(k, count, solved)
 
-    if votes:  # for the most frequent answer, as it was judged first; the earliest of equally frequent ones
+    if votes:  # the most frequent answer counts as judged first; the earliest of equally frequent answers
         answers = [episode.answer for episode in members]
         frequent = Counter(filter(None, answers)).most_common(1)
         core[f"maj@{count}"] = float(bool(frequent) and successes[answers.index(frequent[0][0])])
@@ -159,12 +158,12 @@ def _component_values(members: Iterable[Judged]) -> dict[str, list[float]]:
 
 
 def means(numbers: PerSample) -> dict[str, float]:
-    """Over samples."""
+    """Average each number over samples."""
     return {name: fmean(list(values.values())) for name, values in numbers.items()}
 
 
 def sizes(episodes: Iterable[Judged]) -> dict[str, float]:
-    """`val-aux/<mode>/{num_turns,tool_calls}/mean`, over episodes that have ended."""
+    """Compute `val-aux/<mode>/{num_turns,tool_calls}/mean` over episodes that have ended."""
     values_by_name = defaultdict[str, list[float]](list)
     for episode in episodes:
         if episode.stats is not None and not episode.which.scored:
@@ -174,8 +173,8 @@ def sizes(episodes: Iterable[Judged]) -> dict[str, float]:
 
 
 def losses(episodes: Iterable[Judged]) -> dict[str, float]:
-    """`val-core/<source>/nll`: -log pi per token of what demonstrations say, over all of their tokens. None
-    of a source of which one failed: that of the others is not comparable."""
+    """Compute `val-core/<source>/nll`: the mean of -log pi over all learned tokens of demonstrations. Sources
+    with a failed demonstration have no number, as the remaining demonstrations are not comparable."""
     scored_episodes = [episode for episode in episodes if episode.which.scored]
     failed_sources = {episode.source for episode in scored_episodes if episode.result is None}
     failed_sources |= {"all"} if failed_sources else set()
@@ -192,9 +191,9 @@ def losses(episodes: Iterable[Judged]) -> dict[str, float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The percentile bootstrap interval of the mean, of LEVEL, over samples drawn with replacement; the same
-    for the same values. Of a paired comparison: `values` are the differences."""
-    import numpy as np  # here: the command line imports this module while it parses
+    """Return the percentile bootstrap interval of the mean at CONFIDENCE_LEVEL, over samples drawn with
+    replacement; the same for the same values. For a paired comparison `values` are the differences."""
+    import numpy as np  # not at the top, as the command line imports this module while parsing
 
     value_array = np.asarray(values, dtype=np.float64)
     generator = np.random.default_rng(0)
@@ -209,7 +208,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def wilson(share: float | None, count: float) -> tuple[float | None, float | None]:
-    """Wilson's 95% interval of a share of `count` episodes: 5 of 10 lie between 0.24 and 0.76."""
+    """Return Wilson's 95% interval of a share of `count` episodes: for 5 of 10, 0.24 to 0.76."""
     if share is None or count <= 0:
         return None, None
     centre = share + Z_SCORE * Z_SCORE / (2 * count)
@@ -219,7 +218,7 @@ def wilson(share: float | None, count: float) -> tuple[float | None, float | Non
 
 
 class SuccessShare(NamedTuple):
-    """A share of so many questions."""
+    """Holds the share of successes among a number of questions."""
 
     value: float
     questions: float
@@ -230,14 +229,14 @@ class SuccessShare(NamedTuple):
 
 
 def clearly_below(low: SuccessShare, high: SuccessShare) -> bool:
-    """Tell whether one share is below another by more than chance: their intervals do not meet. For example
-    100% of 24 questions is more than 86%, and 50% of them less than 69%."""
+    """Tell whether a share is below another by more than chance: the intervals do not meet. For example, of
+    24 questions 100% is clearly more than 86%, and 50% is clearly less than 69%."""
     (_, low_end), (high_end, _) = low.interval, high.interval
     return high_end is not None and low_end is not None and low_end < high_end
 
 
 def mean_clearly_below(low: Sequence[float], high: Sequence[float]) -> bool:
-    """Tell whether one mean is below another by more than chance, by their standard errors."""
+    """Tell whether a mean is below another by more than chance, by the standard errors."""
     if min(len(low), len(high)) < 2:
         return False
     error = math.sqrt(variance(low) / len(low) + variance(high) / len(high))

@@ -1,4 +1,4 @@
-"""The machine a run is launched on, in words, for whoever reads its report."""
+"""Describes the machine of a run's launcher in words, for readers of the run's report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "sglang")
 
 
 def describe_machine() -> dict[str, str]:
-    """Describe this machine: CPU, memory, GPUs, system and versions. Imports none of the packages."""
+    """Describe this machine: CPU, memory, GPUs, system and versions. Does not import the packages."""
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {psutil.cpu_count()} threads"
     facts = {
         "CPU": f"{_cpu_name()}, {cores}",
@@ -44,14 +44,14 @@ def describe_machine() -> dict[str, str]:
 
 
 def record_machine(run_dir: Path, versions: Mapping[str, str]) -> None:
-    """Write it, with further versions, into the run directory, in place of that of an earlier launch. A full
-    disk is no error."""
+    """Write the machine's description, with further versions, to the run directory, in place of an earlier
+    launch's. A full disk is no error."""
     with suppress(OSError):
         (run_dir / "machine.json").write_bytes(msgspec.json.encode({**describe_machine(), **versions}))
 
 
 def recorded_machine(run_dir: Path) -> Mapping[str, str] | None:
-    """Read the record of a run's machine; None where it has none that can be read."""
+    """Read the record of a run's machine; None if there is no readable record."""
     try:
         return msgspec.json.decode((run_dir / "machine.json").read_bytes(), type=dict[str, str])
     except (OSError, *UNDECODABLE):
@@ -67,7 +67,7 @@ def _cpu_name() -> str:
 
 
 def list_gpus() -> list[str]:
-    """Name and memory of each, by NVIDIA's own tool: torch would take memory on each of them."""
+    """List the name and memory of each GPU by nvidia-smi, as torch would take memory on each GPU."""
     if not shutil.which(LIST_GPUS[0]):
         return []
     try:

@@ -1,4 +1,4 @@
-"""The run in a few numbers, from the rows of metrics.jsonl and the flow counters. Pure.
+"""Summarizes a run in a few numbers, from the rows of metrics.jsonl and the flow counters. Pure.
 
 A row with `timing_s/step` is a committed step; a row with `val-core/all/…` is a validation. None means
 that the run has no such number.
@@ -19,8 +19,8 @@ from asyncrl.observe.metrics import Row, matching
 
 QUESTION_KEYS = "questions_before", "questions_after"  # keys of the summary
 UNSOUND = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
-EDGE_SHARE = 0.1  # share of the steps that `edges` average over
-JUDGED = {  # the first ones are what a run is judged by; keys of the summary, with `_before` and `_after`
+EDGE_SHARE = 0.1  # fraction of the steps that `edges` averages over
+JUDGED = {  # held-out results, the most telling first: key of the summary without `_before` and `_after`
     "success": ("success", metric.SAMPLED),
     "greedy": ("success (greedy)", metric.GREEDY),
     "score": ("score", metric.SAMPLED_SCORE),
@@ -91,11 +91,12 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
 
 
 def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: int = 0) -> str:
-    """One sentence, for example "held-out success 27% → 98% in 120 steps", as much of it as is known.
-    `ended`: how, '' while the run goes on; `total`: steps that it was to have."""
+    """Return one sentence, for example "held-out success 27% → 98% in 120 steps", as far as known. `ended`:
+    how the run ended, '' while it is running; `total`: planned steps."""
     steps_done = summary["steps"]
     of_total = "" if ended == "completed" or total <= steps_done else f" of {total}"
-    steps_text = f"{'in' if ended == 'completed' else 'after'} {steps_done}{of_total} step{'s' * (max(steps_done, total) != 1)}"
+    steps_word = "step" if max(steps_done, total) == 1 else "steps"
+    steps_text = f"{'in' if ended == 'completed' else 'after'} {steps_done}{of_total} {steps_word}"
 
     held_out = [
         (f"held-out {name}", [text_of(key, summary.get(f"{key}_{when}")) for when in ("before", "after")])
@@ -123,7 +124,7 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
 
 
 def newest_number(summary: Mapping[str, Any]) -> str:
-    """Return the newest held-out number of a run, as "success 31.2%"; before its first validation in training
+    """Return the newest held-out number of a run, as "success 31.2%"; before the first validation in training
     the reward or the loss; '' while nothing is known."""
     after = [(name, summary.get(f"{key}_after")) for key, (name, _) in JUDGED.items()]
     training = [("loss per token", summary.get("nll_last")), ("reward", summary.get("reward_last"))]
@@ -135,7 +136,7 @@ def newest_number(summary: Mapping[str, Any]) -> str:
 
 
 def _unclear_note(summary: Mapping[str, Any], name: str) -> str:
-    """Say that success before and after may differ by chance alone: their intervals meet."""
+    """Return a note if success before and after may differ by chance alone, as the intervals meet."""
     counts = [summary.get(count) or 0 for count in QUESTION_KEYS]
     for key in ("success", "greedy"):
         reported_values = [summary.get(f"{key}_{when}") for when in ("before", "after")]
@@ -151,7 +152,7 @@ def _unclear_note(summary: Mapping[str, Any], name: str) -> str:
 
 
 def text_of(key: str, value: float | None) -> str:
-    """At most three digits: 7%, 0.4%, 99.6% of a success, else 0.0123; '' of None."""
+    """Write a number with at most three digits: success as 7%, 0.4%, 99.6%, others as 0.0123; None as ''."""
     if value is None:
         return ""
     if key not in ("success", "greedy"):
@@ -167,18 +168,18 @@ def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
 
 
 def flow_of(metrics: Row) -> Flow:
-    """The counters of episodes, as `flow/NAME` metrics report them."""
+    """Read the counters of episodes from the metrics `flow/NAME`."""
     return Flow(*(int(metrics.get(metric.FLOW + name, 0)) for name in Flow.__struct_fields__))
 
 
 def flow_line(metrics: Row) -> str:
-    """Show the counters of a row as `identity_line` does; '' before there are any."""
+    """Show the counters of a row as `identity_line` does; '' before there are counters."""
     flow = flow_of(metrics)
     return identity_line(asdict(flow), flow.conserved) if metric.FLOW + "issued" in metrics else ""
 
 
 def tokens_per_lag(rows: Iterable[Row]) -> dict[int, int]:
-    """Counts the tokens that were taken for training at each lag, the lowest first."""
+    """Count the tokens that were taken for training at each lag, the lowest lag first."""
     tokens_by_lag = Counter[int]()
     for row in rows:
         for name in filter(lambda name: name.startswith(metric.LAG_TOKENS), row):
@@ -187,7 +188,7 @@ def tokens_per_lag(rows: Iterable[Row]) -> dict[int, int]:
 
 
 def failures_line(counts: Mapping[str, int], newest: str) -> str:
-    """Failed attempts by kind, and the newest cause; '' when there is none. Retries may have landed."""
+    """Return failed attempts by kind, and the newest cause; '' without failures. Retries may have landed."""
     if not counts:
         return ""
     kinds = ", ".join(
@@ -197,7 +198,7 @@ def failures_line(counts: Mapping[str, int], newest: str) -> str:
 
 
 def notes(summary: Mapping[str, Any]) -> list[str]:
-    """What a summary has to say of attempts that failed, and of held-out episodes: their account."""
+    """Return the summary's lines on failed attempts and on the account of held-out episodes."""
     lines = [failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", ""))]
     if (account := summary.get("held_out", {})).get("issued"):
         names = ["scored", "failed", "in_flight"] + ["begun_anew"] * bool(account.get("begun_anew"))
@@ -213,15 +214,15 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def edges(steps: Sequence[Row], name: str) -> tuple[float | None, float | None]:
-    """Means of the first and the last tenth of those that have a number: in a step of few episodes none may
-    land."""
+    """Return the means over the first and the last tenth of the steps that have the number; a step of few
+    episodes may have none."""
     known_rows = [row for row in steps if name in row]
     edge = max(1, round(EDGE_SHARE * len(known_rows)))
     return mean(known_rows[:edge], name), mean(known_rows[-edge:], name)
 
 
 def _before_and_after(validations: Sequence[Row], name: str) -> tuple[float | None, float | None]:
-    """Return the values of the validation before training and of the last later one; None without."""
+    """Return the values of the validation before training and of the last later validation, or None."""
     before = next((row[name] for row in validations if name in row and row["training/step"] == 0), None)
     has_later = len(validations) > 1 or any(row["training/step"] for row in validations)
     return before, validations[-1].get(name) if has_later else None
@@ -245,14 +246,14 @@ def _last(rows: Sequence[Row], name: str) -> float | None:
 
 
 def _share(rows: Sequence[Row], part_name: str, total_name: str) -> float | None:
-    """Sum of one number as a share of another's, over the rows that have both."""
+    """Return the sum of one number divided by the sum of another, over the rows that have both."""
     complete_rows = [row for row in rows if part_name in row and total_name in row]
     total = _sum(complete_rows, total_name)
     return _sum(complete_rows, part_name) / total if total else None
 
 
 def mean(rows: Sequence[Row], name: str, weight: str = "") -> float | None:
-    """Mean over the rows that have the number, weighted by another of their numbers."""
+    """Return the mean over the rows that have the number, weighted by the rows' number `weight`."""
     pairs = [(row[name], row.get(weight, 0.0) if weight else 1.0) for row in rows if name in row]
     total = sum(row_weight for _, row_weight in pairs)
     return sum(value * row_weight for value, row_weight in pairs) / total if total else None

@@ -1,4 +1,4 @@
-"""The table and the numbers that are printed at the end of a run."""
+"""Prints the table and the numbers at the end of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUMMARY_NUMBERS = (  # label, key of the summary, format; in the order of the pa
     ("tokens trained", "tokens_trained", ",d"),
     ("tokens/s", "tokens_per_s", ",.0f"),
 )
-DIAGNOSTICS = (  # `asyncrl runs show --all`
+DIAGNOSTICS = (  # printed by `asyncrl runs show --all`
     ("steps", "steps", "d"),
     ("optimizer steps skipped", "skipped_steps", "d"),
     ("tokens of attempts that were given up", "tokens_abandoned", ",d"),
@@ -44,12 +44,12 @@ DIAGNOSTICS = (  # `asyncrl runs show --all`
 ROUNDING_NOTE = (
     " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/sglang.md)"
 )
-MAX_COMPONENTS = 8  # of a reward that are printed
+MAX_COMPONENTS = 8  # components of a reward that are printed
 
 
 class PipeSafeTerminal(Terminal):
-    """A terminal for `asyncrl train | head`, and one that may be closed: rich would end the program. A text
-    may hold what a program of an episode wrote, so its control characters are shown, not obeyed."""
+    """Prints to a terminal or pipe that may be closed, as in `asyncrl train | head`, where rich would end the
+    program. Texts may come from programs of an episode, so control characters are shown, not obeyed."""
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
@@ -65,8 +65,8 @@ class PipeSafeTerminal(Terminal):
 def print_summary(
     summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None, everything: bool = False
 ) -> None:
-    """Print what came of a run, in the order of the page's overview: outcome, what is wrong, before and
-    after, numbers (`everything`: diagnostics, too), the conservation identity, where model and run are."""
+    """Print a run's results in the order of the page's overview: outcome, alerts, before and after, numbers
+    (`everything`: diagnostics, too), the conservation identity, paths of model and run."""
     terminal = terminal or PipeSafeTerminal()
     outcome = outcome_line(summary, str(summary.get("outcome", "completed")))
     terminal.print(escape(f"{run_dir.name}: {outcome}"), style="bold", highlight=False, soft_wrap=True)
@@ -100,7 +100,7 @@ def print_summary(
 
 
 def numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tuple[str, str]]:
-    """Label and value of those that are known; `everything`: diagnostics, too."""
+    """Yield label and value of the known numbers; `everything`: diagnostics, too."""
     for label, key, form in (*SUMMARY_NUMBERS, *DIAGNOSTICS * everything):
         if (value := summary.get(key)) is not None:
             text = duration(value) if key == "seconds" else formatted(value, form)
@@ -108,8 +108,8 @@ def numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tu
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, before, after) of what validations found, of the training reward or loss, and of components of
-    rewards; `≥`: the threshold that makes an episode a success."""
+    """Return (label, before, after) of held-out results, of the training reward or loss, and of components of
+    rewards; `≥` marks the threshold that makes an episode a success."""
     threshold = f", ≥ {formatted(summary.get('success_threshold'), 'g')}"
     value_of = summary.get
     rows = list[tuple[str, float | None, float | None]]()

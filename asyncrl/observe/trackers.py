@@ -1,4 +1,4 @@
-"""Trackers beside metrics.jsonl. Each foreign library is imported only when the configuration names it."""
+"""Sends a run to trackers. Each tracker's library is imported only if the configuration names the tracker."""
 
 from __future__ import annotations
 
@@ -20,43 +20,42 @@ from asyncrl.observe.files import read_lines, run_id
 from asyncrl.observe.metrics import VALIDATED
 from asyncrl.observe.summary import tokens_per_lag
 
-WANDB_URL = "https://api.wandb.ai"  # under which its login is kept, also where the service has moved
+WANDB_URL = "https://api.wandb.ai"  # wandb stores the login under this URL, also for other servers
 STEP_NAME = "training/step"
 TRANSCRIPTS = "transcripts/validation"
 COLUMNS = ("sample", "mode", "score", "success", "failed", "end", "turns", "ground_truth", "text")
-# rows that may wait for trackers; seconds, at the end
-MAX_WAITING_ROWS = 1000
-PATIENCE_SECONDS = 60.0
+MAX_WAITING_ROWS = 1000  # rows that may wait for trackers
+PATIENCE_SECONDS = 60.0  # seconds that trackers have at the end of a run
 NAME_LIMIT = 128  # characters of a run's name, in wandb
 
 log = logging.getLogger("asyncrl.trackers")
 
 
-TranscriptEntry = Mapping[str, Any]  # of a file of transcripts
-EpisodeValues = Mapping[str, Sequence[float]]  # of single episodes, by metric
+TranscriptEntry = Mapping[str, Any]  # an entry in a file of transcripts
+EpisodeValues = Mapping[str, Sequence[float]]  # metric → values of single episodes
 NO_VALUES: EpisodeValues = {}
 
 
 class Tracker:
-    """A service to which a run is sent. It leaves out what it has no place for."""
+    """Sends a run to a service. Data that the service cannot store are left out."""
 
     def log(self, step: int, metrics: dict[str, float], values: EpisodeValues, lags: Sequence[int]) -> None:
-        """A row, with the values of single episodes, and tokens by lag from 0 on, for histograms."""
+        """Send a row, with the values of single episodes, and tokens by lag from 0 on, for histograms."""
         raise NotImplementedError
 
     def transcripts(self, step: int, entries: Sequence[TranscriptEntry]) -> None:
-        """Send the transcripts that a validation has kept."""
+        """Send the stored transcripts of a validation."""
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Send the summary of the whole run."""
 
     def close(self) -> None:
-        """The run is over."""
+        """End the tracker's run."""
 
 
 class Trackers:
-    """All trackers of a run, called in a thread of their own: a launcher that waits for a service would
-    restart no process any more. One that fails is logged once and left out: it does not end the run."""
+    """Calls all trackers of a run in a background thread, as a launcher that waits for a service could not
+    restart processes. A tracker that fails is logged once and left out; the run goes on."""
 
     def __init__(self, trackers: dict[str, Tracker], run_dir: Path) -> None:
         self._trackers = trackers
@@ -67,8 +66,8 @@ class Trackers:
     @classmethod
     @contextmanager
     def open(cls, config: RunConfig, run_dir: Path) -> Iterator[Trackers]:
-        """Open those of a run directory that is marked as started. ConfigError for one that is not installed,
-        or does not start."""
+        """Open the configured trackers for a run directory that is marked as started. ConfigError for a
+        tracker that is not installed, or does not start."""
         opened = cls({}, run_dir)
         try:
             for name in config.observe.trackers:
@@ -84,7 +83,7 @@ class Trackers:
             opened.close()
 
     def log(self, step: int, metrics: dict[str, float], values: EpisodeValues = NO_VALUES) -> None:
-        """A row; after that of a validation the transcripts that it has kept."""
+        """Send a row; after a validation's row also the validation's transcripts."""
         self._calls.call(lambda: self._log_row(step, metrics, values))
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
@@ -93,14 +92,16 @@ class Trackers:
             self._calls.call(lambda: self._call_each(lambda tracker: tracker.summarize(summary)))
 
     def close(self) -> None:
-        """Close them once they have all rows, for which they have PATIENCE seconds."""
+        """Close the trackers after all rows are sent, for at most PATIENCE_SECONDS."""
         if not self._calls.close(PATIENCE_SECONDS):
             log.warning("trackers: not done after %g s; all rows are in metrics.jsonl", PATIENCE_SECONDS)
             return
         if self._calls.lost:
             log.warning("trackers: %d rows are in metrics.jsonl only", self._calls.lost)
-        self._failed_trackers.clear()  # what they have is kept
-        self._call_each(lambda tracker: tracker.close())  # here: swanlab sets signal handlers back
+        self._failed_trackers.clear()  # closing keeps the rows that failed trackers have
+        self._call_each(
+            lambda tracker: tracker.close()
+        )  # in the main thread, as swanlab resets signal handlers
 
     def _log_row(self, step: int, metrics: dict[str, float], values: EpisodeValues) -> None:
         counts = tokens_per_lag([metrics])
@@ -127,20 +128,21 @@ class Trackers:
 
 
 def _captioned_texts(entries: Sequence[TranscriptEntry]) -> Iterator[tuple[str, str]]:
-    """Yield (caption, text) of each."""
+    """Yield (caption, text) of each transcript."""
     for entry in entries:
         facts = (f"{name} {entry[name]}" for name in COLUMNS[:-1] if entry.get(name) is not None)
         yield ", ".join(facts), str(entry.get("text", ""))
 
 
 def fenced_text(text: str) -> str:
-    """Return a text as Markdown's code; the fence is longer than any in the text."""
+    """Return a text as a code block in Markdown, with a fence longer than any fence in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{text}\n{fence}" if text else ""
 
 
 class _WandbTracker(Tracker):
-    """Our own step is the x axis: a validation can end after later steps; wandb's counter cannot go back."""
+    """Sends to wandb, with the training step as the x axis: a validation can end after later steps, but
+    wandb's counter cannot go back."""
 
     def __init__(self, module: Any, run: Any) -> None:
         self._module = module
@@ -171,7 +173,7 @@ class _WandbTracker(Tracker):
 
 
 class _SwanlabTracker(Tracker):
-    """Takes texts, but neither histograms nor a summary."""
+    """Sends to swanlab, which takes texts, but neither histograms nor a summary."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -188,7 +190,7 @@ class _SwanlabTracker(Tracker):
 
 
 class _TensorBoardTracker(Tracker):
-    """Its texts are Markdown."""
+    """Writes files for TensorBoard, with texts as Markdown."""
 
     def __init__(self, writer: Any, config: RunConfig) -> None:
         self._writer = writer
@@ -233,8 +235,8 @@ class _TensorBoardTracker(Tracker):
 
 
 class _AccelerateTracker(Tracker):
-    """Takes numbers only. One thread makes all calls, as e.g. mlflow keeps its run by thread; none is waited
-    for longer than PATIENCE."""
+    """Sends numbers through accelerate. One thread makes all calls, as e.g. mlflow keeps its run by thread;
+    no call is waited for longer than PATIENCE_SECONDS."""
 
     def __init__(self, tracker: Any, config: RunConfig) -> None:
         self._tracker = tracker
@@ -255,7 +257,7 @@ class _AccelerateTracker(Tracker):
         renamed_metrics = {
             name.replace("@", "_at_"): value for name, value in metrics.items()
         }  # mlflow refuses it
-        # Half of what is waited at the end: behind a last row that hangs are those of other trackers.
+        # Half of the patience at the end, so that a last row that hangs leaves time for other trackers.
         self._calls.ask(lambda: self._tracker.log(renamed_metrics, step=step), PATIENCE_SECONDS / 2)
 
     def close(self) -> None:
@@ -263,13 +265,13 @@ class _AccelerateTracker(Tracker):
 
 
 def _table_cell(value: Any) -> Any:
-    """A table's columns have one type each."""
+    """Return a value for a table, whose columns have one type each."""
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def check_trackers(config: RunConfig) -> None:
-    """ConfigError for one that is not installed, or that would send metrics to its service without being
-    logged in: when it is opened, there is a run directory already. Nothing is sent."""
+    """Check trackers before a run directory exists. ConfigError for a tracker that is not installed, or not
+    logged in to a service. Nothing is sent."""
     for name in config.observe.trackers:
         module = _import_module(name)
         try:
@@ -286,7 +288,7 @@ def check_trackers(config: RunConfig) -> None:
 
 
 def _wandb_logged_in(module: Any) -> bool:
-    """True if wandb finds a key in what it reads itself; its `login` would ask the service."""
+    """Tell whether wandb finds a key in its own settings; wandb's `login` would ask the service."""
     from requests.utils import get_netrc_auth  # a dependency of wandb
 
     settings = module.setup().settings
@@ -297,7 +299,7 @@ def _wandb_logged_in(module: Any) -> bool:
 
 
 def _swanlab_logged_in(module: Any) -> bool:
-    settings = module.Settings()  # of earlier releases without these
+    settings = module.Settings()  # in earlier releases without `mode`
     return getattr(settings, "mode", "") != "online" or bool(settings.api_key)
 
 
@@ -354,7 +356,7 @@ TRACKER_OPENERS: dict[str, Callable[[Any, RunConfig, Path], Tracker]] = {
     **dict.fromkeys(("aim", "clearml", "comet_ml", "dvclive", "mlflow", "trackio"), _open_accelerate),
 }
 LOGIN_CHECKS: dict[str, Callable[[Any], bool]] = {"wandb": _wandb_logged_in, "swanlab": _swanlab_logged_in}
-MODULE_NAMES = {"tensorboard": "torch.utils.tensorboard"}  # of the others: their names
+MODULE_NAMES = {"tensorboard": "torch.utils.tensorboard"}  # other modules have the tracker's name
 PACKAGE_EXTRAS = ("wandb", "tensorboard", "swanlab")
 
 

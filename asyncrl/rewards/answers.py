@@ -75,7 +75,7 @@ def _formulas(ground_truth: Any, **_: Any) -> list[str]:
 
 
 def _plain_targets(ground_truth: Any) -> list[str]:
-    """Return the accepted answers, except values that would be compared in Python's notation, such as None."""
+    """Return the accepted answers, without values that would be compared in Python's notation, as None."""
     return [str(truth) for truth in _accepted(ground_truth) if _is_plain_value(truth)]
 
 
@@ -221,7 +221,7 @@ def agent(
 
 
 def targets(ground_truth: Any) -> list[str]:
-    """Return the accepted answers of a text or number, a list, or a dict with `target` (as in search data)."""
+    """Return the accepted answers of a text, a number, a list, or a dict with `target` (search data)."""
     return [str(truth) for truth in _accepted(ground_truth)]
 
 

@@ -205,9 +205,17 @@ def _call_test(answer: str, function_name: str, test_input: Any, expected: Any) 
 
 
 def _assertion_test(answer: str, test: str) -> CodeTest:
-    """Test by code that raises. The last line prints a mark, so that an answer cannot pass by an early exit."""
+    """Test by code that raises. The last line prints a mark, so that no answer can pass by an early exit."""
     mark = secrets.token_hex(16)
-    source = f"{SILENCE_STDERR}\n{RUN_CODE.format(code=answer)}\n{RUN_CODE.format(code=test)}\nprint({chr(10) + mark!r})"
+    source = "\n".join(
+        (
+            SILENCE_STDERR,
+            RUN_CODE.format(code=answer),
+            RUN_CODE.format(code=test),
+            f"print({chr(10) + mark!r})",
+        )
+    )
+
     return CodeTest(source, "", lambda output: output.rstrip().endswith(mark))
 
 

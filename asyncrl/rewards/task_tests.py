@@ -61,7 +61,7 @@ class NoVerdict(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the outcome of a task's tests. `notes`: the tests that did not pass, or the reason for no verdict."""
+    """Holds the outcome of a task's tests. `notes`: failed tests, or the reason for the lack of a verdict."""
 
     score: float
     components: Mapping[str, float]
