@@ -324,10 +324,10 @@ def _advice_for_key(key: str) -> str:
     row = verl_keys.get(key) or verl_keys.get(f"actor_rollout_ref.{key}")
     our_key, note = row or next((row for name, row in verl_keys.items() if fnmatchcase(key, name)), ["", ""])
     note = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", note).replace("`", "")
-    if our_key or note:
-        return (
-            f"here it is {our_key}" + f" ({note})" * bool(note) if our_key else f"none here, because {note}"
-        )
+    if our_key:
+        return f"here it is {our_key} ({note})" if note else f"here it is {our_key}"
+    if note:
+        return f"none here, because {note}"
 
     known_names = dict.fromkeys([*groups, *(name for name, _ in _dotted_keys(default_tree(RunConfig)))])
     nearest_names = difflib.get_close_matches(key, known_names, n=3, cutoff=0.5)

@@ -186,15 +186,15 @@ def _read_folder(folder: Path) -> TaskFolder:
         _check_directory(image, path, path in workspace)
 
     task = Task(
-        fields.task.name or folder.name,
-        image.digest,
-        os.path.normpath(directory),
-        tuple(map(os.path.normpath, workspace)),
-        "root" if fields.agent.user in ("root", "0", 0) else "",
-        environment.env,
-        environment.memory_mb or _mebibytes(environment.memory),
-        environment.storage_mb or _mebibytes(environment.storage),
-        fields.agent.timeout_sec or 0.0,
+        name=fields.task.name or folder.name,
+        image=image.digest,
+        directory=os.path.normpath(directory),
+        workspace=tuple(map(os.path.normpath, workspace)),
+        user="root" if fields.agent.user in ("root", "0", 0) else "",
+        environment=environment.env,
+        memory_mb=environment.memory_mb or _mebibytes(environment.memory),
+        disk_mb=environment.storage_mb or _mebibytes(environment.storage),
+        seconds=fields.agent.timeout_sec or 0.0,
     )
 
     return TaskFolder(folder, instruction, task, _read_tests(folder, fields), fields.solution.env, ignored)
@@ -220,13 +220,11 @@ def _ignored_fields(folder: Path, document: dict[str, Any]) -> dict[str, Any]:
 
     for section, inner in document.items():
         honoured_names = names_by_section.get(section, ()) if isinstance(inner, dict) else ()
-        fields = (
-            {f"{section}.{name}": inner[name] for name in inner if name not in honoured_names}
-            if honoured_names
-            else {}
-        )
+        fields = {section: inner}
+        if honoured_names:
+            fields = {f"{section}.{name}": inner[name] for name in inner if name not in honoured_names}
 
-        for name, value in (fields if honoured_names else {section: inner}).items():
+        for name, value in fields.items():
             if name in REFUSED_FIELDS and value and str(value).lower() not in HARMLESS_VALUES:
                 refusals.append((f"{TASK_FILE}: {name} = {str(value)[:60]}", REFUSED_FIELDS[name]))
             elif name not in REFUSED_FIELDS and value and section not in DESCRIPTIVE_SECTIONS:
@@ -249,12 +247,9 @@ def _find_task_image(folder: Path, configured_name: str) -> Image:
         if not (configured_name or (folder / "environment/Dockerfile").is_file()):
             raise ConfigError(f"{error}; or set environment.docker_image to one that is there") from error
 
-        make_command = (
-            f"docker pull {image_source}"
-            if configured_name
-            else f"docker build -t {image_source} {folder / 'environment'}"
-        )
-
+        make_command = f"docker build -t {image_source} {folder / 'environment'}"
+        if configured_name:
+            make_command = f"docker pull {image_source}"
         import_command = f"docker save {image_source} | asyncrl image import - --name {name}"
         raise ConfigError(f"{error}, for example: {make_command}; {import_command}") from error
 

@@ -61,12 +61,8 @@ def _read_message(where: str, fields: dict[str, Any]) -> Message:
             part for part in content if not isinstance(part, dict) or part.get("type", "text") != "text"
         ]
         if unsupported_parts:
-            kind = (
-                unsupported_parts[0].get("type")
-                if isinstance(unsupported_parts[0], dict)
-                else type(unsupported_parts[0]).__name__
-            )
-
+            part = unsupported_parts[0]
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise ConfigError(f"{where} has content of type {kind}; only text can be trained here")
 
         content = "".join(str(part.get("text", "")) for part in content)

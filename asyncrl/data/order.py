@@ -56,20 +56,18 @@ class EpochOrder:
 
                 os.replace(file.name, path)
 
-                # a crash goes back by one epoch at most
+                # A crash goes back by one epoch at most, so the order of two epochs ago is not needed.
                 (self.directory / f"order-{epoch - 2}").unlink(missing_ok=True)
 
             return array("Q", path.read_bytes())
 
     def _compute_order(self, epoch: int) -> Sequence[int]:
         all_numbers = range(len(self.samples))
-        drawn_numbers = (
-            list(all_numbers)
-            if self.draws_per_source is None
-            else self._mix_sources(epoch, self.draws_per_source)
-        )
-
-        drawn_numbers = shuffled(drawn_numbers, f"{self.seed}/{epoch}") if self.shuffle else drawn_numbers
+        drawn_numbers = list(all_numbers)
+        if self.draws_per_source is not None:
+            drawn_numbers = self._mix_sources(epoch, self.draws_per_source)
+        if self.shuffle:
+            drawn_numbers = shuffled(drawn_numbers, f"{self.seed}/{epoch}")
         if self._hook is None:
             return drawn_numbers
 
@@ -108,13 +106,9 @@ class EpochOrder:
         """Return draws `first` to `end` of one source's samples, which are repeated pass after pass."""
         numbers: list[int] = []
         for pass_index in range(first // size, -(-end // size)):
-            all_numbers = range(size)
-            order = (
-                shuffled(all_numbers, f"{self.seed}/{source}/{pass_index}")
-                if self.shuffle
-                else list(all_numbers)
-            )
-
+            order = list(range(size))
+            if self.shuffle:
+                order = shuffled(order, f"{self.seed}/{source}/{pass_index}")
             numbers += order[max(0, first - pass_index * size) : end - pass_index * size]
 
         return numbers

@@ -31,9 +31,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise ConfigError(f"{path}: no such file; correct the path, or see docs/data.md for what it may be")
 
     is_empty = True
-    with ConfigError.instead_of(
-        OSError, ValueError, text=f"{path}: not readable as {path.suffix[1:]}", advice="write it anew"
-    ):  # msgspec's and pyarrow's errors are among them
+    problem = f"{path}: not readable as {path.suffix[1:]}"
+    # ValueError: msgspec's and pyarrow's errors are subclasses.
+    with ConfigError.instead_of(OSError, ValueError, text=problem, advice="write it anew"):
         for number, row in enumerate(READERS[path.suffix](path)):
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, sample {number}: an object is expected, not {type(row).__name__}")
@@ -46,7 +46,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
-    import pyarrow  # here: `--help` should not wait for it
+    import pyarrow  # not at the top, so that `--help` does not wait
     import pyarrow.parquet
 
     try:
@@ -67,9 +67,12 @@ def _converter(kind: Any) -> Callable[[Any], Any] | None:
     import pyarrow.types as types
 
     if types.is_map(kind):
-        of_key, of_value = (_converter(part) or _unchanged for part in (kind.key_type, kind.item_type))
+        convert_key = _converter(kind.key_type) or _unchanged
+        convert_value = _converter(kind.item_type) or _unchanged
         return lambda pairs: (
-            None if pairs is None else {_map_key(of_key(key)): of_value(value) for key, value in pairs}
+            None
+            if pairs is None
+            else {_map_key(convert_key(key)): convert_value(value) for key, value in pairs}
         )
 
     if types.is_struct(kind):
@@ -83,8 +86,8 @@ def _converter(kind: Any) -> Callable[[Any], Any] | None:
         )
 
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        of_item = _converter(kind.value_type)
-        return of_item and (lambda items: items and [of_item(item) for item in items])
+        convert_item = _converter(kind.value_type)
+        return convert_item and (lambda items: items and [convert_item(item) for item in items])
     if types.is_dictionary(kind):
         return _converter(kind.value_type)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind):
@@ -223,7 +226,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> int:
     if path.suffix == ".jsonl":
         temporary.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in all_rows))
     else:
-        import pyarrow  # here: `--help` should not wait for it
+        import pyarrow  # not at the top, so that `--help` does not wait
         import pyarrow.parquet
 
         with temporary.open("wb") as file:  # pyarrow reads some paths as URLs

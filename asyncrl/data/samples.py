@@ -57,12 +57,13 @@ def read_samples(
         is_empty = False
         is_demonstration = _is_demonstration(layout, row)
 
-        row = count_row(
-            rename_columns(str(origin), row, layout.columns, _optional_parts(layout, row, is_demonstration)),
-            is_demonstration,
-        )
-
-        yield _read_demonstration(origin, row, layout) if is_demonstration else question(origin, row, layout)
+        optional_parts = _optional_parts(layout, row, is_demonstration)
+        row = rename_columns(str(origin), row, layout.columns, optional_parts)
+        row = count_row(row, is_demonstration)
+        if is_demonstration:
+            yield _read_demonstration(origin, row, layout)
+        else:
+            yield question(origin, row, layout)
 
     if is_empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
@@ -80,8 +81,10 @@ def _optional_parts(layout: RowLayout, row: Row, demonstration: bool) -> tuple[s
     and the prompts of `data.test` have different columns."""
     if not demonstration:
         return ("messages", "response", "tools")
-    has_messages = "messages" in layout.columns or row.get("messages") is not None
-    return ("ground_truth", "reward_model", *(("prompt", "response") if has_messages else ()))
+
+    if "messages" in layout.columns or row.get("messages") is not None:
+        return ("ground_truth", "reward_model", "prompt", "response")
+    return ("ground_truth", "reward_model")
 
 
 def question(origin: Place, row: Row, layout: RowLayout) -> Sample:

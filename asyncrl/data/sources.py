@@ -96,9 +96,10 @@ def load_split(name: str, config: str, split: str, hint: str, revision: str = ""
     import datasets  # slow to import
 
     datasets.disable_progress_bars()
-    with ConfigError.instead_of(
-        Exception, text=f"{name}: the split {split!r} cannot be loaded", advice=hint
-    ):  # errors of the network, the disk, the format
+
+    # Exception: errors of the network, the disk and the format are of many types.
+    problem = f"{name}: the split {split!r} cannot be loaded"
+    with ConfigError.instead_of(Exception, text=problem, advice=hint):
         if config and datasets.get_dataset_config_names(name, revision or None) == ["default"]:
             config = ""
 
@@ -139,11 +140,13 @@ def _iterate_dataset(where: str, make_rows: Callable[[str], Iterable[Any]], path
     """Iterate over a user's data set, and turn exceptions into a ConfigError with file and line. Data sets
     that can only be counted and indexed, such as torch's, are iterated by index."""
 
-    def iterated() -> Iterator[Any]:
+    def iterate_rows() -> Iterator[Any]:
         rows: Any = make_rows(path)
-        return iter(rows if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows))))
+        if hasattr(rows, "__iter__"):
+            return iter(rows)
+        return map(rows.__getitem__, range(len(rows)))
 
-    rows = _call_dataset(where, iterated)
+    rows = _call_dataset(where, iterate_rows)
     while (row := _call_dataset(where, lambda: next(rows, NO_MORE_ROWS))) is not NO_MORE_ROWS:
         yield row
 

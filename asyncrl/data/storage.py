@@ -40,9 +40,9 @@ class Samples(Sequence[Sample]):
         footer = msgspec.msgpack.decode(self._mapped_file[footer_offset:footer_size_offset], type=Footer)
         self.fingerprint = footer.fingerprint
         self.sizes = footer.sizes
-        self._sample_ends = memoryview(self._mapped_file)[
-            footer_offset - UINT64.size * sum(self.sizes) : footer_offset
-        ].cast("Q")
+
+        ends_offset = footer_offset - UINT64.size * sum(self.sizes)
+        self._sample_ends = memoryview(self._mapped_file)[ends_offset:footer_offset].cast("Q")
         self._decoder = msgspec.msgpack.Decoder(Sample)
 
     @classmethod
@@ -99,10 +99,10 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
-        return self._decoder.decode(
-            self._mapped_file[self._sample_ends[number - 1] if number else 0 : self._sample_ends[number]]
-        )
+
+        number = range(len(self))[index]  # negative indexes count from the end
+        start = self._sample_ends[number - 1] if number else 0
+        return self._decoder.decode(self._mapped_file[start : self._sample_ends[number]])
 
 
 def samples_path(run_dir: Path, split: str) -> Path:
@@ -115,11 +115,9 @@ def check_same_data(samples: Samples, recorded_fingerprint: str, filtered_by: st
     fingerprint equals `recorded_fingerprint`, or that is empty (a new run). `filtered_by`: changed settings
     that filter other prompts."""
     if recorded_fingerprint not in ("", samples.fingerprint):
-        advice = (
-            f": data.filter_overlong depends on {filtered_by}; restore that"
-            if filtered_by
-            else "; restore the data, of tasks their images, too"
-        )
+        advice = "; restore the data, of tasks their images, too"
+        if filtered_by:
+            advice = f": data.filter_overlong depends on {filtered_by}; restore that"
 
         raise ConfigError(
             "data.train: these are other samples, or in another order, than those that the run was begun "

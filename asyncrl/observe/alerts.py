@@ -128,9 +128,9 @@ class Evidence(NamedTuple):
         the highest counts as a success; a lower score may be earned by the right format alone."""
         if self.held_out_successes:
             return self.held_out_successes[-1].success
-        score_counts = len(self.last_steps) == WINDOW and self.highest_score >= self.keys.get(
-            "validation.success", 1.0
-        )
+
+        threshold = self.keys.get("validation.success", 1.0)
+        score_counts = len(self.last_steps) == WINDOW and self.highest_score >= threshold
         return self.mean_of(metric.REWARD) / self.highest_score if score_counts else 0.0
 
     @property
@@ -138,10 +138,8 @@ class Evidence(NamedTuple):
         """Tell whether the run learns: the newest held-out success exceeds, by more than chance, a success
         from before half of the steps. In a young run without such validations the mean score in training
         must have risen. A run whose score in training has fallen since the first steps does not learn."""
-        before, now = (
-            [row[metric.REWARD] for row in rows if metric.REWARD in row]
-            for rows in (self.first_steps, self.last_steps)
-        )
+        before = [row[metric.REWARD] for row in self.first_steps if metric.REWARD in row]
+        now = [row[metric.REWARD] for row in self.last_steps if metric.REWARD in row]
         if before and now and fmean(now) < fmean(before):
             return False
         if self.held_out_successes:
@@ -157,9 +155,9 @@ class Evidence(NamedTuple):
 
     def growth_of(self, name: str) -> float:
         """Return the growth of a counter in the last steps; in a young run, since the start."""
-        return self.newest_gauges.get(name, 0.0) - (
-            self.last_steps[0].get(name, 0.0) if len(self.last_steps) == WINDOW else 0.0
-        )
+        is_young = len(self.last_steps) < WINDOW
+        count_before = 0.0 if is_young else self.last_steps[0].get(name, 0.0)
+        return self.newest_gauges.get(name, 0.0) - count_before
 
     @property
     def settled_episodes(self) -> float:
@@ -177,12 +175,15 @@ class Finding(NamedTuple):
 
 
 class Advice(msgspec.Struct, frozen=True):
+    """Holds what to do about a problem, and the keys to change."""
+
     do: str
     keys: list[str] = []
 
 
 class RuleText(Advice, frozen=True, kw_only=True):
-    """Holds the entry of an alert in alerts.yaml."""
+    """Holds the entry of an alert in alerts.yaml. `scores`: the alert is about learning, so a run that is
+    solved or learns has none."""
 
     level: Level
     link: dict[str, str] = {}
@@ -209,17 +210,20 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     gauges = status.get("gauges", {})
     last_steps = steps[-WINDOW:] or ([gauges] if HIGHEST_SCORE in gauges else [])
     evidence = Evidence(
-        steps[:WINDOW], last_steps, [row for row in rows if metric.SAMPLED in row], status, keys
+        first_steps=steps[:WINDOW],
+        last_steps=last_steps,
+        validations=[row for row in rows if metric.SAMPLED in row],
+        status=status,
+        keys=keys,
     )
+
+    # Rules about scores need enough episodes, and are silent while the run learns.
     batch_episodes = keys.get("buffer.groups_per_batch", 1) * keys.get("buffer.episodes_per_group", 1)
     is_supervised = any(metric.NLL in row for row in last_steps)
     trains = keys.get("total_steps", 1) > 0
-    judges_learning = (
-        trains
-        and not is_supervised
-        and (len(steps) >= WINDOW or evidence.landed_episodes >= 2 * batch_episodes)
-    )
-    judges_learning = judges_learning and not evidence.is_rising
+    has_enough = len(steps) >= WINDOW or evidence.landed_episodes >= 2 * batch_episodes
+    judges_learning = trains and not is_supervised and has_enough and not evidence.is_rising
+
     step = int(steps[-1]["training/step"]) if steps else 0
     found_alerts: list[Alert] = []
 
@@ -228,9 +232,9 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
         is_solved = any(alert.level == "good" for alert in found_alerts)
         if rule.level == "advice" and len(steps) < (SETTLED_STEPS if rule.scores else WINDOW):
             continue
-        if (rule.scores and (is_solved or not judges_learning)) or (
-            rule.level == "good" and (is_supervised or not trains)
-        ):
+        if rule.scores and (is_solved or not judges_learning):
+            continue
+        if rule.level == "good" and (is_supervised or not trains):
             continue
 
         if finding := find_problem(evidence):
@@ -367,19 +371,20 @@ def _find_loss(evidence: Evidence) -> Finding | None:
 
 def _find_wrong_account(evidence: Evidence) -> Finding | None:
     account = flow_of(evidence.newest_gauges)
-    return (
-        None
-        if account.conserved
-        else Finding(f"{account.issued:,} episodes issued are not the sum of all states")
-    )
+    if account.conserved:
+        return None
+    return Finding(f"{account.issued:,} episodes issued are not the sum of all states")
 
 
 def _find_constant_reward(evidence: Evidence) -> Finding | None:
-    values = {
+    scores = {
         row[name] for row in evidence.last_steps for name in (LOWEST_SCORE, HIGHEST_SCORE) if name in row
     }
-    count = f"{evidence.landed_episodes:,.0f} " * (evidence.landed_episodes > 0)
-    return Finding(f"all {count}episodes scored {values.pop():g}") if len(values) == 1 else None
+    if len(scores) != 1:
+        return None
+
+    count = f"{evidence.landed_episodes:,.0f} " if evidence.landed_episodes > 0 else ""
+    return Finding(f"all {count}episodes scored {scores.pop():g}")
 
 
 def _find_cut_off(evidence: Evidence) -> Finding | None:
@@ -405,14 +410,12 @@ def _unless_taught(find: Callable[[Evidence], Finding | None]) -> Callable[[Evid
 
 def _find_nothing_taught(evidence: Evidence) -> Finding | None:
     share = evidence.mean_of(metric.ZERO_ADVANTAGE)
+    if share < NEARLY_ALL:
+        return None
+
     score = evidence.mean_of(metric.REWARD)
     scores = f"mean score {score:.3g}, highest {evidence.highest_score:.3g}"
-
-    return (
-        Finding(f"{share:.0%} of the trained episodes have advantage 0; {scores}")
-        if share >= NEARLY_ALL
-        else None
-    )
+    return Finding(f"{share:.0%} of the trained episodes have advantage 0; {scores}")
 
 
 def _find_little_taught(evidence: Evidence) -> Finding | None:
@@ -422,7 +425,8 @@ def _find_little_taught(evidence: Evidence) -> Finding | None:
 
 
 def _find_collapse(evidence: Evidence) -> Finding | None:
-    before, now = (mean(rows, metric.ENTROPY) for rows in (evidence.first_steps, evidence.last_steps))
+    before = mean(evidence.first_steps, metric.ENTROPY)
+    now = mean(evidence.last_steps, metric.ENTROPY)
     if before is None or now is None or now > min(COLLAPSED_ENTROPY, before / 10):
         return None
     return Finding(f"entropy fell from {before:.3g} to {now:.3g} nats a token")
@@ -496,9 +500,8 @@ def _find_limit(evidence: Evidence) -> Finding | None:
             f"by the trainer: it waits {trainer_idle:.0%} of the time, the engines {rollout_idle:.0%}"
         )
 
-    episode_seconds, reward_seconds = (
-        mean(evidence.last_steps, f"timing_s/{name}/mean") for name in ("episode", "reward")
-    )
+    episode_seconds = mean(evidence.last_steps, "timing_s/episode/mean")
+    reward_seconds = mean(evidence.last_steps, "timing_s/reward/mean")
     if trainer_idle < LIMITING_SHARE or not episode_seconds or reward_seconds is None:
         return None
 

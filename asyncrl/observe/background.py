@@ -24,8 +24,8 @@ class Background:
 
     def __init__(self, name: str, max_waiting: int) -> None:
         self.lost = 0
-        self._lost_lock = threading.Lock()  # `lost`, which callers and the thread increase
-        self._call_started: float | None = None  # the call under way
+        self._lost_lock = threading.Lock()  # guards `lost`, which callers and the thread increase
+        self._call_started: float | None = None  # monotonic time of the start of the call under way
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -64,9 +64,9 @@ class Background:
             return False
 
         while self._thread.is_alive():
-            if (seconds_left := min(deadline - time.monotonic(), self._seconds_left(seconds))) <= 0:
+            seconds_left = min(deadline - time.monotonic(), self._seconds_left(seconds))
+            if seconds_left <= 0:
                 return False
-
             self._thread.join(seconds_left)
 
         return True
@@ -90,7 +90,6 @@ class Background:
                 self._count_lost()
                 if not failure_logged:
                     log.warning("%s: %s", self._thread.name, one_line(error))
-
                 failure_logged = True
 
             self._call_started = None

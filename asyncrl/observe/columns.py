@@ -34,17 +34,18 @@ class Measured:
             file.seek(self.read)
             while lines := [line for line in file.readlines(CHUNK_BYTES) if line.endswith(b"\n")]:
                 self.read += sum(map(len, lines))
-                file.seek(self.read)  # the last line may have been under way
+                file.seek(self.read)  # the last line may be incomplete
                 rows = [row for line in lines if (row := self._decode_row(line))]
-                columns = zip_longest(*rows, fillvalue=math.nan)  # earlier ones may lack the newest names
-
+                columns = zip_longest(*rows, fillvalue=math.nan)  # earlier rows may lack the newest names
                 for values, new_values in zip(self._columns.values(), columns, strict=False):
                     values.extend(new_values)
 
+        # Of the rows of a step the last is the one that trained, if there is one; others are earlier rows.
         steps = self._column(STEP)
         trained = ~np.isnan(self._column(STEP_SECONDS))
         order = np.lexsort((trained, steps))
         self.steps, step_indexes, counts = np.unique(steps[order], return_inverse=True, return_counts=True)
+
         last_positions = np.cumsum(counts) - 1
         earlier_positions = np.delete(np.arange(len(order)), last_positions)
         self._last_rows = order[last_positions]

@@ -193,7 +193,8 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
                 cause = message
                 cause_was_logged = level in _ERROR_LEVELS
 
-            level, last_level = "", level  # another traceback is not of this record
+            last_level = level
+            level = ""  # a further traceback does not belong to this record
         elif line.startswith(_FATAL):
             cause = line
 

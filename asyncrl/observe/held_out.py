@@ -231,7 +231,8 @@ class SuccessShare(NamedTuple):
 def clearly_below(low: SuccessShare, high: SuccessShare) -> bool:
     """Tell whether a share is below another by more than chance: the intervals do not meet. For example, of
     24 questions 100% is clearly more than 86%, and 50% is clearly less than 69%."""
-    (_, low_end), (high_end, _) = low.interval, high.interval
+    low_end = low.interval[1]
+    high_end = high.interval[0]
     return high_end is not None and low_end is not None and low_end < high_end
 
 

@@ -110,9 +110,11 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
         name, values = shown_results[0]
         text = f"{name} {' → '.join(filter(None, values))} {steps_text}{_unclear_note(summary, name)}"
     elif steps_done:
-        key, name = (
-            ("nll", "loss per token") if summary.get("nll_first") is not None else ("reward", "reward")
-        )
+        key = "reward"
+        name = "reward"
+        if summary.get("nll_first") is not None:
+            key = "nll"
+            name = "loss per token"
         values = [text_of(key, summary.get(f"{key}_{when}")) for when in ("first", "last")]
         change = f"{name} {' → '.join(dict.fromkeys(values))}" if all(values) else "no reward is known"
         text = f"{change} {steps_text}; {f'{before[0]} before' if before else 'no validation was run'}"
@@ -201,14 +203,16 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
     """Return the summary's lines on failed attempts and on the account of held-out episodes."""
     lines = [failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", ""))]
     if (account := summary.get("held_out", {})).get("issued"):
-        names = ["scored", "failed", "in_flight"] + ["begun_anew"] * bool(account.get("begun_anew"))
+        names = ["scored", "failed", "in_flight"]
+        if account.get("begun_anew"):
+            names.append("begun_anew")
         parts = (f"{account.get(name, 0)} {name.replace('_', ' ')}" for name in names)
         lines.append(f"held out: {account['issued']} issued = {' + '.join(parts)}")
     return [line for line in lines if line]
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """Returns a row per step, in order: a step repeated after a crash counts once, as it was last."""
+    """Return a row per step, in order; of a step repeated after a crash the last row counts."""
     by_step = {row["training/step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
 

@@ -101,10 +101,13 @@ def print_summary(
 
 def numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tuple[str, str]]:
     """Yield label and value of the known numbers; `everything`: diagnostics, too."""
-    for label, key, form in (*SUMMARY_NUMBERS, *DIAGNOSTICS * everything):
+    entries = (*SUMMARY_NUMBERS, *DIAGNOSTICS) if everything else SUMMARY_NUMBERS
+    for label, key, form in entries:
         if (value := summary.get(key)) is not None:
             text = duration(value) if key == "seconds" else formatted(value, form)
-            yield label, text + ROUNDING_NOTE * (key == "probe_logprob_diff_max" and value > 1e-3)
+            if key == "probe_logprob_diff_max" and value > 1e-3:
+                text += ROUNDING_NOTE
+            yield label, text
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -115,10 +118,14 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows = list[tuple[str, float | None, float | None]]()
 
     for key, (label, _) in JUDGED.items():
-        held_out = "held out" + threshold * label.startswith("success")
+        held_out = f"held out{threshold}" if label.startswith("success") else "held out"
         rows.append((f"{label} ({held_out})", value_of(f"{key}_before"), value_of(f"{key}_after")))
 
-    label, key = ("reward", "reward") if value_of("nll_first") is None else ("loss per token", "nll")
+    label = "reward"
+    key = "reward"
+    if value_of("nll_first") is not None:
+        label = "loss per token"
+        key = "nll"
     rows.append((f"{label} (training)", value_of(f"{key}_first"), value_of(f"{key}_last")))
     rows.append(("KL to the reference (training)", value_of("kl_loss_first"), value_of("kl_loss_last")))
 

@@ -160,13 +160,13 @@ def overlap(run_dir: Path) -> float | None:
     seconds_together = 0.0
 
     for moment, step in edges:
-        seconds_together += (moment - previous_moment) * (busy_processes == len(all_processes))
-        busy_processes = busy_processes + step
+        if busy_processes == len(all_processes):
+            seconds_together += moment - previous_moment
+        busy_processes += step
         previous_moment = moment
 
-    training_seconds = max(span_end for _, span_end in training) - min(
-        span_start for span_start, _ in training
-    )
+    training_start = min(span_start for span_start, _ in training)
+    training_seconds = max(span_end for _, span_end in training) - training_start
     return seconds_together / training_seconds if training_seconds else 0.0
 
 

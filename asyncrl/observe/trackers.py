@@ -99,14 +99,14 @@ class Trackers:
         if self._calls.lost:
             log.warning("trackers: %d rows are in metrics.jsonl only", self._calls.lost)
         self._failed_trackers.clear()  # closing keeps the rows that failed trackers have
-        self._call_each(
-            lambda tracker: tracker.close()
-        )  # in the main thread, as swanlab resets signal handlers
+        # The calls are made in this, the main thread, as swanlab resets signal handlers.
+        self._call_each(lambda tracker: tracker.close())
 
     def _log_row(self, step: int, metrics: dict[str, float], values: EpisodeValues) -> None:
         counts = tokens_per_lag([metrics])
         tokens = [counts.get(lag, 0) for lag in range(max(counts, default=-1) + 1)]
         self._call_each(lambda tracker: tracker.log(step, metrics, values, tokens))
+
         if self._trackers and VALIDATED in metrics:
             path = self._run_dir / "transcripts" / "validation" / f"step-{step}.jsonl"
             with recorded() as failure:
@@ -246,7 +246,7 @@ class _AccelerateTracker(Tracker):
     def _start(self, config: RunConfig) -> None:
         from accelerate.state import PartialState
 
-        PartialState(cpu=True)  # accelerate asks it whether this is the main process
+        PartialState(cpu=True)  # tells accelerate that this is the main process
         self._tracker.start()
         options = leaves(msgspec.to_builtins(config))
         self._tracker.store_init_configuration(
@@ -254,9 +254,9 @@ class _AccelerateTracker(Tracker):
         )
 
     def log(self, step: int, metrics: dict[str, float], values: EpisodeValues, lags: Sequence[int]) -> None:
-        renamed_metrics = {
-            name.replace("@", "_at_"): value for name, value in metrics.items()
-        }  # mlflow refuses it
+        # mlflow refuses `@` in names.
+        renamed_metrics = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+
         # Half of the patience at the end, so that a last row that hangs leaves time for other trackers.
         self._calls.ask(lambda: self._tracker.log(renamed_metrics, step=step), PATIENCE_SECONDS / 2)
 
@@ -299,7 +299,7 @@ def _wandb_logged_in(module: Any) -> bool:
 
 
 def _swanlab_logged_in(module: Any) -> bool:
-    settings = module.Settings()  # in earlier releases without `mode`
+    settings = module.Settings()  # earlier releases have no `mode`
     return getattr(settings, "mode", "") != "online" or bool(settings.api_key)
 
 
@@ -309,9 +309,10 @@ def _not_started_text(name: str, error: Exception) -> str:
 
 def _open_wandb(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
     run_description = _run_description(config)
-    settings = (
-        {"finish_timeout": PATIENCE_SECONDS} if hasattr(module.setup().settings, "finish_timeout") else {}
-    )
+    settings = {}
+    if hasattr(module.setup().settings, "finish_timeout"):
+        settings["finish_timeout"] = PATIENCE_SECONDS
+
     run_options = {"dir": str(run_dir), "resume": "allow", "id": run_id(run_dir)}
     run = module.init(**run_description, **run_options, settings=module.Settings(**settings))
     return _WandbTracker(module, run)

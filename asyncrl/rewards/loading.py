@@ -63,7 +63,7 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = REWARD_KEY) -
 
 
 def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
-    """Load one function of whole episodes, with its options bound."""
+    """Load one reward as a function of episodes, with options bound."""
     loaded_object = rewards.load(source.spec, where)
     where = f"{where}.{source.spec}"
     function = bound(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
@@ -78,10 +78,10 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     own_deadline = getattr(loaded_object, "own_deadline", 0.0) if location == "loop" else 0.0
 
     return Reward(
-        source.spec,
-        _takes_episode(function),
-        location,
-        source,
+        name=source.spec,
+        function=_takes_episode(function),
+        place=location,
+        source=source,
         load=load,
         own_deadline=own_deadline,
         needs_truth=bool(getattr(loaded_object, "needs_truth", False)),
@@ -96,7 +96,10 @@ def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
 
 
 def _takes_episode(function: RewardFunction) -> Callable[[RewardInput], Any]:
-    return function if _is_typed(function) else lambda episode: function(**verl_arguments(episode))
+    """Adapt a function of either signature to take an episode."""
+    if _is_typed(function):
+        return function
+    return lambda episode: function(**verl_arguments(episode))
 
 
 def _load_weighted(name: str, spec: str, options: Options, where: str) -> Reward:
@@ -153,9 +156,7 @@ def _is_typed(function: RewardFunction) -> bool:
     if len(positional_parameters) != 1:
         return False
 
-    annotation = positional_parameters[0].annotation  # text, where annotations are postponed
-    return (
-        positional_parameters[0].name == "given"
-        or annotation is RewardInput
-        or str(annotation).endswith("RewardInput")
-    )
+    (parameter,) = positional_parameters
+    annotation = parameter.annotation  # a text if annotations are postponed
+    is_annotated = annotation is RewardInput or str(annotation).endswith("RewardInput")
+    return parameter.name == "given" or is_annotated

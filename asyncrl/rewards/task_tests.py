@@ -111,6 +111,8 @@ class JudgedByTests:
         return {"score": verdict.score, "components": verdict.components, "tests": notes or None}
 
     async def _judge_result(self, task: Task, tests: TaskTests, result: Any) -> Verdict:
+        """Judge the changes in an episode's result. Without a verdict, the tests run without the changes,
+        too: if there is no verdict either, the task is at fault, and RewardError is raised."""
         share_names = ("turn_green", "stay_green") if tests.named else ()
         zero_components = dict.fromkeys((*share_names, "seconds", "network"), 0.0)
         if isinstance(result, dict) and (reason := result.get("failed")):
@@ -145,10 +147,8 @@ class JudgedByTests:
                         *map(match_any_case, with_modules(PROTECTED)),
                         *protected_names(sandbox, tests),
                     )
-
-                    await sandbox.jail.apply(
-                        packed(entries_within(sandbox.workspace, changes, protected_globs)), protected_globs
-                    )
+                    entries = entries_within(sandbox.workspace, changes, protected_globs)
+                    await sandbox.jail.apply(packed(entries), protected_globs)
 
                 await sandbox.jail.apply(packed((*files, *EMPTY_LOGS)))
 
@@ -172,9 +172,9 @@ class JudgedByTests:
         program = Program(["/bin/sh", "-c", RUN_SCRIPT], environment, sandbox.directory)
         run_result = await jail.execute(program, (null_file, null_file, null_file), tests.seconds)
         timeout_note = f"the tests did not end within {tests.seconds:g} s"
-        if (
-            run_result.ending is RunEnding.DIED and run_result.seconds < tests.seconds
-        ):  # no code inside can do this
+
+        # No code inside can end the sandbox early.
+        if run_result.ending is RunEnding.DIED and run_result.seconds < tests.seconds:
             raise SandboxError("the sandbox of the tests ended")
 
         if run_result.ending is RunEnding.STARVED:
@@ -274,10 +274,12 @@ def protected_names(sandbox: TaskSandbox, tests: TaskTests) -> Iterator[str]:
     roots = {"/", sandbox.directory, *sandbox.workspace}
     test_files = {Path(name.partition("::")[0]) for name in tests.named}
 
-    for path in {
+    test_paths = {
         next((parent for parent in file.parents if parent.name in TEST_DIRECTORIES), file)
         for file in test_files
-    }:
+    }
+
+    for path in test_paths:
         yield from (glob.escape(os.path.normpath(os.path.join(top, path))) for top in roots)
 
         # The path is protected anywhere, as the root of the tests may lie deeper.
@@ -358,7 +360,10 @@ def verdict_by_names(tests: TaskTests, passed: dict[tuple[str, str], bool], allo
     broken = failed(tests.stay_green)
     turned_share = 1 - len(not_green) / max(1, len(tests.turn_green))
     stayed_share = 1 - len(broken) / max(1, len(tests.stay_green))
-    score = (turned_share if allow_partial else float(not not_green)) * (not broken)
+    score = turned_share if allow_partial else float(not not_green)
+    if broken:
+        score = 0.0
+
     failures = [("not green", not_green), ("broken", broken)]
     notes = "; ".join(
         f"{len(names)} {description}: {', '.join(names)}" for description, names in failures if names
