@@ -128,10 +128,12 @@ def test_a_tracker_that_hangs_in_its_last_row_costs_others_nothing(
         log=lambda row, step: answers.wait(60),
         finish=lambda: None,
     )
-    other = SimpleNamespace(log=lambda step, *row: rows.append(step), close=lambda: rows.append("closed"))
+    other_tracker = SimpleNamespace(
+        log=lambda step, *row: rows.append(step), close=lambda: rows.append("closed")
+    )
     hung = trackers_module._AccelerateTracker(hanging, config("mlflow"))
     monkeypatch.setattr(trackers_module, "PATIENCE_SECONDS", 0.6)
-    trackers = Trackers({"mlflow": hung, "other": other}, tmp_path)
+    trackers = Trackers({"mlflow": hung, "other": other_tracker}, tmp_path)
     trackers.log(1, {})
     trackers.close()
     answers.set()
@@ -269,8 +271,8 @@ def test_runs_of_one_name_have_ids_of_their_own_and_a_resumed_one_keeps_its(
         (tmp_path / directory).mkdir(exist_ok=True)
         with opened(name, tmp_path / directory):
             pass
-    first, again, other = (described["id"] for described in service.described)
-    assert first == again != other
+    first, again, other_id = (described["id"] for described in service.described)
+    assert first == again != other_id
     assert {described["resume"] for described in service.described} == {"allow"}
 
 
@@ -280,8 +282,8 @@ def test_a_service_is_called_as_it_wants(name: str, tmp_path: Path, monkeypatch:
     with opened(name, tmp_path, "x" * 200) as trackers:
         trackers.log(1, {"a": 1.0})
     (described,) = service.described
-    shown = described["name" if name == "wandb" else "experiment_name"]
-    assert (described["project"], shown) == ("asyncrl", "x" * 128)
+    shown_name = described["name" if name == "wandb" else "experiment_name"]
+    assert (described["project"], shown_name) == ("asyncrl", "x" * 128)
     assert (
         service.calls
         == {
