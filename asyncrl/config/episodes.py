@@ -79,13 +79,13 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout: Seconds = 60.0
     """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
     part_seconds: Seconds = 60.0
-    """A turn that lasts longer is made durable in parts of so many seconds: a lost worker loses less than one
-    of them. Larger than `episode_timeout`: never."""
+    """A turn that lasts longer is made durable in parts of this many seconds, so that a lost worker loses
+    less than one part. A value above `episode_timeout` turns this off."""
     episode_timeout: Seconds = 600.0
-    """Wall-clock limit of one episode. Then it ends and is scored; without a finished turn it fails. What is
-    continued after a loss has what was left."""
+    """Wall-clock limit of one episode, which then ends and is scored, or fails if no turn is finished. An
+    episode that is continued after a loss has the remaining time."""
     retries: Count = 2
-    """Re-issues of an episode that failed for a reason that is not the policy's. Lost workers and servers,
+    """Further attempts at an episode that failed through no fault of the policy. Lost workers and servers,
     and stops of the run, do not count."""
 
     @property

@@ -63,7 +63,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A source among several: its share of the draws is its weight by the sum of all weights."""
+    """A source among several, with a fraction of the draws: its weight divided by the sum of all weights."""
 
     path: RequiredPath
     weight: Annotated[float, Meta(gt=0)]
@@ -105,8 +105,8 @@ class WeightsConfig(Section, frozen=True):
     every: Positive = 1
     """Publish after every k-th step."""
     directory: RequiredPath = "auto"
-    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Other machines
-    are brought the versions. Or an absolute path that all share: in a directory of the run's own there."""
+    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions are
+    copied to other machines. Or an absolute path that all machines share; the run makes a directory there."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version in this time is reported and gets the latest one."""
     transport: Literal["disk", "collective"] = "disk"
@@ -164,8 +164,8 @@ class LaunchConfig(Section, frozen=True):
     restarts: Count = 5
     """Restarts per role before the run is given up; earlier ones do not count after 10 minutes and a step."""
     threads: Positive = 1
-    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. More than cores for
-    all of them together wait for each other: two each on two cores made 7 s of work 95 s."""
+    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. If there are
+    more threads than cores, they wait for each other: four on two cores turned 7 s of work into 95 s."""
     lease: Seconds = 30.0
     """A worker silent for this long loses its episodes. A weight swap of an embedded engine silences it."""
     start_timeout: Seconds = 120.0

@@ -41,12 +41,12 @@ class BufferConfig(Section, frozen=True):
     deadline are trained then, late ones when they land. auto: `partial` where the algorithm stays unbiased
     with it and on_stale is mask, else `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
-    """`partial`: seconds from the start of a group's first episode to its deadline, when it is fixed whom the
-    members are compared with. auto: the time in which half of the groups land all of their members."""
+    """`partial`: seconds from the start of a group's first episode to the deadline, at which the members'
+    baseline is fixed. auto: the time in which half of the groups land all of their members."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Filtered groups per batch, in batches; beyond that the batch is trained with the groups it has."""
+    """Limit on filtered groups per batch, in batches; then the batch is trained with the groups it has."""
     retire_pass_rate: Fraction = 1.0
     """Samples whose share of positive rewards in a group reached this are not drawn again
     (no-positive-resampling); 1: off."""
@@ -223,8 +223,8 @@ class TrainerConfig(Section, frozen=True):
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """Weight decay; AdamW's is decoupled."""
     optimizer: Plugin = "adamw"
-    """A registered name, or what builds one from parameters, `lr` and options, e.g.
-    `{torch.optim:RMSprop: {momentum: 0.9}}`; it is given `betas` and `weight_decay` where it takes them."""
+    """A registered name, or a class or function that builds an optimizer from parameters, `lr` and options,
+    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`; it gets `betas` and `weight_decay` if it takes them."""
     offload_optimizer: bool = False
     """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
     activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
@@ -263,8 +263,8 @@ class StoreConfig(Section, frozen=True):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: Count = 1 << 30
-    """Turns that a resume does not need any more are kept up to this size, in segments of 64 MB, the newest
-    ones, for `asyncrl replay` and `regrade`; with the oldest, what the index knows of their episodes goes."""
+    """Size up to which turns that a resume no longer needs are kept, the newest ones, in segments of 64 MB,
+    for `asyncrl replay` and `regrade`. With the oldest segments the index forgets their episodes."""
 
 
 class CheckpointConfig(Section, frozen=True):
