@@ -137,8 +137,8 @@ def _core_numbers(
 
 
 def pass_at(k: int, count: int, solved: int) -> float:
-    """Unbiased estimate of the probability that at least one of k episodes succeeds, when `solved` of `count`
-    did (arXiv 2107.03374, equation 1)."""
+    """Return the unbiased estimate of the probability that at least one of k episodes succeeds, when `solved`
+    of `count` did (arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(count - solved, k) / math.comb(count, k)
 
 

@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import text_in_tag
 from asyncrl.rewards.base import RewardInput, rewards
 
-KEY = "reasoning_gym"  # key of extra_info: {"task": name, "entry": `packed` entry as JSON text}
+KEY = "reasoning_gym"  # key of extra_info: {"task": name, "entry": entry in JSON's types, as text}
 
 
 @rewards.register("reasoning_gym")
@@ -48,8 +48,8 @@ def _scorer_of_task(task: str) -> Callable[[str, dict[str, Any]], float]:
 
 
 def packed(value: Any) -> Any:
-    """An entry in JSON's types; `unpacked` gives the same again, tuples and keys that are numbers included,
-    which some tasks compare with."""
+    """Convert an entry to JSON's types. `unpack_entry` restores the entry exactly, including tuples and keys
+    that are numbers, which some tasks compare with."""
     match value:
         case dict():
             return {"of": [[packed(key), packed(item)] for key, item in value.items()]}
@@ -66,7 +66,7 @@ def packed(value: Any) -> Any:
 
 
 def unpack_entry(value: Any) -> Any:
-    """Restore an entry that `packed` has converted."""
+    """Restore an entry that was converted to JSON's types."""
     if isinstance(value, list):
         return [unpack_entry(item) for item in value]
     if not isinstance(value, dict):

@@ -146,5 +146,5 @@ def test_names_and_weights(tmp_path: Path) -> None:
 
 
 def test_a_function_at_hand() -> None:
-    assert asyncio.run(evaluate(in_loop(lambda episode: episode.turns).function, GIVEN)) == RewardResult(3.0)
+    assert asyncio.run(evaluate(in_loop(lambda given: given.turns).function, GIVEN)) == RewardResult(3.0)
     assert asyncio.run(evaluate(in_loop(lambda **_: 2).function, GIVEN)) == RewardResult(2.0)
