@@ -192,15 +192,13 @@ def _unread_line(columns: Mapping[str, None], configured: Mapping[str, str]) -> 
 def _unmet_request(config: RunConfig, setting: str, name: str) -> str:
     rollout = config.rollout
     rewards = [rollout.reward] if isinstance(rollout.reward, str) else list(rollout.reward)
+    has_model_reward = any(reward in MODEL_REWARDS or ":" in reward for reward in rewards)
     has_leader = bool(rollout.agent or rollout.environment)
+
     if setting == "reward_manager":
         return f"the reward_manager {name!r}, and there are none; write what it does as rollout.reward"
 
-    if (
-        setting == "style"
-        and name == "model"
-        and not any(reward in MODEL_REWARDS or ":" in reward for reward in rewards)
-    ):
+    if setting == "style" and name == "model" and not has_model_reward:
         return (
             f"a reward model (reward_model.style), and rollout.reward is {', '.join(rewards)}; set it to "
             "reward_model, classifier or llm_judge, see docs/rewards.md"
