@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl import config
 from asyncrl.config import RunConfig
-from asyncrl.config.base import PATH
+from asyncrl.config.base import PATH_MARK
 from asyncrl.config.composition import verl_rows
 from asyncrl.observe.metrics import sections
 
@@ -128,7 +128,7 @@ def type_text(hint: Any) -> str:
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is typing.Annotated:
-        if arguments[1] == PATH:
+        if arguments[1] == PATH_MARK:
             return type_text(arguments[0])
         meta = arguments[1]
         bounds = [text.format(getattr(meta, name)) for name, text in BOUNDS.items() if _set(meta, name)]

@@ -20,7 +20,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, reason
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding
 from asyncrl.isolation.sandbox.changes import packed
 from asyncrl.rewards.base import RewardInput, evaluate
-from asyncrl.rewards.tests import JudgedByTests, pack
+from asyncrl.rewards.task_tests import JudgedByTests, pack
 from asyncrl.types import RewardResult
 from asyncrl.values import encodable, in_short, printable
 

@@ -1,4 +1,4 @@
-"""The configuration: every key, its type, its bounds and what it means. The only definition of each.
+"""Defines every key of the configuration, with type, bounds and meaning. There is no other definition.
 
 Hydra composes a mapping from `configs/` and the command line; `parse` turns it into a frozen
 `RunConfig` or raises ConfigError naming the key. `docs/configuration.md` is generated from this package:

@@ -1,5 +1,5 @@
-"""A `RunConfig` of files in configs/, directories of the user's own and overrides, by Hydra. This is its only
-importer, and only where something is composed: `asyncrl --help` does not wait for it."""
+"""Composes a `RunConfig` from files in configs/, the user's own directories and overrides, by Hydra. Only
+this module imports Hydra, and only when composing, so that `asyncrl --help` does not wait."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from asyncrl.config.run import RunConfig, read_config
 from asyncrl.config.training import KLConfig
 from asyncrl.errors import ConfigError, MissingKeyError, UnknownKeysError, one_line
 
-MISSING = "???"  # OmegaConf's mark of a mandatory value
-ROOT = "${asyncrl_root:}"
-SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
+MISSING_VALUE = "???"  # OmegaConf's mark of a mandatory value
+ROOT_REFERENCE = "${asyncrl_root:}"
+MANY_NAMES_KEY = "rollout.reward"  # takes several names with options; keys of the same type take one
 HYDRA_FLAGS = {
     "config-path": "--config-dir DIR names a directory with groups of your own",
     "config-name": "experiment=NAME reads experiment/NAME.yaml, also the one in the DIR of --config-dir DIR",
     "multirun": "there are no sweeps; run one command for each value",
     "cfg": "--dry-run prints the configuration",
 }
-NOT_TEXT = ("[", "{", '"', "'")  # with which a value begins that is a list, a mapping or a quoted text
+NOT_TEXT_STARTS = ("[", "{", '"', "'")  # beginnings of lists, mappings and quoted texts
 
 
 def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     """Return the configuration of configs/, `config_dir` and `overrides`."""
     base = config_root() / "configs"
-    config = _composed([*_search_path(base, config_dir), *_opened(overrides)], base, config_dir)
+    config = _compose_config(
+        [*_search_path(base, config_dir), *_prepared_overrides(overrides)], base, config_dir
+    )
     kl = config.kl
     keys = _keys_of(overrides)
     coef_set = "kl.coef" in keys or kl.coef != KLConfig().coef
@@ -46,45 +48,46 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
             f"kl.coef={kl.coef:g} has no effect: kl.where is none; add kl.where=loss_unweighted (as in "
             "verl and TRL), loss or reward, or leave it out"
         )
+
     return config
 
 
 def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
-    """The configuration that a run has recorded, with keys overridden. Not by files of configs/: rules and
-    options that they do not name would stay as recorded."""
+    """Return the configuration that a run has recorded, with keys overridden. Files of configs/ cannot
+    override: rules and options without a mention in the file would stay as recorded."""
     recorded = msgspec.to_builtins(read_config(run_dir))
-    return _composed([*_opened(overrides)], recorded=_literal(recorded))
+    return _compose_config([*_prepared_overrides(overrides)], recorded=_without_interpolation(recorded))
 
 
 def override(key: str, text: str | Path) -> str:
-    """Return the override that sets a key to this very text, whatever characters it has."""
-    return f"{key}={_quoted(_literal(str(text)))}"
+    """Return the override that sets a key to exactly this text, whatever its characters."""
+    return f"{key}={_quoted_text(_without_interpolation(str(text)))}"
 
 
-def _quoted(text: str) -> str:
-    """Return a text as Hydra's grammar quotes it. `${…}` in it stays an interpolation."""
+def _quoted_text(text: str) -> str:
+    """Return a text as Hydra's grammar quotes texts. `${…}` stays an interpolation."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(text, Quote.single).with_quotes()
 
 
-def _literal(tree: Any) -> Any:
+def _without_interpolation(tree: Any) -> Any:
     """Return a text, or a tree with such values, in which OmegaConf sees no interpolation."""
     if isinstance(tree, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", tree)
     if isinstance(tree, dict):
-        return {key: _literal(value) for key, value in tree.items()}
-    return [_literal(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: _without_interpolation(value) for key, value in tree.items()}
+    return [_without_interpolation(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def _composed(
+def _compose_config(
     overrides: list[str],
     base: Path | None = None,
     config_dir: Path | None = None,
     recorded: dict[str, Any] | None = None,
 ) -> RunConfig:
-    """Compose `config.yaml` of the directory `base`, or what is `recorded`, with overrides. If `base` has a
-    file for the agent in `agent/`, its keys are defaults. After this no OmegaConf object exists."""
+    """Compose `config.yaml` of the directory `base`, or the `recorded` tree, with overrides. If `base` has a
+    file for the agent in `agent/`, the file's keys are defaults. The result holds no OmegaConf objects."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -94,46 +97,53 @@ def _composed(
 
     _accept_byte_order_marks()
     root = str(config_root())
-    given = _keys_of(overrides)
+    given_keys = _keys_of(overrides)
     OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
-    ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
+    ConfigStore.instance().store(name="schema", node=default_tree(RunConfig))
     ConfigStore.instance().store(name="recorded", node=recorded or {})
     source: AbstractContextManager[None]
     if base is None:
         source = hydra.initialize(None, version_base="1.3", job_name="asyncrl")
     else:
         source = hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl")
+
     try:
         with source:
             composed = hydra.compose("config" if base else "recorded", overrides)
-            name = _agent(composed)
-            if base and (base / "agent" / f"{name}.yaml").is_file() and "agent" not in given:
+            name = _agent_name(composed)
+            if base and (base / "agent" / f"{name}.yaml").is_file() and "agent" not in given_keys:
                 composed = hydra.compose("config", [f"agent={name}", *overrides])
-            found = OmegaConf.to_container(composed, resolve=True)
+
+            tree = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise _explain(error, given) from None
+        raise _explain_error(error, given_keys) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark
-        what = error.problem or error.context
-        place = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
-        raise ConfigError(f"{place}: is not YAML ({what}); correct the file") from None
+        problem = error.problem or error.context
+        location = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
+        raise ConfigError(f"{location}: is not YAML ({problem}); correct the file") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{_not_utf8(config_dir)}: is not text in UTF-8; save it as such") from None
+        raise ConfigError(
+            f"{_first_file_not_utf8(config_dir)}: is not text in UTF-8; save it as such"
+        ) from None
     except RecursionError:
         raise ConfigError("configuration: a value is nested too deeply; flatten it") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"configuration: {one_line(error)}") from None
-    if unknown := list(_unknown_keys(RunConfig, found)):
-        raise _unknown(unknown)
-    for key, value in _keys(found):
-        if value == MISSING:
+
+    if unknown := list(_find_unknown_keys(RunConfig, tree)):
+        raise _unknown_keys_error(unknown)
+
+    for key, value in _dotted_keys(tree):
+        if value == MISSING_VALUE:
             raise MissingKeyError(key)
-    return parse(_with_root(found, root))
+
+    return parse(_resolve_key_roots(tree, root))
 
 
 @functools.cache
 def _accept_byte_order_marks() -> None:
-    """Let Hydra see the first line of a file that begins with one, as YAML does."""
+    """Let Hydra read the first line of a file that begins with a byte order mark, as YAML does."""
     from hydra.plugins.config_source import ConfigSource
 
     header = ConfigSource._get_header_dict
@@ -141,8 +151,8 @@ def _accept_byte_order_marks() -> None:
     ConfigSource._get_header_dict = accepting  # type: ignore[method-assign, assignment]
 
 
-def _agent(composed: Any) -> str:
-    """The name in `rollout.agent`; '' where it is of a wrong type, which is refused later, or a path."""
+def _agent_name(composed: Any) -> str:
+    """Return the name in `rollout.agent`; '' for a path, or a value of a wrong type (refused later)."""
     agent = (composed.rollout or {}).get("agent")
     name = next(iter(agent), "") if isinstance(agent, Mapping) else agent
     return name if isinstance(name, str) and name.isidentifier() else ""
@@ -153,7 +163,7 @@ def _keys_of(overrides: Iterable[str]) -> set[str]:
 
 
 def config_root() -> Path:
-    """Find `configs/`: the checkout, or what an installation put under its prefix."""
+    """Find the parent of `configs/`: the checkout, or a directory under an installation's prefix."""
     package = Path(asyncrl.__file__).absolute().parent
     for root in (package.parent, *(prefix / "share" / "asyncrl" for prefix in package.parents)):
         if (root / "configs" / "config.yaml").is_file():
@@ -163,73 +173,79 @@ def config_root() -> Path:
     )
 
 
-def defaults(section: type[msgspec.Struct]) -> dict[str, Any]:
+def default_tree(section: type[msgspec.Struct]) -> dict[str, Any]:
     """Return every key with its default; a key without one is marked as mandatory."""
     tree: dict[str, Any] = {}
     for field in msgspec.structs.fields(section):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            tree[field.name] = defaults(field.type)
+            tree[field.name] = default_tree(field.type)
         elif field.required:
-            tree[field.name] = MISSING
+            tree[field.name] = MISSING_VALUE
         else:
             default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[operator]
             tree[field.name] = msgspec.to_builtins(default)
+
     return tree
 
 
 def _search_path(base: Path, config_dir: Path | None) -> list[str]:
-    """Groups of the user's own: --config-dir, or ./configs."""
+    """Return the override for the user's own groups: --config-dir, or ./configs."""
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such directory")
-    own = config_dir or Path("configs")
-    if not own.is_dir() or own.resolve() == base:
+    directory = config_dir or Path("configs")
+    if not directory.is_dir() or directory.resolve() == base:
         return []
-    return [f"hydra.searchpath=[{_quoted(f'file://{own.resolve()}')}]"]
+    return [f"hydra.searchpath=[{_quoted_text(f'file://{directory.resolve()}')}]"]
 
 
-def _with_root(tree: Any, root: str) -> Any:
-    """Keys that name a file, resolved: OmegaConf resolves values only."""
+def _resolve_key_roots(tree: Any, root: str) -> Any:
+    """Resolve keys that name a file, as OmegaConf resolves only values."""
     if not isinstance(tree, dict):
         return tree
-    return {str(key).replace(ROOT, root): _with_root(value, root) for key, value in tree.items()}
+    return {
+        str(key).replace(ROOT_REFERENCE, root): _resolve_key_roots(value, root) for key, value in tree.items()
+    }
 
 
-def _opened(overrides: list[str]) -> Iterator[str]:
-    """Adds Hydra's plus sign to overrides of mappings with keys of the user's choice, and quotes texts. What
-    takes one name is replaced by a mapping that is given for it, instead of joined with that of a preset."""
+def _prepared_overrides(overrides: list[str]) -> Iterator[str]:
+    """Add Hydra's plus sign to overrides of mappings with keys of the user's choice, and quote texts. A
+    mapping for a key that takes one name replaces the mapping of a preset, instead of merging."""
     kinds = dict(_open_keys(RunConfig))
-    for argument in map(_with_text, overrides):
+    for argument in map(_quote_text_value, overrides):
         key, _, value = argument.partition("=")
-        if kinds.get(key) == Plugin and key != SEVERAL and value.startswith("{"):
+        if kinds.get(key) == Plugin and key != MANY_NAMES_KEY and value.startswith("{"):
             yield f"~{key}"
         is_open = any(f"{key}.".startswith(f"{name}.") for name in kinds)
         yield f"++{argument}" if is_open else argument
 
 
-def _with_text(argument: str) -> str:
-    """Return an override whose value is quoted if it is a text: for a key that takes texts and no numbers all
-    but `null` and Hydra's escapes (`a\\=b`), for others what Hydra's grammar refuses."""
+def _quote_text_value(argument: str) -> str:
+    """Return an override with a quoted value if the value is a text. For a key that takes texts and no
+    numbers, all values but `null` and Hydra's escapes (`a\\=b`) are texts; for other keys, values that
+    Hydra's grammar refuses."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     key, _, value = argument.partition("=")
-    if not value or value.startswith(NOT_TEXT):
+    if not value or value.startswith(NOT_TEXT_STARTS):
         return argument
 
     kinds = types_of(RunConfig, key.lstrip("+~"))
     takes_text = any(kind is str or typing.get_origin(kind) is typing.Literal for kind in kinds)
     only_text = takes_text and not {int, float, bool} & {*kinds}
     if only_text and value != "null" and "\\" not in value:
-        return f"{key}={_quoted(value)}"
+        return f"{key}={_quoted_text(value)}"
+
     try:
         OverridesParser.create().parse_override(argument)
     except HydraException:
-        return f"{key}={_quoted(value)}"
+        return f"{key}={_quoted_text(value)}"
+
     return argument
 
 
 def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys whose values may be mappings, with their types."""
+    """Yield the keys whose values may be mappings, with the keys' types."""
     for field in msgspec.structs.fields(section):
         kind = field.type
         name = f"{prefix}{field.name}"
@@ -239,94 +255,110 @@ def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tupl
             yield name, kind
 
 
-def _explain(error: Exception, given: Iterable[str]) -> ConfigError:
-    """Hydra's error on one line; for unknown keys or choices, all that are `given`."""
+def _explain_error(error: Exception, given_keys: Iterable[str]) -> ConfigError:
+    """Write Hydra's error on one line; for unknown keys or choices, name all unknown `given_keys`."""
     text = " ".join(str(error).split()).partition(" See https://")[0].partition(" Config search path:")[0]
     if override := getattr(error, "override", None):
         text = (
             f"cannot read the override {override!r}: {text}; close brackets and quotes, and within brackets "
             "quote texts that have characters other than letters, digits and /._-+*, such as \"['a=b']\""
         )
+
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    known = [name for name, _ in _keys(defaults(RunConfig))]
-    if override or not text.startswith("Could not override") or not key or key in known:
+    known_keys = [name for name, _ in _dotted_keys(default_tree(RunConfig))]
+    if override or not text.startswith("Could not override") or not key or key in known_keys:
         return ConfigError(f"configuration: {text}")
-    opened = ("hydra.", *(f"{name}." for name, _ in _open_keys(RunConfig)))
-    found = [name for name in given if name not in (*known, *_groups()) and not name.startswith(opened)]
-    return _unknown(found or [key])
+
+    open_prefixes = ("hydra.", *(f"{name}." for name, _ in _open_keys(RunConfig)))
+    unknown_keys = [
+        name
+        for name in given_keys
+        if name not in (*known_keys, *_group_names()) and not name.startswith(open_prefixes)
+    ]
+
+    return _unknown_keys_error(unknown_keys or [key])
 
 
-def _unknown(keys: list[str]) -> ConfigError:
-    """Describe unknown keys: what verl's are here, and the nearest known ones of others."""
+def _unknown_keys_error(keys: list[str]) -> ConfigError:
+    """Describe unknown keys: for verl's the equivalent here, for others the nearest known keys."""
     if len(keys) == 1:
-        return ConfigError(f"configuration: unknown key {keys[0]}; {_answer(keys[0])}")
-    lines = (f"{key}: {_answer(key)}" for key in sorted(keys))
+        return ConfigError(f"configuration: unknown key {keys[0]}; {_advice_for_key(keys[0])}")
+    lines = (f"{key}: {_advice_for_key(key)}" for key in sorted(keys))
     return UnknownKeysError("\n  ".join(("configuration: unknown keys", *lines)))
 
 
 def refused_flags(flags: Sequence[str]) -> ConfigError:
-    """Describe flags (`--name`) that a command does not have: those of Hydra, and keys with dashes."""
-    known = {name for name, _ in _keys(defaults(RunConfig))}
+    """Describe flags (`--name`) that a command does not have: Hydra's flags, and keys with dashes."""
+    known_keys = {name for name, _ in _dotted_keys(default_tree(RunConfig))}
     answers = []
+
     for flag in flags:
         key = flag.removeprefix("--")
-        answer = HYDRA_FLAGS.get(key) or (f"write {key}=…" if key in known else _answer(key))
+        answer = HYDRA_FLAGS.get(key) or (f"write {key}=…" if key in known_keys else _advice_for_key(key))
         answers.append(f"{flag}: {answer}")
+
     if len(answers) == 1:
         return ConfigError(f"no such flag (keys are written KEY=VALUE, without dashes): {answers[0]}")
+
     head = "no such flags (keys are written KEY=VALUE, without dashes)"
     return UnknownKeysError("\n  ".join((head, *answers)))
 
 
 def refused_keys(overrides: Sequence[str]) -> ConfigError | None:
-    """Describe the keys of overrides that there are not; None if all are there."""
-    known = {*_groups(), *(name for name, _ in _keys(defaults(RunConfig)))}
-    opened = tuple(f"{name}." for name, _ in _open_keys(RunConfig))
-    unknown = [key for key in _keys_of(overrides) if key not in known and not key.startswith(opened)]
-    return _unknown(unknown) if unknown else None
+    """Describe the unknown keys of overrides; None if all keys are known."""
+    known_keys = {*_group_names(), *(name for name, _ in _dotted_keys(default_tree(RunConfig)))}
+    open_prefixes = tuple(f"{name}." for name, _ in _open_keys(RunConfig))
+    unknown_keys = [
+        key for key in _keys_of(overrides) if key not in known_keys and not key.startswith(open_prefixes)
+    ]
+    return _unknown_keys_error(unknown_keys) if unknown_keys else None
 
 
-def _answer(key: str) -> str:
-    """Say what an unknown key is here, or which known ones are near."""
-    groups = _groups()
+def _advice_for_key(key: str) -> str:
+    """Return the equivalent of an unknown key, or the nearest known keys."""
+    groups = _group_names()
     if key in groups:
         return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
-    verl = {name: row for names, *row in verl_rows() for name in names.split(", ")}
-    row = verl.get(key) or verl.get(f"actor_rollout_ref.{key}")
-    here, note = row or next((row for name, row in verl.items() if fnmatchcase(key, name)), ["", ""])
+
+    verl_keys = {name: row for names, *row in verl_rows() for name in names.split(", ")}
+    row = verl_keys.get(key) or verl_keys.get(f"actor_rollout_ref.{key}")
+    our_key, note = row or next((row for name, row in verl_keys.items() if fnmatchcase(key, name)), ["", ""])
     note = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", note).replace("`", "")
-    if here or note:
-        return f"here it is {here}" + f" ({note})" * bool(note) if here else f"none here, because {note}"
-    known = dict.fromkeys([*groups, *(name for name, _ in _keys(defaults(RunConfig)))])
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(near)}?" if near else "see docs/configuration.md"
+    if our_key:
+        return f"here it is {our_key} ({note})" if note else f"here it is {our_key}"
+    if note:
+        return f"none here, because {note}"
+
+    known_names = dict.fromkeys([*groups, *(name for name, _ in _dotted_keys(default_tree(RunConfig)))])
+    nearest_names = difflib.get_close_matches(key, known_names, n=3, cutoff=0.5)
+    return f"did you mean {', '.join(nearest_names)}?" if nearest_names else "see docs/configuration.md"
 
 
-def _groups() -> list[str]:
+def _group_names() -> list[str]:
     return [path.name for path in (config_root() / "configs").iterdir() if path.is_dir()]
 
 
 @functools.cache
 def verl_rows() -> list[tuple[str, str, str]]:
-    """Keys of verl (or patterns of keys), the key here ('' for none), and a note in Markdown."""
+    """Read keys of verl (or patterns of keys), the key here ('' for none), and a note in Markdown."""
     text = (config_root() / "configs" / "from_verl.yaml").read_bytes()
     return msgspec.yaml.decode(text, type=list[tuple[str, str, str]])
 
 
-def _unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "") -> Iterator[str]:
-    """Keys that a file of the user's has, and the configuration has not."""
+def _find_unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of the user's files that the configuration does not have."""
     fields = {field.name: field.type for field in msgspec.structs.fields(section)}
     for name, value in tree.items():
         kind = fields.get(name)
         if kind is None:
-            whole = {name: None if name in _groups() else value}
-            yield from (key for key, _ in leaves(whole, prefix))
+            unknown_tree = {name: None if name in _group_names() else value}
+            yield from (key for key, _ in leaves(unknown_tree, prefix))
         elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
-            yield from _unknown_keys(kind, value, f"{prefix}{name}.")
+            yield from _find_unknown_keys(kind, value, f"{prefix}{name}.")
 
 
-def _not_utf8(config_dir: Path | None) -> str:
-    """The first file of the user's that is not text in UTF-8."""
+def _first_file_not_utf8(config_dir: Path | None) -> str:
+    """Return the user's first file that is not text in UTF-8."""
     for path in sorted((config_dir or Path("configs")).rglob("*.yaml")):
         try:
             path.read_text("utf-8")
@@ -334,12 +366,13 @@ def _not_utf8(config_dir: Path | None) -> str:
             return str(path)
         except OSError:
             continue
+
     return "configuration: a file"
 
 
-def _keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every section and key by its dotted name, with its value."""
+def _dotted_keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every section and key by dotted name, with the value."""
     for name, value in tree.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{name}.")
+            yield from _dotted_keys(value, f"{prefix}{name}.")

@@ -79,29 +79,29 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout: Seconds = 60.0
     """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
     part_seconds: Seconds = 60.0
-    """A turn that lasts longer is made durable in parts of so many seconds: a lost worker loses less than one
-    of them. Larger than `episode_timeout`: never."""
+    """A turn that lasts longer is made durable in parts of this many seconds, so that a lost worker loses
+    less than one part. A value above `episode_timeout` turns this off."""
     episode_timeout: Seconds = 600.0
-    """Wall-clock limit of one episode. Then it ends and is scored; without a finished turn it fails. What is
-    continued after a loss has what was left."""
+    """Wall-clock limit of one episode, which then ends and is scored, or fails if no turn is finished. An
+    episode that is continued after a loss has the remaining time."""
     retries: Count = 2
-    """Re-issues of an episode that failed for a reason that is not the policy's. Lost workers and servers,
+    """Further attempts at an episode that failed through no fault of the policy. Lost workers and servers,
     and stops of the run, do not count."""
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that a prompt may have: it leaves room for one turn."""
+        """Return the number of tokens that a prompt may have, which leaves room for one turn."""
         return self.max_tokens - min(self.max_new_tokens, self.max_tokens // 2)
 
     @property
     def rows(self) -> int:
-        """Rows that an episode can become."""
+        """Return the number of rows that an episode may have."""
         return self.max_rows if self.agent or self.history != "append" else 1
 
     @property
     def full_rows(self) -> int:
-        """Full rows of one episode that memory is kept for. An agent's limits are wide, and most of its rows
-        are short or share their beginning."""
+        """Return the number of full rows of one episode that memory is reserved for. An agent's limits are
+        wide, but most of an agent's rows are short or share a beginning."""
         return 1 if self.agent else self.rows
 
 
@@ -137,7 +137,7 @@ class EngineConfig(Section, frozen=True):
 
     @property
     def remote(self) -> bool:
-        """Engines are servers with keepers, not parts of the workers."""
+        """Tell whether engines are servers with keepers, not parts of the workers."""
         return self.name == "sglang"
 
     @property

@@ -1,4 +1,4 @@
-"""Makes a checked `RunConfig` of a plain mapping."""
+"""Turns a plain mapping into a checked `RunConfig`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.base import alternatives, divisors, leaves
+from asyncrl.config.base import alternative_types, divisors, leaves
 from asyncrl.config.run import RunConfig
 from asyncrl.config.scorers import scorer_refusals
 from asyncrl.errors import ConfigError
@@ -18,60 +18,70 @@ from asyncrl.errors import ConfigError
 def parse(mapping: Any) -> RunConfig:
     """Validate a plain mapping. Raises ConfigError with the path of the wrong key."""
     try:
-        config = msgspec.convert(_expanded(mapping, RunConfig), RunConfig, strict=False)
+        config = msgspec.convert(_expand_paths(mapping, RunConfig), RunConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {_plain(str(error))}") from None
+        raise ConfigError(f"configuration: {_explain_error(str(error))}") from None
+
     for path, value in leaves(msgspec.to_builtins(config)):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"configuration: {path}: expected a finite number, got {value}")
+
         try:
             msgspec.json.encode((path, value))
         except UnicodeEncodeError:
             raise ConfigError(f"configuration: {path!a}: {value!a} is not UTF-8 text; correct it") from None
+
     _check_combinations(config)
     return config
 
 
-def _expanded(value: Any, kind: Any) -> Any:
-    """Return a value of this type in which `~` at the beginning of each path is the home directory."""
-    parts = list(alternatives(kind))
+def _expand_paths(value: Any, kind: Any) -> Any:
+    """Replace `~` at the beginning of each path in a value of this type by the home directory."""
+    parts = list(alternative_types(kind))
     if isinstance(value, str):
         is_path = any(marked for part, marked in parts if part is str)
         return os.path.expanduser(value) if is_path else value
     if isinstance(value, list):
         elements = [typing.get_args(part)[0] for part, _ in parts if typing.get_origin(part) is list]
-        return [_expanded(element, elements[0]) for element in value] if elements else value
+        return [_expand_paths(element, elements[0]) for element in value] if elements else value
     if not isinstance(value, dict):
         return value
 
     for part, _ in parts:
         if isinstance(part, type) and issubclass(part, msgspec.Struct):
             kinds = {field.name: field.type for field in msgspec.structs.fields(part)}
-            return {name: _expanded(inner, kinds.get(name)) for name, inner in value.items()}
+            return {name: _expand_paths(inner, kinds.get(name)) for name, inner in value.items()}
         if typing.get_origin(part) is dict:
             key_kind, value_kind = typing.get_args(part)
-            return {_expanded(name, key_kind): _expanded(inner, value_kind) for name, inner in value.items()}
+            return {
+                _expand_paths(name, key_kind): _expand_paths(inner, value_kind)
+                for name, inner in value.items()
+            }
+
     return value
 
 
-def _plain(complaint: str) -> str:
-    """msgspec's error with the key in front, and what to write."""
-    what, _, path = complaint.replace(" - at `key` in `$.", " - at `$.").partition(" - at `$.")
+def _explain_error(complaint: str) -> str:
+    """Write msgspec's error with the key in front, and a hint on valid values."""
+    problem, _, path = complaint.replace(" - at `key` in `$.", " - at `$.").partition(" - at `$.")
     key = path.rstrip("`")
     kind: Any = RunConfig
+
     for name in key.partition("[")[0].split("."):
         kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
+
     hint = ""
-    if what.startswith("Invalid enum"):
-        named = [value for part in (kind, *typing.get_args(kind)) for value in typing.get_args(part)]
-        hint = f"; choose from {', '.join(str(value) for value in named if isinstance(value, str | int))}"
-    elif what.startswith("Expected `array`"):
+    if problem.startswith("Invalid enum"):
+        choices = [value for part in (kind, *typing.get_args(kind)) for value in typing.get_args(part)]
+        hint = f"; choose from {', '.join(str(value) for value in choices if isinstance(value, str | int))}"
+    elif problem.startswith("Expected `array`"):
         hint = f"; write a list: {key}=[NAME]"
-    elif what.startswith("Expected `object`"):
+    elif problem.startswith("Expected `object`"):
         hint = f"; it is a section, with keys of its own: {key}.KEY=…"
-    elif what.startswith("Expected `str`"):
+    elif problem.startswith("Expected `str`"):
         hint = "; write the text in quotes"
-    return f"{key}: {what}{hint}" if key else what
+
+    return f"{key}: {problem}{hint}" if key else problem
 
 
 def _check_combinations(config: RunConfig) -> None:
@@ -79,12 +89,14 @@ def _check_combinations(config: RunConfig) -> None:
     buffer = config.buffer
     algorithm = config.algorithm
     trainer = config.trainer
-    needed = config.group_bytes * buffer.groups_per_batch
-    where = config.checkpoint.directory
-    uneven = (
+    batch_bytes = config.group_bytes * buffer.groups_per_batch
+    directory = config.checkpoint.directory
+
+    uneven_advice = (
         f"does not divide trainer.ranks ({trainer.ranks}); set it to one of {divisors(trainer.ranks)}, or "
         "change trainer.ranks"
     )
+
     refusals = {
         f"buffer.target_staleness ({buffer.target:g}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
@@ -114,9 +126,9 @@ def _check_combinations(config: RunConfig) -> None:
         ),
         "weights.full_every is for files: what is sent goes straight into a server, which knows no deltas; "
         "use weights.transport=disk": config.weights.full_every > 1 and config.weights.transport != "disk",
-        f"buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({needed} bytes: "
+        f"buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({batch_bytes} bytes: "
         f"{config.rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens, max_rows": (
-            buffer.max_bytes < needed
+            buffer.max_bytes < batch_bytes
         ),
         f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
         f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
@@ -124,10 +136,10 @@ def _check_combinations(config: RunConfig) -> None:
         "rollout.tools, or the agent": bool(
             config.rollout.agent and (config.rollout.environment or config.rollout.tools)
         ),
-        f"checkpoint.directory ({where}) is relative, and not all processes run here; give an absolute path "
-        "or a URL": bool(where) and "://" not in where and not where.startswith("/"),
-        f"trainer.replicas ({trainer.replicas}) {uneven}": trainer.ranks % trainer.replicas > 0,
-        f"trainer.sequence_parallel ({trainer.sequence_parallel}) {uneven}": (
+        f"checkpoint.directory ({directory}) is relative, and not all processes run here; give an absolute "
+        "path or a URL": bool(directory) and "://" not in directory and not directory.startswith("/"),
+        f"trainer.replicas ({trainer.replicas}) {uneven_advice}": trainer.ranks % trainer.replicas > 0,
+        f"trainer.sequence_parallel ({trainer.sequence_parallel}) {uneven_advice}": (
             trainer.ranks % trainer.sequence_parallel > 0
         ),
         "trainer.sequence_parallel cuts packed rows; set trainer.packing to packed or tree": (
@@ -141,18 +153,20 @@ def _check_combinations(config: RunConfig) -> None:
             and not (config.data.test and config.validation.samples and config.validation.every)
         ),
     } | scorer_refusals(config.scorers, config.rollout, config.kl.reference, config.adapters_apart)
-    refusals |= _shift_refusals(config) if config.engine.colocated else {}
+
+    refusals |= _colocation_refusals(config) if config.engine.colocated else {}
     for message, refused in refusals.items():
         if refused:
             raise ConfigError(message)
 
 
-def _shift_refusals(config: RunConfig) -> dict[str, bool]:
-    """Say what engines on the trainer's devices do not work with."""
+def _colocation_refusals(config: RunConfig) -> dict[str, bool]:
+    """Return the refusals of settings that do not work with engines on the trainer's devices."""
     engine = config.engine
     weights = config.weights
     key, count = ("servers", engine.servers) if engine.remote else ("rollout.workers", config.rollout.workers)
     devices = count * engine.tp if engine.remote else count
+
     return {
         "engine.urls: the devices of these servers are not the trainer's; leave out engine.colocated, or the "
         "URLs": bool(engine.urls),

@@ -21,7 +21,7 @@ from asyncrl.config.base import (
     Text,
 )
 from asyncrl.config.episodes import AgentConfig, AgentName, EngineConfig, RolloutConfig, ValidationConfig
-from asyncrl.config.scorers import ENGINES, ScorerConfig, ScorerName, asked_by
+from asyncrl.config.scorers import ENGINES_URL, ScorerConfig, ScorerName, scorers_named_by
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
@@ -33,7 +33,7 @@ from asyncrl.config.training import (
 )
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
-BYTES_PER_TOKEN = 24  # worst case of an encoded token: id, log-prob, share of a span
+BYTES_PER_TOKEN = 24  # bytes of an encoded token at worst: id, log-prob, part of a span
 
 
 class ModelConfig(Section, frozen=True):
@@ -63,7 +63,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A source among several: its share of the draws is its weight by the sum of all weights."""
+    """A source among several, with a fraction of the draws: its weight divided by the sum of all weights."""
 
     path: RequiredPath
     weight: Annotated[float, Meta(gt=0)]
@@ -105,8 +105,8 @@ class WeightsConfig(Section, frozen=True):
     every: Positive = 1
     """Publish after every k-th step."""
     directory: RequiredPath = "auto"
-    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Other machines
-    are brought the versions. Or an absolute path that all share: in a directory of the run's own there."""
+    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions are
+    copied to other machines. Or an absolute path that all machines share; the run makes a directory there."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version in this time is reported and gets the latest one."""
     transport: Literal["disk", "collective"] = "disk"
@@ -164,8 +164,8 @@ class LaunchConfig(Section, frozen=True):
     restarts: Count = 5
     """Restarts per role before the run is given up; earlier ones do not count after 10 minutes and a step."""
     threads: Positive = 1
-    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. More than cores for
-    all of them together wait for each other: two each on two cores made 7 s of work 95 s."""
+    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. If there are
+    more threads than cores, they wait for each other: four on two cores turned 7 s of work into 95 s."""
     lease: Seconds = 30.0
     """A worker silent for this long loses its episodes. A weight swap of an embedded engine silences it."""
     start_timeout: Seconds = 120.0
@@ -214,113 +214,122 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     @property
     def held_out_settings(self) -> str:
-        """A fingerprint of what decides how held-out episodes are played and scored, beside the weights: not
-        how many are played at once."""
+        """Return a fingerprint of the settings that decide how held-out episodes are played and scored. The
+        weights and the number of simultaneous episodes do not count."""
         rollout = msgspec.structs.replace(self.rollout, workers=1, slots=1)
         shared = (self.data, rollout, self.validation, self.model, self.engine.name, self.seed)
         return blake2s(msgspec.json.encode(shared), digest_size=8).hexdigest()
 
     def largest_rows(self, budget: int) -> int:
-        """Rows of `rollout.max_tokens` tokens in the largest micro-batch: as many as `budget` tokens hold, or
-        as one episode may have."""
+        """Count the rows of `rollout.max_tokens` tokens in the largest micro-batch: as many as fit into
+        `budget` tokens, or as one episode may have."""
         return max(self.rollout.full_rows, budget // self.rollout.max_tokens)
 
     def reader(self, source: str) -> str:
-        """Return the scorer that reads each turn of an episode of this data source; '': none does."""
-        named = {
-            of: name for name, one in self.scorers.items() for of in one.sources or [""] if name != "reward"
+        """Return the scorer that reads each turn of an episode of this data source; '' if there is none."""
+        scorer_of_source = {
+            data_source: name
+            for name, scorer in self.scorers.items()
+            for data_source in scorer.sources or [""]
+            if name != "reward"
         }
-        return named.get(source, named.get("", ""))
+        return scorer_of_source.get(source, scorer_of_source.get("", ""))
 
     @property
     def scorer_places(self) -> list[tuple[str, int]]:
-        """Return the name of each scorer's server, and its number among those of that name."""
-        return [(name, k) for name in self.scorers_used for k in range(self.scorers[name].keepers)]
+        """Return the name of each scorer's server, and the server's number among servers of that name."""
+        return [(name, number) for name in self.scorers_used for number in range(self.scorers[name].keepers)]
 
     @property
     def scorers_used(self) -> list[str]:
-        """Return those that have something to score: without training, what the reward asks."""
-        asked = {"reward"} | asked_by(self.rollout.reward)
-        return [name for name in self.scorers if self.total_steps or name in asked]
+        """Return the scorers that have something to score: without training, the reward's scorers."""
+        asked_scorers = {"reward"} | scorers_named_by(self.rollout.reward)
+        return [name for name in self.scorers if self.total_steps or name in asked_scorers]
 
     @property
     def scorers_lent(self) -> list[str]:
-        """Return those whose servers are the run's engines."""
-        return [name for name in self.scorers_used if ENGINES in self.scorers[name].urls]
+        """Return the scorers whose servers are the run's engines."""
+        return [name for name in self.scorers_used if ENGINES_URL in self.scorers[name].urls]
 
     def serving(self, name: str) -> RunConfig:
-        """Return the configuration of the servers of a scorer: its model and how many there are, in place of
-        the policy's and the engines'. `model.path` is empty where it is not known. '': that of engines."""
+        """Return the configuration of a scorer's servers: the scorer's model and number of servers, in place
+        of the policy's and the engines'. An unknown `model.path` is empty. For '': the engines' own."""
         if not name:
             return self
-        one = self.scorers[name]
-        replaced = msgspec.structs.replace
-        engine = replaced(self.engine, name="sglang", servers=one.servers, urls=one.urls, tp=one.tp)
-        trainer = replaced(self.trainer, router_replay=False)
+
+        scorer = self.scorers[name]
+        replace_fields = msgspec.structs.replace
+        engine = replace_fields(
+            self.engine, name="sglang", servers=scorer.servers, urls=scorer.urls, tp=scorer.tp
+        )
+        trainer = replace_fields(self.trainer, router_replay=False)
         weights = WeightsConfig()
-        model = replaced(self.model, path=one.path, lora_rank=0)
-        return replaced(self, model=model, agents={}, engine=engine, trainer=trainer, weights=weights)
+        model = replace_fields(self.model, path=scorer.path, lora_rank=0)
+
+        return replace_fields(self, model=model, agents={}, engine=engine, trainer=trainer, weights=weights)
 
     @property
     def scored_reference(self) -> bool:
-        """The log-probs of the reference come with the turns."""
+        """Tell whether the log-probs of the reference come with the turns."""
         return any(name != "reward" for name in self.scorers)
 
     @property
     def adapters(self) -> dict[str, tuple[int, float]]:
-        """Return rank and alpha of the adapter of each agent; '': of all others."""
-        ranks = {"": self.model.lora_rank} | {name: own.lora_rank for name, own in self.agents.items()}
+        """Return rank and alpha of each agent's adapter; '' stands for all other agents."""
+        ranks = {"": self.model.lora_rank} | {
+            name: agent_config.lora_rank for name, agent_config in self.agents.items()
+        }
         return {agent: (rank, self.model.lora_alpha) for agent, rank in ranks.items() if rank}
 
     @property
     def adapters_apart(self) -> bool:
-        """Versions are of adapters alone."""
+        """Tell whether versions consist of adapters alone."""
         weights = self.weights
         whole_files = weights.transport == "disk" and weights.full_every == 1
-        known = whole_files and (not self.engine.remote or (bool(self.agents) and not self.engine.urls))
-        return bool(self.adapters) and (known if weights.adapters == "auto" else weights.adapters)
+        separable = whole_files and (not self.engine.remote or (bool(self.agents) and not self.engine.urls))
+        return bool(self.adapters) and (separable if weights.adapters == "auto" else weights.adapters)
 
     @property
     def versions_held(self) -> int:
-        """Count the versions of adapters that requests at one server use at once: those within the usual
-        staleness, and the one before them, whose requests are about to end. 0: servers have none."""
+        """Count the versions of adapters that requests at one server use at once: the versions within the
+        usual staleness, and the previous version, whose requests are about to end. 0: no adapters."""
         return self.buffer.usual_staleness + 2 if self.adapters_apart and self.engine.remote else 0
 
     @property
     def adapters_held(self) -> int:
-        """Count the adapters of these versions, and the base, as servers do, if agents or scorers use it."""
+        """Count the adapters of these versions and, as servers do, the base, if agents or scorers use it."""
         return self.versions_held * len(self.adapters) + ("" not in self.adapters or bool(self.scorers_lent))
 
     @property
     def shifts(self) -> bool:
-        """Engines and trainer use the same devices, one side at a time."""
+        """Tell whether engines and trainer use the same devices, one side at a time."""
         return self.engine.colocated > 0 and self.total_steps > 0
 
     @property
     def ranks_on_gpus(self) -> int:
-        """Count the trainer ranks that use GPUs where there are some: none in an evaluation."""
+        """Count the trainer ranks that use GPUs if the machine has GPUs: none in an evaluation."""
         return self.trainer.ranks if self.total_steps and self.model.device != "cpu" else 0
 
     @property
     def update_mode(self) -> Literal["in_place", "retract", "abort"]:
-        """Tells what an update does with requests under way. An engine that sleeps keeps no KV cache."""
+        """Return what an update does with requests under way. A sleeping engine keeps no KV cache."""
         return "retract" if self.shifts and self.weights.mode == "in_place" else self.weights.mode
 
     @property
     def side_requests(self) -> bool:
-        """Some turns of an agent program may not be trained."""
+        """Tell whether some turns of an agent program may be untrained."""
         return bool(self.rollout.untrained_agents or (self.agents and not self.model.lora_rank))
 
     @property
     def group_bytes(self) -> int:
-        """Worst-case payload of a group."""
-        each = BYTES_PER_TOKEN + self.scored_reference * (4 + 8 * self.kl.top_k)
-        episode = self.rollout.rows * self.rollout.max_tokens * each
-        return self.buffer.episodes_per_group * episode
+        """Return the worst-case payload of a group in bytes."""
+        token_bytes = BYTES_PER_TOKEN + self.scored_reference * (4 + 8 * self.kl.top_k)
+        episode_bytes = self.rollout.rows * self.rollout.max_tokens * token_bytes
+        return self.buffer.episodes_per_group * episode_bytes
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """Read the configuration of a run from its config.yaml. Raises ConfigError where this version cannot."""
+    """Read a run's config.yaml. Raises ConfigError if this version cannot read the file."""
     path = run_dir / "config.yaml"
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=RunConfig)

@@ -13,8 +13,8 @@ from asyncrl.config.episodes import RolloutConfig
 ScorerName = Annotated[str, Meta(pattern=r"^(reference|reward|teacher(_[a-z0-9_]+)?)$")]
 
 
-ENGINES = "engines"  # in place of a URL
-TEACHES = 0.5  # kl.coef from which kl.reference is a teacher; published penalties are below
+ENGINES_URL = "engines"  # stands for the run's engines in place of a URL
+TEACHER_COEF = 0.5  # kl.coef from which kl.reference is a teacher; published penalties are smaller
 
 
 class ScorerConfig(Section, frozen=True):
@@ -36,18 +36,18 @@ class ScorerConfig(Section, frozen=True):
 
     @property
     def keepers(self) -> int:
-        return 0 if ENGINES in self.urls else len(self.urls) or self.servers
+        return 0 if ENGINES_URL in self.urls else len(self.urls) or self.servers
 
 
 def taught(keys: Mapping[str, Any]) -> bool:
-    """Return whether the loss leads to a teacher, by all keys of a configuration: a scorer of that name, a
-    prompt that says more, or a reference with a coefficient that is no penalty's."""
+    """Tell whether the loss leads to a teacher, by all keys of a configuration: a scorer named `teacher`, a
+    prompt for the reference, or a reference with a coefficient too large for a penalty."""
     coef = keys.get("kl.coef", 0.0) if str(keys.get("kl.where")).startswith("loss") else 0.0
-    named = keys.get("kl.prompt") or any(key.startswith("scorers.teacher") for key in keys)
-    return bool(coef and named) or bool(coef >= TEACHES and keys.get("kl.reference"))
+    has_teacher = keys.get("kl.prompt") or any(key.startswith("scorers.teacher") for key in keys)
+    return bool(coef and has_teacher) or bool(coef >= TEACHER_COEF and keys.get("kl.reference"))
 
 
-def asked_by(reward: Any) -> set[str]:
+def scorers_named_by(reward: Any) -> set[str]:
     """Return the scorers that `rollout.reward` names."""
     return {text.removeprefix("scorer:") for text in texts(reward) if text.startswith("scorer:")}
 
@@ -55,28 +55,37 @@ def asked_by(reward: Any) -> set[str]:
 def scorer_refusals(
     scorers: Mapping[str, ScorerConfig], rollout: RolloutConfig, reference: str, adapters_apart: bool
 ) -> dict[str, bool]:
-    """Find scorers that would read nothing, or the same as others, or at another temperature, or with weights
-    that change."""
+    """Return refusals of scorers that would read nothing, or the same as other scorers, or at another
+    temperature, or with changing weights."""
     teachers = [name for name in scorers if name.startswith("teacher")]
-    named = [source for name in teachers for source in scorers[name].sources or [""]]
-    lacking = [name for name, one in scorers.items() if not (one.path or one.urls)]
-    asked = asked_by(rollout.reward)
-    lent = {name: one for name, one in scorers.items() if ENGINES in one.urls}
+    scored_sources = [source for name in teachers for source in scorers[name].sources or [""]]
+    without_model = [name for name, scorer in scorers.items() if not (scorer.path or scorer.urls)]
+    asked_scorers = scorers_named_by(rollout.reward)
+    unknown_scorers = asked_scorers - {*scorers}
+    on_engines = {name: scorer for name, scorer in scorers.items() if ENGINES_URL in scorer.urls}
+
     return {
-        f"scorers.{', '.join(lent)}: urls=[engines] takes no other URL, path, servers or tp, and is for no "
-        "reward; leave these out, or give it servers of its own": bool({*lent} & (asked | {"reward"}))
-        or any(one.path or len(one.urls) > 1 or one.servers * one.tp > 1 for one in lent.values()),
-        f"scorers.{', '.join(lent)}: urls=[engines] needs engines that hold the base and its adapters "
-        "apart; set model.lora_rank and weights.adapters=true, or leave the scorer out": (
-            bool(lent) and not adapters_apart
+        f"scorers.{', '.join(on_engines)}: urls=[engines] takes no other URL, path, servers or tp, and is "
+        "for no reward; leave these out, or give it servers of its own": bool(
+            {*on_engines} & (asked_scorers | {"reward"})
+        )
+        or any(
+            scorer.path or len(scorer.urls) > 1 or scorer.servers * scorer.tp > 1
+            for scorer in on_engines.values()
         ),
-        f"rollout.reward asks scorer:{', '.join(sorted(asked - {*scorers}))}, which is not among scorers; "
-        "add it there": bool(asked - {*scorers}),
-        f"scorers.{', '.join(lacking)}: neither a model nor servers; set path, or urls": bool(lacking),
+        f"scorers.{', '.join(on_engines)}: urls=[engines] needs engines that hold the base and its adapters "
+        "apart; set model.lora_rank and weights.adapters=true, or leave the scorer out": (
+            bool(on_engines) and not adapters_apart
+        ),
+        f"rollout.reward asks scorer:{', '.join(sorted(unknown_scorers))}, which is not among scorers; "
+        "add it there": bool(unknown_scorers),
+        f"scorers.{', '.join(without_model)}: neither a model nor servers; set path, or urls": bool(
+            without_model
+        ),
         "scorers: sources are for teachers; the reference scores all turns, and rollout.reward asks the "
-        "reward model": any(one.sources for name, one in scorers.items() if name not in teachers),
+        "reward model": any(scorer.sources for name, scorer in scorers.items() if name not in teachers),
         f"scorers: {' and '.join(teachers)} score the same data source; give each its own in sources": (
-            len({*named}) < len(named)
+            len({*scored_sources}) < len(scored_sources)
         ),
         f"rollout.temperature ({rollout.temperature:g}): servers give log-probs of what they read at "
         "temperature 1 only; set 1, or leave out scorers.reference and teachers": (

@@ -8,8 +8,8 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Fraction, Options, PathText, Plugin, Positive, Seconds, Section, Text
 
-START = 0.5  # target_staleness=auto at the beginning: the time that tokens may be old is not known yet
-USUAL = 4  # most of target_staleness=auto for max_staleness up to 16: a larger bound is for the tail
+INITIAL_TARGET = 0.5  # target_staleness=auto begins here, before the staleness of tokens is measured
+USUAL_MAX_TARGET = 4  # highest automatic target for max_staleness up to 16; a larger bound is for the tail
 Packing = Literal["padded", "packed", "tree"]
 DIVERGENCE_NAMES = ("forward", "reverse", "js")  # estimators of the KL that compare whole distributions
 
@@ -41,12 +41,12 @@ class BufferConfig(Section, frozen=True):
     deadline are trained then, late ones when they land. auto: `partial` where the algorithm stays unbiased
     with it and on_stale is mask, else `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
-    """`partial`: seconds from the start of a group's first episode to its deadline, when it is fixed whom the
-    members are compared with. auto: the time in which half of the groups land all of their members."""
+    """`partial`: seconds from the start of a group's first episode to the deadline, at which the members'
+    baseline is fixed. auto: the time in which half of the groups land all of their members."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Filtered groups per batch, in batches; beyond that the batch is trained with the groups it has."""
+    """Limit on filtered groups per batch, in batches; then the batch is trained with the groups it has."""
     retire_pass_rate: Fraction = 1.0
     """Samples whose share of positive rewards in a group reached this are not drawn again
     (no-positive-resampling); 1: off."""
@@ -63,25 +63,30 @@ class BufferConfig(Section, frozen=True):
 
     @property
     def min_group(self) -> int:
-        """Usable members under which a group is dropped (`group_short`): one alone has no baseline."""
+        """Return the number of usable members below which a group is dropped (`group_short`): a single member
+        has no baseline."""
         return min(2, self.episodes_per_group)
 
     @property
     def target(self) -> float:
-        """The number that is set; with auto the one that the run begins with."""
-        return min(START, self.max_staleness) if self.target_staleness == "auto" else self.target_staleness
+        """Return the configured target; with auto the target at the beginning of the run."""
+        return (
+            min(INITIAL_TARGET, self.max_staleness)
+            if self.target_staleness == "auto"
+            else self.target_staleness
+        )
 
     @property
     def usual_staleness(self) -> int:
-        """Bound on the lag of groups that are trained in the order of their issue. With auto it is
-        2 for max_staleness 2, 4 for 4 to 16, 8 for 32."""
+        """Return the bound on the lag of groups that are trained in the order of issue. With auto the bound
+        is 2 for max_staleness 2, 4 for 4 to 16, 8 for 32."""
         if self.target_staleness != "auto":
             return self.max_staleness
-        return min(self.max_staleness, max(USUAL, self.max_staleness // USUAL))
+        return min(self.max_staleness, max(USUAL_MAX_TARGET, self.max_staleness // USUAL_MAX_TARGET))
 
     @property
     def max_live_groups(self) -> int:
-        """The highest limit on live groups that the run may have."""
+        """Return the highest limit on live groups in the run."""
         ahead = self.usual_staleness if self.target_staleness == "auto" else self.target
         return int((1 + ahead) * self.groups_per_batch)
 
@@ -124,13 +129,13 @@ class AlgorithmConfig(Section, frozen=True):
 
 
 def described_recomputation(every: int) -> str:
-    """Return TrainerConfig.checkpointed_every in words: 2 as `1 layer in 2 is recomputed`."""
+    """Write TrainerConfig.checkpointed_every in words: 2 as `1 layer in 2 is recomputed`."""
     layers = {0: "no layers are", 1: "all layers are"}.get(every, f"1 layer in {every} is")
     return f"{layers} recomputed"
 
 
 def memory_advice(every: int) -> str:
-    """Return advice where a trainer that recomputes every `every`-th layer (0: none) lacks memory."""
+    """Return advice for a trainer that lacks memory and recomputes every `every`-th layer (0: none)."""
     recompute = "" if every == 1 else "trainer.activation_checkpointing=full, "
     return (
         f"{recompute}more trainer.ranks, trainer.sequence_parallel (with long rows), "
@@ -175,7 +180,7 @@ class KLConfig(Section, frozen=True):
 
     @property
     def diverges(self) -> bool:
-        """The loss compares whole distributions."""
+        """Tell whether the loss compares whole distributions."""
         return self.in_loss and self.estimator in DIVERGENCE_NAMES
 
 
@@ -218,8 +223,8 @@ class TrainerConfig(Section, frozen=True):
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """Weight decay; AdamW's is decoupled."""
     optimizer: Plugin = "adamw"
-    """A registered name, or what builds one from parameters, `lr` and options, e.g.
-    `{torch.optim:RMSprop: {momentum: 0.9}}`; it is given `betas` and `weight_decay` where it takes them."""
+    """A registered name, or a class or function that builds an optimizer from parameters, `lr` and options,
+    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`; it gets `betas` and `weight_decay` if it takes them."""
     offload_optimizer: bool = False
     """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
     activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
@@ -249,17 +254,17 @@ class TrainerConfig(Section, frozen=True):
 
     @property
     def checkpointed_every(self) -> int:
-        """k of every k-th layer; 0: none, as `auto` begins on a CPU."""
-        given = self.activation_checkpointing
-        return given if isinstance(given, int) else int(given == "full")
+        """Return k if every k-th layer is recomputed; 0: no layer, as `auto` begins on a CPU."""
+        setting = self.activation_checkpointing
+        return setting if isinstance(setting, int) else int(setting == "full")
 
 
 class StoreConfig(Section, frozen=True):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: Count = 1 << 30
-    """Turns that a resume does not need any more are kept up to this size, in segments of 64 MB, the newest
-    ones, for `asyncrl replay` and `regrade`; with the oldest, what the index knows of their episodes goes."""
+    """Size up to which turns that a resume no longer needs are kept, the newest ones, in segments of 64 MB,
+    for `asyncrl replay` and `regrade`. With the oldest segments the index forgets their episodes."""
 
 
 class CheckpointConfig(Section, frozen=True):
@@ -279,5 +284,5 @@ class CheckpointConfig(Section, frozen=True):
 
     @property
     def pause(self) -> int:
-        """Steps between checkpoints."""
+        """Return the number of steps between checkpoints."""
         return self.every or 1000

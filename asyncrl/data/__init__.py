@@ -1,4 +1,4 @@
-"""Data sets: prompts to train on, and demonstrations to imitate."""
+"""Reads data sets: prompts to train on, and demonstrations to imitate."""
 
 from asyncrl.data.order import EpochOrder
 from asyncrl.data.samples import RowLayout, load_samples

@@ -1,5 +1,5 @@
-"""Columns of rows: those of other layouts under the names that samples are made of (`data.columns`), and a
-warning about columns and settings that a run ignores."""
+"""Renames columns of other layouts to the names that samples are made of (`data.columns`), and warns of
+columns and settings that a run ignores."""
 
 from __future__ import annotations
 
@@ -15,175 +15,205 @@ from asyncrl.data.rows import Row
 from asyncrl.errors import ConfigError
 from asyncrl.values import encodable, is_deeper
 
-NAMES = (
+SAMPLE_PARTS = (
     *("prompt", "ground_truth", "data_source", "ability", "reward_model", "extra_info"),
     *("messages", "response", "tools"),
 )
-EXTRA = "extra_info."
-BINARY = "binary data that are not UTF-8 text"
-TEXTUAL = (date, time, timedelta, UUID)  # JSON has none of these: their text stands for them
-MAX_LEVELS = 200  # of nesting: readers of a sample must not exceed the recursion limit either
+EXTRA_PREFIX = "extra_info."
+BINARY_DATA = "binary data that are not UTF-8 text"
+TEXT_TYPES = (date, time, timedelta, UUID)  # types that JSON lacks, written as text
+MAX_LEVELS = 200  # levels of nesting, so that readers of a sample stay below the recursion limit
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """ConfigError for a name that no sample has."""
+    """Check the names in `data.columns`. ConfigError for a name that is no part of a sample."""
     for name in columns:
-        if name not in NAMES and not (name.startswith(EXTRA) and name != EXTRA):
-            near = difflib.get_close_matches(name, NAMES, n=1)
+        if name not in SAMPLE_PARTS and not (name.startswith(EXTRA_PREFIX) and name != EXTRA_PREFIX):
+            nearest = difflib.get_close_matches(name, SAMPLE_PARTS, n=1)
             raise ConfigError(
                 f"data.columns: {name!r} is no part of a sample; "
-                + (f"did you mean {near[0]}? " if near else "")
-                + f"these are: {', '.join(NAMES)}, {EXTRA}NAME"
+                + (f"did you mean {nearest[0]}? " if nearest else "")
+                + f"these are: {', '.join(SAMPLE_PARTS)}, {EXTRA_PREFIX}NAME"
             )
 
 
-def renamed(where: str, row: Row, columns: Mapping[str, str], unread: tuple[str, ...] = ()) -> Row:
-    """The row with its columns under their new names, beside those that have the right ones. A column may lie
-    within another: `answer.value`. Those of `unread` parts may be missing."""
-    found = dict(row)
+def rename_columns(
+    where: str, row: Row, columns: Mapping[str, str], optional_parts: tuple[str, ...] = ()
+) -> Row:
+    """Add to a row its configured columns under the names of a sample's parts. A column may be nested:
+    `answer.value`. The columns of `optional_parts` may be missing."""
+    renamed_row = dict(row)
     for name, column in columns.items():
-        if name in unread and column.partition(".")[0] not in row:
+        if name in optional_parts and column.partition(".")[0] not in row:
             continue
-        value = _value(where, row, column)
-        if name.startswith(EXTRA):
-            extra = as_object(where, "extra_info", found.get("extra_info") or {})
-            found["extra_info"] = extra | {name.removeprefix(EXTRA): value}
+
+        value = _column_value(where, row, column)
+        if name.startswith(EXTRA_PREFIX):
+            extra = as_object(where, "extra_info", renamed_row.get("extra_info") or {})
+            renamed_row["extra_info"] = extra | {name.removeprefix(EXTRA_PREFIX): value}
         else:
-            found[name] = value
-    return found
+            renamed_row[name] = value
+
+    return renamed_row
 
 
-def _value(where: str, row: Row, column: str) -> Any:
+def _column_value(where: str, row: Row, column: str) -> Any:
     if column in row:
         return row[column]
+
     value: Any = row
     for part in column.split("."):
         if not isinstance(value, dict) or part not in value:
             raise ConfigError(
                 f"{where}: no column {column}, which data.columns names (found: {', '.join(row) or 'none'})"
             )
+
         value = value[part]
+
     return value
 
 
 def as_object(where: str, column: str, value: Any) -> dict[str, Any]:
-    """Return a nested column, or the same as JSON text."""
+    """Return the object in a nested column, which may be JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ConfigError(f"{where}: column {column} is text, but not JSON") from None
+
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: column {column} must be an object, not {type(value).__name__}")
+
     return value
 
 
 def as_json(where: str, column: str, value: Any) -> str:
-    """NaN, which pandas writes where a value is missing, and infinity are null: JSON has neither. Dates and
-    times are text."""
+    """Write a value as JSON. NaN, which pandas writes for missing values, and infinity become null, as JSON
+    has neither; dates and times become text."""
     with ConfigError.instead_of(
         TypeError,
         ValueError,
         RecursionError,
         text=f"{where}: column {column} cannot be written as JSON",
     ):
-        text = json.dumps(value, ensure_ascii=False, default=_dated)
+        text = json.dumps(value, ensure_ascii=False, default=_text_value)
+
     if text.count("[") + text.count("{") > MAX_LEVELS and is_deeper(json.loads(text), MAX_LEVELS):
         raise ConfigError(f"{where}: {column} is nested deeper than {MAX_LEVELS} levels; flatten it")
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
+
     return text
 
 
 def as_text(where: str, column: str, value: Any) -> str:
-    """Return a value that names something, '' of none. Only text can: of binary data a name would be b'…'."""
+    """Return a name as text, '' if there is none. Binary data are refused, as the name would read b'…'."""
     if isinstance(value, bytes):
-        raise ConfigError(f"{where}: column {column} holds {BINARY}; write text")
+        raise ConfigError(f"{where}: column {column} holds {BINARY_DATA}; write text")
     return str(value or "")
 
 
-def _dated(value: Any) -> str:
-    if isinstance(value, TEXTUAL):
+def _text_value(value: Any) -> str:
+    if isinstance(value, TEXT_TYPES):
         return str(value)
-    kind = BINARY if isinstance(value, bytes) else f"a value of type {type(value).__name__}"
+    kind = BINARY_DATA if isinstance(value, bytes) else f"a value of type {type(value).__name__}"
     raise TypeError(f"it holds {kind}; write text, a number, a list or an object")
 
 
-# -- what a run ignores ------------------------------------------------------------------------------
+# -- columns and settings that a run ignores ---------------------------------------------------------
 
 
-PLAIN = "single_turn_agent"  # verl's agent loops that need nothing, or only tools
-WITH_TOOLS = "tool_agent"
-DEMONSTRATED = ("messages", "response", "tools")
-READ = frozenset({*NAMES, "agent_name", "reward_manager"} - {*DEMONSTRATED})
-MODELS = ("reward_model", "classifier", "llm_judge")
+PLAIN_LOOP = "single_turn_agent"  # verl's agent loop that needs nothing
+TOOL_LOOP = "tool_agent"  # verl's agent loop that needs tools
+DEMONSTRATION_COLUMNS = ("messages", "response", "tools")
+READ_COLUMNS = frozenset({*SAMPLE_PARTS, "agent_name", "reward_manager"} - {*DEMONSTRATION_COLUMNS})
+MODEL_REWARDS = ("reward_model", "classifier", "llm_judge")
 
 
 class IgnoredSettings:
-    """Counts the rows that ask for something, by (what, its name), and collects unread columns."""
+    """Counts the rows that request a setting, by (setting, name), and collects unread columns."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], int] = {}
-        self._unread: dict[str, None] = {}
+        self._request_counts: dict[tuple[str, str], int] = {}
+        self._unread_columns: dict[str, None] = {}
 
     def see(self, row: Row, demonstration: bool) -> Row:
-        """The same row, which was looked at."""
-        unread = (encodable(name) for name, value in row.items() if value is not None and name not in READ)
-        self._unread |= {name: None for name in unread if not (demonstration and name in DEMONSTRATED)}
+        """Count the requests and the unread columns of a row, and return the row."""
+        unread = (
+            encodable(name) for name, value in row.items() if value is not None and name not in READ_COLUMNS
+        )
+        self._unread_columns |= {
+            name: None for name in unread if not (demonstration and name in DEMONSTRATION_COLUMNS)
+        }
         if demonstration:
             return row
-        reward = _object(row.get("reward_model"))
-        extra = _object(row.get("extra_info"))
-        asked = {
+
+        reward_model = _dict_or_empty(row.get("reward_model"))
+        extra_info = _dict_or_empty(row.get("extra_info"))
+
+        requested = {
             "agent_name": row.get("agent_name"),
-            "reward_manager": row.get("reward_manager") or reward.get("reward_manager"),
-            "style": reward.get("style"),
-            "interaction": _object(extra.get("interaction_kwargs")).get("name"),
+            "reward_manager": row.get("reward_manager") or reward_model.get("reward_manager"),
+            "style": reward_model.get("style"),
+            "interaction": _dict_or_empty(extra_info.get("interaction_kwargs")).get("name"),
         }
-        for what, name in asked.items():
+        for setting, name in requested.items():
             if isinstance(name, str) and name:
-                self._counts[what, name] = self._counts.get((what, name), 0) + 1
+                self._request_counts[setting, name] = self._request_counts.get((setting, name), 0) + 1
+
         return row
 
     def unmet(self, config: RunConfig) -> list[str]:
-        """A line for each thing that is not there, and one for the columns that nothing reads."""
+        """Return a line for each request that the run does not meet, and a line for unread columns."""
         lines = [
             f"{count} samples ask for {text}"
-            for (what, name), count in self._counts.items()
-            if (text := _unmet(config, what, name))
+            for (setting, name), count in self._request_counts.items()
+            if (text := _unmet_request(config, setting, name))
         ]
-        return lines + _unread(self._unread, config.data.columns)
+        return lines + _unread_line(self._unread_columns, config.data.columns)
 
 
-def _unread(columns: Mapping[str, None], given: Mapping[str, str]) -> list[str]:
-    named = {part for column in given.values() for part in (column, column.partition(".")[0])}
-    near = {name: difflib.get_close_matches(name, READ, n=1, cutoff=0.8) for name in columns}
-    found = [
-        f"{name} (meant {near[name][0]}?)" if near[name] else name for name in columns if name not in named
+def _unread_line(columns: Mapping[str, None], configured: Mapping[str, str]) -> list[str]:
+    configured_columns = {
+        part for column in configured.values() for part in (column, column.partition(".")[0])
+    }
+    nearest = {name: difflib.get_close_matches(name, READ_COLUMNS, n=1, cutoff=0.8) for name in columns}
+
+    unread_names = [
+        f"{name} (meant {nearest[name][0]}?)" if nearest[name] else name
+        for name in columns
+        if name not in configured_columns
     ]
+
     advice = "one that tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
-    return [f"nothing reads the columns {', '.join(found)}; {advice}"] if found else []
+    return [f"nothing reads the columns {', '.join(unread_names)}; {advice}"] if unread_names else []
 
 
-def _unmet(config: RunConfig, what: str, name: str) -> str:
+def _unmet_request(config: RunConfig, setting: str, name: str) -> str:
     rollout = config.rollout
     rewards = [rollout.reward] if isinstance(rollout.reward, str) else list(rollout.reward)
-    led = bool(rollout.agent or rollout.environment)
-    if what == "reward_manager":
+    has_model_reward = any(reward in MODEL_REWARDS or ":" in reward for reward in rewards)
+    has_leader = bool(rollout.agent or rollout.environment)
+
+    if setting == "reward_manager":
         return f"the reward_manager {name!r}, and there are none; write what it does as rollout.reward"
-    if what == "style" and name == "model" and not any(r in MODELS or ":" in r for r in rewards):
+
+    if setting == "style" and name == "model" and not has_model_reward:
         return (
             f"a reward model (reward_model.style), and rollout.reward is {', '.join(rewards)}; set it to "
             "reward_model, classifier or llm_judge, see docs/rewards.md"
         )
-    if what == "interaction" and not led:
+
+    if setting == "interaction" and not has_leader:
         return f"the interaction {name!r} (extra_info.interaction_kwargs); set rollout.environment"
-    needs = {PLAIN: True, WITH_TOOLS: led or bool(rollout.tools)}
-    if what == "agent_name" and not needs.get(name, led):
-        key = "rollout.tools" if name == WITH_TOOLS else "rollout.agent or rollout.environment"
+
+    loop_is_possible = {PLAIN_LOOP: True, TOOL_LOOP: has_leader or bool(rollout.tools)}
+    if setting == "agent_name" and not loop_is_possible.get(name, has_leader):
+        key = "rollout.tools" if name == TOOL_LOOP else "rollout.agent or rollout.environment"
         return f"the agent loop {name!r} (agent_name), and nothing leads their episodes; set {key}"
+
     return ""
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _dict_or_empty(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}

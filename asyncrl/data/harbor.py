@@ -1,4 +1,4 @@
-"""Reads tasks in Harbor's format, a folder each, as rows: the instruction, and what judges it.
+"""Reads tasks in Harbor's format, one folder for each task, as rows: the instruction and the tests.
 
 TASK/{instruction.md, task.toml, tests/{test.sh, config.json}, solution/solve.sh, environment/Dockerfile}
 """
@@ -17,14 +17,14 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.data.rows import Row
-from asyncrl.data.tasks import TASK, Task, TaskTests
+from asyncrl.data.tasks import TASK_KEY, Task, TaskTests
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.images import Image, find_image
 
-FILE = "task.toml"
+TASK_FILE = "task.toml"
 NO_NETWORK = 'there is no network; if the task needs none, write network_mode = "no-network"'
 OWN_IMAGE = "tests run in the task's own image, with its workspace"
-REFUSED = {
+REFUSED_FIELDS = {
     "steps": "there is one instruction and one verdict; make a task of each step",
     **{f"{part}.network_mode": NO_NETWORK for part in ("environment", "agent", "verifier")},
     **{f"{part}.allowed_hosts": NO_NETWORK for part in ("environment", "agent", "verifier")},
@@ -37,63 +37,74 @@ REFUSED = {
     **{f"verifier.{name}": OWN_IMAGE for name in ("environment_mode", "environment", "collect")},
 }
 """Fields of task.toml that change what a task is, and why they are refused."""
-HARMLESS = ("no-network", "linux", "shared")  # their values that ask for nothing, beside 0, false, [], {}
+HARMLESS_VALUES = ("no-network", "linux", "shared")  # values of refused fields that request nothing
 REFUSED_FILES = {
     "environment/docker-compose.yaml": "a task runs in one image",
     "environment/docker-compose.yml": "a task runs in one image",
     "trajectory.json": "a task begins with its instruction",
 }
-DESCRIBED = ("schema_version", "version", "source", "task", "metadata")  # what else is in them is for people
-OUTSIDE = ("", "proc", "dev", "sys", "tests", "logs", "solution", "sandbox")  # of any workspace
-UNITS = {"K": 1 / 1024, "M": 1, "G": 1024}
-CANARY = re.compile(r"\A(\s*(<!--.*canary.*-->|#.*canary.*)[ \t]*(\n|\Z))+\s*", re.IGNORECASE)
+DESCRIPTIVE_SECTIONS = ("schema_version", "version", "source", "task", "metadata")  # for people: not reported
+OUTSIDE_WORKSPACES = ("", "proc", "dev", "sys", "tests", "logs", "solution", "sandbox")  # never judged
+UNIT_MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024}
+CANARY_LINES = re.compile(r"\A(\s*(<!--.*canary.*-->|#.*canary.*)[ \t]*(\n|\Z))+\s*", re.IGNORECASE)
 
 
-def _is(meaning: str, **bounds: Any) -> Any:
-    """Describe a field that is honoured, for the table of docs/tasks.md."""
+def _honoured_field(meaning: str, **bounds: Any) -> Any:
+    """Describe a field that the reader uses, for the table of docs/tasks.md."""
     return Meta(description=meaning, **bounds)
 
 
-TIME = {"gt": 0, "le": 1e7}
-SIZE = {"pattern": r"^\d+(\.\d+)?[KMG]$"}
+TIME_BOUNDS = {"gt": 0, "le": 1e7}
+SIZE_BOUNDS = {"pattern": r"^\d+(\.\d+)?[KMG]$"}
 Variables = dict[str, str]
 
 
 class _Package(msgspec.Struct, frozen=True):
-    name: Annotated[str, _is("what the task is called; its folder's name otherwise")] = ""
+    name: Annotated[str, _honoured_field("what the task is called; its folder's name otherwise")] = ""
 
 
 class _Metadata(msgspec.Struct, frozen=True):
-    workspace: Annotated[list[str], _is("not Harbor's: directories that are judged, else `workdir`")] = []
-    protected: Annotated[list[str], _is("not Harbor's: files that tests find as the image has them")] = []
+    workspace: Annotated[
+        list[str], _honoured_field("not Harbor's: directories that are judged, else `workdir`")
+    ] = []
+    protected: Annotated[
+        list[str], _honoured_field("not Harbor's: files that tests find as the image has them")
+    ] = []
 
 
 class _Environment(msgspec.Struct, frozen=True):
-    docker_image: Annotated[str, _is("an imported image; without it, that of the folder's name")] = ""
-    workdir: Annotated[str, _is("where programs start; the image's directory otherwise")] = ""
-    env: Annotated[Variables, _is("variables of the agent and the tests; `${…}` is refused")] = {}
-    memory_mb: Annotated[int, _is("MiB of memory of a sandbox", ge=1)] | None = None
-    storage_mb: Annotated[int, _is("most MiB of files that are written in it", ge=1)] | None = None
-    memory: Annotated[str, _is("the same as text, `2G`", **SIZE)] | None = None
-    storage: Annotated[str, _is("the same as text, `10G`", **SIZE)] | None = None
+    docker_image: Annotated[
+        str, _honoured_field("an imported image; without it, that of the folder's name")
+    ] = ""
+    workdir: Annotated[str, _honoured_field("where programs start; the image's directory otherwise")] = ""
+    env: Annotated[Variables, _honoured_field("variables of the agent and the tests; `${…}` is refused")] = {}
+    memory_mb: Annotated[int, _honoured_field("MiB of memory of a sandbox", ge=1)] | None = None
+    storage_mb: Annotated[int, _honoured_field("most MiB of files that are written in it", ge=1)] | None = (
+        None
+    )
+    memory: Annotated[str, _honoured_field("the same as text, `2G`", **SIZE_BOUNDS)] | None = None
+    storage: Annotated[str, _honoured_field("the same as text, `10G`", **SIZE_BOUNDS)] | None = None
 
 
 class _Agent(msgspec.Struct, frozen=True):
-    timeout_sec: Annotated[float, _is("seconds of the agent", **TIME)] | None = None
-    user: Annotated[str | int, _is("`root` or 0: root of the sandbox; any other: its one user")] | None = None
+    timeout_sec: Annotated[float, _honoured_field("seconds of the agent", **TIME_BOUNDS)] | None = None
+    user: (
+        Annotated[str | int, _honoured_field("`root` or 0: root of the sandbox; any other: its one user")]
+        | None
+    ) = None
 
 
 class _Verifier(msgspec.Struct, frozen=True):
-    timeout_sec: Annotated[float, _is("seconds of the tests", **TIME)] = 600.0
-    env: Annotated[Variables, _is("more variables of the tests")] = {}
+    timeout_sec: Annotated[float, _honoured_field("seconds of the tests", **TIME_BOUNDS)] = 600.0
+    env: Annotated[Variables, _honoured_field("more variables of the tests")] = {}
 
 
 class _Solution(msgspec.Struct, frozen=True):
-    env: Annotated[Variables, _is("more variables of solution/solve.sh in `tasks check`")] = {}
+    env: Annotated[Variables, _honoured_field("more variables of solution/solve.sh in `tasks check`")] = {}
 
 
 class HonouredFields(msgspec.Struct, frozen=True):
-    """Holds the fields of task.toml that are honoured."""
+    """Holds the fields of task.toml that the reader uses."""
 
     task: _Package = _Package()
     metadata: _Metadata = _Metadata()
@@ -104,8 +115,8 @@ class HonouredFields(msgspec.Struct, frozen=True):
 
 
 class TaskFolder(msgspec.Struct, frozen=True):
-    """Holds a task as it was read. `solution`: variables of its solve.sh. `ignored`: fields that nothing
-    reads, by their dotted names."""
+    """Holds the content of a task's folder. `solution`: variables of solve.sh. `ignored`: fields that nothing
+    reads, by dotted name."""
 
     path: Path
     instruction: str
@@ -116,28 +127,30 @@ class TaskFolder(msgspec.Struct, frozen=True):
 
     @property
     def row(self) -> Row:
-        """Return its columns. Ignored fields are some: a run lists columns that nothing reads."""
-        extra = {TASK: msgspec.to_builtins(self.task)}
-        truth = msgspec.to_builtins(self.tests)
-        row = {"prompt": self.instruction, "ground_truth": truth, "extra_info": extra}
+        """Return the task's columns. Ignored fields are included, so that a run lists them as unread."""
+        extra_info = {TASK_KEY: msgspec.to_builtins(self.task)}
+        ground_truth = msgspec.to_builtins(self.tests)
+        row = {"prompt": self.instruction, "ground_truth": ground_truth, "extra_info": extra_info}
         return self.ignored | row | {"data_source": self.path.parent.name}
 
 
 def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
-    """Read a task folder, or all in a directory, by name. ConfigError names the folder, what is wrong, and
-    what to do."""
-    top = Path(os.path.abspath(directory))
-    if not top.is_dir():
+    """Read a task folder, or all task folders in a directory, by name. ConfigError names the folder, the
+    fault and the cure."""
+    root = Path(os.path.abspath(directory))
+    if not root.is_dir():
         raise ConfigError(f"{directory}: no such directory; correct the path")
-    folders = [top] if _is_task(top) else sorted(filter(_is_task, top.glob("*")))
+
+    folders = [root] if _is_task(root) else sorted(filter(_is_task, root.glob("*")))
     if not folders:
         raise ConfigError(
-            f"{directory}: has no task, a folder with {FILE} (docs/tasks.md); files of rows are named by a "
-            f"pattern, {directory}/*.parquet"
+            f"{directory}: has no task, a folder with {TASK_FILE} (docs/tasks.md); files of rows are named "
+            f"by a pattern, {directory}/*.parquet"
         )
+
     for folder in folders:
         try:
-            yield _read(folder)
+            yield _read_folder(folder)
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from error
         except OSError as error:
@@ -145,43 +158,50 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
 
 
 def _is_task(path: Path) -> bool:
-    return (path / FILE).exists() or (path / "instruction.md").exists()
+    return (path / TASK_FILE).exists() or (path / "instruction.md").exists()
 
 
-def _read(folder: Path) -> TaskFolder:
-    given = _parsed(folder / FILE, tomllib.loads)
-    ignored = _ignored(folder, given)
+def _read_folder(folder: Path) -> TaskFolder:
+    document = _parse_file(folder / TASK_FILE, tomllib.loads)
+    ignored = _ignored_fields(folder, document)
+
     try:
-        fields = msgspec.convert(given, HonouredFields)
+        fields = msgspec.convert(document, HonouredFields)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{FILE}: {error}; correct it (docs/tasks.md)") from None
-    instruction = CANARY.sub("", _parsed(folder / "instruction.md", str))
+        raise ConfigError(f"{TASK_FILE}: {error}; correct it (docs/tasks.md)") from None
+
+    instruction = CANARY_LINES.sub("", _parse_file(folder / "instruction.md", str))
     if not instruction.strip():
         raise ConfigError("instruction.md is empty; it is what the model reads")
+
     environment = fields.environment
     for section in ("environment", "verifier", "solution"):
         _check_variables(f"{section}.env", getattr(fields, section).env)
-    image = _image(folder, environment.docker_image)
+
+    image = _find_task_image(folder, environment.docker_image)
     directory = environment.workdir or image.directory
     workspace = fields.metadata.workspace or [directory]
+
     for path in (directory, *workspace):
         _check_directory(image, path, path in workspace)
+
     task = Task(
-        fields.task.name or folder.name,
-        image.digest,
-        os.path.normpath(directory),
-        tuple(map(os.path.normpath, workspace)),
-        "root" if fields.agent.user in ("root", "0", 0) else "",
-        environment.env,
-        environment.memory_mb or _mebibytes(environment.memory),
-        environment.storage_mb or _mebibytes(environment.storage),
-        fields.agent.timeout_sec or 0.0,
+        name=fields.task.name or folder.name,
+        image=image.digest,
+        directory=os.path.normpath(directory),
+        workspace=tuple(map(os.path.normpath, workspace)),
+        user="root" if fields.agent.user in ("root", "0", 0) else "",
+        environment=environment.env,
+        memory_mb=environment.memory_mb or _mebibytes(environment.memory),
+        disk_mb=environment.storage_mb or _mebibytes(environment.storage),
+        seconds=fields.agent.timeout_sec or 0.0,
     )
-    return TaskFolder(folder, instruction, task, _tests(folder, fields), fields.solution.env, ignored)
+
+    return TaskFolder(folder, instruction, task, _read_tests(folder, fields), fields.solution.env, ignored)
 
 
-def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
-    """Read a file. ConfigError where it is not there, or not what it should be."""
+def _parse_file(path: Path, parse: Callable[[str], Any]) -> Any:
+    """Read and parse a file. ConfigError if the file is missing or malformed."""
     try:
         return parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -190,59 +210,77 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
         raise ConfigError(f"{path.name}: not readable ({one_line(error)}); correct it") from None
 
 
-def _ignored(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that nothing reads. ConfigError for one that is refused."""
-    refused = [(name, why) for name, why in REFUSED_FILES.items() if (folder / name).exists()]
-    honoured = {field.name: field.type.__struct_fields__ for field in msgspec.structs.fields(HonouredFields)}
-    found: dict[str, Any] = {}
-    for section, inner in given.items():
-        known = honoured.get(section, ()) if isinstance(inner, dict) else ()
-        fields = {f"{section}.{name}": inner[name] for name in inner if name not in known} if known else {}
-        for name, value in (fields if known else {section: inner}).items():
-            if name in REFUSED and value and str(value).lower() not in HARMLESS:
-                refused.append((f"{FILE}: {name} = {str(value)[:60]}", REFUSED[name]))
-            elif name not in REFUSED and value and section not in DESCRIBED:
-                found[name] = value
-    for what, why in refused:
-        raise ConfigError(f"{what} is refused: {why}")
-    return found
+def _ignored_fields(folder: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that nothing reads. ConfigError for a refused field."""
+    refusals = [(name, reason) for name, reason in REFUSED_FILES.items() if (folder / name).exists()]
+    names_by_section = {
+        field.name: field.type.__struct_fields__ for field in msgspec.structs.fields(HonouredFields)
+    }
+    ignored_fields: dict[str, Any] = {}
+
+    for section, inner in document.items():
+        honoured_names = names_by_section.get(section, ()) if isinstance(inner, dict) else ()
+        fields = {section: inner}
+        if honoured_names:
+            fields = {f"{section}.{name}": inner[name] for name in inner if name not in honoured_names}
+
+        for name, value in fields.items():
+            if name in REFUSED_FIELDS and value and str(value).lower() not in HARMLESS_VALUES:
+                refusals.append((f"{TASK_FILE}: {name} = {str(value)[:60]}", REFUSED_FIELDS[name]))
+            elif name not in REFUSED_FIELDS and value and section not in DESCRIPTIVE_SECTIONS:
+                ignored_fields[name] = value
+
+    for subject, reason in refusals:
+        raise ConfigError(f"{subject} is refused: {reason}")
+
+    return ignored_fields
 
 
-def _image(folder: Path, named: str) -> Image:
-    """Find the image. ConfigError with the two commands that make it, where it is known of what."""
-    made = named or folder.name.lower()
-    name = re.sub(r"[^\w.-]", "-", named or folder.name, flags=re.ASCII)
+def _find_task_image(folder: Path, configured_name: str) -> Image:
+    """Find the task's image. ConfigError with the two commands that import the image, if they are known."""
+    image_source = configured_name or folder.name.lower()
+    name = re.sub(r"[^\w.-]", "-", configured_name or folder.name, flags=re.ASCII)
+
     try:
         return find_image(name)
     except ConfigError as error:
-        if not (named or (folder / "environment/Dockerfile").is_file()):
+        if not (configured_name or (folder / "environment/Dockerfile").is_file()):
             raise ConfigError(f"{error}; or set environment.docker_image to one that is there") from error
-        first = f"docker pull {made}" if named else f"docker build -t {made} {folder / 'environment'}"
-        second = f"docker save {made} | asyncrl image import - --name {name}"
-        raise ConfigError(f"{error}, for example: {first}; {second}") from error
+
+        make_command = f"docker build -t {image_source} {folder / 'environment'}"
+        if configured_name:
+            make_command = f"docker pull {image_source}"
+        import_command = f"docker save {image_source} | asyncrl image import - --name {name}"
+        raise ConfigError(f"{error}, for example: {make_command}; {import_command}") from error
 
 
 def _check_directory(image: Image, path: str, judged: bool) -> None:
-    """ConfigError where it is no directory of the image, or one that must not be judged."""
-    key = f"{FILE}: {'metadata.workspace' if judged else 'environment.workdir'} {path!r}"
+    """ConfigError unless the path is a directory of the image and, if `judged`, may be judged."""
+    key = f"{TASK_FILE}: {'metadata.workspace' if judged else 'environment.workdir'} {path!r}"
     if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
         raise ConfigError(f"{key} is no absolute path; correct it")
+
     parts = Path(path).parts[1:]
-    if judged and (parts or ("",))[0] in OUTSIDE:
+    if judged and (parts or ("",))[0] in OUTSIDE_WORKSPACES:
         raise ConfigError(f"{key} cannot be judged; set metadata.workspace to directories of the task's own")
+
     layers = list(image.layers)
-    inner = ""
-    for part in parts:  # no link of an image is followed
-        inner = f"{inner}/{part}"
-        found = list[str]()
-        for layer in filter(lambda layer: os.path.lexists(layer + inner), layers):
-            mode = os.lstat(layer + inner).st_mode
-            if not found and stat.S_ISLNK(mode):
-                raise ConfigError(f"{key} leads through a link, {inner}; name the directory itself")
+    inner_path = ""
+
+    for part in parts:  # step by step, as no link of an image is followed
+        inner_path = f"{inner_path}/{part}"
+        directory_layers = list[str]()
+
+        for layer in filter(lambda layer: os.path.lexists(layer + inner_path), layers):
+            mode = os.lstat(layer + inner_path).st_mode
+            if not directory_layers and stat.S_ISLNK(mode):
+                raise ConfigError(f"{key} leads through a link, {inner_path}; name the directory itself")
             if not stat.S_ISDIR(mode):
-                break  # it hides what the layers below have
-            found.append(layer)
-        layers = found
+                break  # this file hides the directories of the layers below
+
+            directory_layers.append(layer)
+
+        layers = directory_layers
         if not layers:
             raise ConfigError(f"{key} is no directory of its image; correct it, or make it in the image")
 
@@ -250,36 +288,41 @@ def _check_directory(image: Image, path: str, judged: bool) -> None:
 def _check_variables(key: str, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         if not name.isidentifier() or "\0" in value:
-            raise ConfigError(f"{FILE}: {key} {name!r} is no variable; correct it")
+            raise ConfigError(f"{TASK_FILE}: {key} {name!r} is no variable; correct it")
         if "${" in value:
-            why = "would come from this machine, and the model could read it; write a value"
-            raise ConfigError(f"{FILE}: {key} {name} = {value} {why}")
+            reason = "would come from this machine, and the model could read it; write a value"
+            raise ConfigError(f"{TASK_FILE}: {key} {name} = {value} {reason}")
 
 
 def _mebibytes(size: str | None) -> int:
-    return max(1, int(float(size[:-1]) * UNITS[size[-1]])) if size else 0
+    return max(1, int(float(size[:-1]) * UNIT_MEBIBYTES[size[-1]])) if size else 0
 
 
-def _tests(folder: Path, fields: HonouredFields) -> TaskTests:
-    """Read tests/. ConfigError without a test.sh, and for links out of it."""
+def _read_tests(folder: Path, fields: HonouredFields) -> TaskTests:
+    """Read the directory tests. ConfigError without a test.sh, and for links that lead out."""
     directory = folder / "tests"
     if not (directory / "test.sh").is_file():
         raise ConfigError("there is no tests/test.sh; a task is judged by one")
-    real = f"{os.path.realpath(folder)}/tests"
+
+    real_directory = f"{os.path.realpath(folder)}/tests"
     for path in (directory, *directory.rglob("*")):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(real):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(real_directory):
             raise ConfigError(f"{path.relative_to(folder)} is a link that leads out of tests; copy the files")
+
     config = directory / "config.json"
-    found = _parsed(config, msgspec.json.decode) if config.exists() else {}
-    named = found if isinstance(found, dict) else {}
-    turn, stay = (_names(key, named.get(key)) for key in ("FAIL_TO_PASS", "PASS_TO_PASS"))
+    decoded = _parse_file(config, msgspec.json.decode) if config.exists() else {}
+    test_lists = decoded if isinstance(decoded, dict) else {}
+    turn_green, stay_green = (
+        _read_names(key, test_lists.get(key)) for key in ("FAIL_TO_PASS", "PASS_TO_PASS")
+    )
     verifier = fields.verifier
     protected = tuple(fields.metadata.protected)
-    return TaskTests(str(directory), verifier.timeout_sec, verifier.env, turn, stay, protected)
+
+    return TaskTests(str(directory), verifier.timeout_sec, verifier.env, turn_green, stay_green, protected)
 
 
-def _names(key: str, given: Any) -> tuple[str, ...]:
-    """Read names of tests: a list, or one as JSON text."""
+def _read_names(key: str, value: Any) -> tuple[str, ...]:
+    """Read names of tests from a list, which may be JSON text."""
     with ConfigError.instead_of(ValueError, text=f"tests/config.json: {key} is no list of names"):
-        read = msgspec.json.decode(given) if isinstance(given, str) else given or ()
-        return msgspec.convert(read, tuple[str, ...])
+        names = msgspec.json.decode(value) if isinstance(value, str) else value or ()
+        return msgspec.convert(names, tuple[str, ...])

@@ -1,7 +1,7 @@
-"""Draws the samples of an epoch in an order: a function of the epoch alone, also after a restart.
+"""Orders the samples of an epoch. The order is a function of the epoch alone, also after a restart.
 
 An epoch has as many draws as there are samples. Without weights each sample is drawn once. With weights a
-source gets its share of the draws, exactly up to rounding, and goes through its own samples again and again.
+source gets draws in proportion to its weight, exactly up to rounding, and repeats its samples in passes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from asyncrl.errors import ConfigError, describe, users_code
 from asyncrl.registry import Call, load_object, make, single
 from asyncrl.types import Sample
 
-Hook = Callable[[Sequence[Sample], list[int], int], Sequence[int]]
-CALL = Call("def order(samples, drawn, epoch)", ("samples", "drawn", "epoch"))
+OrderHook = Callable[[Sequence[Sample], list[int], int], Sequence[int]]
+ORDER_CALL = Call("def order(samples, drawn, epoch)", ("samples", "drawn", "epoch"))
 
 
 class EpochOrder:
-    """Gives the numbers of the samples of an epoch. What a hook gave for the epochs under way is kept in
-    `directory`: a run that goes on has the same order even if the hook would give another. ConfigError for
-    weights or a hook that cannot be used."""
+    """Gives the numbers of the samples of an epoch. A hook's orders for the epochs under way are stored in
+    `directory`, so that a resumed run has the same order even if the hook would now return another.
+    ConfigError for unusable weights or an unusable hook."""
 
     def __init__(
         self, samples: Samples, config: DataConfig, seed: int, directory: Path | None = None
@@ -35,82 +35,101 @@ class EpochOrder:
         self.seed = seed
         self.shuffle = config.shuffle
         self.directory = directory
-        weights = [one.weight for one in config.train if isinstance(one, WeightedSource)]
-        self.shares = shares(weights, samples.sizes) if weights else None
+        weights = [source.weight for source in config.train if isinstance(source, WeightedSource)]
+        self.draws_per_source = draw_counts(weights, samples.sizes) if weights else None
         self._hook_name, options = single(config.order, "data.order")
-        self._hook: Hook | None = None
+        self._hook: OrderHook | None = None
         if self._hook_name:
-            found = load_object(self._hook_name, "order")
-            self._hook = make(found, options, f"data.order.{self._hook_name}", CALL)
+            loaded_hook = load_object(self._hook_name, "order")
+            self._hook = make(loaded_hook, options, f"data.order.{self._hook_name}", ORDER_CALL)
 
     def __call__(self, epoch: int) -> Sequence[int]:
         if self.directory is None or self._hook is None:
-            return self._ordered(epoch)
+            return self._compute_order(epoch)
+
         path = self.directory / f"order-{epoch}"
         with ConfigError.instead_of(OSError, text=f"{path}: the order of the data cannot be kept"):
             if not path.exists():
                 with path.with_suffix(".tmp").open("wb") as file:
-                    file.write(array("Q", self._ordered(epoch)))
+                    file.write(array("Q", self._compute_order(epoch)))
                     os.fsync(file.fileno())
+
                 os.replace(file.name, path)
-                # a crash goes back by one epoch at most
+
+                # A crash goes back by one epoch at most, so the order of two epochs ago is not needed.
                 (self.directory / f"order-{epoch - 2}").unlink(missing_ok=True)
+
             return array("Q", path.read_bytes())
 
-    def _ordered(self, epoch: int) -> Sequence[int]:
-        everything = range(len(self.samples))
-        drawn = list(everything) if self.shares is None else self._mixed(epoch, self.shares)
-        drawn = shuffled(drawn, f"{self.seed}/{epoch}") if self.shuffle else drawn
+    def _compute_order(self, epoch: int) -> Sequence[int]:
+        all_numbers = range(len(self.samples))
+        drawn_numbers = list(all_numbers)
+        if self.draws_per_source is not None:
+            drawn_numbers = self._mix_sources(epoch, self.draws_per_source)
+        if self.shuffle:
+            drawn_numbers = shuffled(drawn_numbers, f"{self.seed}/{epoch}")
         if self._hook is None:
-            return drawn
+            return drawn_numbers
+
         where = f"data.order: {self._hook_name} of epoch {epoch}"
         try:
             with users_code():
-                order = [int(number) for number in self._hook(self.samples, list(drawn), epoch)]
+                order = [int(number) for number in self._hook(self.samples, list(drawn_numbers), epoch)]
         except Exception as error:
             raise ConfigError(
                 f"{where} failed: {describe(error)}; it must give the numbers in `drawn` in another order"
             ) from error
-        if sorted(order) != sorted(drawn):
+
+        if sorted(order) != sorted(drawn_numbers):
             raise ConfigError(
-                f"{where} gives {len(order)} numbers, not the {len(drawn)} drawn ones in another order; each "
-                "must be there as often as in `drawn`"
+                f"{where} gives {len(order)} numbers, not the {len(drawn_numbers)} drawn ones in another "
+                "order; each must be there as often as in `drawn`"
             )
+
         return order
 
-    def _mixed(self, epoch: int, counts: Sequence[int]) -> list[int]:
-        """Take as many of each source as its share, evenly spread."""
+    def _mix_sources(self, epoch: int, counts: Sequence[int]) -> list[int]:
+        """Take the draws of each source, evenly spread over the epoch."""
         sizes = self.samples.sizes
         starts = accumulate(sizes, initial=0)
-        placed: list[tuple[float, int]] = []
+        positioned_numbers: list[tuple[float, int]] = []
+
         for source, (start, size, count) in enumerate(zip(starts, sizes, counts, strict=False)):
-            numbers = self._passes(source, size, epoch * count, (epoch + 1) * count)
-            placed += [((at + 0.5) / count, start + number) for at, number in enumerate(numbers)]
-        return [number for _, number in sorted(placed)]
+            numbers = self._draw_from_source(source, size, epoch * count, (epoch + 1) * count)
+            positioned_numbers += [
+                ((index + 0.5) / count, start + number) for index, number in enumerate(numbers)
+            ]
 
-    def _passes(self, source: int, size: int, first: int, end: int) -> list[int]:
-        """Numbers `first` to `end` of one source's samples, gone through again and again."""
-        found: list[int] = []
-        for turn in range(first // size, -(-end // size)):
-            everything = range(size)
-            order = shuffled(everything, f"{self.seed}/{source}/{turn}") if self.shuffle else list(everything)
-            found += order[max(0, first - turn * size) : end - turn * size]
-        return found
+        return [number for _, number in sorted(positioned_numbers)]
+
+    def _draw_from_source(self, source: int, size: int, first: int, end: int) -> list[int]:
+        """Return draws `first` to `end` of one source's samples, which are repeated pass after pass."""
+        numbers: list[int] = []
+        for pass_index in range(first // size, -(-end // size)):
+            order = list(range(size))
+            if self.shuffle:
+                order = shuffled(order, f"{self.seed}/{source}/{pass_index}")
+            numbers += order[max(0, first - pass_index * size) : end - pass_index * size]
+
+        return numbers
 
 
-def shares(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """Draws of each source in an epoch: weight / sum of weights of as many as there are samples, rounded by
-    the largest remainder. ConfigError where one gets none."""
+def draw_counts(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
+    """Count the draws of each source in an epoch: weight / sum of weights * number of samples, rounded by the
+    largest remainder. ConfigError if a source gets no draw."""
     total = sum(sizes)
     sum_of_weights = sum(weights)
-    exact = [weight / sum_of_weights * total for weight in weights]
-    counts = [int(value) for value in exact]
-    order = sorted(range(len(exact)), key=lambda at: counts[at] - exact[at])
-    for at in order[: total - sum(counts)]:
-        counts[at] += 1
+    exact_draws = [weight / sum_of_weights * total for weight in weights]
+    counts = [int(value) for value in exact_draws]
+    order = sorted(range(len(exact_draws)), key=lambda source: counts[source] - exact_draws[source])
+
+    for source in order[: total - sum(counts)]:
+        counts[source] += 1
+
     if 0 in counts:
         raise ConfigError(
             f"data.train: source {counts.index(0)} has the weight {weights[counts.index(0)]:g} of "
             f"{sum_of_weights:g}, less than one of the {total} draws of an epoch; raise it, or leave it out"
         )
+
     return counts

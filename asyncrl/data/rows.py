@@ -1,5 +1,5 @@
-"""Rows of a file, one after another, whatever its format, with one piece of it in memory at a time; and files
-of rows that this package writes, with verl's columns. Values are those of JSON, as far as they have one."""
+"""Reads the rows of a data file of any format, with one piece of the file in memory at a time, and writes
+files of rows with verl's columns. Values are converted to JSON's where possible."""
 
 from __future__ import annotations
 
@@ -17,105 +17,121 @@ import msgspec
 from asyncrl.errors import ConfigError, one_line
 
 Row = dict[str, Any]
-BATCH = 1024  # rows of a parquet file decoded at once
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+BATCH_ROWS = 1024  # rows of a parquet file decoded at once
+UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 TOO_DEEP = "it is nested too deeply"
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """All rows of a file, in order. ConfigError for whatever is wrong, no row at all included."""
+    """Read all rows of a file, in order. ConfigError for an unreadable or empty file."""
     if path.suffix not in READERS:
-        known = ", ".join(READERS)
-        raise ConfigError(f"{path}: no data file by its name; its format is told by its suffix: {known}")
+        suffixes = ", ".join(READERS)
+        raise ConfigError(f"{path}: no data file by its name; its format is told by its suffix: {suffixes}")
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; correct the path, or see docs/data.md for what it may be")
-    empty = True
-    with ConfigError.instead_of(
-        OSError, ValueError, text=f"{path}: not readable as {path.suffix[1:]}", advice="write it anew"
-    ):  # msgspec's and pyarrow's errors are among them
+
+    is_empty = True
+    problem = f"{path}: not readable as {path.suffix[1:]}"
+    # ValueError: msgspec's and pyarrow's errors are subclasses.
+    with ConfigError.instead_of(OSError, ValueError, text=problem, advice="write it anew"):
         for number, row in enumerate(READERS[path.suffix](path)):
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, sample {number}: an object is expected, not {type(row).__name__}")
-            empty = False
+
+            is_empty = False
             yield row
-    if empty:
+
+    if is_empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
 
 
-def _parquet(path: Path) -> Iterator[Any]:
-    import pyarrow  # here: `--help` should not wait for it
+def _read_parquet(path: Path) -> Iterator[Any]:
+    import pyarrow  # not at the top, so that `--help` does not wait
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             converters = [(field.name, _converter(field.type)) for field in file.schema_arrow]
-            changed = [(name, convert) for name, convert in converters if convert]
-            for batch in file.iter_batches(BATCH):
+            converted_columns = [(name, convert) for name, convert in converters if convert]
+
+            for batch in file.iter_batches(BATCH_ROWS):
                 for row in batch.to_pylist():
-                    yield row | {name: convert(row[name]) for name, convert in changed}
+                    yield row | {name: convert(row[name]) for name, convert in converted_columns}
     except pyarrow.ArrowException as error:
         raise ValueError(one_line(error)) from error
 
 
 def _converter(kind: Any) -> Callable[[Any], Any] | None:
-    """Return what makes values of JSON of the values of an Arrow type, for example dicts of maps, which
-    pyarrow gives as lists of pairs; None where they are such values already."""
+    """Return a function that converts values of an Arrow type to JSON values, for example the pairs that
+    pyarrow returns for a map to a dict; None if no conversion is needed."""
     import pyarrow.types as types
 
     if types.is_map(kind):
-        of_key, of_value = (_converter(part) or _unchanged for part in (kind.key_type, kind.item_type))
+        convert_key = _converter(kind.key_type) or _unchanged
+        convert_value = _converter(kind.item_type) or _unchanged
         return lambda pairs: (
-            None if pairs is None else {_key(of_key(key)): of_value(value) for key, value in pairs}
+            None
+            if pairs is None
+            else {_map_key(convert_key(key)): convert_value(value) for key, value in pairs}
         )
+
     if types.is_struct(kind):
         fields = [(field.name, _converter(field.type)) for field in kind]
-        changed = [(name, convert) for name, convert in fields if convert]
-        if not changed:
+        converted_fields = [(name, convert) for name, convert in fields if convert]
+        if not converted_fields:
             return None
-        return lambda struct: struct and struct | {name: convert(struct[name]) for name, convert in changed}
+
+        return lambda struct: (
+            struct and struct | {name: convert(struct[name]) for name, convert in converted_fields}
+        )
+
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        of_item = _converter(kind.value_type)
-        return of_item and (lambda items: items and [of_item(item) for item in items])
+        convert_item = _converter(kind.value_type)
+        return convert_item and (lambda items: items and [convert_item(item) for item in items])
     if types.is_dictionary(kind):
         return _converter(kind.value_type)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind):
         return None
-    return plain
+
+    return json_value
 
 
 def _unchanged(value: Any) -> Any:
     return value
 
 
-def _key(key: Any) -> Any:
-    """The key of a map; one that is no single value as text, which a dict takes."""
+def _map_key(key: Any) -> Any:
+    """Return the key of a map; a list or dict as text, so that a dict can hold the key."""
     return str(key) if isinstance(key, dict | list) else key
 
 
-def plain(value: Any) -> Any:
-    """Return the value as JSON has it. Binary data are text where they are UTF-8: Impala, Hive and old Spark
-    do not mark texts as such. Decimal(128.00) is 128; arrays are lists. What has no such form
-    stays as it is, and is refused where a sample needs it."""
+def json_value(value: Any) -> Any:
+    """Convert a value to JSON's types. UTF-8 binary data become text, as Impala, Hive and old Spark do not
+    mark texts; Decimal(128.00) becomes 128; arrays become lists. Other values stay unchanged, and are refused
+    where a sample needs them."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, dict):
-        return {_key(plain(key)): plain(item) for key, item in value.items()}
+        return {_map_key(json_value(key)): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
+
     if isinstance(value, bytes | bytearray | memoryview):
         try:
             return bytes(value).decode()
         except UnicodeDecodeError:
             return value
+
     if isinstance(value, Decimal):
-        return _number(value)
+        return _decimal_number(value)
     if hasattr(value, "tolist"):  # arrays of numpy and torch
-        return plain(value.tolist())
+        return json_value(value.tolist())
+
     return value
 
 
-def _number(value: Decimal) -> int | float | str | None:
-    """A number, or text where a float would round it; None of one that is not finite."""
+def _decimal_number(value: Decimal) -> int | float | str | None:
+    """Return a number, or text if a float would round the number; None if the number is not finite."""
     if not value.is_finite():
         return None
     if value == value.to_integral_value():
@@ -123,28 +139,28 @@ def _number(value: Decimal) -> int | float | str | None:
     return float(value) if Decimal(repr(float(value))) == value else format(value.normalize(), "f")
 
 
-def _jsonl(path: Path) -> Iterator[Any]:
+def _read_jsonl(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
-        _pass_mark(file)
+        _skip_byte_order_mark(file)
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield _decoded(line)
+                    yield _decode_json(line)
                 except ValueError as error:
                     raise ValueError(f"line {number}: {error}") from None
 
 
-def _pass_mark(file: BinaryIO) -> None:
-    """Read the byte order mark with which some programs begin a file in UTF-8, if it is there."""
+def _skip_byte_order_mark(file: BinaryIO) -> None:
+    """Skip the byte order mark with which some programs begin a file in UTF-8."""
     start = file.read(len(codecs.BOM_UTF8))
-    if start.startswith(UTF_16):
+    if start.startswith(UTF_16_MARKS):
         raise ValueError("it is in UTF-16; save it in UTF-8")
     if start != codecs.BOM_UTF8:
         file.seek(0)
 
 
-def _decoded(text: bytes) -> Any:
-    """Return a JSON value, also with the NaN and Infinity that Python writes. ValueError where it is none."""
+def _decode_json(text: bytes) -> Any:
+    """Decode a JSON value, also with the NaN and Infinity that Python writes. ValueError for other text."""
     try:
         return msgspec.json.decode(text)
     except RecursionError:
@@ -156,18 +172,18 @@ def _decoded(text: bytes) -> Any:
             raise ValueError(TOO_DEEP) from None
 
 
-def _json(path: Path) -> Iterator[Any]:
-    """A list of rows; or one row a line, as files of this name often are. A list is in memory whole."""
+def _read_json(path: Path) -> Iterator[Any]:
+    """Read a list of rows, whole in memory; or one row a line, as many files with this suffix have."""
     with path.open("rb") as file:
-        _pass_mark(file)
+        _skip_byte_order_mark(file)
         text = file.read(4096)
         if text.lstrip().startswith(b"["):
-            yield from _decoded(text + file.read())
+            yield from _decode_json(text + file.read())
             return
-    yield from _jsonl(path)
+    yield from _read_jsonl(path)
 
 
-def _csv(path: Path) -> Iterator[Any]:
+def _read_csv(path: Path) -> Iterator[Any]:
     """Read a file with a header; all values are text."""
     csv.field_size_limit(sys.maxsize)
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -176,12 +192,13 @@ def _csv(path: Path) -> Iterator[Any]:
             for row in reader:
                 if None in row:
                     raise ValueError(f"line {reader.line_num}: more values than the header has names")
+
                 yield row
         except csv.Error as error:
             raise ValueError(f"line {reader.line_num}: {error}") from None
 
 
-READERS = {".parquet": _parquet, ".jsonl": _jsonl, ".json": _json, ".csv": _csv}
+READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
 
 
 # -- writing -----------------------------------------------------------------------------------------
@@ -190,8 +207,8 @@ READERS = {".parquet": _parquet, ".jsonl": _jsonl, ".json": _json, ".csv": _csv}
 def verl_row(
     data_source: str, prompt: str | list[dict[str, Any]], truth: Any, ability: str = "math", **extra: Any
 ) -> Row:
-    """Make one sample. `prompt`: messages, or the text of the user's one. `extra`: what extra_info holds
-    beside the split and the number of the row."""
+    """Make a row of one sample. `prompt`: messages, or the text of the user's message. `extra`: the fields of
+    extra_info beside the split and the row's number."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {
         "data_source": data_source,
@@ -203,24 +220,25 @@ def verl_row(
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> int:
-    """Write FILE.jsonl or FILE.parquet, whole or not at all; how many rows."""
-    listed = list(rows)
-    work = path.with_name(f"{path.name}.writing")
+    """Write FILE.jsonl or FILE.parquet, whole or not at all. Returns the number of rows."""
+    all_rows = list(rows)
+    temporary = path.with_name(f"{path.name}.writing")
     if path.suffix == ".jsonl":
-        work.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in listed))
+        temporary.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in all_rows))
     else:
-        import pyarrow  # here: `--help` should not wait for it
+        import pyarrow  # not at the top, so that `--help` does not wait
         import pyarrow.parquet
 
-        with work.open("wb") as file:  # pyarrow reads some paths as URLs
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), file)
-    work.replace(path)
-    return len(listed)
+        with temporary.open("wb") as file:  # pyarrow reads some paths as URLs
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(all_rows), file)
+
+    temporary.replace(path)
+    return len(all_rows)
 
 
 def write_splits(out: Path, splits: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Write `<out>/<split>.parquet`, each row with its split and number; none for a split without rows.
-    Returns what was written, for a person to read."""
+    """Write `<out>/<split>.parquet`, each row with its split and number; no file for an empty split.
+    Returns the directory and the number of rows of each split, for a person to read."""
     out.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         numbered = [
@@ -229,4 +247,5 @@ def write_splits(out: Path, splits: Mapping[str, Sequence[Row]]) -> dict[str, An
         ]
         if numbered:
             write_rows(out / f"{split}.parquet", numbered)
+
     return {"out": str(out), **{split: len(rows) for split, rows in splits.items()}}

@@ -1,4 +1,4 @@
-"""Opens the sandboxes in which tasks are worked on, and collects what changed there, for tests to judge."""
+"""Opens the sandboxes in which agents work on tasks, and collects the changes, for tests to judge."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from asyncrl.isolation.images import find_image
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
 
-MOST_CHANGES = 700_000  # bytes: as base64 text, with what an agent returned, a result of 1 MiB
-RESULT_SECONDS = 20.0  # to collect what changed, on a busy machine
-UNREACHED = ("OutNoRoutes", "NoPorts")  # datagrams and connections without a route, or that nobody received
+MAX_CHANGES_BYTES = 700_000  # as base64 text with an agent's result, these fit into 1 MiB
+RESULT_SECONDS = 20.0  # limit for collecting the changes, on a busy machine
+UNREACHED_COUNTERS = ("OutNoRoutes", "NoPorts")  # packets without a route, or without a receiver
 LIMITS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=1024, resident=2048)
-"""The sizes of a sandbox that an agent works in, where neither its user nor a task states others."""
-NOT_COUNTED = (".git", "__pycache__", "*.pyc", ".pytest_cache", "/sandbox", "/tmp")
+"""The sizes of an agent's sandbox where neither the user nor the task sets others."""
+IGNORED_NAMES = (".git", "__pycache__", "*.pyc", ".pytest_cache", "/sandbox", "/tmp")
 
 
 class TaskSandbox:
-    """Holds the sandbox of a task: in its image, with its directory, environment, user and sizes, which
-    `limits` complete. SetupError where there is no such image. The caller closes the `jail`."""
+    """Holds the sandbox of a task, with the task's image, directory, environment, user and sizes; `limits`
+    apply where the task sets none. SetupError if the image is missing. The caller closes the `jail`."""
 
     def __init__(
         self,
@@ -37,12 +37,16 @@ class TaskSandbox:
     ) -> None:
         with SetupError.instead_of(ConfigError, text=f"task {task.name}"):
             image = find_image(task.image)
+
         self.task = task
         self.directory = task.directory or image.directory
         self.workspace = task.workspace or (self.directory,)
         self.environment = {**image.environment, **task.environment}
-        of = "resident" if limits.resident else "memory"  # a program with its children, or a process
-        sizes = {of: task.memory_mb, "disk": task.disk_mb, "file": task.disk_mb}
+        memory_limit = (
+            "resident" if limits.resident else "memory"
+        )  # a program with its children, or a process
+        sizes = {memory_limit: task.memory_mb, "disk": task.disk_mb, "file": task.disk_mb}
+
         self.jail = Jail(
             limits._replace(**{name: size for name, size in sizes.items() if size}),
             require=require,
@@ -54,31 +58,33 @@ class TaskSandbox:
         )
 
     async def start(self) -> None:
-        """Start it. SetupError where it does not start."""
+        """Start the sandbox. SetupError if the sandbox does not start."""
         with SetupError.instead_of(SandboxError, text=f"task {self.task.name}"):
             await self.jail.start()
 
     async def find(self, program: str) -> str:
-        """Find a program as a shell in the image does; '' if there is none."""
-        found = await self.jail.run("shell", f"command -v -- {shlex.quote(program)}", RESULT_SECONDS)
-        return found.output.strip() if found.ending is RunEnding.DONE else ""
+        """Find the path of a program as a shell in the image does; '' if the program is missing."""
+        search_result = await self.jail.run("shell", f"command -v -- {shlex.quote(program)}", RESULT_SECONDS)
+        return search_result.output.strip() if search_result.ending is RunEnding.DONE else ""
 
     async def result(self) -> dict[str, str]:
-        """Collect what changed in the task's workspace, while nothing runs: `changes`, an archive as base64
-        text; `failed`, where the agent left none, says why. SetupError where that is not its doing."""
+        """Collect the changes in the task's workspace, while nothing runs: `changes`, an archive as base64
+        text, or `failed`, the reason why the agent's changes cannot be read. SetupError if the agent is not
+        at fault."""
         try:
             async with asyncio.timeout(RESULT_SECONDS):
-                archive = await self.jail.changes(self.workspace, NOT_COUNTED, MOST_CHANGES)
+                archive = await self.jail.changes(self.workspace, IGNORED_NAMES, MAX_CHANGES_BYTES)
         except SandboxError as error:
             return {"failed": one_line(error)}
-        except TimeoutError:  # of a machine that is too busy: the archive is small
-            why = f"what changed was not collected within {RESULT_SECONDS:g} s"
-            raise SetupError(f"task {self.task.name}: {why}") from None
+        except TimeoutError:  # the machine is too busy, as the archive is small
+            reason = f"what changed was not collected within {RESULT_SECONDS:g} s"
+            raise SetupError(f"task {self.task.name}: {reason}") from None
+
         return {"changes": base64.b64encode(archive).decode()}
 
     async def unreached(self) -> int:
-        """Count how often something in it tried to reach another machine, or a name server. It does not see
-        IPv6, and what looked first whether there is a network."""
+        """Count the attempts in the sandbox to reach another machine or a name server. IPv6 is not counted,
+        nor are programs that first check whether there is a network."""
         lines = (await self.jail.read_file("/proc/net/snmp")).decode().splitlines()
         pairs = zip(" ".join(lines[::2]).split(), " ".join(lines[1::2]).split(), strict=True)
-        return sum(int(value) for name, value in pairs if name in UNREACHED)
+        return sum(int(value) for name, value in pairs if name in UNREACHED_COUNTERS)

@@ -1,4 +1,4 @@
-"""Tasks: a repository in an image, an instruction, and tests that judge what an agent made of it."""
+"""Tasks: a repository in an image, an instruction, and tests that judge an agent's changes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.isolation.images import find_image
 from asyncrl.types import Sample
 
-TASK = "task"  # the key of extra_info that holds a Task
+TASK_KEY = "task"  # the key of extra_info that holds a Task
 
 
 class Task(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Describes where an episode of a sample works. `image`: its digest, or a name. `directory`: where
-    programs start ('': the image's). `workspace`: the directories that are judged (none: `directory`).
-    Sizes are MiB, and 0 is the default of what uses it."""
+    """Describes the sandbox of a sample's episodes. `image`: digest or name. `directory`: where programs
+    start ('': the image's). `workspace`: the directories that are judged (empty: `directory`). Sizes are in
+    MiB; 0 stands for the default of the sandbox."""
 
     name: str
     image: str
@@ -31,10 +31,10 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TaskTests(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Describes how a task is judged: the ground truth of its sample. `tests`: the directory of `test.sh`.
-    `turn_green`: tests that fail before, and must pass; `stay_green`: tests that must go on to pass. Without
-    either the script's own verdict counts. `protected`: globs of names, or of whole paths, that are as the
-    image has them when tests run."""
+    """Describes how a task is judged; stored as the sample's ground truth. `tests`: the directory of
+    `test.sh`. `turn_green`: tests that fail at first, and must pass; `stay_green`: tests that must still
+    pass. Without named tests the script's own verdict counts. `protected`: globs of names, or of whole paths,
+    that are taken from the image when tests run."""
 
     tests: str
     seconds: float = 600.0
@@ -60,29 +60,37 @@ class _Extra(msgspec.Struct):
     task: Any = None
 
 
-_extra = msgspec.json.Decoder(_Extra).decode
+_decode_extra = msgspec.json.Decoder(_Extra).decode
 
 
 def task_of(sample: Sample) -> Task | None:
-    """Return the task of a sample, or None: data sets have other things of this name, which have no image.
-    ValueError for one that cannot be read."""
-    found = _extra(sample.extra_info).task
-    return msgspec.convert(found, Task) if isinstance(found, dict) and "image" in found else None
+    """Return the task of a sample; None without a task, also if `task` is another object without an image.
+    ValueError for a malformed task."""
+    task_fields = _decode_extra(sample.extra_info).task
+    return (
+        msgspec.convert(task_fields, Task)
+        if isinstance(task_fields, dict) and "image" in task_fields
+        else None
+    )
 
 
 def check_task(sample: Sample, judged: bool) -> TaskTests | None:
-    """Return the sample's tests. ConfigError where its image is missing, or, if `judged`, its tests."""
+    """Return the sample's tests. ConfigError if the image is missing, or, if `judged`, the tests are."""
     where = f"sample {sample.row}"
     with ConfigError.instead_of(ValueError, text=f"{where}: its task, or what judges it, cannot be read"):
         task = task_of(sample)
         tests = msgspec.json.decode(sample.ground_truth, type=TaskTests) if judged and task else None
+
     if task is None:
         if judged:
             raise ConfigError(f"{where} is no task, which rollout.reward judges; set another (docs/tasks.md)")
         return None
+
     where = f"task {task.name}"
     with ConfigError.instead_of(ConfigError, text=where):
         find_image(task.image)
+
     if tests and not Path(tests.tests, "test.sh").is_file():
         raise ConfigError(f"{where}: there is no {tests.tests}/test.sh, which judges it; restore it")
+
     return tests

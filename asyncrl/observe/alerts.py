@@ -1,9 +1,9 @@
-"""Finds what is wrong with a run in its metrics and its status; alerts.yaml says what to do about it. Pure.
+"""Finds problems of a run in the run's metrics and status; alerts.yaml holds the advice. Pure.
 
-The coordinator writes what is found into status.json, which the console and `asyncrl status` show. The page
-finds the same in the files of a run, also of one that is over. Advice is given only where nothing is wrong: a
-trainer that waits because all attempts fail needs no faster sampling. There is one hint at a time, and none
-about learning while held-out success rises.
+The coordinator writes the alerts into status.json, which the console and `asyncrl status` show. The page
+finds the same alerts in the files of a run, also after the run's end. Advice is given only for a run without
+problems: a trainer that waits because all attempts fail needs no faster sampling. At most one piece of advice
+is given at a time, and none about learning while held-out success rises.
 """
 
 from __future__ import annotations
@@ -25,43 +25,39 @@ from asyncrl.observe.metrics import Row, clock, matching
 from asyncrl.observe.summary import flow_of, mean
 from asyncrl.types import FailReason
 
-WINDOW = 10  # steps that a rule looks back on, and before which no advice is given
-SETTLED = 2 * WINDOW  # steps before which none is about learning
-YOUNG = 4 * WINDOW  # steps up to which the reward in training shows that a run learns, without a validation
-SHORT = 300.0  # seconds: a run that takes less needs no advice on its speed
-# shares from which on it is "nearly all", and worth an advice
-MOST = 0.9
-SOME = 0.25
-# success from which on a run is solved, and nothing to learn is no fault
-SOLVED = 0.95
-MOSTLY = 0.8
-COLLAPSED = 0.05  # nats a token, and a tenth of what it was at the beginning
-# nats a token, and times what it was at the beginning
-GAP = 0.02
-GROWN = 3.0
-# of all tokens, and of those of a length
-MASKED = 0.2
-TAIL = 0.5
-BY_LENGTH = "staleness/by_length/*/masked_frac"
-# share of the attempts, or of the tool calls; failed attempts that are no alert yet
-FAILING = 0.2
-FEW = 8
-LIMITING = 0.5  # of the time
-# seconds without a step or an episode, and times what a step takes
-SILENT = 300.0
-SLOWER = 6.0
-CONNECTING = 60.0  # seconds that workers may come after the first one
-LOWEST = "rollout/score/min"
-HIGHEST = "rollout/score/max"
-FAILED = "rollout/attempts_failed/"
-LIMITS = ("length", "max_turns", "max_calls", "max_rows", "timeout")  # ends
+WINDOW = 10  # steps that a rule looks back on; before so many steps no advice is given
+SETTLED_STEPS = 2 * WINDOW  # steps before which no advice is about learning
+YOUNG_STEPS = (
+    4 * WINDOW
+)  # steps up to which the reward in training shows that a run learns, without a validation
+SHORT_SECONDS = 300.0  # seconds: a run that takes less needs no advice on its speed
+NEARLY_ALL = 0.9  # fraction that counts as nearly all
+WORTH_ADVICE = 0.25  # fraction from which advice is given
+SOLVED_SUCCESS = 0.95  # success from which a run is solved
+MOSTLY_SOLVED = 0.8  # success from which a lack of learning is no fault
+COLLAPSED_ENTROPY = 0.05  # nats a token; entropy must also have fallen to a tenth of the first steps'
+LARGE_GAP = 0.02  # nats a token
+GAP_GROWTH = 3.0  # growth of the gap since the first steps
+MASKED_SHARE = 0.2  # fraction of all tokens
+MASKED_TAIL_SHARE = 0.5  # fraction of the tokens of long episodes
+MASKED_BY_LENGTH = "staleness/by_length/*/masked_frac"
+FAILING_SHARE = 0.2  # fraction of the attempts, or of the tool calls
+FEW_FAILURES = 8  # fewer failed attempts are no alert
+LIMITING_SHARE = 0.5  # fraction of the time
+SILENT_SECONDS = 300.0  # seconds without a step or an episode
+SLOWER_FACTOR = 6.0  # times the usual seconds of a step
+CONNECTING_SECONDS = 60.0  # seconds after the first worker in which the others may connect
+LOWEST_SCORE = "rollout/score/min"
+HIGHEST_SCORE = "rollout/score/max"
+FAILED_PREFIX = "rollout/attempts_failed/"
+LIMIT_ENDS = ("length", "max_turns", "max_calls", "max_rows", "timeout")  # ends of episodes by a limit
 
 Level = Literal["bad", "warn", "good", "advice"]
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """Says what is wrong and what to do. `keys`: those to change, with their values. `step`: the newest that
-    rules have read. `link`: what to change in the page's address to see the evidence."""
+    """Describes a problem and the advice. `keys`: keys to change, with their values. `step`: the newest step
+    that rules have read. `link`: changes to the page's address that show the evidence."""
 
     name: str
     level: Level
@@ -78,7 +74,7 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 class HeldOutSuccess(NamedTuple):
-    """Holds the success of a validation, of sampled answers where there are some."""
+    """Holds the success of a validation, by sampled answers if there are some."""
 
     step: float
     success: float
@@ -89,31 +85,31 @@ class HeldOutSuccess(NamedTuple):
         return SuccessShare(self.success, self.questions)
 
 
-class Seen(NamedTuple):
-    """Holds what rules read: the first and the last steps (before any is over, what has landed so far), the
-    validations, the status, and all keys of the configuration."""
+class Evidence(NamedTuple):
+    """Holds the input of rules: the first and the last steps (before the first step: the episodes landed so
+    far), the validations, the status, and all keys of the configuration."""
 
-    first: Sequence[Row]
-    last: Sequence[Row]
+    first_steps: Sequence[Row]
+    last_steps: Sequence[Row]
     validations: Sequence[Row]
     status: Mapping[str, Any]
     keys: Mapping[str, Any]
 
     @property
-    def now(self) -> Row:
+    def newest_gauges(self) -> Row:
         """Return the newest gauges."""
-        return self.status.get("gauges") or (self.last[-1] if self.last else {})
+        return self.status.get("gauges") or (self.last_steps[-1] if self.last_steps else {})
 
     @property
-    def highest(self) -> float:
-        return max((row[HIGHEST] for row in self.last if HIGHEST in row), default=0.0)
+    def highest_score(self) -> float:
+        return max((row[HIGHEST_SCORE] for row in self.last_steps if HIGHEST_SCORE in row), default=0.0)
 
     @property
-    def landed(self) -> float:
-        return sum(row.get("rollout/landed", 0.0) for row in self.last)
+    def landed_episodes(self) -> float:
+        return sum(row.get("rollout/landed", 0.0) for row in self.last_steps)
 
     @property
-    def judged(self) -> list[HeldOutSuccess]:
+    def held_out_successes(self) -> list[HeldOutSuccess]:
         """Return the success of each validation. Empty while only the untrained model was validated."""
         successes = [
             HeldOutSuccess(
@@ -123,63 +119,71 @@ class Seen(NamedTuple):
             )
             for row in self.validations
         ]
-        return successes if successes and (successes[-1].step or not self.last) else []
+
+        return successes if successes and (successes[-1].step or not self.last_steps) else []
 
     @property
-    def success(self) -> float:
-        """Return the newest held-out success. Without one: the mean score as a share of the highest, if the
-        highest counts as a success; a lower one may be what the right format alone earns."""
-        if self.judged:
-            return self.judged[-1].success
-        counts = len(self.last) == WINDOW and self.highest >= self.keys.get("validation.success", 1.0)
-        return self.mean(metric.REWARD) / self.highest if counts else 0.0
+    def newest_success(self) -> float:
+        """Return the newest held-out success. Without validations: the mean score divided by the highest, if
+        the highest counts as a success; a lower score may be earned by the right format alone."""
+        if self.held_out_successes:
+            return self.held_out_successes[-1].success
+
+        threshold = self.keys.get("validation.success", 1.0)
+        score_counts = len(self.last_steps) == WINDOW and self.highest_score >= threshold
+        return self.mean_of(metric.REWARD) / self.highest_score if score_counts else 0.0
 
     @property
-    def rising(self) -> bool:
-        """Tell whether the run learns: the newest held-out success is above an earlier one, from before half
-        of the steps, by more than chance. In a young run that was not validated since its start: the mean
-        score in training is. Not where that score has fallen since the first steps."""
-        before, now = (
-            [row[metric.REWARD] for row in rows if metric.REWARD in row] for rows in (self.first, self.last)
-        )
+    def is_rising(self) -> bool:
+        """Tell whether the run learns: the newest held-out success exceeds, by more than chance, a success
+        from before half of the steps. In a young run without such validations the mean score in training
+        must have risen. A run whose score in training has fallen since the first steps does not learn."""
+        before = [row[metric.REWARD] for row in self.first_steps if metric.REWARD in row]
+        now = [row[metric.REWARD] for row in self.last_steps if metric.REWARD in row]
         if before and now and fmean(now) < fmean(before):
             return False
-        if self.judged:
-            newest = self.judged[-1]
-            earlier = [one for one in self.judged if one.step < newest.step / 2]
+        if self.held_out_successes:
+            newest = self.held_out_successes[-1]
+            earlier = [success for success in self.held_out_successes if success.step < newest.step / 2]
             return bool(earlier) and clearly_below(earlier[-1].share, newest.share)
-        step = self.last[-1].get("training/step", 0.0) if self.last else 0.0
-        return SETTLED <= step <= YOUNG and mean_clearly_below(before, now)
 
-    def mean(self, name: str) -> float:
-        return mean(self.last, name) or 0.0
+        step = self.last_steps[-1].get("training/step", 0.0) if self.last_steps else 0.0
+        return SETTLED_STEPS <= step <= YOUNG_STEPS and mean_clearly_below(before, now)
 
-    def grown(self, name: str) -> float:
-        """Return by how much a counter grew in the last steps; in a young run, since its start."""
-        return self.now.get(name, 0.0) - (self.last[0].get(name, 0.0) if len(self.last) == WINDOW else 0.0)
+    def mean_of(self, name: str) -> float:
+        return mean(self.last_steps, name) or 0.0
+
+    def growth_of(self, name: str) -> float:
+        """Return the growth of a counter in the last steps; in a young run, since the start."""
+        is_young = len(self.last_steps) < WINDOW
+        count_before = 0.0 if is_young else self.last_steps[0].get(name, 0.0)
+        return self.newest_gauges.get(name, 0.0) - count_before
 
     @property
-    def settled(self) -> float:
+    def settled_episodes(self) -> float:
         """Count the training episodes that got a reward in the last steps."""
         names = ("trained", "filtered", "dropped", "taken", "ready")
-        return sum(self.grown(metric.FLOW + name) for name in names)
+        return sum(self.growth_of(metric.FLOW + name) for name in names)
 
 
-class Found(NamedTuple):
-    """Says what is wrong. `cause`: one that alerts.yaml has advice for."""
+class Finding(NamedTuple):
+    """Describes a problem that a rule has found. `cause`: a cause with its own advice in alerts.yaml."""
 
-    what: str
+    description: str
     cause: str = ""
-    mild: bool = False  # it is over: shown as advice only
+    is_mild: bool = False  # the problem is over: shown as advice only
 
 
 class Advice(msgspec.Struct, frozen=True):
+    """Holds what to do about a problem, and the keys to change."""
+
     do: str
     keys: list[str] = []
 
 
 class RuleText(Advice, frozen=True, kw_only=True):
-    """Holds the entry of an alert in alerts.yaml."""
+    """Holds the entry of an alert in alerts.yaml. `scores`: the alert is about learning, so a run that is
+    solved or learns has none."""
 
     level: Level
     link: dict[str, str] = {}
@@ -188,274 +192,363 @@ class RuleText(Advice, frozen=True, kw_only=True):
 
 
 @cache
-def rules() -> dict[str, RuleText]:
+def rule_texts() -> dict[str, RuleText]:
     return msgspec.yaml.decode(Path(__file__).with_suffix(".yaml").read_bytes(), type=dict[str, RuleText])
 
 
 def ends(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that rules read: the first and the last steps, and all validations."""
-    steps = [at for at, row in enumerate(rows) if metric.STEP_SECONDS in row]
-    kept = {*steps[:WINDOW], *steps[-WINDOW:]}
-    return [row for at, row in enumerate(rows) if at in kept or metric.SAMPLED in row]
+    steps = [index for index, row in enumerate(rows) if metric.STEP_SECONDS in row]
+    edge_steps = {*steps[:WINDOW], *steps[-WINDOW:]}
+    return [row for index, row in enumerate(rows) if index in edge_steps or metric.SAMPLED in row]
 
 
 def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, Any]) -> list[Alert]:
-    """Find the alerts of the last WINDOW steps, or of what has landed so far, the worst first. `rows`: in
-    order; `status`: the newest one; `keys`: those of the configuration, with their values."""
+    """Find the alerts of the last WINDOW steps, or of the episodes landed so far, the worst first. `rows`: in
+    order; `status`: the newest; `keys`: all keys of the configuration, with their values."""
     steps = [row for row in rows if metric.STEP_SECONDS in row]
-    now = status.get("gauges", {})
-    last = steps[-WINDOW:] or ([now] if HIGHEST in now else [])
-    seen = Seen(steps[:WINDOW], last, [row for row in rows if metric.SAMPLED in row], status, keys)
-    batch = keys.get("buffer.groups_per_batch", 1) * keys.get("buffer.episodes_per_group", 1)
-    supervised = any(metric.NLL in row for row in last)
+    gauges = status.get("gauges", {})
+    last_steps = steps[-WINDOW:] or ([gauges] if HIGHEST_SCORE in gauges else [])
+    evidence = Evidence(
+        first_steps=steps[:WINDOW],
+        last_steps=last_steps,
+        validations=[row for row in rows if metric.SAMPLED in row],
+        status=status,
+        keys=keys,
+    )
+
+    # Rules about scores need enough episodes, and are silent while the run learns.
+    batch_episodes = keys.get("buffer.groups_per_batch", 1) * keys.get("buffer.episodes_per_group", 1)
+    is_supervised = any(metric.NLL in row for row in last_steps)
     trains = keys.get("total_steps", 1) > 0
-    scored = trains and not supervised and (len(steps) >= WINDOW or seen.landed >= 2 * batch)
-    scored = scored and not seen.rising
+    has_enough = len(steps) >= WINDOW or evidence.landed_episodes >= 2 * batch_episodes
+    judges_learning = trains and not is_supervised and has_enough and not evidence.is_rising
+
     step = int(steps[-1]["training/step"]) if steps else 0
-    found: list[Alert] = []
-    for name, find in RULES.items():
-        rule = rules()[name]
-        solved = any(alert.level == "good" for alert in found)
-        if rule.level == "advice" and len(steps) < (SETTLED if rule.scores else WINDOW):
+    found_alerts: list[Alert] = []
+
+    for name, find_problem in ALERT_RULES.items():
+        rule = rule_texts()[name]
+        is_solved = any(alert.level == "good" for alert in found_alerts)
+        if rule.level == "advice" and len(steps) < (SETTLED_STEPS if rule.scores else WINDOW):
             continue
-        if (rule.scores and (solved or not scored)) or (rule.level == "good" and (supervised or not trains)):
+        if rule.scores and (is_solved or not judges_learning):
             continue
-        if one := find(seen):
-            advice = rule.causes.get(one.cause) or Advice(rule.do, rule.keys)
-            known = {key: str(keys[key]) for key in advice.keys if key in keys}
-            mild = one.mild or (rule.scores and seen.success >= MOSTLY)
-            level: Level = "advice" if mild else rule.level
-            found.append(Alert(name, level, one.what, advice.do, step, known, rule.link))
-    wrong = [alert for level in ("bad", "warn") for alert in found if alert.level == level]
-    good = [alert for alert in found if alert.level == "good"]
-    hints = [alert for alert in found if alert.level == "advice"]
-    return [*good, *wrong] if good or wrong else hints[:1]
+        if rule.level == "good" and (is_supervised or not trains):
+            continue
+
+        if finding := find_problem(evidence):
+            advice = rule.causes.get(finding.cause) or Advice(rule.do, rule.keys)
+            advised_keys = {key: str(keys[key]) for key in advice.keys if key in keys}
+            is_mild = finding.is_mild or (rule.scores and evidence.newest_success >= MOSTLY_SOLVED)
+            level: Level = "advice" if is_mild else rule.level
+            found_alerts.append(
+                Alert(name, level, finding.description, advice.do, step, advised_keys, rule.link)
+            )
+
+    problems = [alert for level in ("bad", "warn") for alert in found_alerts if alert.level == level]
+    good = [alert for alert in found_alerts if alert.level == "good"]
+    hints = [alert for alert in found_alerts if alert.level == "advice"]
+
+    return [*good, *problems] if good or problems else hints[:1]
 
 
 def newest_cause(failed: str) -> str:
-    """Return the newest cause that the line of failed attempts ends with."""
+    """Return the newest cause, with which the line of failed attempts ends."""
     return failed.partition("the newest: ")[2]
 
 
-def unless_quoted(failed: str, shown: Sequence[Alert]) -> str:
-    """Return the line of failed attempts; '' where an alert quotes its newest cause."""
+def unless_quoted(failed: str, current_alerts: Sequence[Alert]) -> str:
+    """Return the line of failed attempts; '' if an alert quotes the newest cause."""
     cause = newest_cause(failed)
-    return "" if cause and any(cause in alert.what for alert in shown) else failed
+    return "" if cause and any(cause in alert.what for alert in current_alerts) else failed
 
 
-def _solved(seen: Seen) -> Found | None:
+def _find_solved(evidence: Evidence) -> Finding | None:
     """Find that held-out success stays high, or, without validations, the score in training."""
-    if seen.success < SOLVED:
+    if evidence.newest_success < SOLVED_SUCCESS:
         return None
-    if not seen.judged:
-        return Found(f"mean score {seen.mean(metric.REWARD):.3g} in training, which counts as a success")
-    low = next((at for at in reversed(range(len(seen.judged))) if seen.judged[at].success < SOLVED), -1)
-    idle = seen.mean(metric.ZERO_ADVANTAGE)
-    rest = f"; {idle:.0%} of the episodes teach nothing more" if idle >= SOME else ""
-    return Found(f"held-out success {seen.success:.0%}, since step {seen.judged[low + 1].step:.0f}{rest}")
+    if not evidence.held_out_successes:
+        return Finding(
+            f"mean score {evidence.mean_of(metric.REWARD):.3g} in training, which counts as a success"
+        )
+
+    last_unsolved = next(
+        (
+            index
+            for index in reversed(range(len(evidence.held_out_successes)))
+            if evidence.held_out_successes[index].success < SOLVED_SUCCESS
+        ),
+        -1,
+    )
+
+    idle_share = evidence.mean_of(metric.ZERO_ADVANTAGE)
+    idle_note = f"; {idle_share:.0%} of the episodes teach nothing more" if idle_share >= WORTH_ADVICE else ""
+    solved_since = evidence.held_out_successes[last_unsolved + 1].step
+    return Finding(
+        f"held-out success {evidence.newest_success:.0%}, since step {solved_since:.0f}{idle_note}"
+    )
 
 
-def _unsaved(seen: Seen) -> Found | None:
-    why = seen.status.get("checkpoint_problem")
-    return Found(str(why)) if why else None
+def _find_unsaved(evidence: Evidence) -> Finding | None:
+    problem = evidence.status.get("checkpoint_problem")
+    return Finding(str(problem)) if problem else None
 
 
-def _fell(seen: Seen) -> Found | None:
+def _find_fall(evidence: Evidence) -> Finding | None:
     """Find that the newest validation is below the best one by more than chance."""
-    if not seen.judged:
+    if not evidence.held_out_successes:
         return None
-    best = max(seen.judged, key=lambda one: one.success)
-    now = seen.judged[-1]
-    if not clearly_below(now.share, best.share):
+
+    best = max(evidence.held_out_successes, key=lambda validation: validation.success)
+    newest = evidence.held_out_successes[-1]
+    if not clearly_below(newest.share, best.share):
         return None
-    before = f"from {best.success:.0%} at step {best.step:.0f}"
-    return Found(f"{before} to {now.success:.0%} at step {now.step:.0f}")
+
+    change_from = f"from {best.success:.0%} at step {best.step:.0f}"
+    return Finding(f"{change_from} to {newest.success:.0%} at step {newest.step:.0f}")
 
 
-def _failing(seen: Seen) -> Found | None:
-    counts = {str(reason): seen.grown(FAILED + reason) for reason in FailReason if reason not in LOSSES}
+def _find_failing(evidence: Evidence) -> Finding | None:
+    counts = {
+        str(reason): evidence.growth_of(FAILED_PREFIX + reason)
+        for reason in FailReason
+        if reason not in LOSSES
+    }
     failed = sum(counts.values())
-    if failed < max(FEW, FAILING * (failed + seen.settled)):
+    if failed < max(FEW_FAILURES, FAILING_SHARE * (failed + evidence.settled_episodes)):
         return None
-    worst = max(counts, key=lambda reason: counts[reason])
-    newest = newest_cause(str(seen.status.get("failed", "")))
-    why = f": {newest}" if newest else ""
-    return Found(f"{failed:,.0f} of {failed + seen.settled:,.0f}, most with {worst}{why}", worst)
+
+    worst_reason = max(counts, key=lambda reason: counts[reason])
+    newest = newest_cause(str(evidence.status.get("failed", "")))
+    newest_cause_text = f": {newest}" if newest else ""
+
+    attempts = failed + evidence.settled_episodes
+    return Finding(
+        f"{failed:,.0f} of {attempts:,.0f}, most with {worst_reason}{newest_cause_text}", worst_reason
+    )
 
 
-def _stalled(seen: Seen) -> Found | None:
-    """Find that no step ended for long after the start: after 300 s where steps took 20 s, after 600 s where
-    they took 100 s. Nothing is found during a validation, which may take all engines."""
-    status = seen.status
-    waits = seen.status.get("waits", ())
+def _find_stall(evidence: Evidence) -> Finding | None:
+    """Find that no step has ended for long: for 300 s if steps take 20 s, for 600 s if steps take 100 s.
+    Nothing is found during a validation, which may take all engines."""
+    status = evidence.status
+    waits = evidence.status.get("waits", ())
     if status.get("phase") != "running" or any("validation" in wait for wait in waits):
         return None
-    why = f": {'; '.join(waits[:2])}" if waits else ""
-    steps = [row for row in seen.last if metric.STEP_SECONDS in row]
-    usual = median(row[metric.STEP_SECONDS] for row in steps) if steps else 0.0
-    since = status.get("seconds", 0.0) - (steps[-1].get("time_s", 0.0) if steps else 0.0)
-    silent = min(since, status.get("running", since))
-    if silent < max(SILENT, SLOWER * usual) or (not steps and seen.settled):
+
+    waits_text = f": {'; '.join(waits[:2])}" if waits else ""
+    steps = [row for row in evidence.last_steps if metric.STEP_SECONDS in row]
+    usual_seconds = median(row[metric.STEP_SECONDS] for row in steps) if steps else 0.0
+    step_age = status.get("seconds", 0.0) - (steps[-1].get("time_s", 0.0) if steps else 0.0)
+    silent_seconds = min(step_age, status.get("running", step_age))
+    if silent_seconds < max(SILENT_SECONDS, SLOWER_FACTOR * usual_seconds) or (
+        not steps and evidence.settled_episodes
+    ):
         return None
-    return Found(f"no {'step' if steps else 'episode has ended'} for {clock(silent)}{why}")
+
+    return Finding(f"no {'step' if steps else 'episode has ended'} for {clock(silent_seconds)}{waits_text}")
 
 
-def _lost(seen: Seen) -> Found | None:
-    wanted = seen.keys.get("rollout.workers", 0)
-    there = seen.now.get("async/workers", wanted)
-    late = seen.status.get("running", CONNECTING) >= CONNECTING
-    missing = seen.status.get("phase") == "running" and there < wanted and late
-    names = [f"{FAILED}{name}_lost" for name in ("worker", "engine")]
-    texts = [f"{there:.0f} of {wanted} workers are connected"] if missing else []
-    for name, of in zip(names, ("a worker", "a server"), strict=True):
-        if lost := seen.now.get(name, 0.0):
-            texts.append(f"{lost:,.0f} attempts were lost with {of}, and begun again")
-    if newest := seen.status.get("lost"):
+def _find_loss(evidence: Evidence) -> Finding | None:
+    expected_workers = evidence.keys.get("rollout.workers", 0)
+    connected = evidence.newest_gauges.get("async/workers", expected_workers)
+    is_late = evidence.status.get("running", CONNECTING_SECONDS) >= CONNECTING_SECONDS
+    is_missing = evidence.status.get("phase") == "running" and connected < expected_workers and is_late
+    names = [f"{FAILED_PREFIX}{name}_lost" for name in ("worker", "engine")]
+    texts = [f"{connected:.0f} of {expected_workers} workers are connected"] if is_missing else []
+
+    for name, process in zip(names, ("a worker", "a server"), strict=True):
+        if lost_attempts := evidence.newest_gauges.get(name, 0.0):
+            texts.append(f"{lost_attempts:,.0f} attempts were lost with {process}, and begun again")
+
+    if newest := evidence.status.get("lost"):
         texts.append(f"the newest: {newest}")
-    recent = missing or any(seen.grown(name) for name in names)
-    return Found(", ".join(texts), mild=not recent) if texts else None
+
+    is_recent = is_missing or any(evidence.growth_of(name) for name in names)
+    return Finding(", ".join(texts), is_mild=not is_recent) if texts else None
 
 
-def _account(seen: Seen) -> Found | None:
-    flow = flow_of(seen.now)
-    return None if flow.conserved else Found(f"{flow.issued:,} episodes issued are not the sum of all states")
-
-
-def _constant(seen: Seen) -> Found | None:
-    values = {row[name] for row in seen.last for name in (LOWEST, HIGHEST) if name in row}
-    count = f"{seen.landed:,.0f} " * (seen.landed > 0)
-    return Found(f"all {count}episodes scored {values.pop():g}") if len(values) == 1 else None
-
-
-def _cut_off(seen: Seen) -> Found | None:
-    for end in LIMITS:
-        if (share := seen.mean(f"rollout/end/{end}")) >= MOST:
-            return Found(f"{share:.0%} of the episodes ended with {end}", end)
-    return _often("response_length/clip_ratio", "of the episodes were cut off by a limit")(seen)
-
-
-def _often(name: str, what: str, least: float = MOST) -> Callable[[Seen], Found | None]:
-    """Finds that the mean of a share is `least` or more."""
-    return lambda seen: Found(f"{share:.0%} {what}") if (share := seen.mean(name)) >= least else None
-
-
-def _by_rewards(find: Callable[[Seen], Found | None]) -> Callable[[Seen], Found | None]:
-    """A teacher teaches, whatever the rewards are."""
-    return lambda seen: None if taught(seen.keys) else find(seen)
-
-
-def _nothing_taught(seen: Seen) -> Found | None:
-    share = seen.mean(metric.ZERO_ADVANTAGE)
-    score = seen.mean(metric.REWARD)
-    scores = f"mean score {score:.3g}, highest {seen.highest:.3g}"
-    return Found(f"{share:.0%} of the trained episodes have advantage 0; {scores}") if share >= MOST else None
-
-
-def _little_taught(seen: Seen) -> Found | None:
-    share = seen.mean(metric.ZERO_ADVANTAGE)
-    what = f"{share:.0%} of the trained episodes have advantage 0 and teach nothing"
-    return Found(what) if SOME <= share < MOST else None
-
-
-def _collapse(seen: Seen) -> Found | None:
-    before, now = (mean(rows, metric.ENTROPY) for rows in (seen.first, seen.last))
-    if before is None or now is None or now > min(COLLAPSED, before / 10):
+def _find_wrong_account(evidence: Evidence) -> Finding | None:
+    account = flow_of(evidence.newest_gauges)
+    if account.conserved:
         return None
-    return Found(f"entropy fell from {before:.3g} to {now:.3g} nats a token")
+    return Finding(f"{account.issued:,} episodes issued are not the sum of all states")
 
 
-def _gap(seen: Seen) -> Found | None:
-    name = "rollout_corr/logprob_diff_mean"  # of tokens that one version sampled and trains
-    before = mean(seen.first, name)
-    now = mean(seen.last, name)
-    if before is None or now is None or now < max(GAP, GROWN * before):
+def _find_constant_reward(evidence: Evidence) -> Finding | None:
+    scores = {
+        row[name] for row in evidence.last_steps for name in (LOWEST_SCORE, HIGHEST_SCORE) if name in row
+    }
+    if len(scores) != 1:
         return None
-    return Found(f"trainer and engine differ by {now:.3g} nats a token, {before:.3g} at the beginning")
+
+    count = f"{evidence.landed_episodes:,.0f} " if evidence.landed_episodes > 0 else ""
+    return Finding(f"all {count}episodes scored {scores.pop():g}")
 
 
-def _skipped(seen: Seen) -> Found | None:
-    count = int(sum(row.get("actor/skipped_steps", 0.0) for row in seen.last))
-    return Found(f"{count} of the last {len(seen.last)} were skipped") if count else None
+def _find_cut_off(evidence: Evidence) -> Finding | None:
+    for end in LIMIT_ENDS:
+        if (share := evidence.mean_of(f"rollout/end/{end}")) >= NEARLY_ALL:
+            return Finding(f"{share:.0%} of the episodes ended with {end}", end)
+    return _find_often("response_length/clip_ratio", "of the episodes were cut off by a limit")(evidence)
 
 
-def _masked(seen: Seen) -> Found | None:
-    """Find that many tokens are masked, of all or of long episodes, which then teach less."""
-    every = seen.mean(metric.MASKED)
-    if every >= MASKED:
-        return Found(f"{every:.0%} of the tokens were too old to be trained")
-    lengths = matching(BY_LENGTH, set[str]().union(*seen.last))
-    share, length = max(((seen.mean(name), length) for length, name in lengths.items()), default=(0.0, ""))
-    what = f"{share:.0%} of the tokens of episodes of {length} tokens and more were too old to be trained"
-    return Found(f"{what}, {every:.1%} of all tokens") if share >= TAIL else None
+def _find_often(
+    name: str, description: str, threshold: float = NEARLY_ALL
+) -> Callable[[Evidence], Finding | None]:
+    """Make a rule that finds the mean of a fraction to be `threshold` or more."""
+    return lambda evidence: (
+        Finding(f"{share:.0%} {description}") if (share := evidence.mean_of(name)) >= threshold else None
+    )
 
 
-def _beyond(seen: Seen) -> Found | None:
+def _unless_taught(find: Callable[[Evidence], Finding | None]) -> Callable[[Evidence], Finding | None]:
+    """Make a rule that finds nothing in a run with a teacher, which teaches whatever the rewards are."""
+    return lambda evidence: None if taught(evidence.keys) else find(evidence)
+
+
+def _find_nothing_taught(evidence: Evidence) -> Finding | None:
+    share = evidence.mean_of(metric.ZERO_ADVANTAGE)
+    if share < NEARLY_ALL:
+        return None
+
+    score = evidence.mean_of(metric.REWARD)
+    scores = f"mean score {score:.3g}, highest {evidence.highest_score:.3g}"
+    return Finding(f"{share:.0%} of the trained episodes have advantage 0; {scores}")
+
+
+def _find_little_taught(evidence: Evidence) -> Finding | None:
+    share = evidence.mean_of(metric.ZERO_ADVANTAGE)
+    description = f"{share:.0%} of the trained episodes have advantage 0 and teach nothing"
+    return Finding(description) if WORTH_ADVICE <= share < NEARLY_ALL else None
+
+
+def _find_collapse(evidence: Evidence) -> Finding | None:
+    before = mean(evidence.first_steps, metric.ENTROPY)
+    now = mean(evidence.last_steps, metric.ENTROPY)
+    if before is None or now is None or now > min(COLLAPSED_ENTROPY, before / 10):
+        return None
+    return Finding(f"entropy fell from {before:.3g} to {now:.3g} nats a token")
+
+
+def _find_gap(evidence: Evidence) -> Finding | None:
+    name = "rollout_corr/logprob_diff_mean"  # only of tokens sampled and trained by the same version
+    before = mean(evidence.first_steps, name)
+    now = mean(evidence.last_steps, name)
+    if before is None or now is None or now < max(LARGE_GAP, GAP_GROWTH * before):
+        return None
+    return Finding(f"trainer and engine differ by {now:.3g} nats a token, {before:.3g} at the beginning")
+
+
+def _find_skipped(evidence: Evidence) -> Finding | None:
+    count = int(sum(row.get("actor/skipped_steps", 0.0) for row in evidence.last_steps))
+    return Finding(f"{count} of the last {len(evidence.last_steps)} were skipped") if count else None
+
+
+def _find_masked(evidence: Evidence) -> Finding | None:
+    """Find that many tokens of all episodes are masked, or of long episodes, which then teach less."""
+    masked_share = evidence.mean_of(metric.MASKED)
+    if masked_share >= MASKED_SHARE:
+        return Finding(f"{masked_share:.0%} of the tokens were too old to be trained")
+
+    lengths = matching(MASKED_BY_LENGTH, set[str]().union(*evidence.last_steps))
+    share, length = max(
+        ((evidence.mean_of(name), length) for length, name in lengths.items()), default=(0.0, "")
+    )
+    description = (
+        f"{share:.0%} of the tokens of episodes of {length} tokens and more were too old to be trained"
+    )
+
+    return Finding(f"{description}, {masked_share:.1%} of all tokens") if share >= MASKED_TAIL_SHARE else None
+
+
+def _find_scores_beyond(evidence: Evidence) -> Finding | None:
     """Find scores beyond `validation.success` where the key is left at its default."""
-    highest = max((row.get(metric.HIGHEST, 0.0) for row in seen.validations), default=0.0)
+    highest = max((row.get(metric.HIGHEST, 0.0) for row in evidence.validations), default=0.0)
     default = ValidationConfig().success
-    if seen.keys.get("validation.success") != default or highest <= default * (1 + 1e-6):
+    if evidence.keys.get("validation.success") != default or highest <= default * (1 + 1e-6):
         return None
-    return Found(f"scores go up to {highest:g}, and {default:g} counts as a success, by default")
+    return Finding(f"scores go up to {highest:g}, and {default:g} counts as a success, by default")
 
 
-def _side_requests(seen: Seen) -> Found | None:
-    """Find that episodes of an unknown agent, a `command` or a function, have more than one row, and that no
-    request is named as a side one. For coding agents with a name that is set where it is needed."""
-    rows = seen.mean("rollout/rows/mean")
-    names = [key.removeprefix("rollout.agent.") for key in seen.keys if key.startswith("rollout.agent.")]
-    is_unknown = seen.keys.get("rollout.agent") or any(
+def _find_side_requests(evidence: Evidence) -> Finding | None:
+    """Find that episodes of an unknown agent, a `command` or a function, have more than one row, although no
+    side requests are configured. For coding agents with a name side requests are known."""
+    rows = evidence.mean_of("rollout/rows/mean")
+    names = [key.removeprefix("rollout.agent.") for key in evidence.keys if key.startswith("rollout.agent.")]
+    is_unknown = evidence.keys.get("rollout.agent") or any(
         ":" in name or name.startswith("command.") for name in names
     )
-    if not is_unknown or seen.keys.get("rollout.untrained_agents") or rows < 1 + SOME:
+    if not is_unknown or evidence.keys.get("rollout.untrained_agents") or rows < 1 + WORTH_ADVICE:
         return None
-    return Found(f"{rows:.1f} rows per episode, all trained with the episode's reward")
+
+    return Finding(f"{rows:.1f} rows per episode, all trained with the episode's reward")
 
 
-def _limited(seen: Seen) -> Found | None:
-    """Find what limits the run: the longest part of an episode where the trainer waits, the trainer where the
-    engines wait. For example, a reward of 12 s is 80% of an episode of 15 s. Nothing is found in a short
-    run."""
-    whole_run = seen.mean(metric.STEP_SECONDS) * seen.keys.get("total_steps", math.inf)
-    if whole_run < SHORT:
+def _find_limit(evidence: Evidence) -> Finding | None:
+    """Find the bottleneck: the longest part of an episode if the trainer waits, the trainer if the engines
+    wait. For example, a reward of 12 s is 80% of an episode of 15 s. Nothing is found in a short run."""
+    run_seconds = evidence.mean_of(metric.STEP_SECONDS) * evidence.keys.get("total_steps", math.inf)
+    if run_seconds < SHORT_SECONDS:
         return None
-    trainer = seen.mean(metric.TRAINER_IDLE)
-    rollout = seen.mean(metric.ROLLOUT_IDLE)
-    if trainer < 1 - MOST < LIMITING <= rollout:
-        return Found(f"by the trainer: it waits {trainer:.0%} of the time, the engines {rollout:.0%}")
-    whole, reward = (mean(seen.last, f"timing_s/{name}/mean") for name in ("episode", "reward"))
-    if trainer < LIMITING or not whole or reward is None:
+
+    trainer_idle = evidence.mean_of(metric.TRAINER_IDLE)
+    rollout_idle = evidence.mean_of(metric.ROLLOUT_IDLE)
+    if trainer_idle < 1 - NEARLY_ALL < LIMITING_SHARE <= rollout_idle:
+        return Finding(
+            f"by the trainer: it waits {trainer_idle:.0%} of the time, the engines {rollout_idle:.0%}"
+        )
+
+    episode_seconds = mean(evidence.last_steps, "timing_s/episode/mean")
+    reward_seconds = mean(evidence.last_steps, "timing_s/reward/mean")
+    if trainer_idle < LIMITING_SHARE or not episode_seconds or reward_seconds is None:
         return None
-    tools = seen.mean("timing_s/tools/mean")
-    parts = {"the reward function": reward, "tools": tools, "sampling": whole - tools - reward}
-    most = max(parts, key=lambda name: parts[name])
-    if parts[most] < LIMITING * whole:
+
+    tool_seconds = evidence.mean_of("timing_s/tools/mean")
+    parts = {
+        "the reward function": reward_seconds,
+        "tools": tool_seconds,
+        "sampling": episode_seconds - tool_seconds - reward_seconds,
+    }
+
+    longest_part = max(parts, key=lambda name: parts[name])
+    if parts[longest_part] < LIMITING_SHARE * episode_seconds:
         return None
-    share = f"{parts[most]:.3g} s of an episode's {whole:.3g} s"
-    return Found(f"by {most}: it takes {share}, and the trainer waits {trainer:.0%} of the time", most)
+
+    share = f"{parts[longest_part]:.3g} s of an episode's {episode_seconds:.3g} s"
+    return Finding(
+        f"by {longest_part}: it takes {share}, and the trainer waits {trainer_idle:.0%} of the time",
+        longest_part,
+    )
 
 
-RULES: dict[str, Callable[[Seen], Found | None]] = {
-    "solved": _solved,
-    "checkpoints are not written": _unsaved,
-    "held-out success fell": _fell,
-    "attempts fail": _failing,
-    "no progress": _stalled,
-    "account is not exact": _account,
-    "constant reward": _by_rewards(_constant),
-    "everything truncated": _cut_off,
-    "all groups filtered": _often("rollout/discarded_group_frac", "of the groups were filtered or dropped"),
-    "nothing to learn": _by_rewards(_nothing_taught),
-    "a process was lost": _lost,
-    "tools fail": _often("rollout/tool_failed_frac", "of the calls raised or ran out of time", FAILING),
-    "tools decline": _often(
+ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
+    "solved": _find_solved,
+    "checkpoints are not written": _find_unsaved,
+    "held-out success fell": _find_fall,
+    "attempts fail": _find_failing,
+    "no progress": _find_stall,
+    "account is not exact": _find_wrong_account,
+    "constant reward": _unless_taught(_find_constant_reward),
+    "everything truncated": _find_cut_off,
+    "all groups filtered": _find_often(
+        "rollout/discarded_group_frac", "of the groups were filtered or dropped"
+    ),
+    "nothing to learn": _unless_taught(_find_nothing_taught),
+    "a process was lost": _find_loss,
+    "tools fail": _find_often(
+        "rollout/tool_failed_frac", "of the calls raised or ran out of time", FAILING_SHARE
+    ),
+    "tools decline": _find_often(
         "rollout/tool_declined_frac", "of the calls were answered with an error by the tool"
     ),
-    "entropy collapse": _collapse,
-    "growing log-prob gap": _gap,
-    "skipped optimizer steps": _skipped,
-    "many tokens masked": _masked,
-    "success is set low": _beyond,
-    "limited": _limited,
-    "rows beside the main one": _side_requests,
-    "little to learn": _by_rewards(_little_taught),
+    "entropy collapse": _find_collapse,
+    "growing log-prob gap": _find_gap,
+    "skipped optimizer steps": _find_skipped,
+    "many tokens masked": _find_masked,
+    "success is set low": _find_scores_beyond,
+    "limited": _find_limit,
+    "rows beside the main one": _find_side_requests,
+    "little to learn": _unless_taught(_find_little_taught),
 }

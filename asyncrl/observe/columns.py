@@ -15,76 +15,81 @@ import numpy as np
 
 from asyncrl.observe.metrics import STEP_SECONDS, Row
 
-CHUNK = 1 << 18  # bytes of the file that are decoded at a time
+CHUNK_BYTES = 1 << 18  # bytes of the file that are decoded at a time
 STEP = "training/step"
 
 
 class Measured:
-    """The metrics of a run, read from their file as it grows: of each name a number for each row, NaN where
-    there is none. In single precision: 50,000 steps of 200 metrics are 40 MB."""
+    """Holds the metrics of a run, read from the growing file: for each name a number of each row, NaN for
+    missing numbers. In single precision: 50,000 steps of 200 metrics are 40 MB."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.read = 0
-        self._rows = {STEP: array("f")}
+        self._columns = {STEP: array("f")}
 
     def update(self) -> None:
-        """Read what was written since."""
+        """Read the rows written since the last update."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self.read)
-            while lines := [line for line in file.readlines(CHUNK) if line.endswith(b"\n")]:
+            while lines := [line for line in file.readlines(CHUNK_BYTES) if line.endswith(b"\n")]:
                 self.read += sum(map(len, lines))
-                file.seek(self.read)  # the last line may have been under way
-                rows = [row for line in lines if (row := self._row_of(line))]
-                columns = zip_longest(*rows, fillvalue=math.nan)  # earlier ones may lack the newest names
-                for values, more in zip(self._rows.values(), columns, strict=False):
-                    values.extend(more)
-        steps = self._row(STEP)
-        trained = ~np.isnan(self._row(STEP_SECONDS))
-        order = np.lexsort((trained, steps))
-        self.steps, place, counts = np.unique(steps[order], return_inverse=True, return_counts=True)
-        last = np.cumsum(counts) - 1
-        earlier = np.delete(np.arange(len(order)), last)
-        self._last = order[last]
-        self._earlier = order[earlier]
-        self._place = place[earlier]
+                file.seek(self.read)  # the last line may be incomplete
+                rows = [row for line in lines if (row := self._decode_row(line))]
+                columns = zip_longest(*rows, fillvalue=math.nan)  # earlier rows may lack the newest names
+                for values, new_values in zip(self._columns.values(), columns, strict=False):
+                    values.extend(new_values)
 
-    def _row_of(self, line: bytes) -> Sequence[float]:
-        """Of each name a number. A line that cannot be decoded has NaN, which JSON has not, or was cut by a
-        crash."""
+        # Of the rows of a step the last is the one that trained, if there is one; others are earlier rows.
+        steps = self._column(STEP)
+        trained = ~np.isnan(self._column(STEP_SECONDS))
+        order = np.lexsort((trained, steps))
+        self.steps, step_indexes, counts = np.unique(steps[order], return_inverse=True, return_counts=True)
+
+        last_positions = np.cumsum(counts) - 1
+        earlier_positions = np.delete(np.arange(len(order)), last_positions)
+        self._last_rows = order[last_positions]
+        self._earlier_rows = order[earlier_positions]
+        self._earlier_steps = step_indexes[earlier_positions]
+
+    def _decode_row(self, line: bytes) -> Sequence[float]:
+        """Return a number for each name; nothing for a row without a step, or a line cut by a crash. msgspec
+        cannot decode the NaN that Python writes, so such lines are read by `json`."""
         row: Row = {}
         try:
             row = msgspec.json.decode(line, type=Row)
         except msgspec.DecodeError:
             with suppress(ValueError):
                 row = json.loads(line)
-        if STEP in row and row.keys() - self._rows.keys():
-            nothing = self._row("").tobytes()
-            self._rows |= {name: array("f", nothing) for name in row if name not in self._rows}
-        return [row.get(name, math.nan) for name in self._rows] if STEP in row else ()
 
-    def _row(self, name: str) -> np.ndarray:
-        return np.array(self._rows.get(name) or np.full(len(self._rows[STEP]), math.nan, "f"))
+        if STEP in row and row.keys() - self._columns.keys():
+            missing_values = self._column("").tobytes()
+            self._columns |= {name: array("f", missing_values) for name in row if name not in self._columns}
+
+        return [row.get(name, math.nan) for name in self._columns] if STEP in row else ()
+
+    def _column(self, name: str) -> np.ndarray:
+        return np.array(self._columns.get(name) or np.full(len(self._columns[STEP]), math.nan, "f"))
 
     def values(self, name: str) -> np.ndarray:
-        """One for each of `steps`. A step that was repeated after a crash counts as it was last, with the
-        validation that judged it; only what a validation alone has is taken of it."""
-        row = self._row(name)
-        values = row[self._last]
-        earlier = row[self._earlier]
-        missing = np.isnan(values[self._place]) & ~np.isnan(earlier)
-        values[self._place[missing]] = earlier[missing]  # of several the last one
+        """Return a value for each of `steps`. Of a step that was repeated after a crash the last row counts;
+        numbers that only earlier rows have, such as a validation's, are added."""
+        column = self._column(name)
+        values = column[self._last_rows]
+        earlier_values = column[self._earlier_rows]
+        is_missing = np.isnan(values[self._earlier_steps]) & ~np.isnan(earlier_values)
+        values[self._earlier_steps[is_missing]] = earlier_values[is_missing]  # of several rows the last
         return values
 
     def having(self, *names: str) -> np.ndarray:
-        """The places of steps at which one of these is known."""
+        """Return the indexes of the steps at which one of these metrics is known."""
         return np.flatnonzero(np.any([~np.isnan(self.values(name)) for name in names], axis=0))
 
-    def rows(self, places: np.ndarray) -> list[Row]:
-        some = {name: self.values(name)[places].tolist() for name in self._rows}
-        rows = [dict(zip(some, row, strict=True)) for row in zip(*some.values(), strict=True)]
+    def rows(self, step_indexes: np.ndarray) -> list[Row]:
+        columns = {name: self.values(name)[step_indexes].tolist() for name in self._columns}
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         return [{name: value for name, value in row.items() if not math.isnan(value)} for row in rows]
 
     def known(self) -> tuple[set[str], set[str]]:
-        """All names, and those that are not always 0."""
-        return {*self._rows}, {name for name in self._rows if np.any(np.nan_to_num(self._row(name)))}
+        """Return all names, and the names whose values are not always 0."""
+        return {*self._columns}, {name for name in self._columns if np.any(np.nan_to_num(self._column(name)))}

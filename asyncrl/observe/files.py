@@ -1,4 +1,4 @@
-"""The result files of a run: metrics as JSON lines, and the summary."""
+"""Reads and writes the result files of a run: metrics as JSON lines, the summary, the status and logs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
-# a log may have so many bytes; of a longer one both ends are kept
-LOG_BYTES = 64 << 20
-LOG_END = 1 << 20
-VALIDATION = b'"val-'  # begins a key in rows of validations
-LINE_BYTES = 4 << 20  # longest line of JSON, in bytes
-TAIL_BYTES = 64 << 10  # most bytes read from the end of a log
-MOST_LINES = 2000  # most lines read from there
+MAX_LOG_BYTES = 64 << 20  # a longer log is cut
+LOG_EDGE_BYTES = 1 << 20  # bytes kept of the beginning and of the end of a cut log
+VALIDATION_KEY = b'"val-'  # begins a key in rows of validations
+MAX_LINE_BYTES = 4 << 20  # longest line of JSON, in bytes
+MAX_TAIL_BYTES = 64 << 10  # most bytes read from the end of a log
+MAX_TAIL_LINES = 2000  # most lines read from the end of a log
 
 # What a log is made of: events (launch/role.py), tracebacks, those of a group indented by a margin, and the
 # last words of the interpreter and of C++.
@@ -42,7 +41,7 @@ ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file, none while there is no file; a line cut by a crash is left out."""
+    """Read the objects of a JSON-lines file, none without a file; lines cut by a crash are skipped."""
     with suppress(FileNotFoundError), path.open(errors="replace", newline="\n") as file:
         for line in file:
             with suppress(json.JSONDecodeError):
@@ -51,45 +50,49 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_rows(run_dir: Path) -> list[dict[str, float]]:
-    """The metrics rows of a run so far."""
+    """Read the metrics rows of a run so far."""
     return list(read_lines(run_dir / "metrics.jsonl"))
 
 
 def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
-    """Read the first and the last `edge` steps, all validations, and evenly chosen other steps: of a long run
-    about `most`, since 50,000 of them are 150 MB or more."""
-    found = list[dict[str, float]]()
+    """Read the first and the last `edge` steps, all validations, and evenly chosen further steps: in a long
+    run about `most`, since 50,000 steps are 150 MB or more."""
+    rows = list[dict[str, float]]()
     step = 0
+
     with suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
-        steps = sum(VALIDATION not in line for line in file)
+        steps = sum(VALIDATION_KEY not in line for line in file)
         file.seek(0)
+
         for line in file:
-            judged = VALIDATION in line
-            step += not judged
-            if judged or step <= edge or step > steps - edge or step % (steps // most or 1) == 0:
+            is_validation = VALIDATION_KEY in line
+            step += not is_validation
+            if is_validation or step <= edge or step > steps - edge or step % (steps // most or 1) == 0:
                 with suppress(ValueError):
-                    found.append(json.loads(line))
-    return found
+                    rows.append(json.loads(line))
+
+    return rows
 
 
 class LineFile:
-    """A file of JSON lines that is appended to, each of them whole: what a crash has left of the last one is
-    cut off when the file is opened, what a full disk has taken of one at once."""
+    """Appends whole JSON lines to a file. The rest of a line that a crash cut is removed when the file is
+    opened, the rest of a line that a full disk cut at once."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a+b", buffering=0)
         if ends_in_a_line(path):
             return
+
         size = self._file.seek(0, os.SEEK_END)
-        self._file.seek(max(0, size - LINE_BYTES))
+        self._file.seek(max(0, size - MAX_LINE_BYTES))
         last_line = self._file.read().rpartition(b"\n")[2]
         if last_line and _is_object(last_line):
-            self.append(b"\n")  # only its end is missing
+            self.append(b"\n")  # only the line's end is missing
         elif last_line:
             self._file.truncate(size - len(last_line))
 
     def append(self, lines: bytes) -> None:
-        """Append all of these lines. Raises OSError, and then none of them is there."""
+        """Append all of these lines, or raise OSError and append none."""
         size = self._file.seek(0, os.SEEK_END)
         try:
             while lines:
@@ -97,6 +100,7 @@ class LineFile:
         except OSError:
             with suppress(OSError):
                 self._file.truncate(size)
+
             raise
 
     def close(self) -> None:
@@ -104,7 +108,7 @@ class LineFile:
 
 
 def ends_in_a_line(path: Path) -> bool:
-    """False where the last line of a file was cut off by a crash."""
+    """Return False if the last line of a file was cut off by a crash."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
@@ -118,16 +122,16 @@ def _is_object(line: bytes) -> bool:
 
 
 def size_of_rows(run_dir: Path) -> int:
-    """Return bytes of the metrics so far: they grow with each row."""
+    """Return the size of the metrics so far in bytes, which grows with each row."""
     path = run_dir / "metrics.jsonl"
     return path.stat().st_size if path.exists() else 0
 
 
 def log_tail(path: Path, lines: int = 12) -> str:
-    """The end of a log, for an error message; '' when there is none."""
+    """Return the end of a log, for an error message; '' if there is no log."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            file.seek(max(0, path.stat().st_size - MAX_TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -135,22 +139,24 @@ def log_tail(path: Path, lines: int = 12) -> str:
 
 
 def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
-    """Return the line of a process's log that says why it ended: the last error that it logged, or the
-    exception below the last traceback, whatever exit handlers wrote after that. Without either, its last
-    line, unless that is an event of a run, which says nothing. What `crashed` has an error; any other
-    process may have been killed long after one, so events that follow show that it lived on. A traceback
-    below a warning is no cause."""
-    text = log_tail(log, MOST_LINES)
+    """Return the line of a process's log that tells why the process ended: the last logged error, or the
+    exception below the last traceback, whatever exit handlers wrote afterwards. Without either, the last
+    line, unless that is an event of a run, which explains nothing. A `crashed` process has an error; any
+    other process may have been killed long after an error, so events that follow show that the process lived
+    on. A traceback below a warning is no cause."""
+    text = log_tail(log, MAX_TAIL_LINES)
     _, marker, text_after_marker = text.rpartition(f"incarnation {incarnation}")
+
     # A process that ended before it wrote its marker is the newest one.
     own_text = _START_LINE.split(text_after_marker)[0] if marker else _START_LINE.split(text)[-1]
-    if timeout := _WATCHDOG.search(own_text):  # it ends the process, with many lines more
+    if timeout := _WATCHDOG.search(own_text):  # a watchdog ends the process, with many more lines
         return f"a collective of the trainer ranks timed out: {timeout[0]}"
+
     lines = own_text.rstrip().splitlines()
     cause = ""
-    cause_was_logged = False  # True: it belongs to a logged error
-    crash_logged = False  # by launch/role.py: what follows the crash and its traceback is of exit handlers
-    level = last_level = ""  # of the record that a traceback belongs to; of that of the traceback before
+    cause_was_logged = False  # True: the cause belongs to a logged error
+    crash_logged = False  # by launch/role.py: lines after the crash and its traceback are of exit handlers
+    level = last_level = ""  # levels of the records that this traceback and the one before belong to
     in_traceback = is_of_warning = False
 
     for line in lines:
@@ -160,7 +166,8 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
         if crash_logged and (record or is_nonfatal):
             if marker:
                 break
-            crash_logged = False  # it was of the process before
+
+            crash_logged = False  # the crash was of the process before
 
         if record:
             level = record["level"]
@@ -185,7 +192,9 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
             if not is_of_warning:
                 cause = message
                 cause_was_logged = level in _ERROR_LEVELS
-            level, last_level = "", level  # another traceback is not of this record
+
+            last_level = level
+            level = ""  # a further traceback does not belong to this record
         elif line.startswith(_FATAL):
             cause = line
 
@@ -193,12 +202,13 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
         return cause
     if is_of_warning and not crashed:
         return ""
+
     return "" if _RECORD.match(lines[-1]) else lines[-1]
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The summary of a run, {} while there is none. ConfigError for one that cannot be read."""
-    return _read(run_dir / "summary.json")
+    """Read the summary of a run, {} if there is none yet. ConfigError for an unreadable file."""
+    return _read_object(run_dir / "summary.json")
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
@@ -209,18 +219,18 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Read the last status that the coordinator wrote, with the `time` at which it did; {} while there is
-    nothing. Once the launcher has ended, `code` and `error` say how. ConfigError as for a summary."""
-    return _read(run_dir / "status.json")
+    """Read the coordinator's last status, with the `time` of writing; {} if there is none yet. After the
+    launcher's end, `code` and `error` tell how the run ended. ConfigError for an unreadable file."""
+    return _read_object(run_dir / "status.json")
 
 
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
-    """Replace it. A full disk costs no more than that."""
+    """Replace the status. On a full disk only the status is lost."""
     with suppress(OSError):
         replace_file(run_dir / "status.json", msgspec.json.encode(status))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
@@ -237,7 +247,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def first_day(run_dir: Path) -> datetime.date:
-    """The day on which a run began, as `mark_start` wrote it; today, where it did not."""
+    """Return the day on which a run began, as written by `mark_start`; today for an unmarked run."""
     try:
         return datetime.date.fromisoformat((run_dir / "started").read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -245,7 +255,7 @@ def first_day(run_dir: Path) -> datetime.date:
 
 
 def read_start(run_dir: Path) -> str:
-    """Read the file of `mark_start`; '' where there is none."""
+    """Read the file of `mark_start`; '' if there is none."""
     try:
         return (run_dir / "started").read_text()
     except OSError:
@@ -253,7 +263,7 @@ def read_start(run_dir: Path) -> str:
 
 
 def run_id(run_dir: Path) -> str:
-    """The id of a run that `mark_start` has marked: runs of one name, here or elsewhere, have their own."""
+    """Return the id that `mark_start` gave a run; runs of the same name have different ids."""
     return (run_dir / "started").read_text().split()[1]
 
 
@@ -265,14 +275,16 @@ def mark_start(run_dir: Path) -> None:
 
 
 def bound_log(path: Path) -> None:
-    """Shorten a log of more than LOG_BYTES to its two ends: a reward may print without end. Whoever writes it
-    must append, so that the next line goes to the new end."""
+    """Shorten a log of more than MAX_LOG_BYTES to the beginning and the end: a reward may print without end.
+    The writer must open the log for appending, so that the next line goes to the new end."""
     with suppress(OSError), path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
-        if size <= LOG_BYTES:
+        if size <= MAX_LOG_BYTES:
             return
-        file.seek(-LOG_END, os.SEEK_END)
-        end = file.read(LOG_END)
-        os.truncate(path, LOG_END)
+
+        file.seek(-LOG_EDGE_BYTES, os.SEEK_END)
+        end = file.read(LOG_EDGE_BYTES)
+        os.truncate(path, LOG_EDGE_BYTES)
+
         with path.open("ab") as log:
-            log.write(b"\n[asyncrl: %d bytes were cut here]\n" % (size - 2 * LOG_END) + end)
+            log.write(b"\n[asyncrl: %d bytes were cut here]\n" % (size - 2 * LOG_EDGE_BYTES) + end)

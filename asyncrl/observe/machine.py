@@ -1,4 +1,4 @@
-"""The machine a run is launched on, in words, for whoever reads its report."""
+"""Describes the machine of a run's launcher in words, for readers of the run's report."""
 
 from __future__ import annotations
 
@@ -20,43 +20,45 @@ from asyncrl.errors import UNDECODABLE
 CPUINFO = Path("/proc/cpuinfo")
 LIST_GPUS = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
 LIST_SECONDS = 10.0
-VERSIONS = re.compile(r"Driver Version: *(\S+).*CUDA (?:UMD )?Version: *(\d+\.\d+)")
+VERSION_PATTERN = re.compile(r"Driver Version: *(\S+).*CUDA (?:UMD )?Version: *(\d+\.\d+)")
 PACKAGES = ("torch", "transformers", "sglang")
 
 
 def describe_machine() -> dict[str, str]:
-    """Describe this machine: CPU, memory, GPUs, system and versions. Imports none of the packages."""
+    """Describe this machine: CPU, memory, GPUs, system and versions. Does not import the packages."""
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {psutil.cpu_count()} threads"
-    found = {
-        "CPU": f"{_cpu()}, {cores}",
+    facts = {
+        "CPU": f"{_cpu_name()}, {cores}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "GPUs": ", ".join(f"{count} × {name}" for name, count in Counter(list_gpus()).items())
         or "none found",
         "system": platform.platform(),
         "Python": platform.python_version(),
     }
+
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            facts[package] = version(package)
+
+    return facts
 
 
 def record_machine(run_dir: Path, versions: Mapping[str, str]) -> None:
-    """Write it, with further versions, into the run directory, in place of that of an earlier launch. A full
-    disk is no error."""
+    """Write the machine's description, with further versions, to the run directory, in place of an earlier
+    launch's. A full disk is no error."""
     with suppress(OSError):
         (run_dir / "machine.json").write_bytes(msgspec.json.encode({**describe_machine(), **versions}))
 
 
 def recorded_machine(run_dir: Path) -> Mapping[str, str] | None:
-    """Read the record of a run's machine; None where it has none that can be read."""
+    """Read the record of a run's machine; None if there is no readable record."""
     try:
         return msgspec.json.decode((run_dir / "machine.json").read_bytes(), type=dict[str, str])
     except (OSError, *UNDECODABLE):
         return None
 
 
-def _cpu() -> str:
+def _cpu_name() -> str:
     with suppress(OSError):
         for line in CPUINFO.read_text().splitlines():
             if line.startswith("model name"):
@@ -65,7 +67,7 @@ def _cpu() -> str:
 
 
 def list_gpus() -> list[str]:
-    """Name and memory of each, by NVIDIA's own tool: torch would take memory on each of them."""
+    """List the name and memory of each GPU by nvidia-smi, as torch would take memory on each GPU."""
     if not shutil.which(LIST_GPUS[0]):
         return []
     try:
@@ -78,7 +80,7 @@ def list_gpus() -> list[str]:
 def gpu_driver() -> tuple[str, str]:
     """Return the versions of the driver and of the newest CUDA that it runs; '' if nvidia-smi names none."""
     with suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(LIST_GPUS[:1], capture_output=True, text=True, timeout=LIST_SECONDS)
-        if found := VERSIONS.search(asked.stdout):
-            return found[1], found[2]
+        completed = subprocess.run(LIST_GPUS[:1], capture_output=True, text=True, timeout=LIST_SECONDS)
+        if versions := VERSION_PATTERN.search(completed.stdout):
+            return versions[1], versions[2]
     return "", ""

@@ -1,4 +1,4 @@
-"""The catalogue of metrics, metrics.yaml: label, format and meaning of each; and the charts made of them."""
+"""Reads the catalogue of metrics, metrics.yaml (label, format and meaning), and defines the charts."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ import msgspec
 
 Row = Mapping[str, float]
 
-# shares of episodes
-SAMPLED = "val-core/all/sampled/success"
-GREEDY = "val-core/all/greedy/success"
+SAMPLED = "val-core/all/sampled/success"  # share of episodes
+GREEDY = "val-core/all/greedy/success"  # share of episodes
 SAMPLED_SCORE = "val-core/all/sampled/mean@1"
 GREEDY_SCORE = "val-core/all/greedy/mean@1"
-# per token; a supervised run has no reward
-NLL = "actor/nll"
-NLL_HELD_OUT = "val-core/all/nll"
+NLL = "actor/nll"  # per token, in supervised runs, which have no reward
+NLL_HELD_OUT = "val-core/all/nll"  # per token
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
-COMPONENT = "rollout/component/*/mean"  # of all landed episodes, likewise
+COMPONENT = "rollout/component/*/mean"  # of all landed episodes, as for REWARD
 COMPONENT_HELD_OUT = "val-aux/all/sampled/*/mean@1"
 FILTERED = "flow/filtered_frac"  # of groups
 ZERO_ADVANTAGE = "critic/zero_advantage_frac"
-HIGHEST = "val-aux/score/max"  # of what a validation compared with `validation.success`
+HIGHEST = "val-aux/score/max"  # highest score that a validation compared with `validation.success`
 VALIDATED = "val-aux/policy_version"
 ASKED = "val-aux/samples"
 STEP_SECONDS = "timing_s/step"
-UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
+UPDATE = "timing_s/update_weights"  # the trainer's time for a new version, in which nothing is trained
 LAG = "staleness/lag/mean"
 LAG_P95 = "staleness/lag/p95"
 LAG_MAX = "staleness/lag/max"
@@ -38,23 +36,23 @@ LENGTH = "rollout/response_length/mean"
 TRAINER_IDLE = "async/trainer_idle_frac"
 ROLLOUT_IDLE = "async/rollout_idle_frac"
 FLOW = "flow/"  # + the name of a counter
-BATCH = "async/batch_share"  # a gauge: of the step under way, 0 to 1, see `Reporter.batch_share`
+BATCH = "async/batch_share"  # a gauge, 0 to 1: progress of the step under way, see `Reporter.batch_share`
 
-OF_STEP = (STEP_SECONDS, REWARD, FILTERED, LAG, MASKED, TRAINER_IDLE, ROLLOUT_IDLE)  # of `asyncrl status`
-TRACED = (REWARD, NLL, LAG, ENTROPY, LENGTH)  # with a small curve in the console
-FIGURES = (  # of the console, the least important ones last
+OF_STEP = (STEP_SECONDS, REWARD, FILTERED, LAG, MASKED, TRAINER_IDLE, ROLLOUT_IDLE)  # in `asyncrl status`
+TRACED = (REWARD, NLL, LAG, ENTROPY, LENGTH)  # shown with a small curve in the console
+FIGURES = (  # shown in the console, the least important last
     *(SAMPLED, GREEDY, SAMPLED_SCORE, GREEDY_SCORE, NLL_HELD_OUT, REWARD, FILTERED, NLL, LAG, ZERO_ADVANTAGE),
     *("tool_call_counts/mean", LENGTH, ENTROPY, "rollout/tokens_per_s", TRAINER_IDLE, ROLLOUT_IDLE),
     *("staleness/lag/p50", LAG_P95, LAG_MAX, "async/ready", "async/running", "async/credits"),
     *("weights/pushed", "weights/acked", "async/workers"),
 )
 HELD_OUT = (SAMPLED, SAMPLED_SCORE, GREEDY, GREEDY_SCORE, NLL_HELD_OUT)  # of a validation
-PHASES = (  # of the trainer, in the order in which they happen; they do not overlap
+PHASES = (  # phases of the trainer in their order, without overlap
     *("timing_s/wait_data", "timing_s/ref", "timing_s/values", "timing_s/adv", "timing_s/update_actor"),
     *("timing_s/update_critic", UPDATE, "timing_s/save_checkpoint"),
     *("timing_s/rest", "timing_s/wait_devices", "timing_s/wake"),
 )
-CHARTS: dict[str, dict[str, Sequence[str]]] = {  # by group, by title; what a `*` stands for is in the label
+CHARTS: dict[str, dict[str, Sequence[str]]] = {  # group → title → metrics; the text for a `*` is the label
     "learning": {
         "Reward, before shaping": (REWARD,),
         "Success, held out": (SAMPLED, GREEDY),
@@ -96,12 +94,12 @@ CHARTS: dict[str, dict[str, Sequence[str]]] = {  # by group, by title; what a `*
         "Attempts that failed": ("rollout/attempts_failed/*",),
     },
 }
-LARGE = 2  # charts of a group, the first ones
-QUANTILES = (("min", "max"), ("p05", "p95"), ("p25", "p75"))  # around a mean, the widest first
+LARGE_CHARTS = 2  # the first charts of a group are large
+QUANTILES = (("min", "max"), ("p05", "p95"), ("p25", "p75"))  # bands around a mean, the widest first
 
 
 class Metric(msgspec.Struct, frozen=True, array_like=True):
-    """Holds a row of the catalogue. `verl`: its name there, or "same"; '' without one."""
+    """Holds a row of the catalogue. `verl`: the name in verl, or "same"; '' without an equivalent."""
 
     names: str
     verl: str
@@ -120,39 +118,44 @@ def sections() -> dict[str, list[Metric]]:
 
 @cache
 def catalogue() -> dict[str, Metric]:
-    """The rows by name; a name may have a `<text>` that stands for any."""
-    return {name: row for rows in sections().values() for row in rows for name in spread(row.names)}
+    """Return the rows by name; a `<text>` in a name stands for any text."""
+    return {name: row for rows in sections().values() for row in rows for name in expand_names(row.names)}
 
 
-def spread(names: str) -> list[str]:
+def expand_names(names: str) -> list[str]:
     """Return the names for which `a/{b,c}, d` stands: a/b, a/c and d."""
     if ", " in names:
-        return [name for one in names.split(", ") for name in spread(one)]
-    before, _, rest = names.partition("{")
-    parts, _, after = rest.partition("}")
-    return [name for part in parts.split(",") for name in spread(before + part + after)] if rest else [names]
+        return [name for group in names.split(", ") for name in expand_names(group)]
+
+    before, _, after_brace = names.partition("{")
+    alternatives, _, after = after_brace.partition("}")
+    return (
+        [name for part in alternatives.split(",") for name in expand_names(before + part + after)]
+        if after_brace
+        else [names]
+    )
 
 
 def label(name: str) -> str:
     return catalogue()[name].label
 
 
-def shown(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
 def value_of(name: str, value: float) -> str:
     """Return the value of a metric in its format."""
-    return shown(value, catalogue()[name].form)
+    return formatted(value, catalogue()[name].form)
 
 
 def figures(names: Iterable[str], metrics: Row) -> Iterator[str]:
-    """Label and value of those that are known."""
+    """Return label and value of the metrics that are known."""
     return (f"{label(name)} {value_of(name, metrics[name])}" for name in names if name in metrics)
 
 
 class Chart(msgspec.Struct):
-    """`metrics`: name → label. `percent`: they are shares."""
+    """Describes a chart. `metrics`: name → label. `percent`: the metrics are shares."""
 
     group: str
     title: str
@@ -162,34 +165,35 @@ class Chart(msgspec.Struct):
 
 
 def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]:
-    """The charts of which something is known. `happened`: names that are not always 0; but for what a run
-    learns, others are left out."""
-    for group, own in CHARTS.items():
-        large = LARGE
-        for title, patterns in own.items():
+    """Yield the charts with known metrics. `happened`: names whose values are not always 0; except in the
+    group `learning`, other names are left out."""
+    for group, patterns_by_title in CHARTS.items():
+        large_charts_left = LARGE_CHARTS
+        for title, patterns in patterns_by_title.items():
             lines = dict[str, str]()
             for pattern in patterns:
                 if "*" in pattern:
                     lines |= {name: text for text, name in matching(pattern, names).items()}
                 elif pattern in names:
-                    named = pattern.removesuffix("/mean").rpartition("/")[2].replace("_", " ")
-                    lines[pattern] = label(pattern) or named
+                    name_in_words = pattern.removesuffix("/mean").rpartition("/")[2].replace("_", " ")
+                    lines[pattern] = label(pattern) or name_in_words
+
             lines = {name: text for name, text in lines.items() if name in happened or group == "learning"}
             if lines:
-                percent = "share" in title or all(one in (SAMPLED, GREEDY) for one in lines)
-                yield Chart(group, title, lines, large > 0, percent)
-                large -= 1
+                percent = "share" in title or all(metric_name in (SAMPLED, GREEDY) for metric_name in lines)
+                yield Chart(group, title, lines, large_charts_left > 0, percent)
+                large_charts_left -= 1
 
 
 def matching(pattern: str, names: Iterable[str]) -> dict[str, str]:
-    """Find the names that fit a pattern: the text in place of its `*` → name."""
+    """Find the names that match a pattern: the text in place of the `*` → name."""
     head, _, tail = pattern.partition("*")
     fitting = (name for name in sorted(names) if name.startswith(head) and name.endswith(tail))
     return {name[len(head) : len(name) - len(tail)]: name for name in fitting}
 
 
 def duration(seconds: float) -> str:
-    """A duration in words, in units that suit it: 40 s, 5.5 minutes, 3.2 hours, 20 days."""
+    """Write a duration in words, in a suitable unit: 40 s, 5.5 minutes, 3.2 hours, 20 days."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "minutes"), (172_800, 3600, "hours")):
         if seconds < limit:
             return f"{seconds / size:.{0 if unit == 's' or seconds / size >= 10 else 1}f} {unit}"
@@ -197,6 +201,6 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    """Write a duration as hours, minutes and seconds: 1:02:03."""
+    minutes, seconds_left = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds_left:02}"

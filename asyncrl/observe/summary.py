@@ -1,4 +1,4 @@
-"""The run in a few numbers, from the rows of metrics.jsonl and the flow counters. Pure.
+"""Summarizes a run in a few numbers, from the rows of metrics.jsonl and the flow counters. Pure.
 
 A row with `timing_s/step` is a committed step; a row with `val-core/all/…` is a validation. None means
 that the run has no such number.
@@ -17,10 +17,10 @@ from asyncrl.observe import metrics as metric
 from asyncrl.observe.held_out import SuccessShare, clearly_below
 from asyncrl.observe.metrics import Row, matching
 
-QUESTIONS = "questions_before", "questions_after"  # keys of the summary
+QUESTION_KEYS = "questions_before", "questions_after"  # keys of the summary
 UNSOUND = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
-EDGE = 0.1  # share of the steps that `edges` average over
-JUDGED = {  # the first ones are what a run is judged by; keys of the summary, with `_before` and `_after`
+EDGE_SHARE = 0.1  # fraction of the steps that `edges` averages over
+JUDGED = {  # held-out results, the most telling first: key of the summary without `_before` and `_after`
     "success": ("success", metric.SAMPLED),
     "greedy": ("success (greedy)", metric.GREEDY),
     "score": ("score", metric.SAMPLED_SCORE),
@@ -36,10 +36,15 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     reward = edges(steps, metric.REWARD)
     nll = edges(steps, metric.NLL)
     kl = edges(steps, "actor/kl_loss")
+
     components = {
-        label: (*edges(steps, name), *_of_both(validations, metric.COMPONENT_HELD_OUT.replace("*", label)))
+        label: (
+            *edges(steps, name),
+            *_before_and_after(validations, metric.COMPONENT_HELD_OUT.replace("*", label)),
+        )
         for label, name in matching(metric.COMPONENT, set[str]().union(*steps)).items()
     }
+
     tokens = _sum(steps, "trainer/model_tokens")
     busy_s = _sum(steps, metric.STEP_SECONDS)
     return {
@@ -56,9 +61,9 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         **{
             f"{key}_{when}": value
             for key, (_, name) in JUDGED.items()
-            for when, value in zip(("before", "after"), _of_both(validations, name), strict=True)
+            for when, value in zip(("before", "after"), _before_and_after(validations, name), strict=True)
         },
-        **dict(zip(QUESTIONS, _of_both(validations, metric.ASKED), strict=True)),
+        **dict(zip(QUESTION_KEYS, _before_and_after(validations, metric.ASKED), strict=True)),
         "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, metric.VALIDATED) or 0)),
         "tokens_trained": int(tokens),
         "tokens_abandoned": int(_last(rows, "rollout/abandoned_tokens") or 0) or None,
@@ -86,36 +91,42 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
 
 
 def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: int = 0) -> str:
-    """One sentence, for example "held-out success 27% → 98% in 120 steps", as much of it as is known.
-    `ended`: how, '' while the run goes on; `total`: steps that it was to have."""
-    done = summary["steps"]
-    of = "" if ended == "completed" or total <= done else f" of {total}"
-    since = f"{'in' if ended == 'completed' else 'after'} {done}{of} step{'s' * (max(done, total) != 1)}"
+    """Return one sentence, for example "held-out success 27% → 98% in 120 steps", as far as known. `ended`:
+    how the run ended, '' while it is running; `total`: planned steps."""
+    steps_done = summary["steps"]
+    of_total = "" if ended == "completed" or total <= steps_done else f" of {total}"
+    steps_word = "step" if max(steps_done, total) == 1 else "steps"
+    steps_text = f"{'in' if ended == 'completed' else 'after'} {steps_done}{of_total} {steps_word}"
+
     held_out = [
         (f"held-out {name}", [text_of(key, summary.get(f"{key}_{when}")) for when in ("before", "after")])
         for key, (name, _) in JUDGED.items()
     ]
-    moved = [(name, both) for name, both in held_out if both[1] and both[0] != both[1]]
-    still = [(name, both) for name, both in held_out if both[1]]
-    before = [f"{name} {both[0]}" for name, both in held_out if both[0]]
-    if found := moved or still:
-        name, both = found[0]
-        text = f"{name} {' → '.join(filter(None, both))} {since}{_unclear(summary, name)}"
-    elif done:
-        key, name = (
-            ("nll", "loss per token") if summary.get("nll_first") is not None else ("reward", "reward")
-        )
-        both = [text_of(key, summary.get(f"{key}_{when}")) for when in ("first", "last")]
-        known = f"{name} {' → '.join(dict.fromkeys(both))}" if all(both) else "no reward is known"
-        text = f"{known} {since}; {f'{before[0]} before' if before else 'no validation was run'}"
+
+    changed_results = [(name, values) for name, values in held_out if values[1] and values[0] != values[1]]
+    known_results = [(name, values) for name, values in held_out if values[1]]
+    before = [f"{name} {values[0]}" for name, values in held_out if values[0]]
+    if shown_results := changed_results or known_results:
+        name, values = shown_results[0]
+        text = f"{name} {' → '.join(filter(None, values))} {steps_text}{_unclear_note(summary, name)}"
+    elif steps_done:
+        key = "reward"
+        name = "reward"
+        if summary.get("nll_first") is not None:
+            key = "nll"
+            name = "loss per token"
+        values = [text_of(key, summary.get(f"{key}_{when}")) for when in ("first", "last")]
+        change = f"{name} {' → '.join(dict.fromkeys(values))}" if all(values) else "no reward is known"
+        text = f"{change} {steps_text}; {f'{before[0]} before' if before else 'no validation was run'}"
     else:
         text = f"{before[0]}{' before training' if total else ''}" if before else "no step is over"
+
     text = text if ended in ("", "completed") else f"{ended.partition(':')[0]}: {text}"
     return text[0].upper() + text[1:]
 
 
 def newest_number(summary: Mapping[str, Any]) -> str:
-    """Return the newest held-out number of a run, as "success 31.2%"; before its first validation in training
+    """Return the newest held-out number of a run, as "success 31.2%"; before the first validation in training
     the reward or the loss; '' while nothing is known."""
     after = [(name, summary.get(f"{key}_after")) for key, (name, _) in JUDGED.items()]
     training = [("loss per token", summary.get("nll_last")), ("reward", summary.get("reward_last"))]
@@ -126,22 +137,24 @@ def newest_number(summary: Mapping[str, Any]) -> str:
     return ""
 
 
-def _unclear(summary: Mapping[str, Any], name: str) -> str:
-    """Say that success before and after may differ by chance alone: their intervals meet."""
-    counts = [summary.get(count) or 0 for count in QUESTIONS]
+def _unclear_note(summary: Mapping[str, Any], name: str) -> str:
+    """Return a note if success before and after may differ by chance alone, as the intervals meet."""
+    counts = [summary.get(count) or 0 for count in QUESTION_KEYS]
     for key in ("success", "greedy"):
-        both = [summary.get(f"{key}_{when}") for when in ("before", "after")]
-        values = [value for value in both if value is not None]
+        reported_values = [summary.get(f"{key}_{when}") for when in ("before", "after")]
+        values = [value for value in reported_values if value is not None]
         if name != f"held-out {JUDGED[key][0]}" or len(values) < 2 or not all(counts):
             continue
+
         before, after = (SuccessShare(value, count) for value, count in zip(values, counts, strict=True))
         if not clearly_below(before, after) and not clearly_below(after, before):
             return f": no clear change ({counts[1]:,.0f} questions)"
+
     return ""
 
 
 def text_of(key: str, value: float | None) -> str:
-    """At most three digits: 7%, 0.4%, 99.6% of a success, else 0.0123; '' of None."""
+    """Write a number with at most three digits: success as 7%, 0.4%, 99.6%, others as 0.0123; None as ''."""
     if value is None:
         return ""
     if key not in ("success", "greedy"):
@@ -157,62 +170,66 @@ def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
 
 
 def flow_of(metrics: Row) -> Flow:
-    """The counters of episodes, as `flow/NAME` metrics report them."""
+    """Read the counters of episodes from the metrics `flow/NAME`."""
     return Flow(*(int(metrics.get(metric.FLOW + name, 0)) for name in Flow.__struct_fields__))
 
 
 def flow_line(metrics: Row) -> str:
-    """Show the counters of a row as `identity_line` does; '' before there are any."""
+    """Show the counters of a row as `identity_line` does; '' before there are counters."""
     flow = flow_of(metrics)
     return identity_line(asdict(flow), flow.conserved) if metric.FLOW + "issued" in metrics else ""
 
 
-def lags(rows: Iterable[Row]) -> dict[int, int]:
-    """Counts the tokens that were taken for training at each lag, the lowest first."""
-    found = Counter[int]()
+def tokens_per_lag(rows: Iterable[Row]) -> dict[int, int]:
+    """Count the tokens that were taken for training at each lag, the lowest lag first."""
+    tokens_by_lag = Counter[int]()
     for row in rows:
         for name in filter(lambda name: name.startswith(metric.LAG_TOKENS), row):
-            found[int(name.removeprefix(metric.LAG_TOKENS))] += int(row[name])
-    return dict(sorted(found.items()))
+            tokens_by_lag[int(name.removeprefix(metric.LAG_TOKENS))] += int(row[name])
+    return dict(sorted(tokens_by_lag.items()))
 
 
 def failures_line(counts: Mapping[str, int], newest: str) -> str:
-    """Failed attempts by kind, and the newest cause; '' when there is none. Retries may have landed."""
+    """Return failed attempts by kind, and the newest cause; '' without failures. Retries may have landed."""
     if not counts:
         return ""
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items(), key=lambda one: -one[1]))
+    kinds = ", ".join(
+        f"{count:,} {kind}" for kind, count in sorted(counts.items(), key=lambda item: -item[1])
+    )
     return f"attempts failed: {kinds}" + (f"; the newest: {newest}" if newest else "")
 
 
 def notes(summary: Mapping[str, Any]) -> list[str]:
-    """What a summary has to say of attempts that failed, and of held-out episodes: their account."""
-    found = [failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", ""))]
-    if (flow := summary.get("held_out", {})).get("issued"):
-        names = ["scored", "failed", "in_flight"] + ["begun_anew"] * bool(flow.get("begun_anew"))
-        parts = (f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in names)
-        found.append(f"held out: {flow['issued']} issued = {' + '.join(parts)}")
-    return [line for line in found if line]
+    """Return the summary's lines on failed attempts and on the account of held-out episodes."""
+    lines = [failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", ""))]
+    if (account := summary.get("held_out", {})).get("issued"):
+        names = ["scored", "failed", "in_flight"]
+        if account.get("begun_anew"):
+            names.append("begun_anew")
+        parts = (f"{account.get(name, 0)} {name.replace('_', ' ')}" for name in names)
+        lines.append(f"held out: {account['issued']} issued = {' + '.join(parts)}")
+    return [line for line in lines if line]
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """Returns a row per step, in order: a step repeated after a crash counts once, as it was last."""
+    """Return a row per step, in order; of a step repeated after a crash the last row counts."""
     by_step = {row["training/step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def edges(steps: Sequence[Row], name: str) -> tuple[float | None, float | None]:
-    """Means of the first and the last tenth of those that have a number: in a step of few episodes none may
-    land."""
-    known = [row for row in steps if name in row]
-    edge = max(1, round(EDGE * len(known)))
-    return mean(known[:edge], name), mean(known[-edge:], name)
+    """Return the means over the first and the last tenth of the steps that have the number; a step of few
+    episodes may have none."""
+    known_rows = [row for row in steps if name in row]
+    edge = max(1, round(EDGE_SHARE * len(known_rows)))
+    return mean(known_rows[:edge], name), mean(known_rows[-edge:], name)
 
 
-def _of_both(validations: Sequence[Row], name: str) -> tuple[float | None, float | None]:
-    """Return the values of the validation before training and of the last later one; None without."""
+def _before_and_after(validations: Sequence[Row], name: str) -> tuple[float | None, float | None]:
+    """Return the values of the validation before training and of the last later validation, or None."""
     before = next((row[name] for row in validations if name in row and row["training/step"] == 0), None)
-    later = len(validations) > 1 or any(row["training/step"] for row in validations)
-    return before, validations[-1].get(name) if later else None
+    has_later = len(validations) > 1 or any(row["training/step"] for row in validations)
+    return before, validations[-1].get(name) if has_later else None
 
 
 def _values(rows: Sequence[Row], name: str) -> list[float]:
@@ -232,15 +249,15 @@ def _last(rows: Sequence[Row], name: str) -> float | None:
     return values[-1] if values else None
 
 
-def _share(rows: Sequence[Row], part: str, whole: str) -> float | None:
-    """Sum of one number as a share of another's, over the rows that have both."""
-    both = [row for row in rows if part in row and whole in row]
-    total = _sum(both, whole)
-    return _sum(both, part) / total if total else None
+def _share(rows: Sequence[Row], part_name: str, total_name: str) -> float | None:
+    """Return the sum of one number divided by the sum of another, over the rows that have both."""
+    complete_rows = [row for row in rows if part_name in row and total_name in row]
+    total = _sum(complete_rows, total_name)
+    return _sum(complete_rows, part_name) / total if total else None
 
 
 def mean(rows: Sequence[Row], name: str, weight: str = "") -> float | None:
-    """Mean over the rows that have the number, weighted by another of their numbers."""
+    """Return the mean over the rows that have the number, weighted by the rows' number `weight`."""
     pairs = [(row[name], row.get(weight, 0.0) if weight else 1.0) for row in rows if name in row]
-    total = sum(w for _, w in pairs)
-    return sum(value * w for value, w in pairs) / total if total else None
+    total = sum(row_weight for _, row_weight in pairs)
+    return sum(value * row_weight for value, row_weight in pairs) / total if total else None

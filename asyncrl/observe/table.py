@@ -1,4 +1,4 @@
-"""The table and the numbers that are printed at the end of a run."""
+"""Prints the table and the numbers at the end of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.observe.metrics import duration, shown
+from asyncrl.observe.metrics import duration, formatted
 from asyncrl.observe.summary import JUDGED, identity_line, notes, outcome_line
 from asyncrl.values import printable
 
-NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
+SUMMARY_NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
     ("lag mean", "lag_mean", ".2f"),
     ("tokens masked", "masked_token_frac", ".2%"),
     ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
@@ -25,7 +25,7 @@ NUMBERS = (  # label, key of the summary, format; in the order of the page's ove
     ("tokens trained", "tokens_trained", ",d"),
     ("tokens/s", "tokens_per_s", ",.0f"),
 )
-DIAGNOSTICS = (  # `asyncrl runs show --all`
+DIAGNOSTICS = (  # printed by `asyncrl runs show --all`
     ("steps", "steps", "d"),
     ("optimizer steps skipped", "skipped_steps", "d"),
     ("tokens of attempts that were given up", "tokens_abandoned", ",d"),
@@ -41,13 +41,15 @@ DIAGNOSTICS = (  # `asyncrl runs show --all`
     ("tokens compared for that", "probe_tokens_compared", ",d"),
     ("log-prob gap by rounding alone, on that probe, max", "probe_noise_floor", ".1e"),
 )
-ROUNDING = " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/sglang.md)"
-MOST_COMPONENTS = 8  # of a reward that are printed
+ROUNDING_NOTE = (
+    " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/sglang.md)"
+)
+MAX_COMPONENTS = 8  # components of a reward that are printed
 
 
 class PipeSafeTerminal(Terminal):
-    """A terminal for `asyncrl train | head`, and one that may be closed: rich would end the program. A text
-    may hold what a program of an episode wrote, so its control characters are shown, not obeyed."""
+    """Prints to a terminal or pipe that may be closed, as in `asyncrl train | head`, where rich would end the
+    program. Texts may come from programs of an episode, so control characters are shown, not obeyed."""
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
@@ -63,58 +65,78 @@ class PipeSafeTerminal(Terminal):
 def print_summary(
     summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None, everything: bool = False
 ) -> None:
-    """Print what came of a run, in the order of the page's overview: outcome, what is wrong, before and
-    after, numbers (`everything`: diagnostics, too), the conservation identity, where model and run are."""
+    """Print a run's results in the order of the page's overview: outcome, alerts, before and after, numbers
+    (`everything`: diagnostics, too), the conservation identity, paths of model and run."""
     terminal = terminal or PipeSafeTerminal()
     outcome = outcome_line(summary, str(summary.get("outcome", "completed")))
     terminal.print(escape(f"{run_dir.name}: {outcome}"), style="bold", highlight=False, soft_wrap=True)
+
     for line in summary.get("alerts", []):
         terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+
     table = Table("", "before", "after")
     for row in before_and_after(summary):
         table.add_row(*(escape(printable(cell)) for cell in row))  # names of rewards, which agents may choose
+
     terminal.print(table)
     lines = [f"{label}: {number}" for label, number in numbers(summary, everything)]
+
     for line in (*lines, *notes(summary)):
         terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
     checkpoints = Path(summary.get("checkpoints") or run_dir.absolute() / "checkpoints")
-    export = checkpoints / f"step-{summary['steps']}" / "hf"
+    export_directory = checkpoints / f"step-{summary['steps']}" / "hf"
     if summary.get("agents"):
-        apart = f"adapters: asyncrl merge {run_dir.name} OUT --adapters apart"
-        terminal.print(apart, highlight=False, soft_wrap=True)
-    elif export.is_dir():
-        terminal.print(f"model: {export}", highlight=False, soft_wrap=True)
+        merge_command = f"adapters: asyncrl merge {run_dir.name} OUT --adapters apart"
+        terminal.print(merge_command, highlight=False, soft_wrap=True)
+    elif export_directory.is_dir():
+        terminal.print(f"model: {export_directory}", highlight=False, soft_wrap=True)
+
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
     if not everything:
-        more = f"more: asyncrl view {run_dir.name}; asyncrl runs show {run_dir.name} --all"
-        terminal.print(more, highlight=False, soft_wrap=True)
+        more_commands = f"more: asyncrl view {run_dir.name}; asyncrl runs show {run_dir.name} --all"
+        terminal.print(more_commands, highlight=False, soft_wrap=True)
 
 
 def numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tuple[str, str]]:
-    """Label and value of those that are known; `everything`: diagnostics, too."""
-    for label, key, form in (*NUMBERS, *DIAGNOSTICS * everything):
+    """Yield label and value of the known numbers; `everything`: diagnostics, too."""
+    entries = (*SUMMARY_NUMBERS, *DIAGNOSTICS) if everything else SUMMARY_NUMBERS
+    for label, key, form in entries:
         if (value := summary.get(key)) is not None:
-            text = duration(value) if key == "seconds" else shown(value, form)
-            yield label, text + ROUNDING * (key == "probe_logprob_diff_max" and value > 1e-3)
+            text = duration(value) if key == "seconds" else formatted(value, form)
+            if key == "probe_logprob_diff_max" and value > 1e-3:
+                text += ROUNDING_NOTE
+            yield label, text
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, before, after) of what validations found, of the training reward or loss, and of components of
-    rewards; `≥`: the threshold that makes an episode a success."""
-    threshold = f", ≥ {shown(summary.get('success_threshold'), 'g')}"
-    get = summary.get
-    found = list[tuple[str, float | None, float | None]]()
+    """Return (label, before, after) of held-out results, of the training reward or loss, and of components of
+    rewards; `≥` marks the threshold that makes an episode a success."""
+    threshold = f", ≥ {formatted(summary.get('success_threshold'), 'g')}"
+    value_of = summary.get
+    rows = list[tuple[str, float | None, float | None]]()
+
     for key, (label, _) in JUDGED.items():
-        held_out = "held out" + threshold * label.startswith("success")
-        found.append((f"{label} ({held_out})", get(f"{key}_before"), get(f"{key}_after")))
-    label, key = ("reward", "reward") if get("nll_first") is None else ("loss per token", "nll")
-    found.append((f"{label} (training)", get(f"{key}_first"), get(f"{key}_last")))
-    found.append(("KL to the reference (training)", get("kl_loss_first"), get("kl_loss_last")))
-    for name, (first, last, before, after) in [*get("components", {}).items()][:MOST_COMPONENTS]:
-        found += [(f"{name} (training)", first, last), (f"{name} (held out)", before, after)]
+        held_out = f"held out{threshold}" if label.startswith("success") else "held out"
+        rows.append((f"{label} ({held_out})", value_of(f"{key}_before"), value_of(f"{key}_after")))
+
+    label = "reward"
+    key = "reward"
+    if value_of("nll_first") is not None:
+        label = "loss per token"
+        key = "nll"
+    rows.append((f"{label} (training)", value_of(f"{key}_first"), value_of(f"{key}_last")))
+    rows.append(("KL to the reference (training)", value_of("kl_loss_first"), value_of("kl_loss_last")))
+
+    for name, (first, last, before, after) in [*value_of("components", {}).items()][:MAX_COMPONENTS]:
+        rows += [(f"{name} (training)", first, last), (f"{name} (held out)", before, after)]
 
     def text(label: str, value: float | None) -> str:
-        return shown(value, ".1%" if label.startswith("success") else ".3g")
+        return formatted(value, ".1%" if label.startswith("success") else ".3g")
 
-    return [(name, text(name, a), text(name, b)) for name, a, b in found if (a, b) != (None, None)]
+    return [
+        (name, text(name, before_value), text(name, after_value))
+        for name, before_value, after_value in rows
+        if (before_value, after_value) != (None, None)
+    ]

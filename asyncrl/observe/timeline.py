@@ -1,10 +1,10 @@
-"""The timeline of a run: spans of its processes on the wall clock, so that those of a machine line up.
+"""Records the timeline of a run: spans of the processes on the wall clock, so that processes line up.
 
-One append-only JSON-lines file per process, `timeline/<role>-<index>.jsonl`; `files` finds them. A line
-has a name, start and end in seconds of `time.time`, and details: which `version` (trainer epoch, step) was
-loaded, by which `engine`, of which `step`. Spans of many tasks at once are joined, see `runtime/activity.py`:
-`calls` is how many of them began, `seconds` what they took together, so that on average
-seconds / (end - start) ran at once, and `longest` what the longest of those took that ended.
+Each process appends to one JSON-lines file, `timeline/<role>-<index>.jsonl`; `files` lists the files. A line
+has a name, start and end in seconds of `time.time`, and details: the loaded `version` (trainer epoch, step),
+the `engine`, the `step`. Spans of simultaneous tasks are joined, see `runtime/activity.py`: `calls` tasks
+began, `seconds` is the sum of the tasks' durations, so that on average seconds / (end - start) tasks ran at
+once, and `longest` is the longest duration of a task that ended.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import msgspec
 
 from asyncrl.observe.files import ends_in_a_line
 
-CHUNK = 1 << 20  # bytes read at a time
+CHUNK_BYTES = 1 << 20  # bytes read at a time
 NO_VERSION = (-1, -1)
 NO_NUMBER = -1
-LARGEST = 1 << 31
-START = "start"  # an event: a process began; all but the first of a file began again
-FLUSH_EVERY = 1.0  # seconds; what a crash may lose
-BUSY = {"trainer": frozenset({"train", "step"}), "rollout": frozenset({"decode"})}
+MAX_NUMBER = 1 << 31
+START = "start"  # event: a process began; every further start in a file is a restart
+FLUSH_SECONDS = 1.0  # seconds between flushes; a crash may lose so much
+BUSY_SPANS = {"trainer": frozenset({"train", "step"}), "rollout": frozenset({"decode"})}
 
 Span = tuple[float, float]
 
@@ -35,33 +35,35 @@ class Timeline:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = ends_in_a_line(path)
+        is_complete = ends_in_a_line(path)
         self._file = path.open("a")
-        if not whole:  # of a process that was killed; its bytes may be on another machine already, and stay
+        if not is_complete:  # the last line was cut by a kill; its bytes stay, as they may be copied already
             self._file.write("\n")
+
         self._clock = clock
-        self._flushed = clock()
+        self._flushed_at = clock()
         self._lock = threading.Lock()
 
     def record(self, name: str, start: float, end: float, **details: object) -> None:
-        """A span that is over, in seconds of `time.time`. On a full disk it is lost: the process goes on."""
+        """Record a span that is over, in seconds of `time.time`. On a full disk the span is lost."""
         line = {"name": name, "start": round(start, 6), "end": round(end, 6)} | details
         with self._lock, suppress(OSError):
             if self._file.closed:
                 return
+
             self._file.write(msgspec.json.encode(line).decode() + "\n")
-            if self._clock() - self._flushed >= FLUSH_EVERY:
+            if self._clock() - self._flushed_at >= FLUSH_SECONDS:
                 self._file.flush()
-                self._flushed = self._clock()
+                self._flushed_at = self._clock()
 
     def past(self, name: str, seconds: float, **details: object) -> None:
-        """A span that ends now, and took so long; with 0 an event."""
+        """Record a span that ends now and took `seconds`; with 0 an event."""
         now = self._clock()
         self.record(name, now - seconds, now, **details)
 
     @contextmanager
     def span(self, name: str, **details: object) -> Iterator[None]:
-        """The body is a span, also when it raises."""
+        """Record the body as a span, also if the body raises."""
         start = self._clock()
         try:
             yield
@@ -69,20 +71,20 @@ class Timeline:
             self.record(name, start, self._clock(), **details)
 
     def close(self) -> None:
-        """Write what is buffered. Later records are ignored."""
+        """Write buffered lines and close the file. Later records are ignored."""
         with self._lock, suppress(OSError):
             self._file.close()
 
 
 class Line(msgspec.Struct, frozen=True, gc=False):
-    """A line of a file, see `Timeline`."""
+    """Holds a line of a timeline, see `Timeline`."""
 
     name: str
     start: float
     end: float
     calls: int = 1
     seconds: float = -1.0  # -1: end - start
-    longest: float = -1.0  # likewise
+    longest: float = -1.0  # -1: end - start
     step: int = NO_NUMBER
     micro: int = NO_NUMBER
     version: tuple[int, int] = NO_VERSION
@@ -90,14 +92,14 @@ class Line(msgspec.Struct, frozen=True, gc=False):
     error: str = ""
 
     @property
-    def sound(self) -> bool:
-        """False where the clock was set back meanwhile, or a number is none of a run."""
+    def is_sound(self) -> bool:
+        """Return False if the clock was set back meanwhile, or a number cannot come from a run."""
         numbers = (self.calls, self.step, self.micro, *self.version)
-        return self.start <= self.end and min(numbers) >= -1 and max(numbers) < LARGEST
+        return self.start <= self.end and min(numbers) >= -1 and max(numbers) < MAX_NUMBER
 
 
 class TimelineFile:
-    """Reads one file, and knows how far it has done so."""
+    """Reads the new lines of one timeline file again and again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,23 +107,24 @@ class TimelineFile:
         self._offset = 0
 
     def added(self) -> Iterator[Line]:
-        """Whole lines that were added. One that cannot be read is left out."""
+        """Read the whole lines added since the last call. Unreadable lines are left out."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
-            while chunk := file.read(CHUNK):
-                whole = chunk[: chunk.rfind(b"\n") + 1]
-                if not whole:
+            while chunk := file.read(CHUNK_BYTES):
+                complete_lines = chunk[: chunk.rfind(b"\n") + 1]
+                if not complete_lines:
                     return  # a line that is not complete yet
-                self._offset += len(whole)
+
+                self._offset += len(complete_lines)
                 file.seek(self._offset)
-                yield from (span for span in _spans(whole) if span.sound)
+                yield from (span for span in _decode_lines(complete_lines) if span.is_sound)
 
 
 _decoder = msgspec.json.Decoder(Line)
 
 
-def _spans(lines: bytes) -> Iterator[Line]:
-    """All at once, which is fast; one by one where a line cannot be read."""
+def _decode_lines(lines: bytes) -> Iterator[Line]:
+    """Decode all lines at once, which is fast, or one by one if a line cannot be read."""
     try:
         yield from _decoder.decode_lines(lines)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -131,37 +134,49 @@ def _spans(lines: bytes) -> Iterator[Line]:
 
 
 def overlap(run_dir: Path) -> float | None:
-    """The share of the training time, from a trainer's first span to its last, in which all ranks and all
-    workers were busy; None if nothing was trained."""
-    busy: dict[str, list[list[Span]]] = {role: [] for role in BUSY}
+    """Return the fraction of the training time, from the trainer's first span to the last, in which all ranks
+    and all workers were busy; None if nothing was trained."""
+    busy: dict[str, list[list[Span]]] = {role: [] for role in BUSY_SPANS}
     for file in files(run_dir):
-        if names := BUSY.get(file.role):
+        if names := BUSY_SPANS.get(file.role):
             busy[file.role].append(
                 union((span.start, span.end) for span in file.added() if span.name in names)
             )
+
     training = [span for rank in busy["trainer"] for span in rank]
     if not training or not busy["rollout"]:
         return 0.0 if training else None
-    everyone = [*busy["trainer"], *busy["rollout"]]
-    edges = sorted((at, step) for spans in everyone for s, e in spans for at, step in ((s, 1), (e, -1)))
-    at_work = 0
-    since = 0.0
-    together = 0.0
-    for at, step in edges:
-        together += (at - since) * (at_work == len(everyone))
-        at_work = at_work + step
-        since = at
-    whole = max(end for _, end in training) - min(start for start, _ in training)
-    return together / whole if whole else 0.0
+
+    all_processes = [*busy["trainer"], *busy["rollout"]]
+    edges = sorted(
+        (moment, step)
+        for spans in all_processes
+        for start, end in spans
+        for moment, step in ((start, 1), (end, -1))
+    )
+
+    busy_processes = 0
+    previous_moment = 0.0
+    seconds_together = 0.0
+
+    for moment, step in edges:
+        if busy_processes == len(all_processes):
+            seconds_together += moment - previous_moment
+        busy_processes += step
+        previous_moment = moment
+
+    training_start = min(span_start for span_start, _ in training)
+    training_seconds = max(span_end for _, span_end in training) - training_start
+    return seconds_together / training_seconds if training_seconds else 0.0
 
 
 def files(run_dir: Path) -> list[TimelineFile]:
-    """List the files of all processes of a run, by name, none of them read yet."""
+    """List the unread timeline files of all processes of a run, by name."""
     return [TimelineFile(path) for path in sorted((run_dir / "timeline").glob("*-*.jsonl"))]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time as ordered spans that do not touch."""
+    """Merge spans into ordered spans that do not touch."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

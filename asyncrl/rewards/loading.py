@@ -14,15 +14,17 @@ import msgspec
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.registry import Call, bound, check_call
-from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards, verl_arguments
+from asyncrl.rewards.base import RewardFunction, RewardInput, RewardLocation, rewards, verl_arguments
 
-WHERE = "rollout.reward"
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-CALL = Call(f"a function of ({', '.join(VERL)}) or (given: RewardInput)", VERL, by_name=True)
+REWARD_KEY = "rollout.reward"
+VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+REWARD_CALL = Call(
+    f"a function of ({', '.join(VERL_PARAMETERS)}) or (given: RewardInput)", VERL_PARAMETERS, by_name=True
+)
 
 
 class RewardSource(msgspec.Struct, frozen=True):
-    """Tells another process where a function is: its name or place, and its options."""
+    """Tells another process how to load a function: a name or path, and options."""
 
     spec: str
     options: dict[str, str | int | float | bool] = {}
@@ -30,13 +32,13 @@ class RewardSource(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Reward:
-    """Gives one part of an episode's reward. `name` is what reports call it; `load` is called once in a
-    process of its own before `function` is. `own_deadline`: an async one that bounds its own waits.
-    `needs_truth`, `numbers`, `compared` (with its options): see `rewards.base.needs_truth`."""
+    """Gives one part of an episode's reward. `name`: the name in reports; `load`: called once in the reward
+    process before the first call of `function`. `own_deadline`: an async function that bounds its own waits.
+    `needs_truth`, `numbers`, `compared` (with options bound): see `rewards.base.needs_truth`."""
 
     name: str
     function: Callable[[RewardInput], Any]
-    place: Place
+    place: RewardLocation
     source: RewardSource
     weight: float = 1.0
     load: Callable[[], object] = lambda: None
@@ -46,54 +48,61 @@ class Reward:
     compared: Callable[[Any], list[str] | None] | None = None
 
 
-def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> list[Reward]:
+def load_rewards(plugin: str | Mapping[str, Options], where: str = REWARD_KEY) -> list[Reward]:
     """Load the rewards that the config names. ConfigError that begins with `where`."""
-    named = {plugin: {}} if isinstance(plugin, str) else plugin
-    if not named:
+    options_by_spec = {plugin: {}} if isinstance(plugin, str) else plugin
+    if not options_by_spec:
         raise ConfigError(f"{where} names no reward; name one, e.g. final_number")
-    short = [spec.rpartition(":")[2] for spec in named]
-    names = short if len(set(short)) == len(short) else list(named)
+
+    short_names = [spec.rpartition(":")[2] for spec in options_by_spec]
+    names = short_names if len(set(short_names)) == len(short_names) else list(options_by_spec)
     return [
-        _load(name, spec, options, where) for name, (spec, options) in zip(names, named.items(), strict=True)
+        _load_weighted(name, spec, options, where)
+        for name, (spec, options) in zip(names, options_by_spec.items(), strict=True)
     ]
 
 
-def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
-    """Load one function of whole episodes, with its options bound."""
-    found = rewards.load(source.spec, where)
+def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
+    """Load one reward as a function of episodes, with options bound."""
+    loaded_object = rewards.load(source.spec, where)
     where = f"{where}.{source.spec}"
-    function = bound(_with_verls_options(found, where), source.options, where, CALL)
+    function = bound(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
     if not _is_typed(function):
-        check_call(function, where, CALL)
-    subject = function if inspect.isclass(found) else found
-    waits = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))
-    place: Place = "loop" if waits else getattr(found, "runs", "processes")
+        check_call(function, where, REWARD_CALL)
+
+    subject = function if inspect.isclass(loaded_object) else loaded_object
+    is_async = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))
+    location: RewardLocation = "loop" if is_async else getattr(loaded_object, "runs", "processes")
     load = getattr(function, "load", lambda: None)
-    compared = getattr(found, "compared", None) if ":" not in source.spec else None
-    own = getattr(found, "own_deadline", 0.0) if place == "loop" else 0.0
+    compared = getattr(loaded_object, "compared", None) if ":" not in source.spec else None
+    own_deadline = getattr(loaded_object, "own_deadline", 0.0) if location == "loop" else 0.0
+
     return Reward(
-        source.spec,
-        _of_episode(function),
-        place,
-        source,
+        name=source.spec,
+        function=_takes_episode(function),
+        place=location,
+        source=source,
         load=load,
-        own_deadline=own,
-        needs_truth=bool(getattr(found, "needs_truth", False)),
-        numbers=bool(getattr(found, "numbers", False)),
+        own_deadline=own_deadline,
+        needs_truth=bool(getattr(loaded_object, "needs_truth", False)),
+        numbers=bool(getattr(loaded_object, "numbers", False)),
         compared=functools.partial(compared, **source.options) if compared else None,
     )
 
 
 def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
-    """A function of either signature as a reward that runs in the event loop."""
-    return Reward(name, _of_episode(function), "loop", RewardSource(name))
+    """Make a reward that runs in the event loop from a function of either signature."""
+    return Reward(name, _takes_episode(function), "loop", RewardSource(name))
 
 
-def _of_episode(function: RewardFunction) -> Callable[[RewardInput], Any]:
-    return function if _is_typed(function) else lambda given: function(**verl_arguments(given))
+def _takes_episode(function: RewardFunction) -> Callable[[RewardInput], Any]:
+    """Adapt a function of either signature to take an episode."""
+    if _is_typed(function):
+        return function
+    return lambda episode: function(**verl_arguments(episode))
 
 
-def _load(name: str, spec: str, options: Options, where: str) -> Reward:
+def _load_weighted(name: str, spec: str, options: Options, where: str) -> Reward:
     weight = options.get("weight", 1.0)
     if not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"{where}.{spec}.weight is {weight!r}; a finite number is expected")
@@ -102,35 +111,52 @@ def _load(name: str, spec: str, options: Options, where: str) -> Reward:
 
 
 def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
-    """Positional parameters after verl's four are options, too, as in reward functions written for verl."""
+    """Treat positional parameters after verl's four as options, as functions written for verl expect."""
     if not callable(function):
         return function  # refused by `bound`
+
     try:
         with users_code():
             names = tuple(
-                p.name
-                for p in inspect.signature(function).parameters.values()
-                if p.kind is p.POSITIONAL_OR_KEYWORD
+                parameter.name
+                for parameter in inspect.signature(function).parameters.values()
+                if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
             )
-            if names[: len(VERL)] != VERL or names == VERL:
+            if names[: len(VERL_PARAMETERS)] != VERL_PARAMETERS or names == VERL_PARAMETERS:
                 return function
+
             signature = inspect.signature(function, eval_str=True)
-    except Exception as error:  # of an annotation, or a builtin without a signature
+    except Exception as error:  # a bad annotation, or a builtin without a signature
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
-    made = functools.partial(function)
-    given = list(signature.parameters.values())
-    first = given[: len(VERL)]
-    extra = given[len(VERL) :]
-    options = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in extra]
-    made.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
-    return made
+
+    with_options = functools.partial(function)
+    parameters = list(signature.parameters.values())
+    verl_parameters = parameters[: len(VERL_PARAMETERS)]
+    extra_parameters = parameters[len(VERL_PARAMETERS) :]
+
+    option_parameters = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY)
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        else parameter
+        for parameter in extra_parameters
+    ]
+
+    with_options.__signature__ = signature.replace(parameters=[*verl_parameters, *option_parameters])  # type: ignore[attr-defined]
+    return with_options
 
 
 def _is_typed(function: RewardFunction) -> bool:
-    """True for one parameter that is not an option, called `given` or annotated as RewardInput."""
-    options = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    taken = [p for p in inspect.signature(function).parameters.values() if p.kind not in options]
-    if len(taken) != 1:
+    """Tell whether the only parameter beside options is called `given` or annotated as RewardInput."""
+    option_kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    positional_parameters = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind not in option_kinds
+    ]
+    if len(positional_parameters) != 1:
         return False
-    note = taken[0].annotation  # text, where annotations are postponed
-    return taken[0].name == "given" or note is RewardInput or str(note).endswith("RewardInput")
+
+    (parameter,) = positional_parameters
+    annotation = parameter.annotation  # a text if annotations are postponed
+    is_annotated = annotation is RewardInput or str(annotation).endswith("RewardInput")
+    return parameter.name == "given" or is_annotated

@@ -1,4 +1,4 @@
-"""Reward functions in child processes: one that blocks, crashes or never returns ends its process only.
+"""Runs reward functions in child processes: a function that blocks or crashes ends its own process only.
 
 worker: RewardPool.call ──RewardInput──► child: load once, then one call at a time ──RewardResult──► worker
 """
@@ -20,44 +20,46 @@ from asyncrl.types import RewardResult
 
 SIZE = min(4, os.cpu_count() or 1)  # processes per reward function
 LOAD_SECONDS = 300.0  # to import the function and call its `load`, which may read a model
-PATIENCE = 10  # deadlines that a call waits for a free process; each running call frees one within a deadline
-MAX_ANSWER = 1 << 20  # bytes
+PATIENCE = 10  # deadlines that a call waits for a free process; a running call ends within one deadline
+MAX_ANSWER_BYTES = 1 << 20  # bytes
 
 
 class RewardPool:
-    """Up to `size` processes for one function, started when they are needed and kept."""
+    """Calls one function in up to `size` processes, which start on demand and stay."""
 
     def __init__(self, source: RewardSource, size: int = SIZE) -> None:
         self._pool = ProcessPool(
-            SCORING,
+            SCORING_SERVICE,
             source,
             name="the reward process",
             size=size,
-            largest=MAX_ANSWER,
+            largest=MAX_ANSWER_BYTES,
             start_seconds=LOAD_SECONDS,
         )
+
         self.close = self._pool.close
 
-    async def call(self, given: RewardInput, seconds: float) -> RewardResult:
-        """The function's result. The call may last `seconds`, the wait for a process PATIENCE times that,
-        and the first process LOAD_SECONDS to load. RewardError, and CallTimeout when the call is."""
+    async def call(self, episode: RewardInput, seconds: float) -> RewardResult:
+        """Return the function's result. The call may last `seconds`, the wait for a process PATIENCE times
+        as long, and loading the first process LOAD_SECONDS. RewardError for a failed call, CallTimeout for a
+        late one."""
         try:
             await self._pool.warm()
-            return await self._pool.call(given, seconds, PATIENCE * seconds)
+            return await self._pool.call(episode, seconds, PATIENCE * seconds)
         except ChildError as error:
             raise RewardError(str(error)) from None
 
 
-def _loaded(source: RewardSource) -> Callable[[RewardInput], RewardResult]:
-    """Load the reward, in the child. Sync code finds no running loop, so that it may start one."""
+def _load_scorer(source: RewardSource) -> Callable[[RewardInput], RewardResult]:
+    """Load the reward, in the child. No event loop runs around sync code, so sync code may start a loop."""
     reward = load_reward(source)
     reward.load()
 
-    def score(given: RewardInput) -> RewardResult:
+    def score(episode: RewardInput) -> RewardResult:
         try:
-            result = reward.function(given)
+            result = reward.function(episode)
             return as_result(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
-        except BaseException as error:  # SystemExit, too, so that the error names its place
+        except BaseException as error:  # also SystemExit, so that the error names file and line
             raise RewardError(describe(error)) from None
 
     return score
@@ -67,4 +69,6 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-SCORING = Service("asyncrl.rewards.process:SCORING", _loaded, RewardSource, RewardInput, RewardResult)
+SCORING_SERVICE = Service(
+    "asyncrl.rewards.process:SCORING_SERVICE", _load_scorer, RewardSource, RewardInput, RewardResult
+)

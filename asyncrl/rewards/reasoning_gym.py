@@ -9,16 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.answers import tagged
+from asyncrl.rewards.answers import text_in_tag
 from asyncrl.rewards.base import RewardInput, rewards
 
-KEY = "reasoning_gym"  # of extra_info: {"task": its name, "entry": `packed` entry, as JSON text}
+KEY = "reasoning_gym"  # key of extra_info: {"task": name, "entry": entry in JSON's types, as text}
 
 
 @rewards.register("reasoning_gym")
 class ReasoningGym:
-    """The score that the task of the sample gives to the last `<answer>…</answer>`, or to the whole answer
-    where there is none; 0 to 1. `tag`: another tag, or '': always the whole answer."""
+    """Gives the score, 0 to 1, by the sample's task of the last `<answer>…</answer>`, or of the whole answer
+    if the tag is missing. `tag`: another tag, or '': always the whole answer."""
 
     def __init__(self, *, tag: str = "answer") -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
@@ -26,30 +26,30 @@ class ReasoningGym:
         self._tag = tag
 
     def load(self) -> None:
-        """Import it, which takes a second."""
+        """Import reasoning-gym, which takes a second."""
         import reasoning_gym  # noqa: F401
 
-    def __call__(self, given: RewardInput) -> float:
-        row = json.loads(given.sample.extra_info).get(KEY)
+    def __call__(self, episode: RewardInput) -> float:
+        row = json.loads(episode.sample.extra_info).get(KEY)
         if not isinstance(row, dict) or not {"task", "entry"} <= row.keys():
             raise ValueError(f"extra_info.{KEY} is missing; asyncrl data reasoning_gym:TASK writes such rows")
-        entry = unpacked(json.loads(row["entry"]))
-        found = tagged(given.answer, self._tag)
-        answer = given.answer if found is None else found
-        return float(_scorer(row["task"])(answer.strip(), entry))
+        entry = unpack_entry(json.loads(row["entry"]))
+        tagged_answer = text_in_tag(episode.answer, self._tag)
+        answer = episode.answer if tagged_answer is None else tagged_answer
+        return float(_scorer_of_task(row["task"])(answer.strip(), entry))
 
 
 @functools.cache
-def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    """ValueError: no such task."""
+def _scorer_of_task(task: str) -> Callable[[str, dict[str, Any]], float]:
+    """Return the scoring function of a task. ValueError for an unknown task."""
     import reasoning_gym as gym
 
     return gym.get_score_answer_fn(task)
 
 
 def packed(value: Any) -> Any:
-    """An entry in JSON's types; `unpacked` gives the same again, tuples and keys that are numbers included,
-    which some tasks compare with."""
+    """Convert an entry to JSON's types. `unpack_entry` restores the entry exactly, including tuples and keys
+    that are numbers, which some tasks compare with."""
     match value:
         case dict():
             return {"of": [[packed(key), packed(item)] for key, item in value.items()]}
@@ -61,15 +61,16 @@ def packed(value: Any) -> Any:
             return str(value)  # numpy's, too
         case bool() | int() | float() | None:
             return value
+
     raise ValueError(f"{type(value).__name__} has no JSON")
 
 
-def unpacked(value: Any) -> Any:
-    """See `packed`."""
+def unpack_entry(value: Any) -> Any:
+    """Restore an entry that was converted to JSON's types."""
     if isinstance(value, list):
-        return [unpacked(item) for item in value]
+        return [unpack_entry(item) for item in value]
     if not isinstance(value, dict):
         return value
     if "tuple" in value:
-        return tuple(map(unpacked, value["tuple"]))
-    return {unpacked(key): unpacked(item) for key, item in value["of"]}
+        return tuple(map(unpack_entry, value["tuple"]))
+    return {unpack_entry(key): unpack_entry(item) for key, item in value["of"]}

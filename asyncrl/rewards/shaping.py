@@ -1,6 +1,6 @@
-"""Shaping: terms added to an episode's reward, for example for its length, before its group is compared.
+"""Shaping adds terms to an episode's reward, for example for length, before the group is compared.
 
-Filters, baselines and advantages all see the shaped reward; reports show it beside the score.
+Filters, baselines and advantages all see the shaped reward; reports show the shaped reward beside the score.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from asyncrl.values import finite
 
 @dataclass(frozen=True)
 class ShapingInput:
-    """Describes one scored episode. `tokens` and `turns` are the model's; `limit` is the most model tokens
-    that the limits of `rollout` can let an episode have."""
+    """Describes one scored episode. `tokens` and `turns` are the model's; `limit` is the highest number of
+    model tokens that the limits of `rollout` allow an episode."""
 
     score: float
     tokens: int
@@ -33,12 +33,12 @@ Shaping = Callable[..., float]
 """`(given: ShapingInput, *, options…) -> float`: what is added to the reward, on the last turn."""
 
 shapings: Registry[Shaping] = Registry("shaping")
-CALL = Call("def shaping(given: ShapingInput, *, options)", ("given",))
+SHAPING_CALL = Call("def shaping(given: ShapingInput, *, options)", ("given",))
 
 
 @shapings.register("overlong")
 def overlong(
-    given: ShapingInput,
+    episode: ShapingInput,
     *,
     buffer: Annotated[int, Meta(ge=0)] = 0,
     factor: Annotated[float, Meta(ge=0)] = 1.0,
@@ -51,16 +51,18 @@ def overlong(
     max_new_tokens), of one row unless its history is rewritten; the prompt counts against max_tokens, so set
     it where prompts are long. `buffer` 0: a fifth of the limit, DAPO's 4,096 of 20,480.
     """
-    limit = limit or given.limit
+    limit = limit or episode.limit
     buffer = buffer or max(limit // 5, 1)
-    return min(-(given.tokens - (limit - buffer)) / buffer * factor, 0.0)
+    return min(-(episode.tokens - (limit - buffer)) / buffer * factor, 0.0)
 
 
-def select_shapings(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Shaping]:
-    """The functions of `algorithm.shaping`, options bound. ConfigError that begins with `where`."""
-    return [shapings.make({name: options}, where, CALL) for name, options in named.items()]
+def select_shapings(options_by_name: Mapping[str, Mapping[str, Any]], where: str) -> list[Shaping]:
+    """Load the functions of `algorithm.shaping`, options bound. ConfigError that begins with `where`."""
+    return [shapings.make({name: options}, where, SHAPING_CALL) for name, options in options_by_name.items()]
 
 
-def shape(functions: Sequence[Shaping], given: ShapingInput) -> float:
-    """The sum of all shapings. ValueError when it is no finite number."""
-    return finite("the sum of algorithm.shaping", math.fsum(float(function(given)) for function in functions))
+def shape(functions: Sequence[Shaping], episode: ShapingInput) -> float:
+    """Return the sum of all shapings. ValueError if the sum is not finite."""
+    return finite(
+        "the sum of algorithm.shaping", math.fsum(float(function(episode)) for function in functions)
+    )

@@ -29,14 +29,14 @@ from asyncrl import cli
 from asyncrl.commands.tasks import check
 from asyncrl.data.harbor import TaskFolder, read_tasks
 from asyncrl.data.task_sandboxes import TaskSandbox
-from asyncrl.data.tasks import TASK, Task, TaskTests
+from asyncrl.data.tasks import TASK_KEY, Task, TaskTests
 from asyncrl.isolation.images import Image, find_image
 from asyncrl.isolation.importing import import_image
 from asyncrl.isolation.sandbox.base import ISOLATION, RunResult, SandboxLimits
 from asyncrl.isolation.sandbox.changes import DIRECTORY, OPAQUE, packed
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.rewards import RewardError, RewardInput
-from asyncrl.rewards.tests import EMPTY_LOGS, JudgedByTests, NoVerdict, pack
+from asyncrl.rewards.task_tests import EMPTY_LOGS, JudgedByTests, NoVerdict, pack
 from asyncrl.types import FailReason, Sample
 from tests.fakes.images import small_image
 from tests.fakes.scripts import script
@@ -243,7 +243,7 @@ class Bench:
         return script.replace("/app", self.task.directory)
 
     async def judged(self, result: Any, tests: TaskTests | None = None, **options: Any) -> dict[str, Any]:
-        extra = msgspec.json.encode({TASK: self.task}).decode()
+        extra = msgspec.json.encode({TASK_KEY: self.task}).decode()
         truth = msgspec.json.encode(tests or self.tests).decode()
         given = RewardInput(Sample(0, "tasks", (), truth, extra_info=extra), "", result=result)
         return await JudgedByTests(**options)(given)
@@ -272,7 +272,7 @@ class Bench:
                 packed(one._replace(kind=DIRECTORY) if one.kind == OPAQUE else one for one in files)
             )
             try:
-                found = await JudgedByTests()._run(sandbox, TaskTests(self.tests.tests, 60.0))
+                found = await JudgedByTests()._run_tests(sandbox, TaskTests(self.tests.tests, 60.0))
             except NoVerdict as error:
                 return {"score": 0.0, "tests": str(error)}
             return {"score": found.score}

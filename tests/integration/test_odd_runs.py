@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observe.files import LOG_BYTES
+from asyncrl.observe.files import MAX_LOG_BYTES
 from asyncrl.tools import load_tools
 from tests.integration.runs import Run
 
@@ -103,6 +103,6 @@ def test_a_server_that_hangs_in_mid_call_and_a_reward_that_prints_without_end(tm
     assert summary["attempts_failed"].keys() == {"reward_error"}
     assert "no reward within 2 s" in summary["newest_failure"]
     log = (run.path / "logs" / "rollout-0.log").stat().st_size
-    assert log <= LOG_BYTES
+    assert log <= MAX_LOG_BYTES
     failed = [row["rollout/tool_failed_frac"] for row in run.rows() if "rollout/tool_failed_frac" in row]
     assert max(failed) > 0 and min(failed) < 1, "calls fail, and the server comes back"

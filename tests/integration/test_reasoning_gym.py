@@ -11,7 +11,7 @@ from asyncrl import cli
 from asyncrl.data.samples import load_samples
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, load_rewards
-from asyncrl.rewards.reasoning_gym import packed, unpacked
+from asyncrl.rewards.reasoning_gym import packed, unpack_entry
 from asyncrl.types import Sample
 
 TASKS = ["chain_sum", "arc_agi", "graph_color"]  # an answer, tuples that are compared, keys that are numbers
@@ -47,7 +47,7 @@ def test_tasks_are_rows_in_verls_shape(samples: list[Sample]) -> None:
 
 
 def entry(sample: Sample) -> dict[str, object]:
-    return unpacked(json.loads(json.loads(sample.extra_info)["reasoning_gym"]["entry"]))
+    return unpack_entry(json.loads(json.loads(sample.extra_info)["reasoning_gym"]["entry"]))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -82,7 +82,7 @@ def test_a_row_of_another_data_set_is_an_error() -> None:
     [{"a": (1, [2.5, None]), 3: {"of": "x", "tuple": ()}}, {(1, 2): True}, [], {}, ((),), "text"],
 )
 def test_an_entry_survives_json(value: object) -> None:
-    again = unpacked(json.loads(json.dumps(packed(value))))
+    again = unpack_entry(json.loads(json.dumps(packed(value))))
     assert (again, repr(again)) == (value, repr(value))
 
 

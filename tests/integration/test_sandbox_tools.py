@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.sandbox.base import RunEnding, RunResult, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.detection import Isolation, check_isolation, detect_isolation
-from asyncrl.rewards.code import Code, cases_of, last_block, read_truth, same_text, same_value
+from asyncrl.rewards.code import Code, cases_of, last_block, read_code_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
 from asyncrl.tools import Toolbox, ToolError, load_tools
 from asyncrl.tools.base import MAX_REPLY
@@ -244,11 +244,11 @@ def test_no_answer_makes_its_reward_fail() -> None:
 
 
 def test_a_result_that_is_too_long_is_not_parsed() -> None:
-    (case,) = cases_of(read_truth({"inputs": [[]], "outputs": [[1, 2]], "fn_name": "f"}), "")
+    (case,) = cases_of(read_code_truth({"inputs": [[]], "outputs": [[1, 2]], "fn_name": "f"}), "")
     found = re.search(r"[0-9a-f]{32}", case.source)
-    assert found and case.right(f"noise\n{found[0]}[1, 2]\n")
-    assert not case.right(f"\n{found[0]}[1, 2{' ' * 9999}]\n")
-    assert not case.right("[1, 2]")
+    assert found and case.is_right(f"noise\n{found[0]}[1, 2]\n")
+    assert not case.is_right(f"\n{found[0]}[1, 2{' ' * 9999}]\n")
+    assert not case.is_right("[1, 2]")
 
 
 def test_a_test_finds_nothing_of_the_one_before() -> None:
@@ -260,7 +260,7 @@ async def test_answers_wait_for_a_sandbox() -> None:
     (found,) = load_rewards({"code": {"require": ""}})
     assert found.own_deadline  # the EpisodeReward's is later
     code = Code(require="", at_once=1)
-    async with code._places:
+    async with code._sandbox_slots:
         waits = asyncio.ensure_future(code("test", ADD, PAIRS))
         await asyncio.sleep(0)
         assert not waits.done()
@@ -278,7 +278,7 @@ async def test_answers_wait_for_a_sandbox() -> None:
 )
 def test_a_ground_truth_without_tests_is_an_error(truth: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        read_truth(truth)
+        read_code_truth(truth)
 
 
 def test_it_is_a_reward_of_the_config() -> None:

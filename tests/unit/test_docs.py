@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from asyncrl import cli
 from asyncrl.config import parse
-from asyncrl.observe.metrics import CHARTS, catalogue, sections, spread
+from asyncrl.observe.metrics import CHARTS, catalogue, expand_names, sections
 from tests.fakes.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +118,7 @@ def test_defaults_for_users_of_other_trainers_are_ours(name: str, least: int) ->
 def test_the_catalogue_has_each_metric_of_a_real_run_once() -> None:
     """The fixture: all names of `asyncrl train experiment=calculator`. It has all that verl calls so, too."""
     written = (ROOT / "tests" / "fixtures" / "metric_names.txt").read_text().split()
-    names = [name for rows in sections().values() for row in rows for name in spread(row.names)]
+    names = [name for rows in sections().values() for row in rows for name in expand_names(row.names)]
     assert len(names) == len(set(names)) == len(catalogue())
     patterns = [re.compile(re.sub(r"<[^>]*>", "[^/]+", re.escape(name))) for name in names]
     assert [name for name in written if not any(pattern.fullmatch(name) for pattern in patterns)] == []
@@ -131,7 +131,7 @@ def test_the_catalogue_has_each_metric_of_a_real_run_once() -> None:
 
 
 def test_names_are_spread() -> None:
-    assert spread("a/{b,c}/{d,e}, f") == ["a/b/d", "a/b/e", "a/c/d", "a/c/e", "f"]
+    assert expand_names("a/{b,c}/{d,e}, f") == ["a/b/d", "a/b/e", "a/c/d", "a/c/e", "f"]
 
 
 PROMISES = sorted(

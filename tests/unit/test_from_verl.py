@@ -12,7 +12,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.config import RunConfig
 from asyncrl.config.base import leaves
-from asyncrl.config.composition import compose, defaults, recompose, verl_rows
+from asyncrl.config.composition import compose, default_tree, recompose, verl_rows
 from asyncrl.errors import ConfigError
 
 NAMED = ["name=x", "model.path=m", "data.train=t"]
@@ -98,7 +98,7 @@ def test_every_key_of_verls_quickstart_and_dapo_scripts_is_answered(
 
 
 def test_what_the_table_names_is_there() -> None:
-    known = {key for key, _ in leaves(defaults(RunConfig))} | {"engine", "launch"}
+    known = {key for key, _ in leaves(default_tree(RunConfig))} | {"engine", "launch"}
     for keys, here, note in verl_rows():
         named = re.sub(r"=.*", "", here).split(", ") if here else []
         assert set(named) <= known and (here or note), f"{keys}: no such key here, or no reason"

@@ -25,7 +25,7 @@ from asyncrl.data.harbor import TaskFolder, read_tasks
 from asyncrl.data.samples import RowLayout, question
 from asyncrl.data.sources import Place
 from asyncrl.rewards.base import RewardInput, evaluate
-from asyncrl.rewards.tests import JudgedByTests
+from asyncrl.rewards.task_tests import JudgedByTests
 from asyncrl.tools import load_tool
 
 sys.path.insert(0, str(ROOT / "tools"))

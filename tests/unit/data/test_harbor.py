@@ -13,7 +13,13 @@ import pytest
 
 from asyncrl.config import DataConfig
 from asyncrl.data.columns import IgnoredSettings
-from asyncrl.data.harbor import DESCRIBED, REFUSED, REFUSED_FILES, HonouredFields, read_tasks
+from asyncrl.data.harbor import (
+    DESCRIPTIVE_SECTIONS,
+    REFUSED_FIELDS,
+    REFUSED_FILES,
+    HonouredFields,
+    read_tasks,
+)
 from asyncrl.data.samples import RowLayout, read_samples
 from asyncrl.data.tasks import Task, TaskTests, check_task, task_of
 from asyncrl.errors import ConfigError
@@ -65,12 +71,12 @@ environment.network_mode environment.allowed_hosts solution.env
 
 @pytest.fixture
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ASYNCRL_IMAGES", str(found := tmp_path / "images"))
-    bare_image(found, "bare", "app", "data/in")
-    return found
+    monkeypatch.setenv("ASYNCRL_IMAGES", str(image_directory := tmp_path / "images"))
+    bare_image(image_directory, "bare", "app", "data/in")
+    return image_directory
 
 
-def read(path: Path | str, see: Any = lambda row, whole: row) -> list[Sample]:
+def read(path: Path | str, see: Any = lambda row, is_demonstration: row) -> list[Sample]:
     config = DataConfig(str(path))
     return list(read_samples(config, str(path), "train", RowLayout(truth="tests"), see))
 
@@ -81,7 +87,7 @@ def test_a_folder_becomes_a_sample_with_its_image_pinned(tmp_path: Path, images:
     task_folder(tmp_path / "sums" / "a")
     (tmp_path / "sums" / "README.md").write_text("no task")
     first, second = read(tmp_path / "sums")
-    assert [task_of(one).name for one in (first, second)] == ["a", "we/sums"]  # type: ignore[union-attr]
+    assert [task_of(sample).name for sample in (first, second)] == ["a", "we/sums"]  # type: ignore[union-attr]
     assert (second.data_source, second.prompt) == ("sums", (Message("user", "Write 42 into answer.txt."),))
     digest = bare_image(images, "bare").digest
     assert task_of(second) == Task(
@@ -101,16 +107,16 @@ def test_a_folder_becomes_a_sample_with_its_image_pinned(tmp_path: Path, images:
     bare_image(
         images, "bare", "app", "data/in", digest="sha256-other"
     )  # imported anew: other samples, and a resume says so
-    assert [task_of(one).image for one in read(tmp_path / "sums")] == ["sha256-other"] * 2  # type: ignore[union-attr]
+    assert [task_of(sample).image for sample in read(tmp_path / "sums")] == ["sha256-other"] * 2  # type: ignore[union-attr]
 
 
 def test_folders_are_named_alone_by_pattern_and_among_files(tmp_path: Path, images: Path) -> None:
     for name in ("a1", "a2", "b1"):
         task_folder(tmp_path / "sums" / name)
-    for given, names in (("sums/b1", ["b1"]), ("sums/a*", ["a1", "a2"]), ("su*", ["a1", "a2", "b1"])):
-        found = read(tmp_path / given)
-        assert [task_of(one).name for one in found] == names  # type: ignore[union-attr]
-        assert {one.data_source for one in found} == {"sums"}
+    for path, names in (("sums/b1", ["b1"]), ("sums/a*", ["a1", "a2"]), ("su*", ["a1", "a2", "b1"])):
+        samples = read(tmp_path / path)
+        assert [task_of(sample).name for sample in samples] == names  # type: ignore[union-attr]
+        assert {sample.data_source for sample in samples} == {"sums"}
 
 
 def test_ignored_fields_are_one_line_and_can_be_read_as_columns(tmp_path: Path, images: Path) -> None:
@@ -119,10 +125,10 @@ def test_ignored_fields_are_one_line_and_can_be_read_as_columns(tmp_path: Path, 
     tasks = tmp_path / "sums"
     for name in ("a", "b"):
         task_folder(tasks / name, WHOLE + "typo_sec = 3\nempty = {}\n")
-    asked = IgnoredSettings()
-    read(tasks, asked.see)
+    ignored_settings = IgnoredSettings()
+    read(tasks, ignored_settings.see)
     keys = {"name": "x", "data": {"train": str(tasks)}, "model": {"path": "m"}}
-    (line,) = asked.unmet(parse(keys))
+    (line,) = ignored_settings.unmet(parse(keys))
     ignored = ("artifacts", "environment.cpus", "environment.build_timeout_sec", "verifier.typo_sec")
     assert line.startswith(f"nothing reads the columns {', '.join(ignored)}")
     layout = RowLayout({"extra_info.cpus": "environment.cpus"})
@@ -216,9 +222,9 @@ def test_what_is_wrong_is_one_line_that_names_the_folder(
     (Path(image.root) / "link").symlink_to("/real")
     (Path(image.root) / "file").touch()
     spoil(folder := task_folder(tmp_path / "tasks" / "t"))
-    with pytest.raises(ConfigError, match=re.escape(complaint)) as found:
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as raised:
         read(tmp_path / "tasks")
-    assert str(found.value).startswith(f"{folder}: ") and "\n" not in str(found.value)
+    assert str(raised.value).startswith(f"{folder}: ") and "\n" not in str(raised.value)
 
 
 def test_a_missing_image_comes_with_the_two_commands_that_make_it(tmp_path: Path, images: Path) -> None:
@@ -255,17 +261,19 @@ def test_layers_of_a_thin_image_hide_what_is_below(tmp_path: Path, images: Path)
             read(folder)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_FIELDS)
 def test_refused_fields_say_why_and_harmless_values_pass(tmp_path: Path, images: Path, name: str) -> None:
     section, _, field = name.rpartition(".")
     header = '[environment]\ndocker_image = "bare"\nworkdir = "/app"\n'
-    place = "" if section == "environment" else f"[{section}]\n" if section else ""
+    section_header = "" if section == "environment" else f"[{section}]\n" if section else ""
     for value, refused in (('"public"', True), ("false", False)):
         line = f"{field} = {value}\n"
-        text = header + place + line if section else line + header
+        text = header + section_header + line if section else line + header
         folder = task_folder(tmp_path / "t", text)
         if refused:
-            with pytest.raises(ConfigError, match=re.escape(f"{name} = public is refused: {REFUSED[name]}")):
+            with pytest.raises(
+                ConfigError, match=re.escape(f"{name} = public is refused: {REFUSED_FIELDS[name]}")
+            ):
                 read(folder)
         else:
             assert "environment.cpus" not in next(read_tasks(folder)).ignored
@@ -287,19 +295,25 @@ def honoured() -> Iterator[tuple[str, str]]:
     """The honoured fields with their meanings."""
     for section in msgspec.structs.fields(HonouredFields):
         for name, hint in get_type_hints(section.type, include_extras=True).items():
-            plain = [one for one in (hint, *get_args(hint)) if hasattr(one, "__metadata__")]
+            plain = [
+                annotation for annotation in (hint, *get_args(hint)) if hasattr(annotation, "__metadata__")
+            ]
             yield f"{section.name}.{name}", plain[0].__metadata__[0].description
 
 
 def table() -> str:
     rows = [(name, "honoured", meaning) for name, meaning in honoured()]
-    done = {name for name, *_ in rows} | {*REFUSED}
-    people = [name for name in HARBORS.split() if name not in done and name.partition(".")[0] in DESCRIBED]
-    other = [name for name in HARBORS.split() if name not in done and name not in people]
+    done = {name for name, *_ in rows} | {*REFUSED_FIELDS}
+    people = [
+        name
+        for name in HARBORS.split()
+        if name not in done and name.partition(".")[0] in DESCRIPTIVE_SECTIONS
+    ]
+    other_names = [name for name in HARBORS.split() if name not in done and name not in people]
     rows.append((", ".join(people), "for people", "not read"))
-    rows.append((", ".join(other), "ignored", "with all other names: one line lists them"))
+    rows.append((", ".join(other_names), "ignored", "with all other names: one line lists them"))
     reasons: dict[str, list[str]] = {}
-    for name, why in (REFUSED | REFUSED_FILES).items():
+    for name, why in (REFUSED_FIELDS | REFUSED_FILES).items():
         reasons.setdefault(why, []).append(name)
     rows += [(", ".join(names), "refused", why) for why, names in reasons.items()]
     lines = (
@@ -319,11 +333,11 @@ def test_the_page_has_the_table_of_the_reader() -> None:
 def test_a_sample_is_checked_for_its_image_and_its_tests(tmp_path: Path, images: Path) -> None:
     (sample,) = read(folder := task_folder(tmp_path / "t"))
     check_task(sample, True)
-    other = msgspec.structs.replace(sample, extra_info='{"task": "gsm8k"}')
-    assert task_of(other) is None
-    check_task(other, False)
+    other_sample = msgspec.structs.replace(sample, extra_info='{"task": "gsm8k"}')
+    assert task_of(other_sample) is None
+    check_task(other_sample, False)
     with pytest.raises(ConfigError, match="sample 0 is no task"):
-        check_task(other, True)
+        check_task(other_sample, True)
     with pytest.raises(ConfigError, match="sample 0: its task, or what judges it, cannot be read"):
         check_task(msgspec.structs.replace(sample, ground_truth="42"), True)
     check_task(msgspec.structs.replace(sample, ground_truth="42"), False)

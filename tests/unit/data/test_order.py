@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.data import EpochOrder, Samples
-from asyncrl.data.order import shares
+from asyncrl.data.order import draw_counts
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 from tests.fakes.data import rows, stored
@@ -56,7 +56,7 @@ def test_a_weight_is_the_share_of_draws(tmp_path: Path, shuffle: bool) -> None:
 def test_shares_are_exact_up_to_one_draw(sources: list[tuple[float, int]]) -> None:
     weights, sizes = zip(*sources, strict=True)
     try:
-        counts = shares(weights, sizes)
+        counts = draw_counts(weights, sizes)
     except ConfigError:
         assert min(weights) / sum(weights) * sum(sizes) < 1
         return
@@ -130,5 +130,5 @@ def test_the_order_of_an_epoch_outlives_a_change_of_the_hook(tmp_path: Path) -> 
     orders = [list(before(epoch)) for epoch in range(4)]
     changed = EpochOrder(samples, DataConfig("d", order={name: {"reverse": True}}), 0, tmp_path / "run")
     assert [list(changed(epoch)) for epoch in (2, 3)] == orders[2:]
-    assert list(changed(4)) != list(before._ordered(4))
+    assert list(changed(4)) != list(before._compute_order(4))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["order-3", "order-4"]

@@ -16,7 +16,7 @@ import pytest
 from asyncrl.config import DataConfig
 from asyncrl.data import RowLayout, load_samples
 from asyncrl.data.rows import read_rows
-from asyncrl.data.samples import MAX_SAMPLE, read_samples
+from asyncrl.data.samples import MAX_SAMPLE_BYTES, read_samples
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample, ToolCall
 
@@ -347,10 +347,10 @@ NESTED = json.loads("[" * 300 + "]" * 300)
         ({"extra_info": "[" * 100_000}, "extra_info is text, but not JSON"),
         ({"ground_truth": NESTED}, "ground_truth is nested deeper than 200 levels"),
         (
-            {"extra_info": {"a": "x" * MAX_SAMPLE}},
+            {"extra_info": {"a": "x" * MAX_SAMPLE_BYTES}},
             r"a sample of 16,77[78],\d{3} bytes is over the 16,777,216",
         ),
-        ({"prompt": "x" * MAX_SAMPLE}, r"a sample of 16,77[78],\d{3} bytes is over the 16,777,216"),
+        ({"prompt": "x" * MAX_SAMPLE_BYTES}, r"a sample of 16,77[78],\d{3} bytes is over the 16,777,216"),
     ],
 )
 def test_rows_that_no_process_could_be_sent_are_named(

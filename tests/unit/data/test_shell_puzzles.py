@@ -26,34 +26,41 @@ def test_a_real_shell_says_the_same(tmp_path: Path) -> None:
     words = puzzles.split_words()["train"]
     for number in range(2):
         puzzle = puzzles.make_puzzle(rng, words)
-        wrong = puzzle.wrong
-        found = puzzle.found
+        wrong_function = puzzle.wrong
+        found_word = puzzle.found
         wanted = puzzle.wanted
         source = f"{puzzle.package}.sh"
         edits = [
-            f"/{wrong}/s/{found}/{wanted}/ {source}",
-            f"s/{found}/{wanted}/ {source}",
-            f"s/{wrong}/{wanted}/ {source}",
-            f"/{wrong}/s/echo/printf/ {source}",
-            f"/{wrong}/s/{wanted}/{found}/ test.sh",
-            f"s/{found}/{wanted}/ missing.sh",
+            f"/{wrong_function}/s/{found_word}/{wanted}/ {source}",
+            f"s/{found_word}/{wanted}/ {source}",
+            f"s/{wrong_function}/{wanted}/ {source}",
+            f"/{wrong_function}/s/echo/printf/ {source}",
+            f"/{wrong_function}/s/{wanted}/{found_word}/ test.sh",
+            f"s/{found_word}/{wanted}/ missing.sh",
         ]
         for at, edit in enumerate(edits):
             shell = puzzles.Shell(puzzle)
-            place = tmp_path / f"{number}-{at}"
-            place.mkdir()
+            puzzle_directory = tmp_path / f"{number}-{at}"
+            puzzle_directory.mkdir()
             for name, text in puzzle.files.items():
-                (place / name).write_text(text)
-            looks = ("ls", "sh test.sh", f"grep {wrong} {source}", f"grep {wrong} missing.sh")
+                (puzzle_directory / name).write_text(text)
+            looks = (
+                "ls",
+                "sh test.sh",
+                f"grep {wrong_function} {source}",
+                f"grep {wrong_function} missing.sh",
+            )
             for command in (*looks, f"sed -i {edit}", "sh test.sh"):
-                assert say(command, place) == shell.run(command), command
-            assert shell.solved == (at == 0 or (at == 1 and list(puzzle.expected.values()).count(found) == 0))
+                assert say(command, puzzle_directory) == shell.run(command), command
+            assert shell.solved == (
+                at == 0 or (at == 1 and list(puzzle.expected.values()).count(found_word) == 0)
+            )
 
 
 def test_no_held_out_word_is_trained_on_and_none_has_two_meanings() -> None:
     splits = puzzles.split_words().values()
     kinds = [{*kind} for words in splits for kind in (words.packages, words.functions, words.messages)]
-    assert len(kinds) == 6 and all(not one & other for one, other in combinations(kinds, 2))
+    assert len(kinds) == 6 and all(not left & right for left, right in combinations(kinds, 2))
 
 
 def test_what_is_wanted_is_in_no_question() -> None:

@@ -29,9 +29,9 @@ def read(path: Path | str, layout: RowLayout = RowLayout(COLUMNS, truth="r"), **
 
 
 def test_columns_of_another_layout_get_the_names_of_ours(tmp_path: Path) -> None:
-    found = read(jsonl(tmp_path / "sums.jsonl", ROW, ROW | {"extra_info": {"a": 1}, "data_source": "mine"}))
-    assert found[0] == Sample(0, "sums", (Message("user", "1 + 1?"),), "2", "", '{"level": 3}')
-    assert (found[1].data_source, found[1].extra_info) == ("mine", '{"a": 1, "level": 3}')
+    samples = read(jsonl(tmp_path / "sums.jsonl", ROW, ROW | {"extra_info": {"a": 1}, "data_source": "mine"}))
+    assert samples[0] == Sample(0, "sums", (Message("user", "1 + 1?"),), "2", "", '{"level": 3}')
+    assert (samples[1].data_source, samples[1].extra_info) == ("mine", '{"a": 1, "level": 3}')
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_columns_of_questions_and_of_conversations_may_be_named_together(tmp_path: Path) -> None:
     columns = {"prompt": "question", "ground_truth": "answer", "messages": "talk"}
-    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    asked = jsonl(tmp_path / "asked.jsonl", {"question": "1 + 1?", "answer": 2})
-    talks = jsonl(tmp_path / "talks.jsonl", {"talk": said})
-    assert read(asked, RowLayout(columns))[0].ground_truth == "2"
+    conversation = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    question_path = jsonl(tmp_path / "asked.jsonl", {"question": "1 + 1?", "answer": 2})
+    talks = jsonl(tmp_path / "talks.jsonl", {"talk": conversation})
+    assert read(question_path, RowLayout(columns))[0].ground_truth == "2"
     assert len(read(talks, RowLayout(columns, demonstrations=True))[0].prompt) == 2
     with pytest.raises(ConfigError, match="sample 0: no column question"):
         read(talks, RowLayout(columns))
     either = RowLayout(columns, demonstrations=None)
-    assert not read(asked, either)[0].demonstration and read(talks, either)[0].given == 0
+    assert not read(question_path, either)[0].demonstration and read(talks, either)[0].given == 0
 
 
 def test_the_ground_truth_may_be_missing_where_nothing_needs_it(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_the_ground_truth_may_be_missing_where_nothing_needs_it(tmp_path: Path) 
 
 
 def test_a_system_prompt_goes_to_prompts_without_one(tmp_path: Path) -> None:
-    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "?"}]
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "?"}, {"prompt": own})
+    own_messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "?"}]
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "?"}, {"prompt": own_messages})
     first, second = read(path, RowLayout(system_prompt="Be brief."))
     assert first.prompt == (Message("system", "Be brief."), Message("user", "?"))
     assert second.prompt == (Message("system", "Mine."), Message("user", "?"))
@@ -84,8 +84,13 @@ def test_a_system_prompt_goes_to_prompts_without_one(tmp_path: Path) -> None:
 def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> None:
     for name in ("b", "a"):
         jsonl(tmp_path / f"{name}.jsonl", ROW, ROW)
-    found = read(tmp_path / "*.jsonl")
-    assert [(sample.data_source, sample.row) for sample in found] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    samples = read(tmp_path / "*.jsonl")
+    assert [(sample.data_source, sample.row) for sample in samples] == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+        ("b", 1),
+    ]
     with pytest.raises(ConfigError, match="no file is named so"):
         read(tmp_path / "*.csv")
 
@@ -93,10 +98,10 @@ def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> No
 def test_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets  # here: it imports pandas, and few tests need either
 
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def load(name: str, chosen: str | None, **more: Any) -> Any:
-        asked.append((name, chosen, *more.values()))
+        requests.append((name, chosen, *more.values()))
         return datasets.Dataset.from_list([ROW, ROW])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -104,7 +109,7 @@ def test_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (sample, _) = read("hf:openai/gsm8k")
     assert (sample.data_source, sample.ground_truth) == ("openai/gsm8k", "2")
     read("hf:openai/gsm8k@abc:main:test"), read("hf:openai/gsm8k::extra")
-    assert asked == [
+    assert requests == [
         ("openai/gsm8k", None, "train", None),
         ("openai/gsm8k", "main", "test", "abc"),
         ("openai/gsm8k", None, "extra", None),
@@ -162,8 +167,8 @@ def deep(path):
 
 def test_a_data_set_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    found = read("small", RowLayout(truth="r"), dataset={f"{tmp_path}/own.py:Squares": {"count": 3}})
-    assert [(one.prompt[0].content, one.ground_truth) for one in found] == [
+    samples = read("small", RowLayout(truth="r"), dataset={f"{tmp_path}/own.py:Squares": {"count": 3}})
+    assert [(sample.prompt[0].content, sample.ground_truth) for sample in samples] == [
         *(("small 0^2?", "0"), ("small 1^2?", "1"), ("small 2^2?", "4")),
     ]
 

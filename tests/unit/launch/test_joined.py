@@ -210,8 +210,8 @@ def test_a_rank_sends_its_ratios_and_those_that_were_deleted_stay_here(home: Hom
 
 
 def test_a_long_log_is_cut_at_both_ends_of_the_line(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LOG_BYTES", 1000)
-    monkeypatch.setattr(files, "LOG_END", 10)
+    monkeypatch.setattr(files, "MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(files, "LOG_EDGE_BYTES", 10)
     sender = home.sender()
     home.write("logs/rollout-1.log", b"a" * 5000)
     home.write("timeline/rollout-1.jsonl", b"{}\n" * 1000)

@@ -17,8 +17,8 @@ PRINTS = "print('begun'); [print('x' * 99) for _ in range(1100)]; print('so far'
 def test_a_log_of_what_prints_without_end_keeps_its_ends_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LOG_BYTES", 100_000)
-    monkeypatch.setattr(files, "LOG_END", 1000)
+    monkeypatch.setattr(files, "MAX_LOG_BYTES", 100_000)
+    monkeypatch.setattr(files, "LOG_EDGE_BYTES", 1000)
     path = log_path(tmp_path, "rollout-0")
     path.parent.mkdir()
     files.bound_log(path)  # there is none yet
@@ -36,8 +36,8 @@ def test_a_log_of_what_prints_without_end_keeps_its_ends_and_goes_on(
 def test_a_process_writes_on_at_the_new_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LOG_BYTES", 1000)
-    monkeypatch.setattr(files, "LOG_END", 10)
+    monkeypatch.setattr(files, "MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(files, "LOG_EDGE_BYTES", 10)
     path = tmp_path / "log"
     with path.open("ab", buffering=0) as log:  # as a child's output is opened
         log.write(b"a" * 2000)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.observe.alerts import RULES, WINDOW, alerts, ends, rules
+from asyncrl.observe.alerts import ALERT_RULES, WINDOW, alerts, ends, rule_texts
 
 SUCCESS = "val-core/all/sampled/success"
 GAP = "rollout_corr/logprob_diff_mean"
@@ -57,8 +57,8 @@ def test_a_held_out_success_that_falls_by_more_than_chance_is_told(questions: fl
         {"training/step": step, SUCCESS: share, "val-aux/samples": questions}
         for step, share in ((0.0, 0.9), (10.0, 1.0), (20.0, 0.5))
     ]
-    found = [one for one in alerts(run({}, None) + rows, status(), KEYS) if "fell" in one.name]
-    assert [one.what for one in found] == ["from 100% at step 10 to 50% at step 20"] * fell
+    fall_alerts = [alert for alert in alerts(run({}, None) + rows, status(), KEYS) if "fell" in alert.name]
+    assert [alert.what for alert in fall_alerts] == ["from 100% at step 10 to 50% at step 20"] * fell
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,13 @@ def test_a_held_out_success_that_falls_by_more_than_chance_is_told(questions: fl
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: dict[str, float]) -> None:
-    (found,) = alerts(run(last), status(), KEYS)
-    assert (found.name, found.step) == (name, 2 * WINDOW) and found.what and found.do and found.link
+    (found_alert,) = alerts(run(last), status(), KEYS)
+    assert (
+        (found_alert.name, found_alert.step) == (name, 2 * WINDOW)
+        and found_alert.what
+        and found_alert.do
+        and found_alert.link
+    )
     assert not alerts(run(less), status(), KEYS)
 
 
@@ -112,16 +117,16 @@ def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: d
 def test_what_is_wrong_is_said_before_any_step(
     name: str, gauges: dict[str, float], more: dict[str, Any], said: str
 ) -> None:
-    (found,) = alerts([], status(gauges, **more), KEYS)
-    assert found.name == name and found.what.startswith(said)
+    (found_alert,) = alerts([], status(gauges, **more), KEYS)
+    assert found_alert.name == name and found_alert.what.startswith(said)
     assert not alerts([], status({}), KEYS)
 
 
 def test_a_reward_that_is_always_the_same_is_said_once_two_batches_have_landed() -> None:
     same = {"rollout/score/min": 0.0, "rollout/score/max": 0.0, "rollout/landed": 128.0}
-    (found,) = alerts([], status(same), KEYS)
-    assert (found.name, found.what) == ("constant reward", "all 128 episodes scored 0")
-    assert found.keys == {"rollout.reward": "math"} and "rollout.reward=math" in found.line
+    (found_alert,) = alerts([], status(same), KEYS)
+    assert (found_alert.name, found_alert.what) == ("constant reward", "all 128 episodes scored 0")
+    assert found_alert.keys == {"rollout.reward": "math"} and "rollout.reward=math" in found_alert.line
     assert not alerts([], status(same | {"rollout/landed": 127.0}), KEYS)
 
 
@@ -140,9 +145,9 @@ def test_a_reward_that_is_always_the_same_is_said_once_two_batches_have_landed()
 )
 def test_rows_of_an_agent_beside_the_main_one_are_told(keys: dict[str, Any], rows: float, told: bool) -> None:
     keys = {"rollout.untrained_agents": [], **KEYS, **keys}
-    found = [alert.line for alert in alerts(run({"rollout/rows/mean": rows}), status(), keys)]
-    assert len(found) == told
-    for line in found:
+    alert_lines = [alert.line for alert in alerts(run({"rollout/rows/mean": rows}), status(), keys)]
+    assert len(alert_lines) == told
+    for line in alert_lines:
         assert line.startswith(
             "rows beside the main one: 2.1 rows per episode, all trained with the episode's"
         )
@@ -150,8 +155,8 @@ def test_rows_of_an_agent_beside_the_main_one_are_told(keys: dict[str, Any], row
 
 
 def test_the_cause_has_an_advice_of_its_own() -> None:
-    (found,) = alerts(run({"rollout/end/max_turns": 1.0}), status(), KEYS)
-    assert found.what == "100% of the episodes ended with max_turns" and found.keys == {
+    (found_alert,) = alerts(run({"rollout/end/max_turns": 1.0}), status(), KEYS)
+    assert found_alert.what == "100% of the episodes ended with max_turns" and found_alert.keys == {
         "rollout.max_turns": "4"
     }
 
@@ -167,22 +172,22 @@ def test_the_cause_has_an_advice_of_its_own() -> None:
     ],
 )
 def test_advice_names_what_limits_the_run(last: dict[str, float], said: str) -> None:
-    found = alerts(run({"async/trainer_idle_frac": 0.9} | last), status(), KEYS)
-    assert [alert.level for alert in found] == ["advice"] * bool(said)
-    assert all(alert.what.startswith(said) for alert in found)
+    found_alerts = alerts(run({"async/trainer_idle_frac": 0.9} | last), status(), KEYS)
+    assert [alert.level for alert in found_alerts] == ["advice"] * bool(said)
+    assert all(alert.what.startswith(said) for alert in found_alerts)
 
 
 def test_advice_waits_until_nothing_is_wrong() -> None:
     slow = {"async/trainer_idle_frac": 0.9, "timing_s/reward/mean": 7.0}
     assert [alert.name for alert in alerts(run(slow), status(), KEYS)] == ["limited"]
     assert not alerts(run(slow)[-4:], status(), KEYS), "a start is no measure"
-    found = alerts(run(slow | {"actor/skipped_steps": 1.0}), status(), KEYS)
-    assert [alert.name for alert in found] == ["skipped optimizer steps"]
+    found_alerts = alerts(run(slow | {"actor/skipped_steps": 1.0}), status(), KEYS)
+    assert [alert.name for alert in found_alerts] == ["skipped optimizer steps"]
 
 
 def test_a_run_that_stands_still_is_told_from_one_that_validates() -> None:
-    (found,) = alerts(run({}), status(seconds=400.0), KEYS)
-    assert found.name == "no progress" and found.what == "no step for 0:06:20"
+    (found_alert,) = alerts(run({}), status(seconds=400.0), KEYS)
+    assert found_alert.name == "no progress" and found_alert.what == "no step for 0:06:20"
     assert not alerts(run({}), status(seconds=300.0), KEYS)
     assert not alerts(run({}), status(seconds=400.0, waits=("the validation of step 10: 3 of 8 …",)), KEYS)
     assert not alerts(run({}), status(seconds=400.0) | {"phase": "closed"}, KEYS)
@@ -190,20 +195,20 @@ def test_a_run_that_stands_still_is_told_from_one_that_validates() -> None:
 
 def test_the_start_of_a_launch_is_no_silence_and_its_workers_come_one_after_another() -> None:
     """Models were read for 400 s; then the first of two workers has connected."""
-    one = {"async/workers": 1.0}
+    one_worker = {"async/workers": 1.0}
     for rows in ([], run({})):
-        assert not alerts(rows, status(one, seconds=450.0, running=30.0), KEYS)
-        found = alerts(rows, status(one, seconds=900.0, running=480.0), KEYS)
-        assert [alert.name for alert in found] == ["no progress", "a process was lost"]
-        assert found[0].what.endswith("for 0:08:00")
+        assert not alerts(rows, status(one_worker, seconds=450.0, running=30.0), KEYS)
+        found_alerts = alerts(rows, status(one_worker, seconds=900.0, running=480.0), KEYS)
+        assert [alert.name for alert in found_alerts] == ["no progress", "a process was lost"]
+        assert found_alerts[0].what.endswith("for 0:08:00")
 
 
 def test_a_loss_that_is_over_is_no_more_than_a_remark() -> None:
     lost = {FAILED + "worker_lost": 5.0}
-    (found,) = alerts(run(lost), status(lost), KEYS)
-    assert (found.name, found.level) == ("a process was lost", "advice")
-    (found,) = alerts(run({}), status(lost), KEYS)
-    assert found.level == "warn"
+    (found_alert,) = alerts(run(lost), status(lost), KEYS)
+    assert (found_alert.name, found_alert.level) == ("a process was lost", "advice")
+    (found_alert,) = alerts(run({}), status(lost), KEYS)
+    assert found_alert.level == "warn"
 
 
 @pytest.mark.parametrize(
@@ -221,8 +226,8 @@ def test_a_solved_run_is_told_from_a_stuck_one(
     """A solved one has the same symptoms: no advantage, little entropy."""
     scores = {"rollout/score/mean": score, "rollout/score/max": highest, "rollout/score/min": 0.0}
     last = {"critic/zero_advantage_frac": 0.99, "actor/entropy": 0.01 if name == "solved" else 0.5, **scores}
-    (found,) = alerts(run(last, success), status(), KEYS)
-    assert found.name == name and (found.level == "good") == (name == "solved")
+    (found_alert,) = alerts(run(last, success), status(), KEYS)
+    assert found_alert.name == name and (found_alert.level == "good") == (name == "solved")
 
 
 def test_where_most_is_solved_nothing_to_learn_is_no_more_than_an_advice() -> None:
@@ -233,16 +238,18 @@ def test_where_most_is_solved_nothing_to_learn_is_no_more_than_an_advice() -> No
 def test_since_when_a_run_is_solved() -> None:
     rows = run({"critic/zero_advantage_frac": 0.5}, 0.97)
     rows += [{"training/step": 20.0, SUCCESS: 0.98}]
-    found = alerts(
+    found_alerts = alerts(
         [{"training/step": 0.0, SUCCESS: 1.0}, {"training/step": 5.0, SUCCESS: 0.5}, *rows], {}, KEYS
     )
-    assert found[0].what == "held-out success 98%, since step 10; 50% of the episodes teach nothing more"
+    assert (
+        found_alerts[0].what == "held-out success 98%, since step 10; 50% of the episodes teach nothing more"
+    )
 
 
 def test_scores_beyond_the_default_of_success_are_said() -> None:
     rows = [{"training/step": 0.0, SUCCESS: 0.5, "val-aux/score/max": 3.5}]
-    (found,) = alerts(rows, status(), KEYS)
-    assert found.name == "success is set low" and found.what.startswith("scores go up to 3.5")
+    (found_alert,) = alerts(rows, status(), KEYS)
+    assert found_alert.name == "success is set low" and found_alert.what.startswith("scores go up to 3.5")
     assert not alerts(rows, status(), KEYS | {"validation.success": 3.0})
 
 
@@ -264,7 +271,7 @@ def test_rows_in_the_middle_of_a_run_change_nothing() -> None:
 
 
 def test_every_rule_has_its_text() -> None:
-    assert rules().keys() == RULES.keys()
+    assert rule_texts().keys() == ALERT_RULES.keys()
 
 
 def test_rewards_that_tie_are_no_fault_where_a_teacher_teaches() -> None:

@@ -16,22 +16,22 @@ def test_calls_that_raise_are_counted_and_told_once_and_the_next_one_is_made(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     calls = Background("calls", 10)
-    made = threading.Event()
+    call_made = threading.Event()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             calls.call(lambda: [][0])
-        calls.call(made.set)
+        calls.call(call_made.set)
         assert calls.close(30)
-    assert made.is_set() and calls.lost == 2
+    assert call_made.is_set() and calls.lost == 2
     assert [record.message for record in caplog.records] == ["calls: IndexError: list index out of range"]
 
 
 def test_calls_beyond_the_most_are_lost() -> None:
     calls = Background("calls", 1)
     go = threading.Event()
-    begun = threading.Event()
-    calls.call(lambda: (begun.set(), go.wait(30))[0])
-    assert begun.wait(30)
+    call_begun = threading.Event()
+    calls.call(lambda: (call_begun.set(), go.wait(30))[0])
+    assert call_begun.wait(30)
     calls.call(lambda: None)
     calls.call(lambda: None)
     assert calls.lost == 1 and not calls.idle
@@ -44,8 +44,8 @@ def test_a_call_that_hangs_is_waited_for_once_and_one_that_is_lost_not_at_all() 
     go = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
         calls.ask(lambda: go.wait(60), 0.05)
-    assert calls._began is not None
-    calls._began -= 1000  # it has hung for long
+    assert calls._call_started is not None
+    calls._call_started -= 1000  # it has hung for long
     with pytest.raises(TimeoutError, match="no answer within 500 s"):
         calls.ask(lambda: None, 500)
     with pytest.raises(TimeoutError, match="earlier calls have no answer yet"):

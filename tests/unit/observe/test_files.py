@@ -121,8 +121,8 @@ def test_a_process_is_quoted_by_its_error(
 ) -> None:
     """Not by what its exit handlers, the one before it or the next one wrote."""
     log = tmp_path / "rollout-0.log"
-    own = [START.format("a.2"), *lines]
-    log.write_text("\n".join([START.format("a.1"), "OldError: no", *own, START.format("a.3"), REFUSED]))
+    own_lines = [START.format("a.2"), *lines]
+    log.write_text("\n".join([START.format("a.1"), "OldError: no", *own_lines, START.format("a.3"), REFUSED]))
     assert cause_of_death(log, "a.2", crashed=True) == crashed
     assert cause_of_death(log, "a.2", crashed=False) == killed
 

@@ -44,19 +44,19 @@ def test_a_uid_is_read_as_it_was_written(uid: str) -> None:
 @pytest.mark.parametrize(("count", "solved", "k"), [(5, 2, 2), (5, 0, 3), (4, 4, 1), (6, 5, 2), (6, 1, 6)])
 def test_pass_at_k_is_the_share_of_choices_with_a_success(count: int, solved: int, k: int) -> None:
     choices = list(itertools.combinations(range(count), k))
-    expected = sum(any(one < solved for one in chosen) for chosen in choices) / len(choices)
+    expected = sum(any(number < solved for number in chosen) for chosen in choices) / len(choices)
     assert pass_at(k, count, solved) == pytest.approx(expected, abs=1e-12)
 
 
 def test_numbers_are_means_over_samples() -> None:
     episodes = judged(0, 1.0, 0.0, 0.0, 1.0, source="a") + judged(1, 0.0, 0.0, 1.0, 0.0, source="b")
-    found = means(per_sample(episodes, threshold=1.0))
-    core = {name.removeprefix("val-core/all/sampled/"): found[name] for name in found if "/all/" in name}
+    numbers = means(per_sample(episodes, threshold=1.0))
+    core = {name.removeprefix("val-core/all/sampled/"): numbers[name] for name in numbers if "/all/" in name}
     pass_at_2 = ((1 - 1 / 6) + (1 - 3 / 6)) / 2
     assert core == pytest.approx(
         {"success": 3 / 8, "mean@1": 3 / 8, "mean@4": 3 / 8, "pass@2": pass_at_2, "pass@4": 1.0}
     )
-    assert found["val-core/a/sampled/mean@4"] == 0.5 and found["val-core/b/sampled/mean@4"] == 0.25
+    assert numbers["val-core/a/sampled/mean@4"] == 0.5 and numbers["val-core/b/sampled/mean@4"] == 0.25
 
 
 def test_the_majority_is_of_answers_and_the_earliest_wins_a_tie() -> None:
@@ -89,9 +89,9 @@ def test_the_answer_is_what_the_reward_reports(
 
 
 def test_what_failed_is_no_success_and_has_the_lowest_score() -> None:
-    found = means(per_sample(judged(0, -2.0, None) + judged(1, 1.0, None), threshold=-5.0))
-    assert found["val-core/all/sampled/mean@2"] == (-2 - 2 + 1 - 2) / 4
-    assert found["val-core/all/sampled/success"] == 0.5
+    numbers = means(per_sample(judged(0, -2.0, None) + judged(1, 1.0, None), threshold=-5.0))
+    assert numbers["val-core/all/sampled/mean@2"] == (-2 - 2 + 1 - 2) / 4
+    assert numbers["val-core/all/sampled/success"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_without_a_reward_success_is_known_only_where_something_earned_one(
 ) -> None:
     config = parse({"name": "x", "model": {"path": "m"}, "data": {"train": "d"}, "rollout": rollout})
     episodes = judged(0, *scores)
-    found = means(per_sample(episodes, threshold_of(config, episodes)))
-    assert found.get("val-core/all/sampled/success") == success
+    numbers = means(per_sample(episodes, threshold_of(config, episodes)))
+    assert numbers.get("val-core/all/sampled/success") == success
 
 
 def test_the_interval_is_that_of_the_mean() -> None:

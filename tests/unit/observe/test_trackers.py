@@ -19,7 +19,14 @@ from asyncrl.errors import ConfigError
 from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.files import mark_start
 from asyncrl.observe.metrics import VALIDATED
-from asyncrl.observe.trackers import EXTRAS, MODULES, OPEN, Trackers, check_trackers, fenced
+from asyncrl.observe.trackers import (
+    MODULE_NAMES,
+    PACKAGE_EXTRAS,
+    TRACKER_OPENERS,
+    Trackers,
+    check_trackers,
+    fenced_text,
+)
 
 
 def config(*names: str, run: str = "x") -> RunConfig:
@@ -32,10 +39,10 @@ def opened(name: str, run_dir: Path, run: str = "x") -> Trackers:
     return Trackers.open(config(name, run=run), run_dir)
 
 
-@pytest.mark.parametrize("name", sorted(OPEN))
+@pytest.mark.parametrize("name", sorted(TRACKER_OPENERS))
 def test_an_uninstalled_one_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, MODULES.get(name, name), None)
-    package = rf"'asyncrl\[{name}\]'" if name in EXTRAS else name
+    monkeypatch.setitem(sys.modules, MODULE_NAMES.get(name, name), None)
+    package = rf"'asyncrl\[{name}\]'" if name in PACKAGE_EXTRAS else name
     with pytest.raises(ConfigError, match=f"pip install {package},"):
         check_trackers(config(name))
 
@@ -102,7 +109,7 @@ def test_a_tracker_of_accelerate_that_hangs_at_its_start_is_refused_in_time(
     hanging = SimpleNamespace(name="mlflow", start=lambda: answers.wait(60))
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", lambda **_: hanging)
     monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
-    monkeypatch.setattr(trackers_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(trackers_module, "PATIENCE_SECONDS", 0.05)
     says = r"tracker mlflow cannot be started: TimeoutError: no answer within 0.05 s; leave it out"
     with pytest.raises(ConfigError, match=says), opened("mlflow", tmp_path):
         pass
@@ -121,10 +128,12 @@ def test_a_tracker_that_hangs_in_its_last_row_costs_others_nothing(
         log=lambda row, step: answers.wait(60),
         finish=lambda: None,
     )
-    other = SimpleNamespace(log=lambda step, *row: rows.append(step), close=lambda: rows.append("closed"))
+    other_tracker = SimpleNamespace(
+        log=lambda step, *row: rows.append(step), close=lambda: rows.append("closed")
+    )
     hung = trackers_module._AccelerateTracker(hanging, config("mlflow"))
-    monkeypatch.setattr(trackers_module, "PATIENCE", 0.6)
-    trackers = Trackers({"mlflow": hung, "other": other}, tmp_path)
+    monkeypatch.setattr(trackers_module, "PATIENCE_SECONDS", 0.6)
+    trackers = Trackers({"mlflow": hung, "other": other_tracker}, tmp_path)
     trackers.log(1, {})
     trackers.close()
     answers.set()
@@ -262,8 +271,8 @@ def test_runs_of_one_name_have_ids_of_their_own_and_a_resumed_one_keeps_its(
         (tmp_path / directory).mkdir(exist_ok=True)
         with opened(name, tmp_path / directory):
             pass
-    first, again, other = (described["id"] for described in service.described)
-    assert first == again != other
+    first, again, other_id = (described["id"] for described in service.described)
+    assert first == again != other_id
     assert {described["resume"] for described in service.described} == {"allow"}
 
 
@@ -273,8 +282,8 @@ def test_a_service_is_called_as_it_wants(name: str, tmp_path: Path, monkeypatch:
     with opened(name, tmp_path, "x" * 200) as trackers:
         trackers.log(1, {"a": 1.0})
     (described,) = service.described
-    shown = described["name" if name == "wandb" else "experiment_name"]
-    assert (described["project"], shown) == ("asyncrl", "x" * 128)
+    shown_name = described["name" if name == "wandb" else "experiment_name"]
+    assert (described["project"], shown_name) == ("asyncrl", "x" * 128)
     assert (
         service.calls
         == {
@@ -353,7 +362,9 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(
 
 def test_a_text_for_markdown_cannot_end_its_own_fence() -> None:
     text = "</pre><script>x</script> | `a`\n````\n# d"
-    assert fenced(text).splitlines() == ["`````text", *text.splitlines(), "`````"] and fenced("") == ""
+    assert (
+        fenced_text(text).splitlines() == ["`````text", *text.splitlines(), "`````"] and fenced_text("") == ""
+    )
 
 
 def test_one_that_does_not_answer_keeps_nobody(
@@ -361,8 +372,8 @@ def test_one_that_does_not_answer_keeps_nobody(
 ) -> None:
     answers = threading.Event()
     tracker = SimpleNamespace(log=lambda *_: answers.wait(60))
-    monkeypatch.setattr(trackers_module, "MOST", 2)
-    monkeypatch.setattr(trackers_module, "PATIENCE", 0.01)
+    monkeypatch.setattr(trackers_module, "MAX_WAITING_ROWS", 2)
+    monkeypatch.setattr(trackers_module, "PATIENCE_SECONDS", 0.01)
     trackers = Trackers({"slow": tracker}, Path())  # type: ignore[dict-item]
     for step in range(5):
         trackers.log(step, {})

@@ -22,13 +22,13 @@ def test_a_step_that_is_repeated_with_other_ranks_counts_as_it_was_last(
 ) -> None:
     for rank, value in ((before, 0.5), (now, 0.25)):
         save_ratios(tmp_path, 7, rank, noted(value))
-    found = read_ratios(tmp_path, 7, "8.0")
-    assert found is not None and found.log_ratio == [0.25]
+    ratios = read_ratios(tmp_path, 7, "8.0")
+    assert ratios is not None and ratios.log_ratio == [0.25]
     assert read_ratios(tmp_path, 7, "8.1") is None and read_ratios(tmp_path, 70, "8.0") is None
 
 
 def test_the_newest_steps_are_kept_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transcripts, "STEPS", 3)
+    monkeypatch.setattr(transcripts, "KEPT_STEPS", 3)
     for step in range(1, 6):
         for rank in (0, 1) if step < 3 else (0,):  # resumed with one rank
             save_ratios(tmp_path, step, rank, noted(0.5) if step < 5 else [])

@@ -110,9 +110,9 @@ def test_f1(answer: str, truth: Any, options: dict[str, Any], reward: float) -> 
 
 @examples(st.text(), st.text())
 def test_f1_is_a_share_and_symmetric(left: str, right: str) -> None:
-    there = f1("s", left, right)
+    forward_score = f1("s", left, right)
     back = f1("s", right, left)
-    assert there == back and 0.0 <= there <= 1.0
+    assert forward_score == back and 0.0 <= forward_score <= 1.0
     assert f1("s", left, left) == 1.0
 
 
@@ -187,12 +187,12 @@ def test_format(answer: str, end: EpisodeEnd, tool: str, reward: float) -> None:
 )
 def test_agent(result: Any, verdict: RewardResult | str) -> None:
     (reward,) = load_rewards("agent")
-    given = RewardInput(Sample(0, "s", (), '""'), "", result=result)
+    episode = RewardInput(Sample(0, "s", (), '""'), "", result=result)
     if isinstance(verdict, RewardResult):
-        assert asyncio.run(evaluate(reward.function, given)) == verdict
+        assert asyncio.run(evaluate(reward.function, episode)) == verdict
     else:
         with pytest.raises((TypeError, ValueError), match=verdict):
-            asyncio.run(evaluate(reward.function, given))
+            asyncio.run(evaluate(reward.function, episode))
 
 
 def test_none() -> None:

@@ -45,8 +45,8 @@ def judged(said: str, status: int = 200, **options: Any) -> tuple[float | str, l
     return asyncio.run(main())
 
 
-def answer(script: Script, said: str, status: int) -> None:
-    body = {"choices": [{"message": {"role": "assistant", "content": said}}]}
+def answer(script: Script, judgement: str, status: int) -> None:
+    body = {"choices": [{"message": {"role": "assistant", "content": judgement}}]}
     script.says(PATH, status, json.dumps(body).encode())
 
 
@@ -64,14 +64,14 @@ def answer(script: Script, said: str, status: int) -> None:
     ],
 )
 def test_the_number_that_the_judge_writes(said: str, options: dict[str, Any], score: float | str) -> None:
-    found, _ = judged(said, **options)
-    assert found == score or (isinstance(score, str) and str(found).startswith(score))
+    result, _ = judged(said, **options)
+    assert result == score or (isinstance(score, str) and str(result).startswith(score))
 
 
 def test_a_judge_that_fails_is_a_reward_error() -> None:
-    found, asked = judged("", status=500)
-    assert str(found).startswith("http://127.0.0.1") and "status 500" in str(found)
-    assert len(asked) == 1
+    result, requests = judged("", status=500)
+    assert str(result).startswith("http://127.0.0.1") and "status 500" in str(result)
+    assert len(requests) == 1
 
 
 def test_the_prompt(tmp_path: Path) -> None:

@@ -46,8 +46,10 @@ def results(pairs: list[tuple[str, Any]], **options: Any) -> list[RewardResult]:
     async def main() -> list[RewardResult]:
         pool = RewardPool(reward.source, size=1)
         try:
-            given = [RewardInput(Sample(0, "math", (), json.dumps(truth)), answer) for answer, truth in pairs]
-            return [await pool.call(each, 60.0) for each in given]
+            episodes = [
+                RewardInput(Sample(0, "math", (), json.dumps(truth)), answer) for answer, truth in pairs
+            ]
+            return [await pool.call(episode, 60.0) for episode in episodes]
         finally:
             await pool.close()
 
@@ -59,10 +61,12 @@ def scores(pairs: list[tuple[str, Any]], **options: Any) -> list[float]:
 
 
 def test_answers() -> None:
-    found = results([(answer, truth) for answer, truth, _ in TABLE])
-    assert [(a, t, one.score) for (a, t, _), one in zip(TABLE, found, strict=True)] == TABLE
-    assert [one.notes.get("pred") for one in found[:4]] == ["1/2"] * 4  # one vote, however it is written
-    assert found[-1].notes == {}
+    outcomes = results([(answer, truth) for answer, truth, _ in TABLE])
+    assert [(a, t, outcome.score) for (a, t, _), outcome in zip(TABLE, outcomes, strict=True)] == TABLE
+    assert [outcome.notes.get("pred") for outcome in outcomes[:4]] == [
+        "1/2"
+    ] * 4  # one vote, however it is written
+    assert outcomes[-1].notes == {}
 
 
 def test_only_boxed_ones_and_a_comparison_without_end() -> None:

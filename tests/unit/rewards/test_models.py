@@ -68,8 +68,8 @@ def test_a_local_classifier(tmp_path: Path, tokenizer: Any) -> None:
     model = LlamaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    ids = torch.tensor([tokenizer.apply_chat_template(said, return_dict=False)])
+    conversation = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    ids = torch.tensor([tokenizer.apply_chat_template(conversation, return_dict=False)])
     with torch.inference_mode():
         expected = model(input_ids=ids).logits[0].tolist()
     (reward,) = load_rewards({"classifier": {"path": str(tmp_path), "label": 1}})
@@ -91,8 +91,8 @@ async def test_sglangs_reward_model(tokenizer: Any) -> None:
         try:
             results = await asyncio.gather(*(episode_reward.score(GIVEN) for _ in range(3)))
             assert [result.score for result in results] == [0.25] * 3
-            said = [{"role": message.role, "content": message.content} for message in GIVEN.messages]
-            ids = tokenizer.apply_chat_template(said, return_dict=False)
+            conversation = [{"role": message.role, "content": message.content} for message in GIVEN.messages]
+            ids = tokenizer.apply_chat_template(conversation, return_dict=False)
             assert script.asked == [("/classify", {"input_ids": ids}, "")] * 3
             script.says("/classify", 200, b'{"embedding": "none"}')
             with pytest.raises(RewardError, match="no answer of a reward model"):
@@ -106,21 +106,21 @@ async def test_sglangs_reward_model(tokenizer: Any) -> None:
 
 async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Path) -> None:
     """The class is the one in docs/rewards.md."""
-    shown = (DEMO.parents[3] / "docs/rewards.md").read_text().partition("class EachTurn")
-    code = shown[0].rpartition("```python\n")[2] + shown[1] + shown[2].partition("```")[0]
+    example = (DEMO.parents[3] / "docs/rewards.md").read_text().partition("class EachTurn")
+    code = example[0].rpartition("```python\n")[2] + example[1] + example[2].partition("```")[0]
     (tmp_path / "process.py").write_text(code)
     named = {f"{tmp_path}/process.py:EachTurn": {"url": "scorer:reward", "tokenizer": str(DEMO)}}
-    given = replace(GIVEN, turns=2)
+    episode = replace(GIVEN, turns=2)
     reward = EpisodeReward(load_rewards(named), 60.0)
     async with scripted() as script:
         script.says("/classify", 200, json.dumps({"embedding": [0.25]}).encode())
         try:
             with pytest.raises(RewardError, match="only workers of a run know where it is") as caught:
-                await reward.score(given)
+                await reward.score(episode)
             assert caught.value.reason is FailReason.REWARD_ERROR
             servers = Servers("an engine", lane="reward")
             scorer_url.set(lambda name: servers.pool.url())
-            scoring = asyncio.create_task(reward.score(given))
+            scoring = asyncio.create_task(reward.score(episode))
             await settle()
             assert not script.asked
             servers.tell(entry("reward", url=script.url, lane="reward"))
@@ -128,7 +128,7 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
             script.says("/classify", 503)
             lost = EpisodeReward(load_rewards({"reward_model": {**named.popitem()[1], "retries": 0}}), 60.0)
             with pytest.raises(RewardError, match="status 503") as caught:
-                await lost.score(given)
+                await lost.score(episode)
             assert caught.value.reason is FailReason.ENGINE_LOST
         finally:
             await reward.close()

@@ -102,10 +102,10 @@ def pooled(
 def test_a_function_with_options_and_a_typed_one(tmp_path: Path) -> None:
     message = Message("assistant", "", (ToolCall("add", "{}"),))
     long = RewardInput(SAMPLE, "length", (message,), transcript="x" * 1_000_000)
-    found = pooled(
+    outcomes = pooled(
         tmp_path, lambda pool: pool.call(RewardInput(SAMPLE, "2", turns=3), 30.0), "compute_score", plus=0.5
     )
-    assert found == RewardResult(2.5, (), {"turns": 3.0})
+    assert outcomes == RewardResult(2.5, (), {"turns": 3.0})
     assert pooled(tmp_path, lambda pool: pool.call(long, 30.0)).score == 1_000_001
     (reward,) = load_rewards({f"{tmp_path}/mine.py:compute_score": {"plus": 0.5}})
     assert reward.place == "processes"
@@ -169,4 +169,4 @@ def test_what_cannot_be_loaded_in_time_is_told(
     async def body(pool: Asked) -> Any:
         return [await pool.ask("any") for _ in range(2)]
 
-    assert all(why in str(said) for said in pooled(tmp_path, body, name, text=text))
+    assert all(why in str(outcome) for outcome in pooled(tmp_path, body, name, text=text))

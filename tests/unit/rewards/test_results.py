@@ -34,8 +34,8 @@ def test_verls_arguments_and_what_the_episode_tells_of_itself() -> None:
         seen.append(arguments)
         return {"score": 0.5, "bonus": 1.0}
 
-    found = asyncio.run(evaluate(in_loop(compute_score).function, GIVEN))
-    assert found == RewardResult(0.5, components={"bonus": 1.0})
+    result = asyncio.run(evaluate(in_loop(compute_score).function, GIVEN))
+    assert result == RewardResult(0.5, components={"bonus": 1.0})
     assert seen == [
         {
             "data_source": "chain_math",

@@ -16,15 +16,15 @@ from asyncrl.data.tasks import TaskTests
 from asyncrl.isolation.sandbox.base import SandboxError
 from asyncrl.isolation.sandbox.changes import DELETED, FILE, LINK, Entry, packed, read_entries
 from asyncrl.rewards import RewardError
-from asyncrl.rewards.tests import (
+from asyncrl.rewards.task_tests import (
     PROTECTED,
-    by_names,
-    named_in_report,
+    entries_within,
     pack,
     read_changes,
     read_report,
+    report_name,
     script_verdict,
-    within,
+    verdict_by_names,
 )
 
 MODULE = """
@@ -72,10 +72,12 @@ def test_ids_of_pytest_are_found_in_its_report_and_only_what_passed_counts(tmp_p
     environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
     ids = (tmp_path / "ids").read_text().split("\0")
-    found = read_report((tmp_path / "report.xml").read_bytes())
-    passed = [name for name in ids if found[named_in_report(name)]]
+    passed_tests = read_report((tmp_path / "report.xml").read_bytes())
+    passed = [name for name in ids if passed_tests[report_name(name)]]
     assert len(ids) == 16 and passed == [*ids[:9], "in.ner/deep/test_it.py::test_passes"]
-    judged = by_names(TaskTests("", turn_green=tuple(passed), stay_green=(ids[-1], passed[0])), found, True)
+    judged = verdict_by_names(
+        TaskTests("", turn_green=tuple(passed), stay_green=(ids[-1], passed[0])), passed_tests, True
+    )
     assert (judged.score, judged.components) == (0.0, {"turn_green": 1.0, "stay_green": 0.5})
     assert judged.notes == f"1 broken: {ids[-1]}"
 
@@ -87,9 +89,9 @@ def case(name: str, inside: str = "") -> str:
 def test_a_share_counts_only_where_nothing_broke() -> None:
     passed = {("a", "one"): True, ("a", "two"): False, ("a", "three"): True}
     tests = TaskTests("", turn_green=("a::one", "a::two", "a::gone"), stay_green=("a::three",))
-    assert by_names(tests, passed, True).score == pytest.approx(1 / 3)
-    assert by_names(tests, passed, False).score == 0.0
-    assert by_names(TaskTests("", stay_green=("a::three",)), passed, False).score == 1.0
+    assert verdict_by_names(tests, passed, True).score == pytest.approx(1 / 3)
+    assert verdict_by_names(tests, passed, False).score == 0.0
+    assert verdict_by_names(TaskTests("", stay_green=("a::three",)), passed, False).score == 1.0
 
 
 def test_a_test_that_is_there_twice_counts_as_its_worst() -> None:
@@ -163,14 +165,14 @@ def test_changes_outside_of_the_workspace_are_left_out() -> None:
     entries += [Entry(DELETED, path) for path in ("app", "tests/test_a.py", "srv/in/b")]
     read = read_changes({"changes": base64.b64encode(packed(entries)).decode()})
     assert read == entries
-    kept = [entry.path for entry in within(("/app", "/srv/in/"), read, ())]
-    assert kept == ["app/a.py", "app", "srv/in/b"]
+    kept_paths = [entry.path for entry in entries_within(("/app", "/srv/in/"), read, ())]
+    assert kept_paths == ["app/a.py", "app", "srv/in/b"]
 
 
 def test_no_link_leads_from_where_tests_will_be() -> None:
     entries = [Entry(LINK, path, 0o777, 0, b"x") for path in ("app/[a]", "app/[a]/b", "app/[a]b", "app/c")]
     keep = ("conftest.py", glob.escape("/app/[a]/b/test_c.py"))
-    assert [entry.path for entry in within(("/app",), entries, keep)] == ["app/[a]b", "app/c"]
+    assert [entry.path for entry in entries_within(("/app",), entries, keep)] == ["app/[a]b", "app/c"]
 
 
 @pytest.mark.parametrize("result", [None, 1.0, {}, {"score": 1}])
@@ -187,8 +189,10 @@ def test_the_tests_of_a_task_are_packed_without_its_path(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to("data/a")
     archive = packed(pack(tmp_path, "tests/test.sh"))
     assert str(tmp_path).encode() not in archive
-    found = {entry.path: (entry.kind, oct(entry.mode), entry.content) for entry in read_entries(archive)}
-    assert found == {
+    packed_entries = {
+        entry.path: (entry.kind, oct(entry.mode), entry.content) for entry in read_entries(archive)
+    }
+    assert packed_entries == {
         "tests": (b"o", "0o755", b""),
         "tests/data": (b"d", "0o755", b""),
         "tests/data/a": (b"f", "0o644", b"a"),
