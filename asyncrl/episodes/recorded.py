@@ -37,56 +37,64 @@ from asyncrl.wire.messages.worker import Failed, Finished
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-ANY_TOOL = '{"type": "function", "function": {"name": "", "parameters": {}}}'  # as templates see it
+ANY_TOOL_SCHEMA = '{"type": "function", "function": {"name": "", "parameters": {}}}'  # as templates see it
 
 
 def turns_of(frames: Sequence[bytes]) -> list[Turn]:
     """The turns of an Assign: two frames each, the turn and what answered it (empty: not recorded).
     ProtocolError when they cannot be read."""
     pairs = zip_longest(frames[::2], frames[1::2], fillvalue=b"")
-    read = [(decode_turn(turn), decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs]
+    answered_turns = [
+        (decode_turn(turn), decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs
+    ]
     replace = msgspec.structs.replace
-    return [replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in read]
+    return [
+        replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in answered_turns
+    ]
 
 
 def kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
     """The first turns of an episode, as far as they are kept, and why others are missing."""
     try:
         frames = list(reader.frames(episode.uid, episode.turns))
-        kept = next((at for at, frame in enumerate(frames[::2]) if not frame), episode.turns)
-        why = "its turns are not kept any more: set a larger store.keep_bytes"
-        return turns_of(frames[: 2 * kept]), "" if kept == episode.turns else why
+        kept_count = next((index for index, frame in enumerate(frames[::2]) if not frame), episode.turns)
+        reason = "its turns are not kept any more: set a larger store.keep_bytes"
+        return turns_of(frames[: 2 * kept_count]), "" if kept_count == episode.turns else reason
     except AsyncrlError as error:  # deleted since the index was read, or damaged
         return [], str(error)
 
 
 def kept_result(reader: RunReader, uid: str, turns: int) -> Any:
     """What the reward saw as `result` of an episode of so many turns, side requests included."""
-    *_, last = reader.frames(uid, turns, ("result",))
-    return msgspec.json.decode(last) if last else None
+    *_, result_frame = reader.frames(uid, turns, ("result",))
+    return msgspec.json.decode(result_frame) if result_frame else None
 
 
 def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
     """The samples of an evaluation, and its episodes that are over. Raises StoreError and ConfigError."""
     samples = Samples.open(samples_path(run_dir, "test"))
-    found = list[Judged]()
+    judged_episodes = list[Judged]()
     decode = msgspec.msgpack.Decoder(Finished | Failed).decode
     with closing(RunReader.open(run_dir)) as reader:
         for uid, record in reader.held_out(uid_prefix(0)):
-            one = decode(record)
-            which = HeldOut.of(uid)
-            source = samples[which.row].data_source
-            over = isinstance(one, Finished)
-            more = (one.result, one.stats, answer_of(one.result, one.notes)) if over else (None,)
-            found.append(Judged(which, source, *more))
-    return samples, found
+            message = decode(record)
+            held_out = HeldOut.of(uid)
+            source = samples[held_out.row].data_source
+            is_finished = isinstance(message, Finished)
+            result_fields = (
+                (message.result, message.stats, answer_of(message.result, message.notes))
+                if is_finished
+                else (None,)
+            )
+            judged_episodes.append(Judged(held_out, source, *result_fields))
+    return samples, judged_episodes
 
 
-def judged_turns(reader: RunReader, one: Judged) -> tuple[Turn, ...]:
+def judged_turns(reader: RunReader, judged: Judged) -> tuple[Turn, ...]:
     """The trained turns of an episode of an evaluation that did not fail."""
-    assert one.stats is not None
-    count = one.stats.turns + one.stats.untrained_turns
-    return trained(turns_of(list(reader.frames(one.which.uid, count))))
+    assert judged.stats is not None
+    turn_count = judged.stats.turns + judged.stats.untrained_turns
+    return trained(turns_of(list(reader.frames(judged.which.uid, turn_count))))
 
 
 def credited(
@@ -109,11 +117,11 @@ async def regrade(
 ) -> EpisodeResult:
     """Score the trained turns among these, as `reward_input` has them. Raises RewardError."""
     turns = trained(turns)
-    earned = await parts.reward.score(reward_input(parts, sample, turns, end, calls, result))
-    ended = scored(turns, end, shaped(parts.rules, parts.reward, earned, turns, end))
-    if not isinstance(ended, Done):
-        raise RewardError(ended.detail)
-    return ended.result
+    reward_result = await parts.reward.score(reward_input(parts, sample, turns, end, calls, result))
+    outcome = scored(turns, end, shaped(parts.rules, parts.reward, reward_result, turns, end))
+    if not isinstance(outcome, Done):
+        raise RewardError(outcome.detail)
+    return outcome.result
 
 
 def reward_input(
@@ -127,19 +135,21 @@ def reward_input(
     """Make what a reward sees of an episode with these turns, this end, number of calls and result. The
     conversation of an agent is that of its last turn. Its tools were not recorded: with calls it had some."""
     rules = parts.rules
-    shown = tuple(turns)
+    shown_turns = tuple(turns)
     if rules.config.agent:
-        schemas: tuple[str, ...] = (ANY_TOOL,) if calls else ()
-        shown = tuple(turn for turn in turns if turn.row == turns[-1].row)
+        schemas: tuple[str, ...] = (ANY_TOOL_SCHEMA,) if calls else ()
+        shown_turns = tuple(turn for turn in turns if turn.row == turns[-1].row)
     else:
         schemas = parts.toolbox.schemas(sample)
     # What an environment opens with follows the prompt.
     prefill = "" if rules.config.agent or rules.config.environment else prefill_of(sample.prompt)
-    read = tuple(read_turn(rules, turn, schemas, prefill="" if turn.index else prefill) for turn in shown)
-    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown, read=read)
+    parsed_turns = tuple(
+        read_turn(rules, turn, schemas, prefill="" if turn.index else prefill) for turn in shown_turns
+    )
+    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown_turns, read=parsed_turns)
     return RewardInput(
         sample=sample,
-        answer=read[-1].content,
+        answer=parsed_turns[-1].content,
         messages=conversation(rules, episode),
         turns=len(turns),
         tool_calls=calls,

@@ -20,8 +20,8 @@ the `result` that reward functions see. Keyword-only parameters are its options.
 called like this is an agent as well: its constructor takes the options, and refuses them with ConfigError;
 all episodes of a worker share one instance."""
 
-ASKED = Call("def untrained(request: AgentRequest) -> bool", ("request",))
-CALL = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoint"))
+UNTRAINED_SIGNATURE = Call("def untrained(request: AgentRequest) -> bool", ("request",))
+AGENT_SIGNATURE = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoint"))
 
 
 class AgentError(AsyncrlError):
@@ -37,10 +37,10 @@ for harness in harnesses.HARNESSES:
 def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:
     """Make the agent of a registered name, `module:function` or `file.py:function`, with its options.
     ConfigError begins with `where`."""
-    found, (name, options) = agents.load(plugin, where), single(plugin, where)
-    if not isinstance(found, Harness):
-        return make(found, options, f"{where}.{name}", CALL)
-    program: Agent = built(bind(partial(Command, found), options, f"{where}.{name}"), f"{where}.{name}")
+    agent, (name, options) = agents.load(plugin, where), single(plugin, where)
+    if not isinstance(agent, Harness):
+        return make(agent, options, f"{where}.{name}", AGENT_SIGNATURE)
+    program: Agent = built(bind(partial(Command, agent), options, f"{where}.{name}"), f"{where}.{name}")
     return program
 
 
@@ -49,7 +49,9 @@ def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents"
     (`module:function`, `file.py:function`) of a request. ConfigError that begins with `where`; AgentError
     that does, where a function raises."""
     functions = {
-        name: make(load_object(name, where), {}, f"{where} {name!r}", ASKED) for name in names if ":" in name
+        name: make(load_object(name, where), {}, f"{where} {name!r}", UNTRAINED_SIGNATURE)
+        for name in names
+        if ":" in name
     }
     globs = [name for name in names if ":" not in name]
 

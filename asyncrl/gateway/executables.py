@@ -66,12 +66,12 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         named_by = f", which the first line of {path} names,"
         subject = f"the interpreter {interpreter!r}{named_by}"
         path = interpreter
-        started = _started_by_env(*arguments) if PurePath(interpreter).name == "env" else ""
-        if started:
+        env_program = _started_by_env(*arguments) if PurePath(interpreter).name == "env" else ""
+        if env_program:
             if trouble := await files.problem(interpreter):
                 return f"{subject} {trouble}"
-            subject = f"{started!r}{named_by}"
-            path = started if "/" in started else await files.look_up(started, search_path)
+            subject = f"{env_program!r}{named_by}"
+            path = env_program if "/" in env_program else await files.look_up(env_program, search_path)
     return f"more than {MAX_STEPS} scripts name each other as interpreters, the last one {path!r}"
 
 
@@ -104,15 +104,15 @@ async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles
     """Say why an executable file cannot be started: it is of another machine, or its loader is missing."""
     this_machine = os.uname().machine
     is_64_bit = head[4:5] == b"\x02"
-    order = ">" if head[5:6] == b"\x02" else "<"
+    byte_order = ">" if head[5:6] == b"\x02" else "<"
     try:
-        (machine,) = struct.unpack_from(f"{order}H", head, 18)
+        (machine,) = struct.unpack_from(f"{byte_order}H", head, 18)
         if machine not in MACHINES.get(this_machine, (machine,)):
             if _runs_other_formats():
                 return ""
-            other = f"another architecture (ELF machine {machine})"
-            return f"{subject} is built for {other}; this machine is {this_machine}"
-        loader = _loader(head, is_64_bit, order)
+            built_for = f"another architecture (ELF machine {machine})"
+            return f"{subject} is built for {built_for}; this machine is {this_machine}"
+        loader = _loader(head, is_64_bit, byte_order)
     except struct.error:  # headers that lie further behind
         return ""
     if loader and (trouble := await files.problem(loader)):
@@ -120,18 +120,22 @@ async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles
     return ""
 
 
-def _loader(head: bytes, is_64_bit: bool, order: str) -> str:
+def _loader(head: bytes, is_64_bit: bool, byte_order: str) -> str:
     """Return the path of the loader; '' if there is none, or its path lies further behind."""
     size_format = "Q" if is_64_bit else "I"
     headers_at, sizes_at, offset_at, length_at = (32, 54, 8, 32) if is_64_bit else (28, 42, 4, 16)
-    (headers_start,) = struct.unpack_from(f"{order}{size_format}", head, headers_at)
-    header_size, header_count = struct.unpack_from(f"{order}HH", head, sizes_at)
-    for number in range(header_count):
-        start = headers_start + number * header_size
-        (kind,) = struct.unpack_from(f"{order}I", head, start)
-        if kind == PROGRAM_INTERPRETER:
-            (offset,) = struct.unpack_from(f"{order}{size_format}", head, start + offset_at)
-            (length,) = struct.unpack_from(f"{order}{size_format}", head, start + length_at)
-            is_read = offset + length <= len(head)
-            return os.fsdecode(head[offset : offset + length].partition(b"\0")[0]) if is_read else ""
+    (headers_start,) = struct.unpack_from(f"{byte_order}{size_format}", head, headers_at)
+    header_size, header_count = struct.unpack_from(f"{byte_order}HH", head, sizes_at)
+    for header_number in range(header_count):
+        header_start = headers_start + header_number * header_size
+        (header_type,) = struct.unpack_from(f"{byte_order}I", head, header_start)
+        if header_type == PROGRAM_INTERPRETER:
+            (path_offset,) = struct.unpack_from(f"{byte_order}{size_format}", head, header_start + offset_at)
+            (path_length,) = struct.unpack_from(f"{byte_order}{size_format}", head, header_start + length_at)
+            path_is_read = path_offset + path_length <= len(head)
+            return (
+                os.fsdecode(head[path_offset : path_offset + path_length].partition(b"\0")[0])
+                if path_is_read
+                else ""
+            )
     return ""

@@ -50,7 +50,7 @@ class CallBlock(NamedTuple):
 
     start: int
     end: int
-    found: tuple[RawCall | Malformed, ...] = ()
+    raw_calls: tuple[RawCall | Malformed, ...] = ()
 
 
 class Tags(NamedTuple):
@@ -80,7 +80,7 @@ class CallFormat:
         at = 0
         for block in self.blocks(rest):
             content.append(rest[at : block.start])
-            found += block.found
+            found += block.raw_calls
             at = block.end
             if len(found) > MAX_CALLS:
                 break

@@ -1,4 +1,4 @@
-"""Chat templates in place of a model's own: those that come with the package, and files of users."""
+"""Reads chat templates that replace a model's own: templates of this package, and files of users."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _SHIPPED = {file.stem: file for file in Path(__file__).parent.glob("*.jinja")}
 
 
 def read_template(given: str, key: str) -> str:
-    """The text of the template that `key` names: a shipped one, a Jinja file, or a text already. '' for ''.
-    Raises ConfigError."""
+    """Return the text of the template that `template_spec`, the value of `key`, names: a shipped template, a
+    Jinja file, or a text already. '' for ''. Raises ConfigError."""
     if not given or "{{" in given or "{%" in given:
         return given
     try:
