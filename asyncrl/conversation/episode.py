@@ -1,7 +1,7 @@
 """An episode as a state machine: a pure function (episode, event) -> episode.
 
 The state is the command that the episode waits for. Its driver (rollout/turn_player.py) carries the command
-out and gives the answer back as an event:
+out and returns the answer as an event:
 
     command     to be done                             answered by     commands that may follow
     Open        open the tools, reset the environment  Opened          Generate
@@ -63,16 +63,14 @@ from asyncrl.types import (
     Turn,
 )
 
-FREE_DIVISOR = (
-    4  # folding frees at least 1 / FREE_SHARE of a row, so that the next turns need no folding again
-)
+FREE_DIVISOR = 4  # folding frees at least 1 / FREE_DIVISOR of a row, so that the next turns need no folding
 DROPPED_REPLY = "[dropped]"
 BAD_CALL = ToolCall("malformed_call", "{}")
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """`rows`: the tokens of each row up to the last one the model wrote. `read`: the turns, parsed. `folded`:
-    how many tool replies, the oldest first, the newest row does not show."""
+    """The state of an episode. `rows`: the tokens of each row up to the model's last token. `read`: the
+    parsed turns. `folded`: how many tool replies, the oldest first, the newest row does not show."""
 
     sample: Sample
     command: Command
@@ -80,8 +78,8 @@ class Episode(msgspec.Struct, frozen=True):
     rows: tuple[tuple[int, ...], ...] = ()
     turns: tuple[Turn, ...] = ()
     read: tuple[Parsed, ...] = ()
-    bad_calls: int = 0  # malformed and refused ones in a row, up to now
-    tool_calls: int = 0  # well-formed ones
+    bad_calls: int = 0  # successive malformed or refused calls, up to now
+    tool_calls: int = 0  # well-formed calls
     folded: int = 0
 
     @property
@@ -90,7 +88,8 @@ class Episode(msgspec.Struct, frozen=True):
 
     @property
     def tool_seconds(self) -> float:
-        """Time spent in tools, whose calls in one turn run side by side, and in the environment."""
+        """Return the seconds spent in tools, whose calls in one turn run side by side, and in the
+        environment."""
         return sum(
             max((reply.seconds for reply in turn.replies), default=0.0)
             + (turn.observation.seconds if turn.observation else 0.0)
@@ -99,12 +98,13 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def begin(sample: Sample) -> Episode:
-    """A fresh episode."""
+    """Begin an episode."""
     return Episode(sample, Open())
 
 
 def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
-    """The next state. ProtocolError, with nothing changed, when the event does not answer the command."""
+    """Return the next state. ProtocolError, with nothing changed, when the event does not answer the
+    command."""
     match episode.command, event:
         case Open(), Opened():
             return _opened(rules, episode, event)
@@ -123,8 +123,8 @@ def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
 
 
 def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) -> Episode:
-    """The state after recorded turns, by the same events. What answered the last turn may be missing: then
-    its tools or its environment come next. ProtocolError when these rules would not make the same turns."""
+    """Return the state after recorded turns, by the same events. The answer to the last turn may be missing:
+    then tools or the environment come next. ProtocolError when these rules would not make the same turns."""
     episode = advance(rules, begin(sample), opened)
     for turn in turns:
         command = episode.command
@@ -134,8 +134,9 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
             or command.ids != _row_ids(episode, command) + turn.context
         ):
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
-        sampled = turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes, turn.scores
-        generation = Generation(*sampled)
+        generation = Generation(
+            turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes, turn.scores
+        )
         episode = advance(rules, episode, TurnGenerated(generation))
         if isinstance(episode.command, Fail) and len(episode.turns) == turn.index:
             raise ProtocolError(f"recorded turn {turn.index}: {episode.command.detail}")
@@ -152,8 +153,8 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
 
 
 def expire(episode: Episode) -> Episode:
-    """The episode's time is up. Its finished turns are scored; an unfinished one does not count. Without a
-    turn there is nothing to score, and the episode fails."""
+    """End an episode whose time is up. Finished turns are scored; an unfinished turn does not count. Without
+    a finished turn the episode fails."""
     if not episode.turns:
         return _fail_episode(
             episode, FailReason.DEADLINE, "not one turn was done within rollout.episode_timeout"
@@ -162,7 +163,8 @@ def expire(episode: Episode) -> Episode:
 
 
 def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
-    """All messages, the prompt included, as the newest row shows them: folded replies are DROPPED."""
+    """Return all messages, the prompt included, as the newest row shows them: folded replies are
+    DROPPED_REPLY."""
     messages = [*episode.sample.prompt, *episode.opened.messages]
     hidden_replies = episode.folded
     for turn, parsed in zip(episode.turns, episode.read, strict=True):
@@ -175,7 +177,7 @@ def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
 
 
 def shorten_observation(rules: Rules, observation: Observation) -> Observation:
-    """The observation with its messages as short as the model reads them."""
+    """Cut the messages of an observation to the length that the model reads."""
     return replace(observation, messages=_shorten_messages(rules, observation.messages))
 
 
@@ -216,11 +218,12 @@ def _generated(rules: Rules, episode: Episode, command: Generate, generation: Ge
         return replace(episode, tool_calls=tool_calls, bad_calls=0, command=Step(message))
     if parsed.calls:
         return replace(episode, command=CallTools(parsed.calls, parsed.errors))
-    return _replied(rules, episode, (), parsed.errors)  # all calls are malformed: no tool is needed
+    return _replied(rules, episode, (), parsed.errors)  # all calls are malformed: no tool runs
 
 
 def _for_environment(rules: Rules, episode: Episode, parsed: Parsed) -> bool:
-    """True if the environment answers the turn: one without calls, or with a call of its own tools."""
+    """Return True if the environment answers the turn: a turn without calls, or with a call of the
+    environment's tools."""
     if parsed.errors:
         return False
     calls_environment = any(call.name in episode.opened.own_tools for call in parsed.calls)
@@ -230,8 +233,8 @@ def _for_environment(rules: Rules, episode: Episode, parsed: Parsed) -> bool:
 def _end_after_turn(
     rules: Rules, episode: Episode, parsed: Parsed, to_environment: bool
 ) -> EpisodeEnd | None:
-    """Return why the episode is over after this turn, if it is. Tools of a last turn are not run: no turn
-    would read their replies."""
+    """Return why the episode is over after this turn; None: the episode goes on. Tools of a last turn are not
+    run: no turn would read the replies."""
     limits = rules.config
     call_count = len(parsed.calls)
     error_count = len(parsed.errors)
@@ -284,8 +287,8 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
 
 
 def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) -> Episode:
-    """Ask for the turn after these messages: in the newest row where the template only appends them, else in
-    a new row. With history=fold, a row that is full goes on as a new one."""
+    """Ask for the turn after these messages: in the newest row if the template only appends messages, else in
+    a new row. With history=fold, a full row goes on as a new row."""
     limits = rules.config
     row_number = len(episode.rows) - 1
     delta_ids = rules.chat.delta_ids(messages, episode.rows[-1][-1])
@@ -296,7 +299,7 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
         return _fail_episode(episode, FailReason.MISALIGNED, detail)
     else:
         prefix_ids = _prompt_ids(rules, episode)
-        row_number = row_number + 1
+        row_number += 1
     row_is_full = len(prefix_ids) + limits.max_new_tokens > limits.max_tokens
     if limits.history == "fold" and row_is_full and len(episode.rows) < limits.max_rows:
         folded_episode = _with_more_folded(rules, episode)
@@ -314,8 +317,8 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
 
 
 def _with_more_folded(rules: Rules, episode: Episode) -> Episode:
-    """The episode without as few of the oldest tool replies as leave room for a turn, and at least 1 /
-    FREE_SHARE of a row. Replies of the last turn are always shown, so there may be nothing to fold."""
+    """Fold as few of the oldest tool replies as leave room for a turn, and for at least 1 / FREE_DIVISOR of a
+    row. Replies of the last turn are always shown, so there may be nothing to fold."""
     limits = rules.config
     reply_counts = range(episode.folded + 1, 1 + sum(len(turn.replies) for turn in episode.turns[:-1]))
     if not reply_counts:
@@ -348,13 +351,13 @@ def _fail_episode(episode: Episode, reason: FailReason, detail: str) -> Episode:
 
 
 def _prompt_ids(rules: Rules, episode: Episode) -> tuple[int, ...]:
-    """The ids that begin a row: the whole conversation, with the tools."""
+    """Return the ids that begin a row: the whole conversation, with the tools."""
     return rules.chat.prompt_ids(_written_conversation(rules, episode), episode.opened.tools)
 
 
 def _written_conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
-    """The conversation as the template is to write it: a first turn that goes on with the prompt's last
-    message is one message with that."""
+    """Return the conversation for the template: a first turn that continues the prompt's last message is
+    joined with that message."""
     messages = conversation(rules, episode)
     prompt_length = len(episode.sample.prompt) + len(episode.opened.messages)
     prefill = prefill_of(messages[:prompt_length])
@@ -376,7 +379,8 @@ def _written_conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]
 
 
 def taught(rules: Rules, episode: Episode, command: Generate) -> tuple[int, ...]:
-    """The turn's prefix as the teacher reads it: the first message of its row says more. Empty: as it is."""
+    """Return the turn's prefix for the teacher, for whom the first message of the row says more. Empty: the
+    teacher reads the same prefix."""
     if not rules.privilege:
         return ()
     if first_turn := next((turn for turn in episode.turns if turn.row == command.row), None):
@@ -394,7 +398,7 @@ def taught(rules: Rules, episode: Episode, command: Generate) -> tuple[int, ...]
 
 
 def _row_ids(episode: Episode, command: Generate) -> tuple[int, ...]:
-    """The tokens that the turn extends; none where it begins a row."""
+    """Return the tokens that the turn extends; no tokens if the turn begins a row."""
     return episode.rows[command.row] if command.row < len(episode.rows) else ()
 
 
