@@ -67,6 +67,7 @@ class Branches:
         self.folded = 0  # system messages that the template got under another role
         self._rules = rules
         self._recorded_turns = recorded_turns
+
         self._is_untrained = is_untrained
         self._text_rows = TextRows(rules.chat)
         self._newest_message: tuple[Turn, tuple[str, ...], Message] | None = None  # turn, stop texts, message
@@ -76,6 +77,7 @@ class Branches:
         self._abandoned_placements: list[
             Placement
         ] = []  # cancelled placements in new rows: the requests may come again
+
         # Cache the tokenising for a request that comes next, and for each of its answers.
         self._cached_ids: Callable[..., Any] = lru_cache(maxsize=2)(
             lambda tokenise, *arguments: tokenise(*arguments)
@@ -107,6 +109,7 @@ class Branches:
             row_number: (row.request.agent, row.request.tools or row.messages[0].content)
             for row_number, row in trained_rows
         }
+
         turn_counts = Counter(conversations[row_number] for row_number, _ in trained_rows)
 
         rows_with_tools = [number for number in sorted(conversations) if self.rows[number].request.tools]
@@ -118,6 +121,7 @@ class Branches:
         for row_number, row in reversed(trained_rows):
             if conversations[row_number] == main_conversation:
                 return row.messages
+
         raise AssertionError("no turn is trained")
 
     @property
@@ -187,10 +191,12 @@ class Branches:
             except BaseException:
                 self.give_back(answers)
                 raise
+
             if isinstance(answer, Refusal):
                 self.give_back(answers)
                 return answer
             answers.append(answer)
+
         return answers
 
     def give_back(self, answers: Sequence[Turn | Placement]) -> None:
@@ -210,8 +216,10 @@ class Branches:
             if not is_side:
                 self.refused = placement
             return placement
+
         placement = replace(placement, attempt=attempt)
         self._pending_placements[placement.session] = placement
+
         if placement.row is None:
             self._abandoned_placements = [
                 left for left in self._abandoned_placements if left.session != placement.session
@@ -219,6 +227,7 @@ class Branches:
             self._next_session = max(self._next_session, placement.session + 1)
         else:
             self._change_row(placement.row, busy=True)
+
         return placement
 
     def recorded_turn(self, placement: Placement) -> Turn | None:
@@ -227,6 +236,7 @@ class Branches:
         agent does not repeat itself."""
         if not self.replaying:
             return None
+
         checked_rows: set[int] = set()
         for turn in self._recorded_turns[len(self.turns) :]:
             known_row = turn.row if turn.row < len(self.rows) else None  # None: the turn begins the row
@@ -240,6 +250,7 @@ class Branches:
             if turn.row not in checked_rows and recorded_position == requested_position:
                 return turn
             checked_rows.add(turn.row)
+
         raise ProtocolError(f"the agent does not repeat its recorded turn {len(self.turns)}")
 
     def turn(self, placement: Placement, generation: Generation) -> Turn:
@@ -257,6 +268,7 @@ class Branches:
         row_ids = () if placement.row is None else self.rows[row_number].ids
         if (turn.index, turn.row, row_ids + turn.context) != (len(self.turns), row_number, placement.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
+
         message = self._model_message(placement.request, turn, with_stop_text=True)
         messages = (*placement.messages, message)
         all_ids = placement.ids + turn.ids
@@ -273,9 +285,11 @@ class Branches:
                 untrained=placement.untrained,
             )
         ]
+
         self.turns.append(turn)
         if not turn.untrained:
             self.refused = None
+
         del self._pending_placements[placement.session]
         return message
 
@@ -323,14 +337,17 @@ class Branches:
             for abandoned in self._abandoned_placements
         ):
             return None
+
         answered_rows = [
             row
             for row in self.rows
             if row.attempt < attempt and not row.busy and not row.read and row.request == request
         ]
+
         row = max(answered_rows, key=lambda row: (row.attempt, row.last.index), default=None)
         if row is None:
             return None
+
         self._change_row(row.last.row, attempt=attempt)
         return row.last
 
@@ -354,6 +371,7 @@ class Branches:
             new_messages = request.messages[len(extended_row.messages) :]
             if refusal := self._too_long(new_messages, len(extended_row.ids)):
                 return refusal
+
             delta_ids = self._cached_ids(chat.delta_ids, chat.fold(new_messages, False), extended_row.ids[-1])
             if delta_ids is not None:
                 messages = extended_row.messages + new_messages
@@ -370,6 +388,7 @@ class Branches:
         messages = longest_prefix + request.messages[len(longest_prefix) :]
         if refusal := self._too_long(messages[len(longest_prefix) :], 0, sum(map(len, request.tools))):
             return refusal
+
         prompt_ids = self._cached_ids(chat.prompt_ids, chat.fold(messages, True), request.tools)
         return self._make_placement(request, None, prompt_ids, messages, is_side)
 
@@ -381,12 +400,14 @@ class Branches:
         known_messages = 0 if row_number is None else len(self.rows[row_number].messages)
         new_messages = request.messages[known_messages:]
         chat = self._rules.chat
+
         is_quick = is_short(new_messages, sum(map(len, request.tools)) if row_number is None else 0)
         if is_quick and row_number is not None and not is_short(request.messages):
             # The whole request is tokenised if the template rewrites the row.
             last_token = self.rows[row_number].ids[-1]
             delta_ids = self._cached_ids(chat.delta_ids, chat.fold(new_messages, False), last_token)
             is_quick = delta_ids is not None
+
         return None if is_quick else lambda: self._find_placement(request, is_side)
 
     def _count_folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
@@ -408,6 +429,7 @@ class Branches:
         row_number, continuation = self._text_rows.find_continued_row(prompt, free_rows)
         if row_number is None and (refusal := self._too_many_rows(pending_placements, is_side)):
             return refusal
+
         if isinstance(continuation, str):
             row_tokens = 0 if row_number is None else len(self.rows[row_number].ids)
             if refusal := self._too_long((Message("user", continuation),), row_tokens):
@@ -441,6 +463,7 @@ class Branches:
         client left, and that comes again, goes on with the tokens already sampled of the turn."""
         limits = self._rules.config
         requested_tokens = request.max_new_tokens
+
         if row_number is None:
             abandoned_sessions = [
                 left.session for left in self._abandoned_placements if left.request == request
@@ -459,6 +482,7 @@ class Branches:
         max_new_tokens = min(free_tokens, limits.max_new_tokens)
         if requested_tokens is not None:
             max_new_tokens = min(max_new_tokens, requested_tokens)
+
         return Placement(request, session, row_number, prompt_ids, context, max_new_tokens, messages, is_side)
 
     def _too_long(
@@ -515,6 +539,7 @@ class Branches:
         else:
             parsed = read_turn(self._rules, turn, request.tools, stops)
             message = turn_message(self._rules, turn, parsed, stops)
+
         self._newest_message = turn, stops, message
         return message
 

@@ -48,6 +48,7 @@ class Chat:
             raise ConfigError(
                 "the tokenizer has no chat template; use an instruct model, or set model.template"
             )
+
         format_date = (today or datetime.date.today()).strftime
         self._tokenizer = tokenizer
         self._render = Renderer(tokenizer, find_shape(tokenizer, format_date, options), format_date, options)
@@ -57,17 +58,20 @@ class Chat:
         }
         # A text that is read as several tokens (special tokens can be switched off) is no control token.
         controls = {text: ids[0] for text, ids in ids_by_text.items() if len(ids) == 1}
+
         self._probe = TemplateProbe(self._render, controls)
         written_tokens = self._probe.written_tokens(str(tokenizer.chat_template))
         self._content_leads, self._content_closings = self._probe.texts_around_content()
         self._accepted_messages = self._probe.accepted_messages()
         self._encode = ChunkEncoder(tokenizer, written_tokens)
         markup_tokens = {token for token in written_tokens if not token.isalnum() and not token.isspace()}
+
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {})  # not every tokenizer has this table
         special_tokens = {
             *tokenizer.all_special_tokens,
             *(str(token) for token in added_tokens.values() if token.special),
         }
+
         self._control_pattern = _pattern_of_any(markup_tokens | special_tokens)
         eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         all_stop_ids = [*(controls[token] for token in self._probe.stop_tokens()), *eos_ids, *extra_stop_ids]
@@ -77,6 +81,7 @@ class Chat:
         )
         # The episodes of a group share their prompt and most replies; a rendering costs 0.2 ms or more.
         self._cached_prompt = lru_cache(maxsize=1024)(self._prompt_uncached)
+
         self._cached_delta = lru_cache(maxsize=1024)(self._delta_uncached)
         self._cached_rewrites = lru_cache(maxsize=64)(self._probe.rewrites)
 
@@ -140,6 +145,7 @@ class Chat:
         else:
             prompt_text = self._render(history, tools)
             conversation_text = self._render((*history, message), tools, opening=False)
+
         if not conversation_text.startswith(prompt_text):
             common_length = len(common_prefix(prompt_text, conversation_text))
             opens = prompt_text[common_length:][:QUOTED_CHARACTERS]
@@ -147,14 +153,17 @@ class Chat:
             raise ConfigError(
                 f"the chat template opens the model's turn with {opens!r}, but writes this one as {writes!r}"
             )
+
         text = conversation_text.removeprefix(prompt_text)
         stop_match = self._stop_pattern.search(text)
+
         turn_text = text[: stop_match.start()] if stop_match else text
         if message.content.strip() not in turn_text or message.reasoning.strip() not in turn_text:
             raise ConfigError(
                 f"the chat template writes {turn_text[:QUOTED_CHARACTERS]!r} where the turn says "
                 f"{message.content[:QUOTED_CHARACTERS]!r}"
             )
+
         return (
             self._encode(text[: stop_match.end()])
             if stop_match
@@ -232,6 +241,7 @@ class Chat:
             for role in roles
             if (rewriting := self._cached_rewrites((role,)))
         ]
+
         warnings += [
             f"the chat template reads {name}, which the tokenizer lacks: name it in tokenizer_config.json"
             for name in ("bos_token", "eos_token")
@@ -241,6 +251,7 @@ class Chat:
             return warnings
         if self._render.shape.user_replies:
             warnings.append("the chat template has no tool role: replies are shown as messages of the user")
+
         if not (calls_shown or self._probe.shows_tools()):
             has_chatml = "<|im_end|>" in self._tokenizer.get_added_vocab()
             suggestion = "=chatml_tools, which does" if has_chatml else " to a Jinja file that does"
@@ -248,10 +259,12 @@ class Chat:
                 f"the chat template does not show the tools to the model: set model.template{suggestion}, or "
                 "describe them in the prompts"
             )
+
         if history != "append" and not self._probe.shows_calls():
             warnings.append(
                 "the chat template shows no tool calls: a row that begins anew misses the earlier ones"
             )
+
         return warnings
 
     def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
@@ -265,6 +278,7 @@ class Chat:
         `continue_final_message` of transformers does."""
         *history, last_message = messages
         marked_message = replace(last_message, content=last_message.content + CONTINUATION_MARK)
+
         text, mark, _ = self._render((*history, marked_message), tools, opening=False).rpartition(
             CONTINUATION_MARK
         )
@@ -273,6 +287,7 @@ class Chat:
                 f"the chat template does not write {last_message.content[:QUOTED_CHARACTERS]!r}, with which "
                 "the turn begins"
             )
+
         return text
 
     def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
@@ -292,6 +307,7 @@ def prefill_of(messages: Sequence[Message]) -> str:
         or not last_message.content.strip()
     ):
         return ""
+
     return last_message.content
 
 

@@ -97,16 +97,20 @@ class TemplateProbe:
             if token := self.turn_end(replies).token:
                 yield token
                 continue
+
             try:
                 following_text = self.text_after_turn(replies)
             except ConfigError:  # the template has no such role
                 continue
+
             first_token = next(filter(following_text.startswith, self._control_tokens), None)
             if first_token is None:
                 raise ConfigError(
                     "the chat template writes no end of turn after the assistant; use another one"
                 )
+
             yield first_token
+
         yield from (token for token in CALL_TURN_ENDS if token in self._control_tokens)
 
     def written_tokens(self, source: str) -> list[str]:
@@ -124,6 +128,7 @@ class TemplateProbe:
                         *replies,
                     )
                     texts.append(self._render(probe_messages, (_PROBE_TOOL,) * (roles == ("tool",))))
+
         return [token for token in self._control_tokens if any(token in text for text in texts)]
 
     def rewrites(self, roles: tuple[str, ...]) -> str:
@@ -136,6 +141,7 @@ class TemplateProbe:
             if comparison.rewrites:
                 return comparison.rewrites
             following_texts |= {comparison.first, comparison.second}
+
         return "" if len(following_texts) == 1 else "writes the same message differently in other places"
 
     def accepted_messages(self) -> Accepted:
@@ -144,6 +150,7 @@ class TemplateProbe:
         second_rules = Message("system", "asyncrl-laws")
         model_turn = Message("assistant", TURN_MARK)
         second_user = Message("user", "asyncrl-more")
+
         return Accepted(
             system=self._shows(first_rules, _USER_MESSAGE),
             several=self._shows(first_rules, second_rules, _USER_MESSAGE),
@@ -178,6 +185,7 @@ class TemplateProbe:
             for token in control_pattern.finditer(text_before)
             if token.end() > opening_length
         ]
+
         return content_leads, [turn_tail[: token.end()] for token in control_pattern.finditer(turn_tail)][
             ::-1
         ]
@@ -192,6 +200,7 @@ class TemplateProbe:
                 if messages_before == (_USER_MESSAGE,) and ("tool" in roles or not tools):
                     raise
                 continue  # a template without system messages, or without tools
+
             if turn.reasoning or THOUGHT_MARK in turn.content or not prompt.rstrip().endswith("<think>"):
                 yield _Beginning(messages_before, tools, prompt, turn)
 
@@ -202,14 +211,17 @@ class TemplateProbe:
         two_exchanges = self._render(
             (*beginning.messages, *turn_and_replies, *turn_and_replies), beginning.tools
         )
+
         if hidden_roles := [message.role for message in replies if message.content not in one_exchange]:
             raise ConfigError(
                 f"the chat template shows nothing of a message with the role {hidden_roles[0]!r}"
             )
+
         if self._drops_reasoning(beginning.turn, replies, one_exchange, two_exchanges):
             return _Comparison("drops the reasoning of earlier turns")
         if not (one_exchange.startswith(beginning.prompt) and two_exchanges.startswith(one_exchange)):
             return _Comparison("changes what stands before the new messages")
+
         turn_end = self.turn_end(replies)
         first_following = turn_end.text_after_turn(one_exchange[len(beginning.prompt) :])
         second_following = turn_end.text_after_turn(two_exchanges[len(one_exchange) :])
@@ -217,6 +229,7 @@ class TemplateProbe:
             return _Comparison(
                 f"no longer writes {turn_end.token or 'the end of the turn'!r} where the turn ended"
             )
+
         return _Comparison("", first_following, second_following)
 
     def _drops_reasoning(
@@ -227,6 +240,7 @@ class TemplateProbe:
                 (_USER_MESSAGE, _model_turn(_answered_calls(replies), turn)), opening=False
             )
             return THOUGHT_MARK in turn_alone and two_exchanges.count(THOUGHT_MARK) < 2
+
         return THOUGHT_MARK in turn.content and THOUGHT_MARK not in one_exchange and TURN_MARK in one_exchange
 
     def _find_end(self, calls: tuple[ToolCall, ...]) -> TurnEnd:
@@ -236,12 +250,15 @@ class TemplateProbe:
             if calls:
                 return self._plain_end
             raise
+
         mark_position, mark = max((text.rfind(mark), mark) for mark in (TURN_MARK, CALL_MARK))
         if mark_position < 0:
             raise ConfigError("the chat template does not show the model's words; use another one")
+
         answered_text = self._answered_text(calls)
         turn_tail = self._turn_part(text[mark_position + len(mark) :], answered_text, mark).rstrip()
         possible_tokens = (self._plain_end.token, *CALL_TURN_ENDS) if calls else self._control_tokens
+
         token = next((token for token in possible_tokens if token and turn_tail.endswith(token)), "")
         if not token and (following_text := answered_text.partition(mark)[2]).startswith(turn_tail):
             following_text = following_text[len(turn_tail) :]
@@ -251,6 +268,7 @@ class TemplateProbe:
                 turn_tail += following_text[: len(following_text) - len(following_text.lstrip())]
             else:  # replies stand within the turn (Apertus): the tag behind the calls ends it
                 token = next(filter(turn_tail.endswith, self._control_tokens), "")
+
         return TurnEnd(mark, turn_tail.removesuffix(token), token)
 
     def _answered_text(self, calls: tuple[ToolCall, ...]) -> str:
@@ -271,6 +289,7 @@ class TemplateProbe:
         answered_tail = answered_text.partition(mark)[2]
         if not answered_text or answered_tail.startswith(turn_tail):
             return turn_tail
+
         repeated_tokens = [token for token in self._control_tokens if answered_text.count(token) > 1]
         next_message_token = min(
             repeated_tokens, key=answered_text.find, default="\0"
@@ -280,6 +299,7 @@ class TemplateProbe:
             (common_tail.rfind(token) + len(token) for token in self._control_tokens if token in common_tail),
             default=0,
         )
+
         return (
             common_tail[:turn_length] or turn_tail
         )  # nothing in common: an answered turn ends otherwise (gpt-oss)
@@ -318,6 +338,7 @@ def _contexts_before_turn(roles: tuple[str, ...]) -> list[tuple[tuple[Message, .
     tool_schemas = (_PROBE_TOOL,)
     if "tool" in roles:
         return [(user_only, tool_schemas), (with_system, tool_schemas)]
+
     replies = _replies_of_roles(("tool",))
     call_and_replies = (_model_turn(_answered_calls(replies)), *replies)
     later_contexts = (
@@ -326,6 +347,7 @@ def _contexts_before_turn(roles: tuple[str, ...]) -> list[tuple[tuple[Message, .
         (*user_only, *call_and_replies),
         (*with_system, *call_and_replies),
     )
+
     return [(user_only, ()), (with_system, ()), *((context, tool_schemas) for context in later_contexts)]
 
 
@@ -340,6 +362,7 @@ def _replies_of_roles(roles: tuple[str, ...]) -> tuple[Message, ...]:
             ]
         else:
             messages.append(Message(role, "asyncrl-more"))
+
     return tuple(messages)
 
 

@@ -81,6 +81,7 @@ class Renderer:
         except Exception as error:  # templates raise anything, and arguments may be no JSON
             roles = ", ".join(message.role for message in shaped_messages)
             raise ConfigError(f"the chat template refuses the roles ({roles}): {one_line(error)}") from error
+
         return encodable(text)
 
 
@@ -105,14 +106,17 @@ def fold(messages: Sequence[Message], accepted: Accepted, beginning: bool = True
     folded_messages = list(leading_system if accepted.system else ())
     if len(folded_messages) > 1 and not accepted.several:
         folded_messages = [_join_messages(folded_messages)]
+
     for message in later_messages if accepted.system else (*leading_system, *later_messages):
         is_refused = message.role == "system" and not (accepted.system and accepted.later)
         accepted_message = replace(message, role="user") if is_refused else message
+
         follows_user = bool(folded_messages) and folded_messages[-1].role == accepted_message.role == "user"
         if follows_user and not accepted.users:
             folded_messages[-1] = _join_messages((folded_messages[-1], accepted_message))
         else:
             folded_messages.append(accepted_message)
+
     return tuple(folded_messages)
 
 
@@ -137,6 +141,7 @@ def find_shape(tokenizer: Tokenizer, format_date: Callable[[str], str], options:
                 (shape for shape, parts in parts_by_shape.items() if parts == wanted_parts), None
             ):
                 return matching_shape
+
     return Shape()
 
 
@@ -147,6 +152,7 @@ def _shown_parts(render: Render) -> tuple[str, ...]:
         text = render(_PROBE_CONVERSATION)
     except ConfigError:
         return ()
+
     reply_positions = [text.find(f"asyncrl-{number}") for number in ("one", "two", "three")]
     calls_shown = [f"asyncrl-{number}" in text for number in ("first", "second", "third")]
     if (
@@ -155,8 +161,10 @@ def _shown_parts(render: Render) -> tuple[str, ...]:
         or any(calls_shown) != all(calls_shown)
     ):
         return ()
+
     if "'asyncrl'" in text:  # arguments as Python writes them
         return ()
+
     return ("calls", "replies") if all(calls_shown) else ("replies",)
 
 
@@ -192,12 +200,15 @@ def _shape_messages(messages: Sequence[Message], shape: Shape) -> Iterator[Messa
         messages = _as_user_messages(messages)
     if shape.called_only:
         messages = _with_calls(messages)
+
     for message in messages:
         if shape.bare_calls and message.tool_calls:
             message = replace(message, content="")
+
         if shape.one_text and message.tool_calls and message.reasoning and message.content:
             joined_text = f"{message.reasoning}\n\n{message.content}"
             message = replace(message, content="", reasoning=joined_text)
+
         if shape.single_calls and len(message.tool_calls) > 1:
             yield replace(message, tool_calls=message.tool_calls[:1])
             for call in message.tool_calls[1:]:
@@ -213,11 +224,14 @@ def _as_user_messages(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         is_tool = message.role == "tool"
         text = f"<tool_response>\n{message.content}\n</tool_response>" if is_tool else message.content
+
         if after_tool and message.role in ("tool", "user"):
             user_messages[-1] = Message("user", f"{user_messages[-1].content}\n{text}")
         else:
             user_messages.append(Message("user", text) if is_tool else message)
+
         after_tool = is_tool
+
     return user_messages
 
 
@@ -230,6 +244,7 @@ def _with_calls(messages: Sequence[Message]) -> list[Message]:
             calls = tuple(ToolCall(reply.name or "tool", "{}", reply.tool_call_id) for reply in replies)
             message = Message(message.role, tool_calls=calls) if calls else message
         shaped_messages.append(message)
+
     return shaped_messages[::-1]
 
 
@@ -241,12 +256,15 @@ def _template_message(message: Message, shape: Shape) -> dict[str, Any]:
         template_message["content"] = None
     if message.reasoning:
         template_message["thinking"] = template_message["reasoning"] = message.reasoning
+
     for call in template_message.get("tool_calls", ()):
         call["id"] = _call_id(call["id"], shape)
         if not shape.argument_text:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+
     if message.tool_call_id or message.role == "tool":
         template_message["tool_call_id"] = _call_id(message.tool_call_id, shape)
+
     return template_message
 
 

@@ -40,17 +40,21 @@ def demonstrated(
                 if context is None:
                     row_number += 1
                     context = rules.chat.prompt_ids(history, tools)
+
                 unsampled_turn = Turn(len(turns), context, (), (), (), StopReason.STOP, row=row_number)
                 turns.append(_demonstrated_turn(rules, unsampled_turn, history, message, tools, version))
+
                 if prefill := prefill_of(history):  # the prefill and the turn are one message
                     message = replace(message, content=prefill + message.content)
                     history = history[:-1]
                 answered_count = len(history) + 1
             elif message.role == "tool":
                 message = replace(message, content=rules.shorten(message.content))
+
             history += (message,)
     except ConfigError as error:
         return Fail(FailReason.MISALIGNED, f"message {position}: {error}")
+
     return tuple(turns)
 
 
@@ -61,9 +65,11 @@ def _turn_context(
     new_messages = history[answered_count:]
     if not new_messages:
         raise ConfigError("the assistant speaks without a message that it answers")
+
     delta_ids = rules.chat.delta_ids(new_messages, turns[-1].ids[-1]) if turns else None
     if turns and delta_ids is None and rules.config.history == "append":
         raise ConfigError("the chat template rewrites earlier turns here; set rollout.history=fork")
+
     return delta_ids
 
 
@@ -80,6 +86,7 @@ def _demonstrated_turn(
     turn_ids = rules.chat.turn_ids(history, message, tools)
     spans = (VersionSpan(0, len(turn_ids), version, kv_version=-1),)
     turn = replace(unsampled_turn, ids=turn_ids, logprobs=(0.0,) * len(turn_ids), spans=spans)
+
     if message.tool_calls:
         parsed = read_turn(rules, turn, tools)
         if parsed.errors or _call_values(parsed.calls) != _call_values(message.tool_calls):
@@ -89,10 +96,12 @@ def _demonstrated_turn(
                     f"the chat template does not write the call of {name!r}: set model.template to one that "
                     "does (chatml_tools), or write the call into the content"
                 )
+
             raise ConfigError(
                 f"the call of {name!r} is not read back by rollout.parser from what the chat template "
                 "writes; name the tool in rollout.tools, or use another parser or template"
             )
+
     return turn
 
 
@@ -109,4 +118,5 @@ def too_long(limits: RolloutConfig, turns: Sequence[Turn]) -> Fail | None:
         detail = f"the template makes {len(row_lengths)} rows of it, rollout.max_rows is {limits.rows}"
     else:
         return None
+
     return Fail(FailReason.PROMPT_TOO_LONG, detail)

@@ -134,6 +134,7 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
             or command.ids != _row_ids(episode, command) + turn.context
         ):
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
+
         generation = Generation(
             turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes, turn.scores
         )
@@ -144,11 +145,13 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
             episode = advance(rules, episode, ToolsReplied(turn.replies[: len(episode.command.calls)]))
         if turn.observation is not None and isinstance(episode.command, Step):
             episode = advance(rules, episode, Observed(turn.observation))
+
         repeated_turn = episode.turns[-1]
         if (
             turn.replies and repeated_turn.replies != turn.replies
         ) or repeated_turn.observation != turn.observation:
             raise ProtocolError(f"what is recorded after turn {turn.index} does not answer it")
+
     return episode
 
 
@@ -173,6 +176,7 @@ def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
             messages.append(_tool_message(reply, DROPPED_REPLY if hidden_replies > 0 else reply.content))
             hidden_replies -= 1
         messages += turn.observation.messages if turn.observation else ()
+
     return tuple(messages)
 
 
@@ -187,11 +191,13 @@ def shorten_observation(rules: Rules, observation: Observation) -> Observation:
 def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
     opened = replace(opened, messages=_shorten_messages(rules, opened.messages))
     episode = replace(episode, opened=opened)
+
     prompt_ids = _prompt_ids(rules, episode)
     max_tokens = rules.config.max_tokens
     if len(prompt_ids) >= max_tokens:
         detail = f"the prompt has {len(prompt_ids)} tokens, rollout.max_tokens is {max_tokens}"
         return _fail_episode(episode, FailReason.PROMPT_TOO_LONG, detail)
+
     return _sample_next(rules, episode, prompt_ids, row_number=0)
 
 
@@ -200,11 +206,14 @@ def _generated(rules: Rules, episode: Episode, command: Generate, generation: Ge
     if command.ids[: len(row_ids)] != row_ids:
         detail = f"the prompt of turn {len(episode.turns)} does not extend the tokens of its row"
         return _fail_episode(episode, FailReason.MISALIGNED, detail)
+
     if engine_problem := problem(rules.chat.stop_ids, command.max_new_tokens, generation):
         return _fail_episode(episode, FailReason.ENGINE_ERROR, engine_problem)
+
     turn = make_turn(len(episode.turns), command.row, command.ids[len(row_ids) :], generation)
     if not row_ids:
         turn = replace(turn, taught=taught(rules, episode, command))
+
     rows = (*episode.rows[: command.row], command.ids + generation.ids)
     prefill = "" if episode.turns else prefill_of((*episode.sample.prompt, *episode.opened.messages))
     parsed = read_turn(rules, turn, episode.opened.tools, prefill=prefill)
@@ -212,12 +221,15 @@ def _generated(rules: Rules, episode: Episode, command: Generate, generation: Ge
     to_environment = _for_environment(rules, episode, parsed)
     if (episode_end := _end_after_turn(rules, episode, parsed, to_environment)) is not None:
         return _score_episode(episode, episode_end)
+
     if to_environment:
         message = turn_message(rules, turn, parsed)
         tool_calls = episode.tool_calls + len(parsed.calls)
         return replace(episode, tool_calls=tool_calls, bad_calls=0, command=Step(message))
+
     if parsed.calls:
         return replace(episode, command=CallTools(parsed.calls, parsed.errors))
+
     return _replied(rules, episode, (), parsed.errors)  # all calls are malformed: no tool runs
 
 
@@ -248,6 +260,7 @@ def _end_after_turn(
         return EpisodeEnd.ANSWERED
     if not call_count and episode.bad_calls + error_count >= limits.max_bad_calls:
         return EpisodeEnd.BAD_CALLS
+
     return EpisodeEnd.MAX_TURNS if len(episode.turns) >= limits.max_turns else None
 
 
@@ -268,6 +281,7 @@ def _replied(
     )
     if episode.bad_calls >= rules.config.max_bad_calls:
         return _score_episode(episode, EpisodeEnd.BAD_CALLS)
+
     return _next_turn(rules, episode, tuple(_tool_message(reply, reply.content) for reply in all_replies))
 
 
@@ -279,10 +293,12 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
         return _score_episode(episode, EpisodeEnd.DONE)
     if len(episode.turns) >= rules.config.max_turns:
         return _score_episode(episode, EpisodeEnd.MAX_TURNS)
+
     if not observation.messages:
         return _fail_episode(
             episode, FailReason.ENVIRONMENT_ERROR, "the environment sent nothing, and is not done"
         )
+
     return _next_turn(rules, episode, observation.messages)
 
 
@@ -291,6 +307,7 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
     a new row. With history=fold, a full row goes on as a new row."""
     limits = rules.config
     row_number = len(episode.rows) - 1
+
     delta_ids = rules.chat.delta_ids(messages, episode.rows[-1][-1])
     if delta_ids is not None:
         prefix_ids = episode.rows[-1] + delta_ids
@@ -300,6 +317,7 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
     else:
         prefix_ids = _prompt_ids(rules, episode)
         row_number += 1
+
     row_is_full = len(prefix_ids) + limits.max_new_tokens > limits.max_tokens
     if limits.history == "fold" and row_is_full and len(episode.rows) < limits.max_rows:
         folded_episode = _with_more_folded(rules, episode)
@@ -309,10 +327,12 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
                 _prompt_ids(rules, folded_episode),
                 len(episode.rows),
             )
+
     if row_number >= limits.max_rows:
         return _score_episode(episode, EpisodeEnd.MAX_ROWS)
     if len(prefix_ids) >= limits.max_tokens:
         return _score_episode(episode, EpisodeEnd.LENGTH)
+
     return _sample_next(rules, episode, prefix_ids, row_number)
 
 
@@ -323,12 +343,14 @@ def _with_more_folded(rules: Rules, episode: Episode) -> Episode:
     reply_counts = range(episode.folded + 1, 1 + sum(len(turn.replies) for turn in episode.turns[:-1]))
     if not reply_counts:
         return episode
+
     max_prompt_tokens = limits.max_tokens - max(limits.max_new_tokens, limits.max_tokens // FREE_DIVISOR)
     position = bisect.bisect_left(
         reply_counts,
         True,
         key=lambda count: len(_prompt_ids(rules, replace(episode, folded=count))) <= max_prompt_tokens,
     )
+
     return replace(episode, folded=reply_counts[min(position, len(reply_counts) - 1)])
 
 
@@ -368,6 +390,7 @@ def _written_conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]
     turn = messages[prompt_length]
     written_text = rules.chat.decode(episode.turns[0].ids)
     leading_space = written_text[: len(written_text) - len(written_text.lstrip())]
+
     text, thought = split_thought(rules, prefill)
     if thought and not episode.read[0].errors:
         thought = thought.removeprefix(think_tags(rules.parse).open).lstrip()
@@ -375,6 +398,7 @@ def _written_conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]
     else:
         content = prefill + leading_space + turn.content.lstrip()
         turn = replace(turn, content=content, reasoning=turn.reasoning or begun_message.reasoning)
+
     return (*messages[: prompt_length - 1], turn, *messages[prompt_length + 1 :])
 
 
@@ -385,6 +409,7 @@ def taught(rules: Rules, episode: Episode, command: Generate) -> tuple[int, ...]
         return ()
     if first_turn := next((turn for turn in episode.turns if turn.row == command.row), None):
         return first_turn.taught + command.ids[len(first_turn.context) :]
+
     first_message, *later_messages = _written_conversation(rules, episode)
     ground_truth = json.loads(episode.sample.ground_truth)
     privileged_text = rules.privilege.replace(
@@ -394,6 +419,7 @@ def taught(rules: Rules, episode: Episode, command: Generate) -> tuple[int, ...]
         replace(first_message, content=f"{privileged_text}\n\n{first_message.content}"),
         *later_messages,
     )
+
     return rules.chat.prompt_ids(messages, episode.opened.tools)
 
 

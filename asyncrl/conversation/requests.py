@@ -88,6 +88,7 @@ def same_message(our_message: Message, their_message: Message) -> bool:
     space around the content, the spelling and the defaults of arguments, the reasoning left out."""
     if our_message.role != "assistant":
         return our_message == their_message
+
     return (
         their_message.role == our_message.role
         and their_message.content.strip() == our_message.content.strip()
@@ -167,14 +168,17 @@ class TextRows:
             row_ended = isinstance(prompt, str) and row.ids[-1] in self._chat.stop_ids
             if row.request.prompt is None or row_ended:
                 continue
+
             row_prefix: Any = self._row_text(row.session, row.ids) if isinstance(prompt, str) else row.ids
             if isinstance(prompt, str) and not prompt.startswith(
                 row_prefix
             ):  # the tokenizer added the first ids
                 row_prefix = row_prefix.removeprefix(self._chat.decode(self._chat.text_ids("", True)))
+
             if len(row_prefix) > matched_length and prompt[: len(row_prefix)] == row_prefix:
                 continued_row = row_number
                 matched_length = len(row_prefix)
+
         return continued_row, prompt[matched_length:]
 
     def _row_text(self, session: int, ids: tuple[int, ...]) -> str:
@@ -188,5 +192,7 @@ class TextRows:
                 "\ufffd"
             )  # no character is split between old and new ids
             text = text + overlap_and_new[len(overlap_text) :] if is_aligned else decode(ids)
+
             self._known_texts[session] = len(ids), text
+
         return text

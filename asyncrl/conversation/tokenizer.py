@@ -49,6 +49,7 @@ def load_tokenizer(path: str) -> Any:
             f"{path}: no usable tokenizer ({one_line(error)}); it needs a tokenizer.json, which "
             "save_pretrained(...) of a tokenizer of transformers writes"
         ) from error
+
     special_tokens = [
         token
         for token in loaded_tokenizer.all_special_tokens
@@ -59,16 +60,20 @@ def load_tokenizer(path: str) -> Any:
         decoded_text = loaded_tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
         if loaded_tokenizer.encode(text, add_special_tokens=False) != ids:
             deviation = "reads"
         elif decoded_text != file_tokenizer.decode(ids, skip_special_tokens=False):
             deviation = "writes"
         else:
             continue
+
         raise ConfigError(
             f"{path}: the tokenizer as transformers loads it {deviation} {text!r} otherwise than "
-            "tokenizer.json; remove what changes it from tokenizer_config.json, or save it anew with save_pretrained(...)"
+            "tokenizer.json; remove what changes it from tokenizer_config.json, or save it anew with "
+            "save_pretrained(...)"
         )
+
     return loaded_tokenizer
 
 
@@ -94,6 +99,7 @@ class ChunkEncoder:
             for added_token in added_tokens
             if not (added_token.normalized or added_token.single_word or added_token.lstrip)
         )
+
         splitting_tokens = {*exact_tokens} & {*split_tokens}
         added_texts = [str(token) for token in added_tokens]
         unambiguous_tokens = [
@@ -101,11 +107,13 @@ class ChunkEncoder:
             for token in splitting_tokens
             if not any(_may_overlap(token, added_text) for added_text in added_texts)
         ]
+
         self._chunk_pattern = (
             re.compile("|".join(map(re.escape, sorted(unambiguous_tokens, key=len, reverse=True))))
             if unambiguous_tokens
             else None
         )
+
         self._cached_ids = lru_cache(maxsize=CACHED_CHUNKS)(self._encode_chunk)
 
     def __call__(self, text: str) -> tuple[int, ...]:
@@ -119,6 +127,7 @@ class ChunkEncoder:
                 if end - start <= MAX_CHUNK_CHARACTERS
                 else self._encode_chunk(text[start:end])
             )
+
         return tuple(ids)
 
     def _encode_chunk(self, chunk: str) -> array[int]:
@@ -148,12 +157,14 @@ def shorten(tokenizer: Tokenizer, text: str, limit: int, cut: Cut, missing_chara
     text = encodable(text)
     if _fits_limit(tokenizer, text, limit):
         return text
+
     cut_note = CUT_NOTE
     free_tokens = limit - _count_tokens(tokenizer, CUT_NOTE.format(len(text)))
     if free_tokens <= 0:  # one end only: both ends together could make a control token
         cut_note = ""
         free_tokens = limit
         cut = "tail" if cut == "middle" else cut
+
     while free_tokens > 0:
         head_tokens = {"head": 0, "middle": free_tokens - free_tokens // 2, "tail": free_tokens}[cut]
         head, tail = _head_and_tail(tokenizer, text, head_tokens, free_tokens - head_tokens)
@@ -162,6 +173,7 @@ def shorten(tokenizer: Tokenizer, text: str, limit: int, cut: Cut, missing_chara
         if excess_tokens <= 0:
             return shortened_text
         free_tokens -= excess_tokens  # head and tail together have more tokens than apart
+
     return ""
 
 

@@ -37,14 +37,17 @@ def problem(stop_ids: Sequence[int], max_tokens: int, generation: Generation) ->
         return f"the engine returned {token_count} tokens, asked for 1 to {max_tokens}"
     if len(generation.logprobs) != token_count:
         return f"the engine returned {token_count} tokens with {len(generation.logprobs)} log-probs"
+
     span_edges = [0, *(span.end for span in generation.spans)]
     if span_edges[-1] != token_count or any(
         span.start != expected_start or span.end <= expected_start
         for span, expected_start in zip(generation.spans, span_edges, strict=False)
     ):
         return f"the engine's version spans do not cover its {token_count} tokens"
+
     if generation.stop is StopReason.STOP and generation.ids[-1] not in stop_ids:
         return f"the engine stopped at token {generation.ids[-1]}, which is no stop id"
+
     return ""
 
 
@@ -98,6 +101,7 @@ def read_turn(
     prompt_end = opening(rules, turn.context)
     if split_thought(rules, prefill)[1]:
         prompt_end = think_tags(rules.parse).open
+
     parsed = parse_turn(rules.parse, text, tools, prompt_end)
     return replace(parsed, content=rules.chat.content(parsed.content))
 
@@ -130,6 +134,7 @@ def trained(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     rows untrained tokens are context of the next turn. Turns and rows are numbered anew."""
     if not any(turn.untrained for turn in turns):
         return tuple(turns)
+
     context_by_row: dict[int, tuple[int, ...]] = {}  # by row: tokens that no trained turn has shown yet
     row_numbers: dict[int, int] = {}
     trained_turns: list[Turn] = []
@@ -140,6 +145,7 @@ def trained(turns: Sequence[Turn]) -> tuple[Turn, ...]:
         else:
             row_number = row_numbers.setdefault(turn.row, len(row_numbers))
             trained_turns.append(replace(turn, index=len(trained_turns), row=row_number, context=context))
+
     return tuple(trained_turns)
 
 
@@ -160,12 +166,14 @@ def scored(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) -> Done
             f"the reward function gave {len(result.turns)} turn rewards to an episode of {len(turns)} turns"
         )
         return Fail(FailReason.REWARD_ERROR, detail)
+
     reward_parts = [
         [*(reply.reward for reply in turn.replies), turn.observation.reward if turn.observation else 0.0]
         for turn in turns
     ]
     for turn_parts, turn_reward in zip(reward_parts, result.turns, strict=False):
         turn_parts.append(turn_reward)
+
     turn_agents = tuple(turn.agent for turn in turns) if result.agents else ()
     if unrewarded_agents := [agent for agent in turn_agents if agent not in result.agents]:
         return Fail(
@@ -174,15 +182,18 @@ def scored(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) -> Done
             f"{unrewarded_agents[0] or 'agents'!r}: give 'score', or a number for each agent of the episode "
             "(the `model` of its requests)",
         )
+
     last_turns = {agent: index for index, agent in enumerate(turn_agents)} or {"": len(turns) - 1}
     for agent, index in last_turns.items():
         reward_parts[index] += [result.score, result.agents.get(agent, 0.0)]
+
     reward_parts[-1].append(result.shaping)
     try:
         rewards = tuple(map(math.fsum, reward_parts))
         total = math.fsum(rewards)
     except (OverflowError, ValueError):  # the numbers or their sum are infinite
         return Fail(FailReason.REWARD_ERROR, "the rewards of the episode add up to no finite number")
+
     token_counts = tuple(len(turn.ids) for turn in turns)
     episode_result = EpisodeResult(
         total,
@@ -194,6 +205,7 @@ def scored(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) -> Done
         turn_agents,
         token_counts if turn_agents else (),
     )
+
     return (
         Fail(FailReason.REWARD_ERROR, episode_result.problem)
         if episode_result.problem

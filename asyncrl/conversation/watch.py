@@ -51,6 +51,7 @@ class GrowingText:
             not decoded_text.endswith(_PARTIAL_CHARACTER)
             or len(ids) - self._read_count >= _MAX_PARTIAL_TOKENS
         )
+
         if is_complete and len(decoded_text) > len(known_text):
             self.text += decoded_text[len(known_text) :]
             self._decode_start = self._read_count
@@ -75,12 +76,14 @@ class TurnWatch:
         self._prompt_end = prompt
         self._on_text = on_text
         self._longest_stop = max(map(len, stops), default=0)
+
         self._id_count = 0
         self._growing_text = GrowingText(rules.chat.decode)
         self._parsed_length = 0
         self._reasoning = ""
         self._content = ""
         parser = rules.parse
+
         self._never_calls = (
             isinstance(parser, CallFormat) and not tools
         )  # then only tags of thoughts are special
@@ -89,6 +92,7 @@ class TurnWatch:
     def __call__(self, ids: Sequence[int]) -> bool:
         if len(ids) <= self._id_count:  # an engine was lost, and with it the newest ids
             self._growing_text = GrowingText(self._rules.chat.decode)
+
         self._id_count = len(ids)
         known_length = len(self._growing_text.text)
         self._growing_text.grow(ids)
@@ -97,6 +101,7 @@ class TurnWatch:
         turn_ended = any(text.find(stop, search_start) >= 0 for stop in self._stops)
         if self._on_text is not None and not turn_ended:
             self._report_text(text[: self._certain_length(text)], self._on_text)
+
         return turn_ended
 
     def _certain_length(self, text: str) -> int:
@@ -109,11 +114,13 @@ class TurnWatch:
             certain_length = min(
                 [certain_length, *(position for position in mark_positions if position >= 0)]
             )
+
         return certain_length
 
     def _report_text(self, text: str, on_text: OnText) -> None:
         if len(text) - self._parsed_length <= len(text) // _GROWTH_DIVISOR:
             return
+
         self._parsed_length = len(text)
         try:
             with users_code():
@@ -121,6 +128,7 @@ class TurnWatch:
         except Exception:  # a parser of the user; its error on the whole turn is reported later
             self._on_text = None
             return
+
         new_texts = parsed.reasoning.removeprefix(self._reasoning), parsed.content.removeprefix(self._content)
         has_grown = parsed.reasoning.startswith(self._reasoning) and parsed.content.startswith(self._content)
         if has_grown and any(new_texts):

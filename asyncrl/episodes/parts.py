@@ -73,11 +73,14 @@ class EpisodeParts:
         agent_name = self.config.rollout.agent
         reward = self.config.rollout.reward
         agent = load_agent(agent_name) if agent_name else None
+
         silent_harness = isinstance(agent, Command) and agent.harness.stdin != "sample" and agent.harness.name
         if silent_harness and "agent" in ([reward] if isinstance(reward, str) else reward):
             raise ConfigError(
-                f"rollout.reward is agent, and rollout.agent {silent_harness} returns no score; set another reward"
+                f"rollout.reward is agent, and rollout.agent {silent_harness} returns no score; "
+                "set another reward"
             )
+
         return agent
 
     @cached_property
@@ -102,12 +105,14 @@ class EpisodeParts:
         template_options = config.model.template_args
         if config.model.template:
             tokenizer.chat_template = config.model.template
+
         template_names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
         if unread_options := sorted(template_options.keys() - template_names):
             raise ConfigError(
                 f"model.template_args: the chat template does not read {unread_options[0]!r}; correct the "
                 "name, or leave it out"
             )
+
         today = first_day(Path(config.run_dir) / config.name)
         stop_ids = _generation_stop_ids(Path(config.model.path) / "generation_config.json")
         try:
@@ -154,6 +159,7 @@ def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
     tools = parts.toolbox.tools
     if rollout.agent:  # its requests bring their own tools, and begin a new row wherever they must
         return []
+
     for name, tool in tools.items():
         try:
             chat.prompt_ids((Message("user", "?"),), (tool.schema_text,))
@@ -161,11 +167,13 @@ def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
             raise ConfigError(
                 f"rollout.tools: the model cannot be shown the tool {name!r}, change its signature: {error}"
             ) from error
+
     if not rollout.environment:  # its first message follows the prompt
         try:
             chat.prompt_ids(prompt, tuple(tool.schema_text for tool in tools.values()))
         except ConfigError as error:
             raise ConfigError(f"data.train: sample 0: {error}; change the prompt") from error
+
     roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment)
     return chat.check_history(rollout.history, roles, calls_shown=tools.keys() <= shown_calls(parts, prompt))
 
@@ -181,6 +189,7 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
     missing_tokens = chat.tokens_beyond(embedding_rows)
     if not missing_tokens:
         return
+
     advice = (
         f"the embedding of {parts.config.model.path} has {embedding_rows} rows; run "
         "model.resize_token_embeddings(len(tokenizer)) and save the model"
@@ -197,18 +206,20 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
         for token in missing_tokens
         for is_ascii in (True, False)
     ]
+
     spellings = {*missing_tokens, *escaped_tokens}
     for sample in samples:
         sample_text = _written_text(sample)
         written_by_text = any(spelling in sample_text for spelling in spellings) or not needs_text
         if sample is not samples[0] and not written_by_text:
             continue
+
         highest_id = max(_rendered_ids(parts, sample), default=0)
         if highest_id >= embedding_rows:
             token = next(token for token, token_id in missing_tokens.items() if token_id == highest_id)
             raise ConfigError(
-                f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest_id}), but {advice}, "
-                "or remove the token from the prompt or the chat template"
+                f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest_id}), but "
+                f"{advice}, or remove the token from the prompt or the chat template"
             )
 
 
@@ -226,13 +237,16 @@ def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:
     a short one."""
     rollout = parts.config.rollout
     schemas = parts.toolbox.schemas(sample)
+
     if sample.demonstration:
         turns = demonstrated(parts.rules, sample, schemas)
         return (
             () if isinstance(turns, Fail) else chain.from_iterable(rows_of(turns))
         )  # a Fail is refused later
+
     if rollout.environment or rollout.agent:
         return parts.chat.prompt_ids((Message("user", "?"),), schemas)
+
     return parts.chat.prompt_ids(sample.prompt, schemas)
 
 

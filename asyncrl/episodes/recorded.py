@@ -48,6 +48,7 @@ def turns_of(frames: Sequence[bytes]) -> list[Turn]:
         (decode_turn(turn), decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs
     ]
     replace = msgspec.structs.replace
+
     return [
         replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in answered_turns
     ]
@@ -75,6 +76,7 @@ def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
     samples = Samples.open(samples_path(run_dir, "test"))
     judged_episodes = list[Judged]()
     decode = msgspec.msgpack.Decoder(Finished | Failed).decode
+
     with closing(RunReader.open(run_dir)) as reader:
         for uid, record in reader.held_out(uid_prefix(0)):
             message = decode(record)
@@ -87,6 +89,7 @@ def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
                 else (None,)
             )
             judged_episodes.append(Judged(held_out, source, *result_fields))
+
     return samples, judged_episodes
 
 
@@ -108,6 +111,7 @@ def credited(
     rewards, (siblings, place) = token_rewards(episode.result, turn), baseline.siblings(episode)
     if advantage.critic or advantage.whole_group:
         return rewards, None
+
     compared = rewards, turn, baseline.issued, place, None, baseline.greedy
     return rewards, by_token(CreditInput(episode.result, siblings, *compared), advantage)
 
@@ -121,6 +125,7 @@ async def regrade(
     outcome = scored(turns, end, shaped(parts.rules, parts.reward, reward_result, turns, end))
     if not isinstance(outcome, Done):
         raise RewardError(outcome.detail)
+
     return outcome.result
 
 
@@ -136,17 +141,20 @@ def reward_input(
     conversation of an agent is that of its last turn. Its tools were not recorded: with calls it had some."""
     rules = parts.rules
     shown_turns = tuple(turns)
+
     if rules.config.agent:
         schemas: tuple[str, ...] = (ANY_TOOL_SCHEMA,) if calls else ()
         shown_turns = tuple(turn for turn in turns if turn.row == turns[-1].row)
     else:
         schemas = parts.toolbox.schemas(sample)
+
     # What an environment opens with follows the prompt.
     prefill = "" if rules.config.agent or rules.config.environment else prefill_of(sample.prompt)
     parsed_turns = tuple(
         read_turn(rules, turn, schemas, prefill="" if turn.index else prefill) for turn in shown_turns
     )
     episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown_turns, read=parsed_turns)
+
     return RewardInput(
         sample=sample,
         answer=parsed_turns[-1].content,

@@ -49,6 +49,7 @@ class EpisodeReward:
                 f"{name}: {error}" if len(outcomes) > 1 else str(error) for name, error in failures
             )
             raise RewardError(message, failures[0][1].reason)
+
         weighted_results = [
             (reward.name, reward.weight, outcome)
             for reward, outcome in named_outcomes
@@ -131,4 +132,5 @@ def shaped(
         end=end,
         limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
     )
+
     return msgspec.structs.replace(reward_result, shaping=reward.shape(shaping_input))

@@ -53,11 +53,13 @@ def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents"
         for name in names
         if ":" in name
     }
+
     globs = [name for name in names if ":" not in name]
 
     def untrained(request: AgentRequest) -> bool:
         if any(fnmatchcase(request.agent, glob) for glob in globs):
             return True
+
         for name, function in functions.items():
             try:
                 with users_code():
@@ -65,6 +67,7 @@ def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents"
                         return True
             except Exception as error:
                 raise AgentError(f"{where} {name!r}: {describe(error)}") from error
+
         return False
 
     return untrained

@@ -117,6 +117,7 @@ class ChatExchange:
             for limit in (chat_request.max_tokens, chat_request.max_completion_tokens)
             if limit is not None
         ]
+
         self.agent_request = agent_request(
             map(_message, chat_request.messages),
             chat_request.tools or (),
@@ -125,6 +126,7 @@ class ChatExchange:
             max_tokens=min(token_limits, default=None),
             stops=stops_of(chat_request.stop),
         )
+
         self.count = chat_request.n or 1
         self._chunk_head = answer_head("chat.completion.chunk")
         self._write_logprobs = _token_logprobs if chat_request.logprobs else lambda reply: None
@@ -184,6 +186,7 @@ def answer_fields(
         }
         for index, reply in enumerate(replies)
     ]
+
     return {"choices": choices, "usage": usage_of(replies)}
 
 

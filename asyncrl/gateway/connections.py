@@ -119,11 +119,13 @@ class Connections:
         connection.forget_answer()  # the client has read the answer before
         connection.owner = episode
         connection.hold_reading(self._is_held(episode))
+
         if self._strangers.pop(request.protocol, None):
             connection.become_known()
             self._known_connections[request.protocol] = connection
             if len(self._known_connections) > MAX_KNOWN:
                 _close_oldest(self._known_connections)
+
         return True
 
     def note_answer(self, request: web.Request, lose: Callable[[], None]) -> None:
@@ -174,6 +176,7 @@ class Connections:
         """Await `work`, and count the loop's time of each of its steps for the owner of the connection."""
         steps = work.__await__()
         step: Callable[[], Any] = partial(next, steps)
+
         while True:
             started = time.thread_time()
             try:
@@ -182,6 +185,7 @@ class Connections:
                 return cast(T, end.value)
             finally:
                 self.charge_episode(connection.owner, time.thread_time() - started)
+
             try:
                 yield awaited
                 step = partial(next, steps)
@@ -283,6 +287,7 @@ class _LimitedConnection(asyncio.BufferedProtocol):
         self.owner = episode
         self._is_held = False
         self._is_paused = False
+
         self._is_stranger = True
         self.eof_received = inner.eof_received  # type: ignore[method-assign]
         self.pause_writing = inner.pause_writing  # type: ignore[method-assign]

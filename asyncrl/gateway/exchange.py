@@ -181,9 +181,11 @@ def read_body(body: bytes, request_type: type[T], unsupported: Mapping[str, str]
         request = msgspec.json.decode(body, type=request_type)
     except UNDECODABLE as error:
         raise ApiError(400, f"the request cannot be read: {error}") from error
+
     for field_name, advice in unsupported.items():
         if getattr(request, field_name):
             raise ApiError(400, f"not supported: {field_name}: {advice}", "unsupported_parameter")
+
     return request
 
 
@@ -204,6 +206,7 @@ def agent_request(
         raise ApiError(
             400, "the last message is the model's: a text that it began is not continued; let a user's follow"
         )
+
     choice_kind = tool_choice.get("type") if isinstance(tool_choice, dict) else tool_choice
     schemas = () if choice_kind == "none" else tuple(map(_tool_schema, tools))
     return AgentRequest(conversation, schemas, max_tokens, tuple(stops), model or MODEL)
@@ -232,6 +235,7 @@ def without_effect(body: bytes, request: Any) -> dict[str, str]:
         (field_name, effects.get(field_name, "has no effect"))
         for field_name in itertools.islice(sent_fields, MAX_LOGGED_FIELDS)
     )
+
     return {
         field_name: effect
         for field_name, effect in field_effects
@@ -251,9 +255,11 @@ def text_of(content: str | list[ContentPart] | None) -> str:
     """The text of a message, with a note where there is a picture. ApiError for other content."""
     if content is None or isinstance(content, str):
         return content or ""
+
     supported_types = ("text", "refusal", "image", "image_url")
     if unsupported_types := [part.type for part in content if not part.type.endswith(supported_types)]:
         raise ApiError(400, f"content of type {unsupported_types[0]!r} is not supported; send text")
+
     picture_types = ("image", "image_url")
     return "".join(
         PICTURE_NOTE if part.type.endswith(picture_types) else part.text or part.refusal for part in content

@@ -50,6 +50,7 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         head = await files.head(path)
         if head.startswith(b"\x7fELF"):
             return await _elf_problem(subject, path, head, files)
+
         if not head.startswith(b"#!"):
             if not head or _runs_other_formats():  # it can be executed without being readable
                 return ""
@@ -59,6 +60,7 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         line = os.fsdecode(first_line.partition(b"\0")[0])
         if newline and line.endswith("\r"):
             return f"the first line of {path}, {'#!' + line!r}, ends with a carriage return; write it without"
+
         interpreter, *arguments = re.split(r"[ \t]+", line.strip(" \t"), maxsplit=1)
         if not interpreter:
             return f"the first line of {path} names no interpreter"
@@ -66,12 +68,14 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         named_by = f", which the first line of {path} names,"
         subject = f"the interpreter {interpreter!r}{named_by}"
         path = interpreter
+
         env_program = _started_by_env(*arguments) if PurePath(interpreter).name == "env" else ""
         if env_program:
             if trouble := await files.problem(interpreter):
                 return f"{subject} {trouble}"
             subject = f"{env_program!r}{named_by}"
             path = env_program if "/" in env_program else await files.look_up(env_program, search_path)
+
     return f"more than {MAX_STEPS} scripts name each other as interpreters, the last one {path!r}"
 
 
@@ -85,11 +89,13 @@ def _started_by_env(argument: str = "") -> str:
             words = [] if re.search(r"[$\\#]", text) else shlex.split(text)
         except ValueError:
             return ""
+
     for word in words:
         if word.startswith(("-", "PATH=")):
             return ""
         if "=" not in word:
             return word
+
     return ""
 
 
@@ -112,11 +118,14 @@ async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles
                 return ""
             built_for = f"another architecture (ELF machine {machine})"
             return f"{subject} is built for {built_for}; this machine is {this_machine}"
+
         loader = _loader(head, is_64_bit, byte_order)
     except struct.error:  # headers that lie further behind
         return ""
+
     if loader and (trouble := await files.problem(loader)):
         return f"the loader {loader!r}, which {path} needs, {trouble}"
+
     return ""
 
 
@@ -133,9 +142,11 @@ def _loader(head: bytes, is_64_bit: bool, byte_order: str) -> str:
             (path_offset,) = struct.unpack_from(f"{byte_order}{size_format}", head, header_start + offset_at)
             (path_length,) = struct.unpack_from(f"{byte_order}{size_format}", head, header_start + length_at)
             path_is_read = path_offset + path_length <= len(head)
+
             return (
                 os.fsdecode(head[path_offset : path_offset + path_length].partition(b"\0")[0])
                 if path_is_read
                 else ""
             )
+
     return ""

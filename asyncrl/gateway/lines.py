@@ -53,16 +53,19 @@ def _placeholder_problem(previous_words: list[str], word: str) -> str:
     known_names = [name for name in placeholder_names if name in LINE_PLACEHOLDERS or name == KEY_PLACEHOLDER]
     if KEY_PLACEHOLDER in known_names:
         return f"{{key}} in {word!r} would be seen by all users of the machine; set env: 'NAME={{key}}'"
+
     if known_names and (SHELL_TEXT.search(PLACEHOLDER.sub("", word)) or _runs_next(previous_words)):
         return (
-            f"{{{known_names[0]}}} stands in a program's text, {word!r}, and would be run as a part of it; give it "
-            f"as an argument: sh -c 'agent \"$1\"' sh {{{known_names[0]}}}"
+            f"{{{known_names[0]}}} stands in a program's text, {word!r}, and would be run as a part of it; "
+            f"give it as an argument: sh -c 'agent \"$1\"' sh {{{known_names[0]}}}"
         )
+
     last_placeholder = f"{{{placeholder_names[-1]}}}" if placeholder_names else ""
     if len(known_names) > 1 or (known_names and not word.endswith(last_placeholder)):
         return f"{{{known_names[0]}}} stands in the middle of {word!r}; make it a word of its own, or its end"
     if word.endswith(last_placeholder) and len(placeholder_names) > len(known_names):
         return f"there is no placeholder {last_placeholder}; known: {', '.join(sorted(LINE_PLACEHOLDERS))}"
+
     return ""
 
 
@@ -81,6 +84,7 @@ def _runs_next(previous_words: list[str]) -> bool:
             and any(map(CODE_OPTION.fullmatch, option_words))
         ):
             return True
+
     return False
 
 
@@ -125,4 +129,5 @@ def fill_word(word: str, values: Mapping[str, str]) -> str:
             problem = "it has a NUL"
         if problem:
             raise CommandError(f"the prompt cannot be an argument: {problem}; use {{prompt_file}}")
+
     return fill(word, values)

@@ -1,9 +1,9 @@
-"""Anthropic's Messages API, as far as agents use it that keep their history themselves (Claude Code does):
-the same turns as by chat completions, read from blocks and written as blocks.
+"""Serves Anthropic's Messages API for agents that keep the history themselves, as Claude Code does: the same
+turns as by chat completions, read from blocks and written as blocks.
 
     thinking, text, tool_use ... (one turn of the model) , tool_result ... , text (its replies)
 
-A tool without a schema is one that Anthropic would run: it is left out. Fields that ask for what there is not
+A tool without a schema would be run by Anthropic, and is left out. Fields about features that asyncrl lacks
 (caches, betas, budgets of thoughts) have no effect.
 """
 
@@ -38,10 +38,10 @@ from asyncrl.gateway.exchange import (
 from asyncrl.types import EpisodeEnd, Message, StopReason
 
 BILLING_HEADER = (
-    "x-anthropic-billing-header:"  # a function of the prompt: with it, no two tasks share a prefix
+    "x-anthropic-billing-header:"  # depends on the prompt: with this header, no two tasks share a prefix
 )
 BILLING_EFFECT = "is left out: prompts of other tasks differ in it"
-THOUGHT_SIGNATURE = "asyncrl"  # of thoughts: clients send it back, nobody checks it
+THOUGHT_SIGNATURE = "asyncrl"  # signs thoughts: clients send the signature back, nobody checks it
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -55,8 +55,8 @@ UNREADABLE_TYPES = ("image", "document")  # types of blocks that a model of text
 
 
 class ContentBlock(msgspec.Struct, frozen=True):
-    """One block of a message, of any type. `source`: of a document, or of a `search_result`, as `title` is;
-    `tool_name`: of a `tool_reference`."""
+    """One block of a message, of any type. `source` belongs to a document or a `search_result`, `title` to a
+    `search_result`, `tool_name` to a `tool_reference`."""
 
     type: str
     text: str | None = None
@@ -72,7 +72,9 @@ class ContentBlock(msgspec.Struct, frozen=True):
     tool_name: str = ""
 
 
-Content = str | list[ContentBlock] | dict[str, Any] | None  # an object: a result of a tool that is not ours
+Content = (
+    str | list[ContentBlock] | dict[str, Any] | None
+)  # an object: a result of a tool that Anthropic runs
 
 
 class SentMessage(msgspec.Struct, frozen=True):
@@ -88,7 +90,7 @@ class OfferedTool(msgspec.Struct, frozen=True):
 
 
 class MessagesRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect."""
+    """The body of a request. Other fields have no effect."""
 
     messages: Annotated[list[SentMessage], Meta(min_length=1)]
     system: str | list[ContentBlock] | None = None
@@ -102,8 +104,8 @@ class MessagesRequest(msgspec.Struct, frozen=True):
 
 
 def read(body: bytes) -> MessagesExchange:
-    """Read a request. ApiError for an invalid one, and for one of a conversation that we should have kept:
-    Anthropic's clients know that code, and send all messages again."""
+    """Read a request. ApiError for an invalid request, and for a request that continues a stored
+    conversation: Anthropic's clients know that code, and send all messages again."""
     request = read_body(body, MessagesRequest, {})
     if request.thread is not None:
         text = "'thread': no conversation is kept here; send all messages (tool runners: thread=False)"
@@ -112,8 +114,8 @@ def read(body: bytes) -> MessagesExchange:
 
 
 def write_error(error: ApiError) -> dict[str, Any]:
-    """Write an error in Anthropic's form. A full row is refused in Anthropic's words, on which Claude Code
-    makes its history shorter and goes on."""
+    """Write an error in Anthropic's form. A full row is refused in Anthropic's words: on these words Claude
+    Code shortens the history and goes on."""
     kind = ERROR_TYPES.get(error.status, "api_error")
     message = str(error)
     if error.refusal is not None and error.refusal.end is EpisodeEnd.LENGTH:
@@ -135,7 +137,7 @@ def _blocks(content: Content) -> list[ContentBlock]:
 
 
 def _blocks_text(blocks: Sequence[ContentBlock]) -> str:
-    """The text of blocks, a line or more each; a note where there is a picture. ApiError for other blocks."""
+    """Return the text of blocks, each on new lines; a note replaces a picture. ApiError for other blocks."""
     texts = []
     for block in blocks:
         if block.type in UNREADABLE_TYPES:
@@ -149,11 +151,12 @@ def _blocks_text(blocks: Sequence[ContentBlock]) -> str:
             texts.append("\n".join(result_texts))
         else:
             raise ApiError(400, f"a block of type {block.type!r} is not supported here; send text")
+
     return "\n".join(texts)
 
 
 def _document_text(source: Any) -> str:
-    """The text of a document that is a text; else the note."""
+    """Return the text of a text document; for any other document the note about pictures."""
     match source:
         case {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)}:
             return text
@@ -164,29 +167,32 @@ def _document_text(source: Any) -> str:
 
 
 def _conversation_messages(sent_messages: Sequence[SentMessage]) -> Iterator[Message]:
-    for one in sent_messages:
-        blocks = _blocks(one.content)
-        if one.role == "assistant":
+    for message in sent_messages:
+        blocks = _blocks(message.content)
+        if message.role == "assistant":
             calls = [block for block in blocks if block.type == "tool_use"]
             yield Message(
                 "assistant",
                 "".join(block.text or "" for block in blocks if block.type == "text"),
-                tuple(tool_call(one.name, json.dumps(one.input or {}), one.id) for one in calls),
+                tuple(tool_call(call.name, json.dumps(call.input or {}), call.id) for call in calls),
                 reasoning="".join(block.thinking or "" for block in blocks if block.type == "thinking"),
             )
             continue
+
         for block in blocks:
             if block.type == "tool_result":
                 text = _blocks_text(_blocks(block.content))
                 text = f"Error: {text}" if block.is_error and not text.startswith("Error") else text
                 yield Message("tool", text, tool_call_id=block.tool_use_id)
-        if rest := [block for block in blocks if block.type != "tool_result"]:
-            yield Message(one.role, _blocks_text(rest))
+
+        if spoken_blocks := [block for block in blocks if block.type != "tool_result"]:
+            yield Message(message.role, _blocks_text(spoken_blocks))
 
 
 @dataclass
 class MessagesExchange:
-    """See `Exchange`. There is one answer. ApiError for a block or a tool that no template can write."""
+    """An `Exchange` of the Messages API with one answer. ApiError for a block or a tool that no template can
+    write."""
 
     request: MessagesRequest
     agent_request: AgentRequest = field(init=False)
@@ -199,6 +205,7 @@ class MessagesExchange:
         system_text = "\n".join(unbilled_lines)
         has_billing = len(unbilled_lines) < len(system_lines)
         system_messages = [Message("system", system_text)] if system_text else []
+
         callable_tools = [tool for tool in messages_request.tools or () if tool.input_schema is not None]
         hosted_tools = [
             tool.type or tool.name for tool in messages_request.tools or () if tool.input_schema is None
@@ -206,6 +213,7 @@ class MessagesExchange:
         self.left_out = {f"a tool {name!r}": "has no schema and is left out" for name in hosted_tools}
         if has_billing:
             self.left_out["a billing header"] = BILLING_EFFECT
+
         self.agent_request = agent_request(
             [*system_messages, *_conversation_messages(messages_request.messages)],
             [_function_tool(tool) for tool in callable_tools],
@@ -214,6 +222,7 @@ class MessagesExchange:
             max_tokens=messages_request.max_tokens,
             stops=messages_request.stop_sequences or (),
         )
+
         self._message_id = new_id("msg")
         self._streamed_text = StreamedText(("thinking", "text"))
         self._open_kind = ""  # the kind of the newest block: thinking, text
@@ -223,16 +232,20 @@ class MessagesExchange:
         [reply] = replies
         message = reply.message
         content = list[dict[str, Any]]()
+
         if message.reasoning:
             content.append(
                 {"type": "thinking", "thinking": message.reasoning, "signature": THOUGHT_SIGNATURE}
             )
+
         if message.content or not message.tool_calls:
             content.append({"type": "text", "text": message.content})
+
         content += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
             for call in calls_of(reply)
         ]
+
         return {
             **self._message_head(reply.prompt_tokens),
             "content": content,
@@ -252,11 +265,12 @@ class MessagesExchange:
         yield _event("ping")
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
-        """Stream what was not streamed yet, one block per call, the end."""
+        """Stream the text not streamed yet, one block per call, the end."""
         [reply] = replies
         yield from self.delta(0, *self._streamed_text.unstreamed_texts(reply.message))
         if self._block_index < 0 and not reply.message.tool_calls:
             yield from self._begin_block("text")
+
         yield from self._end_block()
         for call in calls_of(reply):
             self._block_index += 1
@@ -264,13 +278,15 @@ class MessagesExchange:
             yield _event("content_block_start", index=self._block_index, content_block=block)
             yield self._delta_event("input_json_delta", partial_json=call.arguments)
             yield _event("content_block_stop", index=self._block_index)
+
         yield _event("message_delta", delta=_stop_fields(reply), **_usage_fields(reply))
         yield _event("message_stop")
 
     def _begin_block(self, kind: str) -> Iterator[Event]:
-        """The block's beginning, if it is new; the end of the one before it."""
+        """End the previous block and begin a block of this kind, unless such a block is open."""
         if kind == self._open_kind:
             return
+
         yield from self._end_block()
         self._open_kind = kind
         self._block_index += 1
@@ -282,7 +298,7 @@ class MessagesExchange:
         )
 
     def _end_block(self) -> Iterator[Event]:
-        """The end of the newest block."""
+        """End the newest block."""
         if not self._open_kind:
             return
         if self._open_kind == "thinking":

@@ -117,6 +117,7 @@ class LocalWorkspace:
         finally:
             for descriptor in streams:
                 os.close(descriptor)
+
         process_ended = asyncio.ensure_future(process.wait())
         try:
             return await asyncio.shield(process_ended)
@@ -172,6 +173,7 @@ class SandboxWorkspace:
             f"echo {ANSWER_MARK}",
             f"{{ {script}\n}} 2>/dev/null",
         )
+
         script_result = await self._jail.run("shell", "\n".join(script_lines), CHECK_SECONDS)
         return (
             script_result.output.rpartition(ANSWER_MARK)[2].strip("\n")
@@ -186,6 +188,7 @@ class SandboxWorkspace:
             raise CommandError(
                 f"it took more than {max_mb} MiB with its files, and was killed; raise memory_mb"
             )
+
         if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # which no code inside can do
             cause = "its sandbox ended"
             if result.ending is RunEnding.STARVED:
@@ -193,6 +196,7 @@ class SandboxWorkspace:
                     "its sandbox was ended because this machine was nearly out of memory; lower rollout.slots"
                 )
             raise SetupError(f"task {self.task.task.name}: {cause}") if self.task else CommandError(cause)
+
         return result.status
 
 
@@ -207,6 +211,7 @@ async def open_local_workspace(endpoint: Endpoint) -> AsyncIterator[LocalWorkspa
             root = stack.enter_context(emptying.own_directory(_workspaces_directory(), WORKSPACE_PREFIX))
             for directory in ("work", *OWN_DIRECTORIES):
                 os.mkdir(f"{root}/{directory}", 0o700)
+
         try:
             yield LocalWorkspace(root, endpoint)
         finally:
@@ -225,19 +230,23 @@ async def open_sandbox_workspace(
         if task_sandbox
         else Jail(limits, require=REQUIRED_ISOLATION, show=show, listen=True)
     )
+
     try:
         await (task_sandbox or jail).start()
         assert jail.listener is not None
         with jail.listener:
             served_endpoint = await endpoint.serve_on(jail.listener) if endpoint.api_key else endpoint
+
         workspace = SandboxWorkspace(jail, served_endpoint, task_sandbox)
         directories = shlex.join((workspace.work, *(f"{workspace.root}/{part}" for part in OWN_DIRECTORIES)))
+
         mkdir_result = await jail.run("shell", f"mkdir -p {directories}", MAKE_SECONDS)
         if mkdir_result.ending is not RunEnding.DONE:
             reason = (
                 f"no place could be made in its sandbox: {mkdir_result.output.strip() or mkdir_result.ending}"
             )
             raise SetupError(f"task {task.name}: {reason}") if task else CommandError(reason)
+
         yield workspace
     finally:
         await jail.close()
@@ -262,10 +271,12 @@ async def run_program(
         status = await workspace.run(words, environment, (stdin, stdout, stderr))
     finally:  # all of its processes have ended, and so do the pipes
         await asyncio.wait([input_fed, stdout_tail, stderr_tail], timeout=KILL_SECONDS)
+
     if status:
         raise CommandError(
             f"{words[0]} ended with code {status}: {_last_complaint(stderr_tail.result()) or 'no message'}"
         )
+
     return stdout_tail.result()
 
 
@@ -283,6 +294,7 @@ async def _read_tail(descriptor: int, limit: int) -> list[str]:
     protocol = partial(asyncio.StreamReaderProtocol, stream)
     await asyncio.get_running_loop().connect_read_pipe(protocol, os.fdopen(descriptor, "rb", 0))
     read_count = 0
+
     while data := await stream.read(1 << 16):
         read_count += 1
         if read_count > FAST_READS:  # else endless output would take a core
@@ -290,6 +302,7 @@ async def _read_tail(descriptor: int, limit: int) -> list[str]:
         tail_bytes += data
         if len(tail_bytes) > 2 * limit:  # not each time: it would copy all that is kept
             del tail_bytes[:-limit]
+
     return tail_bytes[-limit:].decode(errors="replace").strip().splitlines()
 
 
@@ -297,11 +310,13 @@ def _last_complaint(lines: Sequence[str]) -> str:
     """Return the last line; for a Python traceback, with the innermost place in a user's file."""
     if not lines:
         return ""
+
     traceback_text = "\n".join(lines[:-1]).rpartition("Traceback (most recent call last):")[2]
     frames = [
         frame for frame in TRACEBACK_FRAME.findall(traceback_text) if not INSTALLED_PATH.search(frame[0])
     ]
     in_user_code = frames and lines[-2].startswith(" ")
+
     return lines[-1].strip()[:MAX_COMPLAINT_CHARACTERS] + (
         f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if in_user_code else ""
     )
@@ -341,13 +356,14 @@ def check_tree(files: str, allow: Sequence[str]) -> None:
     and that no path or glob of `allow` names."""
     if not Path(files).is_dir():
         raise ConfigError(f"files {files!r}: no such directory")
+
     unlisted_paths = (
         path for path in _credential_files(files) if not any(fnmatchcase(path, glob) for glob in allow)
     )
     if credential_paths := sorted(unlisted_paths):
         raise ConfigError(
-            f"files {files!r}: the model could read {', '.join(credential_paths)}, which may hold logins; remove them, "
-            f"or set allow: {credential_paths[0]}"
+            f"files {files!r}: the model could read {', '.join(credential_paths)}, which may hold "
+            f"logins; remove them, or set allow: {credential_paths[0]}"
         )
 
 

@@ -116,6 +116,7 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
     for item in items:
         if item.type == "web_search_call":
             continue  # of a tool that is not ours: what it found is in the texts
+
         begins_message = item.type == "reasoning" or (item.type == "message" and item.role == "assistant")
         is_call = item.type in ("function_call", "custom_tool_call")
         may_follow = (
@@ -124,9 +125,11 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
             and not model_message.content
             and not model_message.tool_calls
         )
+
         if model_message is not None and not (is_call or (begins_message and may_follow)):
             yield model_message
             model_message = None
+
         match item.type:
             case "reasoning":
                 model_message = Message("assistant", reasoning=text_of(item.content) or text_of(item.summary))
@@ -144,6 +147,7 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
                 yield Message(item.role, text_of(item.content))
             case _:
                 raise ApiError(400, f"an item of type {item.type!r} is not supported, or has no role")
+
     if model_message is not None:
         yield model_message
 
@@ -164,6 +168,7 @@ class WireTool(NamedTuple):
         name_fields = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
         if not self.free_form:
             return {"type": "function_call", **name_fields, "arguments": arguments}
+
         text = json.loads(arguments).get(TEXT_ARGUMENT)
         return {
             "type": "custom_tool_call",
@@ -176,9 +181,11 @@ def wire_tools(tool_list: Any, namespace: str = "") -> Iterator[WireTool]:
     """Read the tools of a request that the model can call. ApiError for what is no tool."""
     if not isinstance(tool_list, list) or not all(isinstance(tool, dict) for tool in tool_list):
         raise ApiError(400, f"the tools of the namespace {namespace!r} are no list of objects")
+
     for tool in tool_list:
         name = str(tool.get("name", ""))
         function = {"name": name_for_model(name, namespace)}
+
         match tool.get("type"):
             case "function":
                 function_parts = {key: tool[key] for key in FUNCTION_PARTS if key in tool}
@@ -219,21 +226,25 @@ class ResponsesExchange:
             if isinstance(responses_request.input, str)
             else responses_request.input
         )
+
         system_items = (
             [Item(role="system", content=responses_request.instructions)]
             if responses_request.instructions
             else []
         )
+
         tools = list(wire_tools(responses_request.tools or []))
         hosted_kinds = {str(tool.get("type")) for tool in responses_request.tools or ()} - {
             "function",
             "custom",
             "namespace",
         }
+
         self.left_out = {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
         self._tools_by_name = {tool.function["name"]: tool for tool in tools}
         if same_names := [tool for tool in tools if self._tools_by_name[tool.function["name"]] != tool]:
             raise ApiError(400, f"two tools are {same_names[0].function['name']!r} to the model; rename one")
+
         self.agent_request = agent_request(
             _messages((*system_items, *items)),
             [{"type": "function", "function": tool.function} for tool in tools],
@@ -241,6 +252,7 @@ class ResponsesExchange:
             tool_choice=responses_request.tool_choice,
             max_tokens=responses_request.max_output_tokens,
         )
+
         self._response_id = new_id("resp")
         self._created_at = int(time.time())
         self._streamed_text = StreamedText(("reasoning", "message"))
@@ -255,12 +267,14 @@ class ResponsesExchange:
             kinds.append("reasoning")
         if "message" not in kinds and (message.content or not message.tool_calls):
             kinds.append("message")
+
         texts_of = {"reasoning": message.reasoning, "message": message.content}
         output = [self._text_item(kind, texts_of[kind]) for kind in kinds]
         output += [self._call_item(number, call) for number, call in enumerate(calls_of(reply))]
         is_cut = reply.turn.stop is StopReason.LENGTH
         prompt_tokens = reply.prompt_tokens
         output_tokens = len(reply.turn.ids)
+
         usage = {
             "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
@@ -268,6 +282,7 @@ class ResponsesExchange:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt_tokens + output_tokens,
         }
+
         return {
             **self._response_object("incomplete" if is_cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -294,11 +309,14 @@ class ResponsesExchange:
         yield from self.delta(0, *self._streamed_text.unstreamed_texts(reply.message))
         if not self._begun_kinds and not reply.message.tool_calls:
             yield from self._begin_item("message")
+
         response = self.full_answer(replies)
         yield from self._end_item()
+
         for output_index, item in enumerate(response["output"]):
             if "call_id" in item:
                 yield from self._call_events(output_index, item)
+
         is_cut = response["status"] == "incomplete"
         yield self._numbered_event(
             "response.incomplete" if is_cut else "response.completed", response=response
@@ -308,11 +326,13 @@ class ResponsesExchange:
         """The item's beginning, if it is new; the end of the one before it."""
         if kind in self._begun_kinds:
             return
+
         yield from self._end_item()
         self._begun_kinds.append(kind)
         item = {**self._text_item(kind, ""), "content": [], "status": "in_progress"}
         output_index = len(self._begun_kinds) - 1
         yield self._numbered_event("response.output_item.added", output_index=output_index, item=item)
+
         if kind == "message":
             yield self._numbered_event(
                 "response.content_part.added", **self._text_position(kind), part=_output_text("")
@@ -322,14 +342,17 @@ class ResponsesExchange:
         """The end of the newest item."""
         if not self._begun_kinds:
             return
+
         kind = self._begun_kinds[-1]
         output_index = len(self._begun_kinds) - 1
         text = self._streamed_text.reasoning if kind == "reasoning" else self._streamed_text.content
         yield self._text_event(kind, "done", text=text)
+
         if kind == "message":
             yield self._numbered_event(
                 "response.content_part.done", **self._text_position(kind), part=_output_text(text)
             )
+
         yield self._numbered_event(
             "response.output_item.done", output_index=output_index, item=self._text_item(kind, text)
         )
@@ -337,9 +360,11 @@ class ResponsesExchange:
     def _call_events(self, output_index: int, item: dict[str, Any]) -> Iterator[Event]:
         text_key = "arguments"
         event_kind = "function_call_arguments"
+
         if item["type"] == "custom_tool_call":
             text_key = "input"
             event_kind = "custom_tool_call_input"
+
         item_position = {"item_id": item["id"], "output_index": output_index}
         text = item[text_key]
         empty_item = {**item, text_key: "", "status": "in_progress"}
@@ -348,6 +373,7 @@ class ResponsesExchange:
         yield self._numbered_event(
             f"response.{event_kind}.done", **item_position, name=item["name"], **{text_key: text}
         )
+
         yield self._numbered_event("response.output_item.done", output_index=output_index, item=item)
 
     def _numbered_event(self, kind: str, **data: Any) -> Event:
@@ -369,12 +395,14 @@ class ResponsesExchange:
         if kind == "reasoning":
             content = [{"type": "reasoning_text", "text": text}]
             return {"id": f"rs_{self._response_id}", "type": kind, "summary": [], "content": content}
+
         item_head = {
             "id": f"msg_{self._response_id}",
             "type": kind,
             "role": "assistant",
             "status": "completed",
         }
+
         return {**item_head, "content": [_output_text(text)]}
 
     def _call_item(self, call_number: int, call: ToolCall) -> dict[str, Any]:

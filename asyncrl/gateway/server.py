@@ -253,6 +253,7 @@ class _UnreadRequests(logging.Filter):
         else:
             frames = "".join(traceback.format_tb(error.__traceback__)) if error else ""
             log.error("a request of an agent failed: %s (further ones are only counted)\n%s", name, frames)
+
         return False
 
     def log_counts(self) -> None:
@@ -274,11 +275,13 @@ class Gateway:
         self._base_url = ""
         app = web.Application(middlewares=[self._boundary], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/v1/models", self._list_models)
+
         app.router.add_get("/v1/models/{name:.+}", self._describe_model)
         app.router.add_post(COUNT_PATH, self._handle_count)
         app.router.add_route("HEAD", "/", _answer_head_request)
         for path in DIALECTS:
             app.router.add_post(path, self._handle_exchange)
+
         self._listener: asyncio.Server | None = None
         self._unread_requests = _UnreadRequests()
         self._runner = web.AppRunner(
@@ -297,6 +300,7 @@ class Gateway:
         await self._runner.setup()
         assert self._runner.server is not None
         self.loop, self._connections = asyncio.get_running_loop(), Connections(self._runner.server)
+
         setting = f"rollout.agent_address is {self._address!r}"
         try:
             (_, _, _, _, socket_address), *_ = await self.loop.getaddrinfo(
@@ -307,12 +311,14 @@ class Gateway:
                 raise ConfigError(
                     f"{setting}, to which no agent can connect; give an address of this machine"
                 )
+
             self._listener = await self.loop.create_server(self._connections.protocol_factory(), host, 0)
         except OSError as error:
             message = (
                 f"{setting}: {error.strerror or error}; give an address of this machine, or the name of one"
             )
             raise ConfigError(message) from error
+
         self._base_url = _listener_url(self._listener.sockets[0])
 
     async def close(self) -> None:
@@ -328,12 +334,14 @@ class Gateway:
         running_episode = _RunningEpisode(host, clock)
         self.running_episodes[key], _gateways[key] = running_episode, self
         self._connections.begin_episode(running_episode)
+
         try:
             yield Endpoint(self._base_url, key)
         finally:
             del self.running_episodes[key], _gateways[key]
             for listener in running_episode.own_listeners:
                 listener.close()
+
             self._connections.end_episode(running_episode)
             for task in running_episode.answer_tasks:
                 task.cancel()
@@ -345,12 +353,14 @@ class Gateway:
         running_episode = self.running_episodes.get(key)
         if running_episode is None:
             raise AsyncrlError("the episode of this endpoint is over")
+
         episode_socket = socket.socket(fileno=listener.detach())  # nobody else can close it
         server = await self.loop.create_server(
             self._connections.protocol_factory(running_episode), sock=episode_socket, start_serving=False
         )
         running_episode.own_listeners.append(server)
         await server.start_serving()
+
         return _listener_url(episode_socket)
 
     # -- requests ------------------------------------------------------------------------------------
@@ -381,6 +391,7 @@ class Gateway:
         dialect = DIALECTS[request.path]
         if not running_episode.first_request.done():
             running_episode.first_request.set_result(None)
+
         body = await self._read_body(request, running_episode)
         exchange = dialect.read(body)
         self._log_unheeded(body, exchange)
@@ -391,6 +402,7 @@ class Gateway:
             for earlier in running_episode.open_requests
             if earlier.agent_request == exchange.agent_request
         ]
+
         running_episode.open_requests.add(open_request)
         task: AnswerTask | None = None
 
@@ -407,6 +419,7 @@ class Gateway:
             )
             task = asyncio.ensure_future(host_answer)
             running_episode.answer_tasks.add(task)
+
             task.add_done_callback(running_episode.answer_tasks.discard)
             return await self._send_answer(running_episode, open_request, dialect, exchange, task, events)
         except BaseException:
@@ -437,9 +450,11 @@ class Gateway:
         except web.RequestPayloadError as error:
             body_problem = "the request's body is broken: invalid chunks, or not of the announced length"
             raise ApiError(400, body_problem) from error
+
         await self._connections.until_released(running_episode)
         self._episode_of_key(request)  # the episode may be over
         _check_parts(body)
+
         return body
 
     def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
@@ -495,6 +510,7 @@ class Gateway:
             self._connections.note_answer(request, lose)
         else:
             running_episode.note_unanswered(open_request)  # the answer was an error
+
         return response
 
     async def _send_whole(
@@ -506,6 +522,7 @@ class Gateway:
         while not (await asyncio.wait([answer_task], timeout=SILENT_SECONDS))[0]:
             await response.prepare(request)
             await response.write(b"\n")
+
         try:
             body = msgspec.json.encode(exchange.full_answer(await _outcome(answer_task)))
         except Exception:
@@ -513,9 +530,11 @@ class Gateway:
                 raise
             request.protocol.force_close()  # 200 was sent: what breaks off is no answer
             return response
+
         if not response.prepared:
             response.content_length = len(body)
             await response.prepare(request)
+
         await response.write_eof(body)
         return response
 
@@ -534,14 +553,17 @@ class Gateway:
         first_events = events.take_unsent()
         if not first_events:
             await _outcome(answer_task)  # refused
+
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
         await response.write(encode_events(first_events))
+
         while not answer_task.done():
             has_changed = await events.wait_for_change(HEARTBEAT_SECONDS)
             await response.write(encode_events(events.take_unsent() if has_changed else exchange.ping()))
+
         last_events = events.take_unsent()
         try:
             replies = await _outcome(answer_task)
@@ -552,6 +574,7 @@ class Gateway:
         else:
             last_events += exchange.end(replies)
             await response.write_eof(encode_events(last_events) + dialect.done)
+
         return response
 
     def _episode_of_key(self, request: web.Request) -> _RunningEpisode:
@@ -620,13 +643,16 @@ async def _outcome(answer_task: AnswerTask) -> Sequence[AgentReply]:
     await asyncio.wait([answer_task])
     if answer_task.cancelled():
         raise ApiError(410, "the episode is over", "episode_over")
+
     try:
         outcome = answer_task.result()
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
+
     if isinstance(outcome, Refusal):
         code = exchanges.LIMIT_CODES.get(outcome.end, str(outcome.end))
         raise ApiError(400, outcome.detail, code, refusal=outcome)
+
     return outcome
 
 
@@ -650,6 +676,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         if isinstance(error, ConnectionError) and _is_gone(request):
             return web.Response()  # to nobody; raised on, the error would be logged with its traceback
+
         api_error = _api_error(request, error)
         dialect = DIALECTS.get(request.path.removesuffix("/count_tokens"), completions.DIALECT)
         response = _json_response(dialect.error(api_error), api_error.status)
@@ -691,6 +718,7 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
             pass  # the agent did not repeat itself: its episode starts again, and the coordinator says so
         case _:
             log.warning("a request failed: %s", one_line(error))
+
     return ApiError(500, one_line(error), kind="server_error")
 
 

@@ -74,9 +74,11 @@ def _single_prompt(value: Any) -> str | tuple[int, ...]:
         value = value[0]
     if isinstance(value, str) and value:
         return value
+
     is_token_list = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
     if is_token_list and value:
         return tuple(value)
+
     raise ApiError(400, "prompt is a text, or a list of token ids; send one, and not empty")
 
 
@@ -101,6 +103,7 @@ class TextExchange:
             max_tokens=text_request.max_tokens,
             stops=stops,
         )
+
         self.agent_request = replace(request, prompt=prompt)
         self.count = text_request.n or 1
         self._answer_head = answer_head("text_completion", "cmpl")

@@ -88,6 +88,7 @@ class CallFormat:
                 break
         else:
             content_parts.append(spoken_text[position:])
+
         return assemble("".join(content_parts).strip(), reasoning, raw_calls, tools, self.call_id)
 
 
@@ -126,17 +127,21 @@ def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = 
     begins_thought = text.lstrip().startswith(think.open)
     if prompt.endswith(think.open) and not begins_thought:
         text = think.open + text
+
     if isinstance(parser, CallFormat):
         if prompt.endswith(think.close) and not begins_thought:
             # The turn begins after a closed thought. A tag that closes the thought again is no content.
             closes_again = text.lstrip().startswith(think.close)
             text = think.open + text if closes_again else think.open + think.close + text
+
         if not tools:
             reasoning, content = split_reasoning(text, think)
             return Parsed(content.strip(), reasoning=reasoning)
+
     parsed = parser(text, tools)
     if not tools and (parsed.calls or parsed.errors):
         return Parsed(parsed.content if parsed.reasoning else text, reasoning=parsed.reasoning)
+
     return parsed
 
 
@@ -172,8 +177,10 @@ def assemble(
             calls.append(ToolCall(name, arguments, raw_call.id or call_id.format(len(calls))))
         except Malformed as error:
             errors.append(str(error))
+
     if len(raw_calls) > MAX_CALLS:
         errors.append(f"a turn may have {MAX_CALLS} tool calls; what follows was not read")
+
     return Parsed(content, tuple(calls), tuple(errors), reasoning)
 
 
@@ -197,6 +204,7 @@ def enclosed(text: str, tags: Tags, read_call: ReadCall, *sections: Tags) -> Ite
             block = CallBlock(position, end, (Malformed(f"{tag} must be followed by {tags.open}"),))
         else:
             block = CallBlock(position, inner_start)
+
         yield block
         position, tag = first_of(text, block.end, all_tags)
 
@@ -210,15 +218,18 @@ def _call_block(
         raw_calls = (call,) if isinstance(call, RawCall) else tuple(call)
         if text.startswith("/>", end - 2):  # the opening tag closes itself
             return CallBlock(position, end, raw_calls)
+
         end = skip_space(text, end)
         if text.startswith(tags.close, end):
             return CallBlock(position, end + len(tags.close), raw_calls)
         error = Malformed(f"only the call belongs between {tags.open} and {tags.close}")
     except Malformed as raised:
         error = raised
+
     end, tag = first_of(text, inner_start, (*all_tags, tags.close))
     if tag == tags.close:
         return CallBlock(position, end + len(tag), (error,))
+
     return CallBlock(position, end, (Malformed(f"a {tags.open} was not closed with {tags.close}"),))
 
 

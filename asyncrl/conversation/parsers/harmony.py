@@ -56,6 +56,7 @@ def _split_messages(text: str) -> list[_HarmonyMessage]:
         messages.append(
             _HarmonyMessage("", chunk) if is_plain else _HarmonyMessage(header, body if tag else None)
         )
+
     return messages
 
 
@@ -63,12 +64,15 @@ def _read_call(message: _HarmonyMessage) -> RawCall | Malformed:
     name = message.recipient
     if message.body is None:
         return Malformed(f"the call of {quote(name)} has no {_MESSAGE}")
+
     try:
         arguments, end = object_at(message.body, 0, name)
     except Malformed as error:
         return error
+
     if message.body[end:].strip():
         return Malformed(f"only the arguments of {quote(name)} belong between {_MESSAGE} and <|call|>")
+
     return RawCall(name, arguments)
 
 

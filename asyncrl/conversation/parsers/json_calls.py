@@ -17,18 +17,22 @@ _KNOWN_KEYS = {"arguments", "parameters", "id", "type", "tool_call_id"}
 
 
 def _object_call(value: Any, arguments_key: str, name_key: str = "name") -> RawCall:
-    """The call that a JSON object is. Its name is under `name_key`, its arguments under `arguments_key`; without it, there
-    are none."""
+    """Read a JSON object as a call. The name is under `name_key`, the arguments are under `arguments_key`; without
+    that key, there are no arguments."""
     if not isinstance(value, dict) or not isinstance(value.get(name_key), str):
         raise Malformed(f'a tool call must be an object with "{name_key}" and "{arguments_key}"')
+
     name = value[name_key]
     if unknown_keys := sorted(value.keys() - {name_key, *_KNOWN_KEYS}):
         raise Malformed(
-            f'a tool call has "{name_key}" and "{arguments_key}", but {quote(name)} has {quote(unknown_keys[0])}'
+            f'a tool call has "{name_key}" and "{arguments_key}", '
+            f"but {quote(name)} has {quote(unknown_keys[0])}"
         )
+
     arguments = value.get(arguments_key, value.get("arguments", value.get("parameters", {})))
     if not isinstance(arguments, dict):
         raise Malformed(f'the "{arguments_key}" of {quote(name)} must be an object')
+
     return RawCall(name, arguments)
 
 
@@ -59,6 +63,7 @@ def llama3(text: str) -> Iterator[CallBlock]:
     first_block = _untagged(text)
     if first_block:
         yield first_block
+
     position = text.find(_PYTHON_TAG, first_block.end if first_block else 0)
     while position >= 0:
         block = _call_sequence(text, position, position + len(_PYTHON_TAG))
@@ -85,13 +90,16 @@ def _call_sequence(text: str, block_start: int, position: int) -> CallBlock:
         except Malformed as error:
             position = text.find(_PYTHON_TAG, position)
             return CallBlock(block_start, position if position >= 0 else len(text), (*raw_calls, error))
+
         try:
             raw_calls.append(_object_call(value, "parameters"))
         except Malformed as error:
             raw_calls.append(error)
+
         next_position = skip_space(text, position)
         has_more = text.startswith((";", "{"), next_position)
         position = next_position + text.startswith(";", next_position) if has_more else position
+
     return CallBlock(block_start, position, tuple(raw_calls))
 
 
@@ -113,6 +121,7 @@ def mistral(text: str) -> Iterator[CallBlock]:
             next_position = text.find(_TOOL_CALLS, inner_start)
             raw_calls = (error,)
             end = next_position if next_position >= 0 else len(text)
+
         yield CallBlock(position, end, raw_calls)
         position = text.find(_TOOL_CALLS, end)
 
@@ -140,6 +149,7 @@ def _listed_call(value: Any, arguments_key: str = "arguments", name_key: str = "
         call = _object_call(value, arguments_key, name_key)
     except Malformed as error:
         return error
+
     call_id = value.get("tool_call_id", "")
     return call._replace(
         id=_own_id(value.get("id")) or (str(call_id) if isinstance(call_id, str | int) else "")
@@ -184,24 +194,29 @@ def _gemma_call(text: str, start: int) -> tuple[RawCall, int]:
     call_head = _GEMMA_NAME.match(text, start)
     if not call_head:
         raise Malformed(f"a call begins {_GEMMA.open}call:name{{")
+
     json_parts = list[str]()
     nesting_depth = 0
     end = call_head.end()
     for part in _GEMMA_PARTS.finditer(text, end):
         if part[0] == _GEMMA.open:
             break
+
         end = part.end()
         part_kind = part.lastgroup
         quoted_text = None
+
         if part_kind == "text":
             quoted_text = part["text"]
         elif part_kind == "key":
             quoted_text = part[0].strip()
+
         plain_text = "null" if part[0].strip() == "None" else part[0]
         json_parts.append(plain_text if quoted_text is None else json.dumps(quoted_text))
         nesting_depth += (part_kind == "open") - (part_kind == "close")
         if not nesting_depth:
             break
+
     return RawCall(call_head[1], object_at("".join(json_parts), 0, call_head[1])[0]), end
 
 
@@ -225,12 +240,14 @@ def _deepseek_call(text: str, start: int) -> tuple[RawCall, int]:
     call_head = _V3.match(text, start) or _V31.match(text, start)
     if not call_head:
         raise Malformed(f"a call begins {_DEEPSEEK.open}name<｜tool▁sep｜>")
+
     arguments, end = object_at(text, call_head.end(), call_head[1])
     if call_head.re is _V3:
         end = skip_space(text, end)
         if not text.startswith(_FENCE, end):
             raise Malformed(f"the arguments of {call_head[1]} must end with {_FENCE}")
         end += len(_FENCE)
+
     return RawCall(call_head[1], arguments), end
 
 

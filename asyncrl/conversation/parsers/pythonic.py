@@ -27,6 +27,7 @@ def pythonic(text: str) -> Iterator[CallBlock]:
     if _BARE_LIST.match(text):
         yield CallBlock(0, len(text), _calls_in_list(text))
         return
+
     position = 0
     while open_tag := _OPEN_TAG.search(text, position):
         close_tag = _CLOSE_TAGS[open_tag[0]]
@@ -42,12 +43,14 @@ def _calls_in_list(body: str) -> tuple[RawCall | Malformed, ...]:
     try:
         if body.startswith("[{"):
             return listed_calls(body)
+
         text, names = _without_names(body)
         syntax_tree = expression(text, "tool calls are not a Python list such as [f(a=1)]")
         if not isinstance(syntax_tree, ast.List) or not syntax_tree.elts:
             raise Malformed("tool calls are a list of calls, such as [f(a=1)], and nothing else")
     except Malformed as error:
         return (error,)
+
     return tuple(_call(node, names) for node in syntax_tree.elts)
 
 
@@ -70,18 +73,23 @@ def _without_names(body: str) -> tuple[str, dict[str, str]]:
 def _call(node: ast.expr, tool_names: dict[str, str]) -> RawCall | Malformed:
     if not isinstance(node, ast.Call):
         return Malformed(f"{kind(node)} is no call such as f(a=1)")
+
     name = tool_names.get(node.func.id) if isinstance(node.func, ast.Name) else None
     if name is None:
         return Malformed(f"{kind(node.func)} is no name of a tool")
+
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
         argument_name = tool_names.get(keyword.arg or "")
         if argument_name is None or argument_name in arguments:
             return Malformed(f"every argument of {quote(name)} must be named, once")
+
         try:
             arguments[argument_name] = literal(keyword.value)
         except Malformed as error:
             return error
+
     if node.args:
         return Malformed(f"the arguments of {quote(name)} must be named, such as a=1")
+
     return RawCall(name, arguments)

@@ -45,13 +45,16 @@ class TaggedCalls(NamedTuple):
         head_match = self.head.match(text, position)
         if not head_match:
             raise Malformed(f"a call begins {self.begins}")
+
         name = head_match["name"].strip()
         position = head_match.end()
         arguments: dict[str, Any] = {}
         if self.objects and text.startswith("{", skip_space(text, position)):
             arguments, position = object_at(text, position, name)
+
         while argument_match := self.argument.match(text, skip_space(text, position)):
             position = self._add_argument(arguments, name, text, argument_match)
+
         return RawCall(name, arguments), position
 
     def _add_argument(
@@ -64,11 +67,13 @@ class TaggedCalls(NamedTuple):
             raise Malformed(
                 f"the argument {quote(key)} of {quote(name)} was not closed with {self.value.close}"
             )
+
         value = text[argument_match.end() : value_end]
         if not key:
             raise Malformed(f"an argument of {quote(name)} has no name")
         if key in arguments:
             raise Malformed(f"the argument {quote(key)} of {quote(name)} is there twice")
+
         type_text = argument_match.groupdict().get("text")
         if type_text is None:
             arguments[key] = Untyped(value.removeprefix("\n").removesuffix("\n") if self.lines else value)
@@ -78,6 +83,7 @@ class TaggedCalls(NamedTuple):
             raise Malformed(f"the argument {quote(key)} of {quote(name)} is declared as JSON, but is none")
         else:
             arguments[key] = json_value
+
         return value_end + len(tag)
 
 

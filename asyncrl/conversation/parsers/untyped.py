@@ -76,13 +76,16 @@ def _read_value(text: str, *, python_literals: bool) -> Any:
     stripped = text.strip()
     if stripped in _PYTHON_WORDS:
         return _PYTHON_WORDS[stripped]
+
     with suppress(Malformed):
         value, end = json_at(stripped, 0)
         if end == len(stripped):
             return value
+
     with suppress(Malformed):
         if python_literals and stripped[:1] in ("[", "{"):
             return literal(expression(stripped, "no list"))
+
     return text
 
 
@@ -97,6 +100,7 @@ def _kinds_of(tools: tuple[str, ...]) -> dict[str, dict[str, Kinds]]:
             key: _allowed_kinds(schema, parameters, _MAX_NESTING)
             for key, schema in _as_object(parameters.get("properties")).items()
         }
+
     return kinds_by_tool
 
 
@@ -110,14 +114,17 @@ def _allowed_kinds(schema: Any, root: dict[str, Any], levels_left: int) -> Kinds
         return frozenset({_KINDS.get(type(schema["const"]), "string")})
     if values := _as_list(schema.get("enum")):
         return frozenset(_KINDS.get(type(value), "string") for value in values)
+
     if alternatives := _as_list(schema.get("anyOf")) or _as_list(schema.get("oneOf")):
         return frozenset().union(
             *(_allowed_kinds(alternative, root, levels_left - 1) for alternative in alternatives)
         )
+
     type_names = _as_list(schema.get("type")) or [schema.get("type")]
     kinds = {_ALIASES.get(name, name) for name in map(str, type_names)}
     if "number" in kinds:
         kinds.add("integer")
+
     return frozenset(kinds) if kinds and kinds <= ANY else ANY
 
 

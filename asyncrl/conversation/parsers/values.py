@@ -38,6 +38,7 @@ def json_at(text: str, position: int, subject: str = "a tool call") -> tuple[Any
     and for duplicate keys, NaN and numbers of thousands of digits."""
     while position < len(text) and text[position] in " \t\r\n":
         position += 1
+
     try:
         return _JSON.raw_decode(text, position)
     except json.JSONDecodeError as error:
@@ -64,10 +65,12 @@ def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
         raise Malformed("a tool call has no name")
     if is_deeper(arguments, MAX_DEPTH):
         raise Malformed(f"the arguments of {quote(name)} are nested deeper than {MAX_DEPTH} levels")
+
     try:
         json_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:
         raise Malformed(f"the arguments of {quote(name)} have a number that JSON has not") from None
+
     return encodable(name), encodable(json_text)
 
 
@@ -84,6 +87,7 @@ def expression(text: str, problem: str) -> ast.expr:
     """Return the syntax tree of `text`. Malformed, beginning with `problem`, if the text is no expression."""
     if len(text) > _MAX_EXPRESSION_CHARACTERS:
         raise Malformed(f"{problem}: it has more than {_MAX_EXPRESSION_CHARACTERS} characters")
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown escapes in what the model wrote

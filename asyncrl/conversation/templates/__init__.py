@@ -14,15 +14,19 @@ def read_template(template_spec: str, key: str) -> str:
     Jinja file, or a text already. '' for ''. Raises ConfigError."""
     if not template_spec or "{{" in template_spec or "{%" in template_spec:
         return template_spec
+
     try:
         text = _SHIPPED_TEMPLATES.get(template_spec, Path(template_spec)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         shipped_names = ", ".join(sorted(_SHIPPED_TEMPLATES))
         raise ConfigError(
-            f"{key}: {template_spec} cannot be read ({one_line(error)}); give a Jinja file, or one of: {shipped_names}"
+            f"{key}: {template_spec} cannot be read ({one_line(error)}); give a Jinja file, "
+            f"or one of: {shipped_names}"
         ) from None
+
     if "{{" not in text and "{%" not in text:
         raise ConfigError(
             f"{key}: {template_spec} is no Jinja template: nothing in it is in {{{{ }}}} or {{% %}}"
         )
+
     return text
