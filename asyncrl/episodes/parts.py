@@ -1,6 +1,7 @@
-"""The parts of a run's episodes, from its configuration, and what can be wrong with them before the start.
+"""Makes the parts of a run's episodes from the configuration, and checks the parts before the start.
 
-The launcher's checks, a worker and the commands over recorded episodes use them. Nothing here imports torch.
+The launcher's checks, workers and the commands over recorded episodes use the parts. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -32,18 +33,15 @@ from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import Message, Sample
 from asyncrl.weights.model_files import read_json
 
-MAX_CHECKED_DEMONSTRATIONS = (
-    256  # conversations that are written before the start, which takes less than a second
-)
+MAX_CHECKED_DEMONSTRATIONS = 256  # conversations checked before the start, in less than a second
 
 
 class EpisodeParts:
-    """The parts that all episodes of a run share. Each is made when it is first asked for, and kept: all
-    checks of a launcher share one object, as do all episodes of a worker. ConfigError names the key or
-    the file.
+    """The parts that all episodes of a run share. Each part is made at the first use, and kept: all checks of
+    a launcher share one object, as do all episodes of a worker. ConfigError names the key or the file.
 
-    `config` must name a model directory. Shapings may be registered by the files of other keys of
-    `algorithm`: compose the recipe before `reward` is asked for.
+    `config` must name a model directory. Files of other keys of `algorithm` may register shapings: compose
+    the recipe before the first use of `reward`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -63,13 +61,13 @@ class EpisodeParts:
 
     @cached_property
     def environment(self) -> Callable[[], Environment] | None:
-        """The factory of the episodes' environments, where `rollout.environment` names one."""
+        """Return the factory of the episodes' environments; None without `rollout.environment`."""
         environment_name = self.config.rollout.environment
         return load_environment(environment_name) if environment_name else None
 
     @cached_property
     def agent(self) -> Agent | None:
-        """The agent program, where `rollout.agent` names one."""
+        """Return the agent; None without `rollout.agent`."""
         agent_name = self.config.rollout.agent
         reward = self.config.rollout.reward
         agent = load_agent(agent_name) if agent_name else None
@@ -85,7 +83,8 @@ class EpisodeParts:
 
     @cached_property
     def untrained(self) -> Untrained:
-        """Tells the side requests of `rollout.untrained_agents`, and those that no adapter answers."""
+        """Return the function that recognises side requests: requests of `rollout.untrained_agents`, and
+        requests that no adapter answers."""
         untrained = load_untrained(self.config.rollout.untrained_agents)
         config = self.config
         if not config.agents or config.model.lora_rank:
@@ -94,7 +93,7 @@ class EpisodeParts:
 
     @cached_property
     def parser(self) -> Parser:
-        """The parser of tool calls, `rollout.parser`."""
+        """Return the parser of tool calls, `rollout.parser`."""
         return load_parser(self.config.rollout.parser)
 
     @cached_property
@@ -123,27 +122,30 @@ class EpisodeParts:
 
     @cached_property
     def rules(self) -> Rules:
-        """The chat template, the parser and the limits: what the episode machine needs."""
+        """Return the rules of the episode machine: the chat template, the parser and the limits."""
         rows_apart = bool(self.config.agents)
         return Rules(self.chat, self.parser, self.config.rollout, rows_apart, self.config.kl.prompt)
 
     def load(self, *names: str) -> EpisodeParts:
-        """Make these, or all of them: what is wrong with a name or a file is found here."""
+        """Make the named parts, or all parts, to find faults of names and files."""
         for name in names or ("rules", "toolbox", "reward", "environment", "agent", "untrained"):
             getattr(self, name)
         return self
 
     async def close(self) -> None:
-        """Close the tools and the reward processes that were made. Later uses make them again."""
+        """Close the tools and the reward processes that were made. A later use makes new ones."""
         used_parts = [self.__dict__.pop(name, None) for name in ("toolbox", "reward")]
         await asyncio.gather(*(part.close() for part in used_parts if part is not None))
 
 
 def _generation_stop_ids(path: Path) -> list[int]:
-    """The ids with which generation ends, by a model's generation_config.json, which need not be there.
-    ConfigError for one that cannot be read: its turns would end elsewhere than the model was trained to."""
+    """Return the ids that end generation by a model's generation_config.json, which need not exist.
+    ConfigError for an unreadable file: turns would end elsewhere than the model was trained to."""
     eos_ids: Any = read_json(path).get("eos_token_id") if path.is_file() else None
-    stop_ids = [] if eos_ids is None else eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    if eos_ids is None:
+        return []
+
+    stop_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     if not all(type(stop_id) is int for stop_id in stop_ids):
         raise ConfigError(
             f"{path}: eos_token_id is {eos_ids!r}, and must be an id or a list of ids; correct it"
@@ -152,12 +154,12 @@ def _generation_stop_ids(path: Path) -> list[int]:
 
 
 def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
-    """Write the tools and the first prompt of the data as the model will read them; ConfigError where the
-    template cannot, or cannot write the messages that answer a turn. Returns warnings about what it does."""
+    """Render the tools and the first prompt of the data as the model will read them; ConfigError if the
+    template cannot write them, or the messages that answer a turn. Return warnings about the template."""
     rollout = parts.config.rollout
     chat = parts.chat
     tools = parts.toolbox.tools
-    if rollout.agent:  # its requests bring their own tools, and begin a new row wherever they must
+    if rollout.agent:  # requests of an agent bring tools, and may begin new rows
         return []
 
     for name, tool in tools.items():
@@ -168,13 +170,17 @@ def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
                 f"rollout.tools: the model cannot be shown the tool {name!r}, change its signature: {error}"
             ) from error
 
-    if not rollout.environment:  # its first message follows the prompt
+    if not rollout.environment:  # the environment's first message follows the prompt
         try:
             chat.prompt_ids(prompt, tuple(tool.schema_text for tool in tools.values()))
         except ConfigError as error:
             raise ConfigError(f"data.train: sample 0: {error}; change the prompt") from error
 
-    roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment)
+    roles = []
+    if rollout.tools:
+        roles.append("tool")
+    if rollout.environment:
+        roles.append("user")
     return chat.check_history(rollout.history, roles, calls_shown=tools.keys() <= shown_calls(parts, prompt))
 
 
@@ -182,8 +188,8 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
     """Hold the ids of rendered prompts, or conversations, against the `embedding_rows` of the model's
     embedding.
 
-    Tokenizers may have more tokens than the embedding has rows, as long as nothing writes them. Raises
-    ConfigError, which names the sample, for one that does, and for a model that cannot end a turn.
+    Tokenizers may have more tokens than the embedding has rows, as long as nothing writes the extra tokens.
+    ConfigError for a sample that does, and for a model that cannot end a turn.
     """
     chat = parts.chat
     missing_tokens = chat.tokens_beyond(embedding_rows)
@@ -233,16 +239,16 @@ def _written_text(sample: Sample) -> str:
 
 
 def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:
-    """Return the ids that the model reads of a sample; where an environment or an agent writes the prompt, of
-    a short one."""
+    """Return the ids that the model reads of a sample, or the ids of a short prompt if an environment or an
+    agent writes the prompt."""
     rollout = parts.config.rollout
     schemas = parts.toolbox.schemas(sample)
 
     if sample.demonstration:
         turns = demonstrated(parts.rules, sample, schemas)
-        return (
-            () if isinstance(turns, Fail) else chain.from_iterable(rows_of(turns))
-        )  # a Fail is refused later
+        if isinstance(turns, Fail):
+            return ()  # the sample is refused later
+        return chain.from_iterable(rows_of(turns))
 
     if rollout.environment or rollout.agent:
         return parts.chat.prompt_ids((Message("user", "?"),), schemas)
@@ -251,7 +257,7 @@ def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:
 
 
 def shown_calls(parts: EpisodeParts, prompt: tuple[Message, ...]) -> set[str]:
-    """Return the tools called in the prompt's worked examples, that is, turns of the model in it."""
+    """Return the tools called in the prompt's worked examples: the turns of the model in the prompt."""
     tools = parts.toolbox.tools
     schemas = tuple(tool.schema_text for tool in tools.values())
     model_texts = [message.content for message in prompt if message.role == "assistant"]
@@ -260,8 +266,8 @@ def shown_calls(parts: EpisodeParts, prompt: tuple[Message, ...]) -> set[str]:
 
 
 def check_demonstrations(parts: EpisodeParts, key: str, samples: Sequence[Sample]) -> None:
-    """Write up to CHECKED conversations, spread over the data, as the run will. ConfigError for one that
-    cannot be learned. Prompts are passed over."""
+    """Render up to MAX_CHECKED_DEMONSTRATIONS conversations, spread over the data, as the run will.
+    ConfigError for a conversation that cannot be learned. Prompts are passed over."""
     stride = -(-len(samples) // MAX_CHECKED_DEMONSTRATIONS)
     for sample in filter(lambda sample: sample.demonstration, samples[::stride]):
         turns = demonstrated(parts.rules, sample, parts.toolbox.schemas(sample))

@@ -1,7 +1,8 @@
-"""Recorded episodes are read from a run, which may be under way, and scored again, perhaps by another reward.
+"""Reads recorded episodes from a run, which may be under way, and scores them again, perhaps by another
+reward.
 
-The conversation is made of the recorded turns and their replies. What was not recorded is not there: what an
-agent program or an environment said before the first turn.
+The conversation consists of the recorded turns and replies. Messages that an agent program or an environment
+sent before the first turn were not recorded, and are missing.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from asyncrl.wire.messages.worker import Failed, Finished
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-ANY_TOOL_SCHEMA = '{"type": "function", "function": {"name": "", "parameters": {}}}'  # as templates see it
+# Stands for the tools of agents, which are not recorded.
+ANY_TOOL_SCHEMA = '{"type": "function", "function": {"name": "", "parameters": {}}}'
 
 
 def turns_of(frames: Sequence[bytes]) -> list[Turn]:
-    """The turns of an Assign: two frames each, the turn and what answered it (empty: not recorded).
-    ProtocolError when they cannot be read."""
+    """Decode the turns of an Assign: two frames each, the turn and the replies (empty: not recorded).
+    ProtocolError for unreadable frames."""
     pairs = zip_longest(frames[::2], frames[1::2], fillvalue=b"")
     answered_turns = [
         (decode_turn(turn), decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs
@@ -55,24 +57,27 @@ def turns_of(frames: Sequence[bytes]) -> list[Turn]:
 
 
 def kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
-    """The first turns of an episode, as far as they are kept, and why others are missing."""
+    """Return the first turns of an episode that are still stored, and why later turns are missing ('': none
+    is)."""
     try:
         frames = list(reader.frames(episode.uid, episode.turns))
         kept_count = next((index for index, frame in enumerate(frames[::2]) if not frame), episode.turns)
         reason = "its turns are not kept any more: set a larger store.keep_bytes"
-        return turns_of(frames[: 2 * kept_count]), "" if kept_count == episode.turns else reason
+        if kept_count == episode.turns:
+            reason = ""
+        return turns_of(frames[: 2 * kept_count]), reason
     except AsyncrlError as error:  # deleted since the index was read, or damaged
         return [], str(error)
 
 
 def kept_result(reader: RunReader, uid: str, turns: int) -> Any:
-    """What the reward saw as `result` of an episode of so many turns, side requests included."""
+    """Return the `result` that the reward saw of an episode of so many turns, side requests included."""
     *_, result_frame = reader.frames(uid, turns, ("result",))
     return msgspec.json.decode(result_frame) if result_frame else None
 
 
 def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
-    """The samples of an evaluation, and its episodes that are over. Raises StoreError and ConfigError."""
+    """Return the samples of an evaluation, and the finished episodes. Raises StoreError and ConfigError."""
     samples = Samples.open(samples_path(run_dir, "test"))
     judged_episodes = list[Judged]()
     decode = msgspec.msgpack.Decoder(Finished | Failed).decode
@@ -82,19 +87,17 @@ def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
             message = decode(record)
             held_out = HeldOut.of(uid)
             source = samples[held_out.row].data_source
-            is_finished = isinstance(message, Finished)
-            result_fields = (
-                (message.result, message.stats, answer_of(message.result, message.notes))
-                if is_finished
-                else (None,)
-            )
-            judged_episodes.append(Judged(held_out, source, *result_fields))
+            if isinstance(message, Finished):
+                answer = answer_of(message.result, message.notes)
+                judged_episodes.append(Judged(held_out, source, message.result, message.stats, answer))
+            else:
+                judged_episodes.append(Judged(held_out, source, result=None))
 
     return samples, judged_episodes
 
 
 def judged_turns(reader: RunReader, judged: Judged) -> tuple[Turn, ...]:
-    """The trained turns of an episode of an evaluation that did not fail."""
+    """Return the trained turns of an episode of an evaluation that did not fail."""
     assert judged.stats is not None
     turn_count = judged.stats.turns + judged.stats.untrained_turns
     return trained(turns_of(list(reader.frames(judged.which.uid, turn_count))))
@@ -103,23 +106,32 @@ def judged_turns(reader: RunReader, judged: Judged) -> tuple[Turn, ...]:
 def credited(
     config: RunConfig, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rewards and advantages of its trained tokens, before the batch scales them; None where the advantage
-    also reads what models compute."""
+    """Return the rewards and advantages of an episode's trained tokens, before the batch scales the
+    advantages. The advantages are None if they also depend on values that models compute."""
     advantage = credit_of(config)
-    tokens = [len(turn.ids) for turn in turns if not turn.untrained]
-    turn = np.repeat(np.arange(len(tokens)), tokens)
-    rewards, (siblings, place) = token_rewards(episode.result, turn), baseline.siblings(episode)
+    token_counts = [len(turn.ids) for turn in turns if not turn.untrained]
+    turn_of_token = np.repeat(np.arange(len(token_counts)), token_counts)
+    rewards = token_rewards(episode.result, turn_of_token)
+    siblings, sibling_index = baseline.siblings(episode)
     if advantage.critic or advantage.whole_group:
         return rewards, None
 
-    compared = rewards, turn, baseline.issued, place, None, baseline.greedy
-    return rewards, by_token(CreditInput(episode.result, siblings, *compared), advantage)
+    advantage_input = CreditInput(
+        own=episode.result,
+        siblings=siblings,
+        rewards=rewards,
+        turn=turn_of_token,
+        issued=baseline.issued,
+        place=sibling_index,
+        greedy=baseline.greedy,
+    )
+    return rewards, by_token(advantage_input, advantage)
 
 
 async def regrade(
     parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd, calls: int, result: Any
 ) -> EpisodeResult:
-    """Score the trained turns among these, as `reward_input` has them. Raises RewardError."""
+    """Score the trained turns of an episode again. Raises RewardError."""
     turns = trained(turns)
     reward_result = await parts.reward.score(reward_input(parts, sample, turns, end, calls, result))
     outcome = scored(turns, end, shaped(parts.rules, parts.reward, reward_result, turns, end))
@@ -137,8 +149,9 @@ def reward_input(
     calls: int,
     result: Any = None,
 ) -> RewardInput:
-    """Make what a reward sees of an episode with these turns, this end, number of calls and result. The
-    conversation of an agent is that of its last turn. Its tools were not recorded: with calls it had some."""
+    """Make the input of a reward from an episode's turns, end, number of calls and result. The conversation
+    of an agent is the row of the last turn. The agent's tools were not recorded: with calls there were
+    some."""
     rules = parts.rules
     shown_turns = tuple(turns)
 
@@ -148,7 +161,7 @@ def reward_input(
     else:
         schemas = parts.toolbox.schemas(sample)
 
-    # What an environment opens with follows the prompt.
+    # The first messages of an environment follow the prompt.
     prefill = "" if rules.config.agent or rules.config.environment else prefill_of(sample.prompt)
     parsed_turns = tuple(
         read_turn(rules, turn, schemas, prefill="" if turn.index else prefill) for turn in shown_turns

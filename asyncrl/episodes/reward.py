@@ -1,4 +1,4 @@
-"""The reward of one episode: all its parts at once, each with a deadline, and its shaping.
+"""Computes the reward of an episode: all parts at once, each with a deadline, and the shaping.
 
     RewardInput ──┬─► in the loop (async, or quick) ─────┐
                   └─► RewardPool: child processes (sync) ┴──► combine ──► RewardResult
@@ -35,8 +35,8 @@ class EpisodeReward:
         self._pools = [_pool(reward) for reward in rewards]
 
     async def score(self, reward_input: RewardInput) -> RewardResult:
-        """The weighted sum of all rewards of one episode. RewardError if one fails, with its name where there
-        are several; of the first of them it has the reason."""
+        """Return the weighted sum of all rewards of an episode. RewardError if rewards fail, with the reason
+        of the first failure, and with the names of the failed rewards if there are several rewards."""
         reward_pools = zip(self.rewards, self._pools, strict=True)
         outcomes = await asyncio.gather(
             *(self._reward_outcome(reward, pool, reward_input) for reward, pool in reward_pools)
@@ -66,7 +66,7 @@ class EpisodeReward:
         return self._timeout * (1 + PATIENCE * max(1.0, *(reward.own_deadline for reward in self.rewards)))
 
     def shape(self, shaping_input: ShapingInput) -> float:
-        """Return what is added to the reward of an episode. Raises RewardError."""
+        """Return the shaping that is added to the reward of an episode. Raises RewardError."""
         try:
             with users_code():
                 return shape(self._shapings, shaping_input)
@@ -81,7 +81,7 @@ class EpisodeReward:
     async def _reward_outcome(
         self, reward: Reward, pool: RewardPool | None, reward_input: RewardInput
     ) -> RewardResult | RewardError:
-        """The result of one reward, or why there is none."""
+        """Return the result of one reward, or the error."""
         time_limit = self._timeout * (1 + PATIENCE * reward.own_deadline)
         try:
             if pool is not None:
@@ -96,7 +96,7 @@ class EpisodeReward:
 
 
 async def _evaluate_in_loop(reward: Reward, reward_input: RewardInput) -> RewardResult | RewardError:
-    """The reward's errors are described here, so that they differ from those of `call_user`."""
+    """Evaluate a reward, and describe its errors here: errors of `call_user` are described otherwise."""
     try:
         with users_code():
             return await evaluate(reward.function, reward_input)
@@ -113,7 +113,7 @@ def _pool(reward: Reward) -> RewardPool | None:
 
 
 def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
-    """The rows as the model read and wrote them."""
+    """Return the text of the rows, with all tokens that the model read and wrote."""
     row_texts = [rules.chat.decode(ids) for ids in rows_of(turns)]
     if len(row_texts) < 2:
         return "".join(row_texts)
@@ -123,7 +123,7 @@ def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
 def shaped(
     rules: Rules, reward: EpisodeReward, reward_result: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
 ) -> RewardResult:
-    """The reward of an episode that trains. Raises RewardError."""
+    """Add the shaping to the reward of an episode that trains. Raises RewardError."""
     limits = rules.config
     shaping_input = ShapingInput(
         score=reward_result.score,

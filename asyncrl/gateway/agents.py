@@ -1,4 +1,4 @@
-"""Loads agents: functions of the user, or programs (programs.py), that lead episodes by an endpoint."""
+"""Loads agents: functions of the user, or programs (programs.py), that lead episodes through an endpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from asyncrl.gateway.programs import COMMAND, Command, Harness
 from asyncrl.registry import Call, Registry, bind, built, load_object, make, single
 
 Agent = Callable[..., Any]
-"""`(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine of that. What it returns is
-the `result` that reward functions see. Keyword-only parameters are its options. A class whose instances are
-called like this is an agent as well: its constructor takes the options, and refuses them with ConfigError;
+"""A function `(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine function. Reward
+functions see the returned value as `result`. Keyword-only parameters are options. A class whose instances are
+called like this is an agent as well: the constructor takes the options, and refuses options with ConfigError;
 all episodes of a worker share one instance."""
 
 UNTRAINED_SIGNATURE = Call("def untrained(request: AgentRequest) -> bool", ("request",))
@@ -25,7 +25,7 @@ AGENT_SIGNATURE = Call("async def agent(sample, endpoint, *, options)", ("sample
 
 
 class AgentError(AsyncrlError):
-    """Says that the agent program failed, or a function of the user about its requests."""
+    """An agent program failed, or a function of the user about the agent's requests."""
 
 
 agents: Registry[Agent | Harness] = Registry("agent")
@@ -35,9 +35,10 @@ for harness in harnesses.HARNESSES:
 
 
 def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:
-    """Make the agent of a registered name, `module:function` or `file.py:function`, with its options.
+    """Make the agent of a registered name, `module:function` or `file.py:function`, with options. A
     ConfigError begins with `where`."""
-    agent, (name, options) = agents.load(plugin, where), single(plugin, where)
+    agent = agents.load(plugin, where)
+    name, options = single(plugin, where)
     if not isinstance(agent, Harness):
         return make(agent, options, f"{where}.{name}", AGENT_SIGNATURE)
     program: Agent = built(bind(partial(Command, agent), options, f"{where}.{name}"), f"{where}.{name}")
@@ -45,9 +46,9 @@ def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:
 
 
 def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents") -> Untrained:
-    """Tell side requests: by the names of agents, globs among them, and by functions of the user
-    (`module:function`, `file.py:function`) of a request. ConfigError that begins with `where`; AgentError
-    that does, where a function raises."""
+    """Return a function that recognises side requests: by the names of agents, which may be globs, and by
+    functions of the user (`module:function`, `file.py:function`) of a request. A ConfigError begins with
+    `where`, as does the AgentError when a function raises."""
     functions = {
         name: make(load_object(name, where), {}, f"{where} {name!r}", UNTRAINED_SIGNATURE)
         for name in names

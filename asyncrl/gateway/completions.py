@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, as far as a policy under training can serve them."""
+"""Serves OpenAI's chat completions, as far as a policy under training can."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect."""
+    """The body of a request. Other fields have no effect."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     model: ModelName | None = None
@@ -83,7 +83,7 @@ UNSUPPORTED_FIELDS = {"functions": "use tools", "top_logprobs": "only the sample
 
 
 def read(body: bytes) -> ChatExchange:
-    """ApiError for an invalid request, or an unsupported option."""
+    """Read a request. ApiError for an invalid request, or an unsupported option."""
     return ChatExchange(read_body(body, ChatRequest, UNSUPPORTED_FIELDS))
 
 
@@ -104,7 +104,7 @@ def _message(chat_message: ChatMessage) -> Message:
 
 @dataclass
 class ChatExchange:
-    """See `Exchange`. ApiError for a message or a tool that no template can write."""
+    """An `Exchange` of chat completions. ApiError for a message or a tool that no template can write."""
 
     request: ChatRequest
     agent_request: AgentRequest = field(init=False)
@@ -150,7 +150,7 @@ class ChatExchange:
         return iter(())
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
-        """Stream what was not streamed yet, one chunk per call, the end."""
+        """Stream the text not streamed yet, one chunk per call, the end."""
         for index, reply in enumerate(replies):
             yield from self.delta(index, *self._streamed_texts[index].unstreamed_texts(reply.message))
             for call_number, call in enumerate(calls_of(reply)):
@@ -167,7 +167,7 @@ class ChatExchange:
 
 
 def answer_head(object_kind: str, id_prefix: str = "chatcmpl") -> dict[str, Any]:
-    """The fields with which each answer, and each event of a stream, begins."""
+    """Make the first fields of an answer, or of an event of a stream."""
     return {"id": new_id(id_prefix), "object": object_kind, "created": int(time.time()), "model": MODEL}
 
 
@@ -176,7 +176,7 @@ def answer_fields(
     content: Callable[[AgentReply], dict[str, Any]],
     logprobs: Callable[[AgentReply], Any],
 ) -> dict[str, Any]:
-    """Write the choices of a whole answer, each with its own fields by `content`, and its usage."""
+    """Write the choices of a full answer, each with the fields that `content` makes, and the usage."""
     choices = [
         {
             "index": index,
@@ -201,14 +201,14 @@ def _choice_message(reply: AgentReply) -> dict[str, Any]:
 
 
 def finish_of(reply: AgentReply) -> str:
-    """The reason why the answer ended, in OpenAI's words."""
+    """Return the reason why the answer ended, in OpenAI's words."""
     if reply.turn.stop is StopReason.LENGTH:
         return "length"
     return "tool_calls" if reply.message.tool_calls else "stop"
 
 
 def usage_of(replies: Sequence[AgentReply]) -> dict[str, int]:
-    """The answers to one request have its prompt in common."""
+    """Count tokens; the answers to one request share the prompt."""
     prompt_tokens = replies[0].prompt_tokens
     completion_tokens = sum(len(reply.turn.ids) for reply in replies)
     return {

@@ -1,12 +1,12 @@
-"""Limits what the connections of all listeners take together, so that nobody keeps agents away.
+"""Limits connections and loop time over all listeners, so that no client keeps agents away.
 
 A connection is a stranger until a request on it has shown a known key; strangers are closed after
 HEADER_SECONDS. When there are too many, the oldest connection of the episode with the most is closed. A
 stranger counts for the episode of its listener; at the worker's own listener for none. A known connection
 counts for the episode whose key it showed last, until that episode ends.
 
-What an episode sends costs the worker's loop time, whatever it is: one-byte chunks, broken requests, large
-JSON. An episode that takes more than its share is not read from until its share has grown again.
+All input of an episode costs the worker's loop time: one-byte chunks, broken requests, large JSON. The
+connections of an episode that takes more than its share are not read until the share has grown again.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from aiohttp import web
 T = TypeVar("T")
 
 HEADER_SECONDS = 10.0
-UNREAD_SECONDS = 5.0  # after an answer; a connection that is reset later was idle, and the answer read
+UNREAD_SECONDS = 5.0  # after an answer; a later reset means that the client has read the answer
 MAX_STRANGERS = 256
 MAX_KNOWN = 4096
-READ_BYTES = 1 << 15  # of a connection that are read and parsed at once
-LOOP_FRACTION = 0.25  # of the loop's time, for all episodes together that are held
+READ_BYTES = 1 << 15  # bytes of a connection that are read and parsed at once
+LOOP_FRACTION = 0.25  # fraction of the loop's time for all held episodes together
 LOOP_BURST = 0.5  # seconds of the loop's time that an episode may take at once
-HELD_SECONDS = 0.05  # for which nothing is read of an episode that took too much, at least
-MOST_HELD_SECONDS = 10.0  # after which it is decided anew whether the episode is held
-# Of the loop's time, for what is not measured: an accepted connection, a request (its start, and its answer's
-# way out), a byte that is received.
+HELD_SECONDS = 0.05  # shortest time that an episode is held
+MOST_HELD_SECONDS = 10.0  # longest time until the hold of an episode is decided anew
+# Estimates of loop time that is not measured, in seconds: for an accepted connection, for a request (the
+# start, and sending the answer), for a received byte.
 CONNECTION_SECONDS = 2e-4
 REQUEST_SECONDS = 1e-4
 BYTE_SECONDS = 1e-9
 
 
 class _LoopTime:
-    """Time of the loop that a running episode has left: seconds of CPU, which grow with LOOP_SHARE. While it
+    """The loop time that a running episode has left: seconds of CPU, which grow with LOOP_FRACTION. While it
     is not `released`, it is held: nothing is read of its connections, and none of its requests is decoded."""
 
     def __init__(self) -> None:
@@ -50,15 +50,17 @@ class _LoopTime:
         self._updated_at = time.monotonic()
         self.released = asyncio.Event()
         self.released.set()
-        self.release_timer: asyncio.TimerHandle | None = None  # while it is held: until that is decided anew
-        self._timeouts: dict[asyncio.Timeout, float] = {}  # with their seconds
+        self.release_timer: asyncio.TimerHandle | None = (
+            None  # while the episode is held: runs until the hold is decided anew
+        )
+        self._timeouts: dict[asyncio.Timeout, float] = {}  # timeouts with seconds
 
     @property
     def is_held(self) -> bool:
         return not self.released.is_set()
 
     def spend_seconds(self, seconds: float, fraction: float) -> None:
-        """Take so many seconds. `fraction`: what it has got of each second since the last call."""
+        """Spend so many seconds. `fraction`: the part of each second that was earned since the last call."""
         now = time.monotonic()
         seconds_left = min(LOOP_BURST, self.seconds_left + (now - self._updated_at) * fraction) - seconds
         self.seconds_left = max(seconds_left, -MOST_HELD_SECONDS * fraction)
@@ -76,7 +78,7 @@ class _LoopTime:
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """TimeoutError after so many seconds, which begin anew with each release."""
+        """Raise TimeoutError after so many seconds, which begin anew with each release."""
         async with asyncio.timeout(None) as timeout:
             self._timeouts[timeout] = seconds
             self._restart_timeouts()
@@ -93,30 +95,33 @@ class _LoopTime:
 
 
 class Connections:
-    """Makes the protocols of connections from those of `make`, which have no limits."""
+    """Makes connection protocols with limits from the protocols of `make`, which have no limits."""
 
     def __init__(self, make: Callable[[], web.RequestHandler]) -> None:
         self._make_handler = make
-        self._strangers: dict[asyncio.BaseProtocol, _LimitedConnection] = {}  # the oldest first
+        self._strangers: dict[asyncio.BaseProtocol, _LimitedConnection] = {}  # oldest first
         self._known_connections: dict[asyncio.BaseProtocol, _LimitedConnection] = {}
-        self._loop_times: dict[object, _LoopTime] = {}  # of the episodes that run
-        self.receive_buffer = memoryview(bytearray(READ_BYTES))  # what any connection has just received
+        self._loop_times: dict[object, _LoopTime] = {}  # by running episode
+        self.receive_buffer = memoryview(
+            bytearray(READ_BYTES)
+        )  # the bytes that a connection has just received
 
     def protocol_factory(self, episode: object = None) -> Callable[[], asyncio.BufferedProtocol]:
-        """Return the factory of a listener's protocols. `episode`: the only one that it serves; None: all."""
+        """Return the protocol factory of a listener. `episode`: the only episode served; None: all
+        episodes."""
         return lambda: _LimitedConnection(self, self._make_handler(), episode)
 
     def begin_episode(self, episode: object) -> None:
-        """Count what this episode takes from now on."""
+        """Count the loop time of this episode from now on."""
         self._loop_times[episode] = _LoopTime()
 
     def trust_connection(self, request: web.Request, episode: object) -> bool:
-        """Note that the connection has shown the key of this episode. False if its listener is another's."""
+        """Note that a connection has shown the key of this episode. False if the listener serves another."""
         connection = self._known_connections.get(request.protocol) or self._strangers.get(request.protocol)
         if connection is None or connection.episode not in (None, episode):
             return False
 
-        connection.forget_answer()  # the client has read the answer before
+        connection.forget_answer()  # a further request shows that the client has read the previous answer
         connection.owner = episode
         connection.hold_reading(self._is_held(episode))
 
@@ -129,14 +134,14 @@ class Connections:
         return True
 
     def note_answer(self, request: web.Request, lose: Callable[[], None]) -> None:
-        """An answer was written. `lose` is called if the client closes the connection without reading it."""
+        """Note that an answer was written. `lose` is called if the client closes the connection unread."""
         connection = self._known_connections.get(request.protocol)
         if connection is not None and connection.owner is not None:
             connection.remember_answer(lose)
 
     def end_episode(self, episode: object) -> None:
-        """Close the connections of the episode's own listeners, and let go of the episode: clients keep their
-        connections to the worker's listener for long. Its requests that wait to be decoded go on."""
+        """Close the connections of the episode's own listeners, and forget the episode: clients keep
+        connections to the worker's listener for long. Requests that wait to be decoded go on."""
         self._loop_times.pop(episode).release_episode()
         for connection in (*self._strangers.values(), *self._known_connections.values()):
             if connection.episode is episode:
@@ -148,7 +153,7 @@ class Connections:
 
     @contextmanager
     def charging_episode(self, episode: object) -> Iterator[None]:
-        """Count the loop's time that the body takes, in which it does not wait, for this episode."""
+        """Charge this episode for the loop time of the body, which does not wait."""
         started = time.thread_time()
         try:
             yield
@@ -156,10 +161,10 @@ class Connections:
             self.charge_episode(episode, time.thread_time() - started)
 
     async def answer_request(self, request: web.Request, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, which answers a request, once the episode of its connection is not held, and count
-        the loop's time for that episode, or for the one whose key `work` finds."""
+        """Await `work`, which answers a request, once the connection's episode is not held, and charge the
+        loop time to that episode, or to the episode whose key `work` finds."""
         connection = self._known_connections.get(request.protocol) or self._strangers.get(request.protocol)
-        if connection is None:  # it was closed
+        if connection is None:  # the connection was closed
             return await work
 
         try:
@@ -173,7 +178,7 @@ class Connections:
     def _charge_steps(
         self, connection: _LimitedConnection, work: Coroutine[Any, Any, T]
     ) -> Generator[Any, Any, T]:
-        """Await `work`, and count the loop's time of each of its steps for the owner of the connection."""
+        """Await `work`, and charge the loop time of each step to the owner of the connection."""
         steps = work.__await__()
         step: Callable[[], Any] = partial(next, steps)
 
@@ -193,9 +198,8 @@ class Connections:
                 step = partial(steps.throw, error)
 
     def charge_episode(self, episode: object, seconds: float) -> None:
-        """Count so much of the loop's time for an episode (of none, or of one that has ended, nothing is
-        counted). One that took too much is held: nothing is read of its connections until its share has grown
-        again."""
+        """Charge loop time to an episode (nothing is counted for None or an ended episode). An episode that
+        took too much is held: its connections are not read until its share has grown again."""
         loop_time = self._loop_times.get(episode)
         if loop_time is None:
             return
@@ -207,7 +211,8 @@ class Connections:
             self._hold_connections(episode, True)
 
     def _loop_fraction(self, loop_time: _LoopTime) -> float:
-        """Return the share of the loop's time that an episode gets: those that are held have one together."""
+        """Return the fraction of the loop's time that an episode gets: all held episodes share one
+        fraction."""
         if not loop_time.is_held:
             return LOOP_FRACTION
         return LOOP_FRACTION / sum(other_time.is_held for other_time in self._loop_times.values())
@@ -222,7 +227,7 @@ class Connections:
 
     def _release(self, episode: object, loop_time: _LoopTime) -> None:
         loop_time.spend_seconds(0.0, self._loop_fraction(loop_time))
-        if loop_time.seconds_left < 0:  # it was charged meanwhile, or owes more than MOST_HELD_SECONDS bring
+        if loop_time.seconds_left < 0:  # charged meanwhile, or owes more than MOST_HELD_SECONDS earn
             self._wait_for_share(episode, loop_time)
             return
 
@@ -230,15 +235,15 @@ class Connections:
         self._hold_connections(episode, False)
 
     async def until_released(self, episode: object) -> None:
-        """Wait until the episode may take more of the loop's time, or has ended. Its requests go on one after
-        the other: each may make the next one wait again."""
+        """Wait until the episode may take more of the loop's time, or has ended. Requests go on one after the
+        other: each request may make the next request wait again."""
         loop_time = self._loop_times.get(episode)
         while loop_time is not None and loop_time.is_held:
             await loop_time.released.wait()
 
     @asynccontextmanager
     async def reading_timeout(self, episode: object, seconds: float) -> AsyncIterator[None]:
-        """TimeoutError after so many seconds, which begin anew each time that the episode is released."""
+        """Raise TimeoutError after so many seconds, which begin anew whenever the episode is released."""
         async with self._loop_times[episode].timeout(seconds):
             yield
 
@@ -272,13 +277,13 @@ def _close_oldest(by_protocol: dict[asyncio.BaseProtocol, _LimitedConnection]) -
 
 
 class _LimitedConnection(asyncio.BufferedProtocol):
-    """Hands everything to `inner`, READ_BYTES at most at once. `episode`: that of its listener; `owner`: the
-    one that it counts for; None: for none, or that one has ended."""
+    """Passes all data to `inner`, at most READ_BYTES at once. `episode`: the listener's episode; `owner`: the
+    episode that the connection counts for (None: for no episode, or the episode has ended)."""
 
     transport: asyncio.Transport
-    stranger_timer: asyncio.TimerHandle | None = None  # until a stranger is closed; not while it is held
-    note_loss: Callable[[], None] | None = None  # takes note that the last answer was not read
-    answer_timer: asyncio.TimerHandle | None = None  # until the last answer counts as read
+    stranger_timer: asyncio.TimerHandle | None = None  # closes a stranger; stopped while the stranger is held
+    note_loss: Callable[[], None] | None = None  # called if the last answer was not read
+    answer_timer: asyncio.TimerHandle | None = None  # runs until the last answer counts as read
 
     def __init__(self, connections: Connections, inner: web.RequestHandler, episode: object) -> None:
         self._connections = connections
@@ -329,7 +334,7 @@ class _LimitedConnection(asyncio.BufferedProtocol):
             self.stranger_timer = loop.call_later(HEADER_SECONDS, self.transport.abort)
 
     def pause_inner_reading(self, is_paused: bool) -> None:
-        """Stop or resume reading for `inner`, which has unread data."""
+        """Stop or resume reading, as `inner` demands when data waits there."""
         self._is_paused = is_paused
         self._read_or_wait()
 
@@ -359,7 +364,7 @@ class _LimitedConnection(asyncio.BufferedProtocol):
             self.remember_answer(lose)  # the client still reads, or its reset is not read
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.become_known()  # nothing is to be closed any more
+        self.become_known()  # stops the timer: the connection is closed
         self._connections.note_closed(self)
         if self.note_loss is not None and (exc is not None or _was_reset(self.transport)):
             self.note_loss()
@@ -368,14 +373,14 @@ class _LimitedConnection(asyncio.BufferedProtocol):
 
 
 def _was_reset(transport: asyncio.Transport) -> bool:
-    """True if the peer closed the connection before it had read all."""
+    """Return True if the peer closed the connection before reading everything."""
     connection = transport.get_extra_info("socket")
     return connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 
 
 class _LimitedTransport:
-    """Hand to `inner` as its transport: reading stops when `inner` pauses it, and resumes only if the episode
-    is not held, too."""
+    """The transport of `inner`: reading stops when `inner` pauses reading, and resumes only if the episode is
+    not held either."""
 
     def __init__(self, bounded: _LimitedConnection) -> None:
         self._bounded = bounded

@@ -1,8 +1,8 @@
-"""Reads and writes what the APIs of the gateway share: `Exchange`, a request and its answers in the words of
-one of them; errors; the forms of tools and texts.
+"""Holds the parts that the APIs of the gateway share: `Exchange`, a request and its answers in the words of
+an API; errors; the forms of tools and texts.
 
-Sampling parameters of a request are ignored: the run has its own. What asks for a certain form of the answer
-is a hint, for the same reason: a grammar would change the distribution that log-probs are of.
+Sampling parameters of a request are ignored: the run sets sampling. Parameters for the form of the answer are
+hints, for the same reason: a grammar would change the distribution behind the log-probs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ IGNORED_FIELDS = (
     "frequency_penalty",
     "logit_bias",
 )
-LIMIT_CODES = {EpisodeEnd.LENGTH: "context_length_exceeded"}  # codes of limits that have a usual one
-_OUR_CALL_ID = re.compile(r"(.*)-t\d+", re.DOTALL)  # ids of tool calls as we give them out
+LIMIT_CODES = {EpisodeEnd.LENGTH: "context_length_exceeded"}  # usual error codes of limits
+_OUR_CALL_ID = re.compile(r"(.*)-t\d+", re.DOTALL)  # ids of tool calls that clients get
 _id_numbers = itertools.count()
 
 
@@ -59,8 +59,8 @@ class ApiError(AsyncrlError):
 
 
 class AgentReply(msgspec.Struct, frozen=True):
-    """A turn of the model for an agent, its message, and the number of tokens in its prompt. `decode`: of the
-    tokenizer. `stopped_at`: the stop text at which it ended."""
+    """A turn of the model for an agent, with the message and the number of prompt tokens. `decode`: the
+    tokenizer's. `stopped_at`: the stop text that ended the turn."""
 
     message: Message
     turn: Turn
@@ -82,18 +82,18 @@ class Listener(Protocol):
     """Hears of a request's answers while they are sampled."""
 
     def begun(self, prompt_tokens: int) -> None:
-        """The request has its place; its answers will be sampled, or are there."""
+        """The request was placed; the answers will be sampled, or exist already."""
 
     def delta(self, index: int, reasoning: str, content: str) -> None:
         """Answer `index` has grown by this text."""
 
 
 Event = tuple[str, dict[str, Any]]
-"""A server-sent event: its type ('' for none), and its data."""
+"""A server-sent event: the type ('' for none), and the data."""
 
 
 def encode_events(events: Iterable[Event]) -> bytes:
-    """The bytes of events, for one write; a comment line if there are none."""
+    """Encode events for one write; without events, a comment line."""
     event_texts = [
         (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
         for kind, data in events
@@ -102,8 +102,8 @@ def encode_events(events: Iterable[Event]) -> bytes:
 
 
 class Exchange(Protocol):
-    """A request of one of the APIs, and how that API answers it: as a whole, or as events. `left_out`: parts
-    that the model does not get, and why."""
+    """A request of an API, and the API's way to answer: in one piece, or as events. `left_out`: parts that
+    the model does not get, and why."""
 
     request: Any
     agent_request: AgentRequest
@@ -114,7 +114,7 @@ class Exchange(Protocol):
     def begin(self, prompt_tokens: int) -> Iterator[Event]: ...
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]: ...
     def ping(self) -> Iterator[Event]:
-        """The events that say that the turn goes on; where there are none, a comment line does."""
+        """Return events that show that the turn goes on; without events, a comment line shows it."""
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]: ...
 
@@ -130,29 +130,30 @@ class ApiDialect:
 
 @dataclass
 class StreamedText:
-    """Keeps what was streamed to a client of an answer that grows. `kinds`: the names that its reasoning and
-    its content have there."""
+    """Keeps the text of a growing answer that was streamed to a client. `kinds`: the API's names of reasoning
+    and content."""
 
     kinds: tuple[str, str]
     reasoning: str = ""
     content: str = ""
 
     def add_streamed(self, reasoning: str, content: str) -> list[tuple[str, str]]:
-        """Keep what is streamed now, and return it with its kinds."""
+        """Keep the text that is streamed now, and return the texts by kind."""
         self.reasoning += reasoning
         self.content += content
         return [(kind, text) for kind, text in zip(self.kinds, (reasoning, content), strict=True) if text]
 
     def unstreamed_texts(self, message: Message) -> tuple[str, str]:
-        """Return what was not streamed yet of the whole reasoning and content. Content that turns out to be
-        quoted with its calls has the streamed text somewhere in it."""
+        """Return the reasoning and content not streamed yet. Content that turns out to be quoted with calls
+        contains the streamed text somewhere."""
         return _unstreamed_part(self.reasoning, message.reasoning), _unstreamed_part(
             self.content, message.content
         )
 
 
 def _unstreamed_part(streamed_text: str, full_text: str) -> str:
-    """Return all of it if it lacks what was streamed: a thought that ends without a beginning."""
+    """Return the text after the streamed text; the full text if it lacks the streamed text (a thought that
+    ends without a beginning)."""
     return (
         full_text.partition(streamed_text)[2] if streamed_text and streamed_text in full_text else full_text
     )
@@ -169,14 +170,14 @@ Limit = Annotated[int, Meta(ge=1)]
 
 SAMPLING_EFFECT = "is ignored: sampling is the run's (rollout.temperature)"
 HINT_EFFECT = "is a hint, but for tool_choice none: the model may answer otherwise"
-MAX_LOGGED_FIELDS = 200  # names of parameters, which agents choose
+MAX_LOGGED_FIELDS = 200  # names of fields that are logged, since agents choose names
 FORM_FIELDS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
-ModelName = Annotated[str, Meta(max_length=256)]  # any: it names the agent
+ModelName = Annotated[str, Meta(max_length=256)]  # any text: the name of the agent
 
 
 def read_body(body: bytes, request_type: type[T], unsupported: Mapping[str, str]) -> T:
-    """The body of a request. ApiError where it is none, or has one of the fields `unsupported`, with what to
-    do instead."""
+    """Decode the body of a request. ApiError for an unreadable body, or with advice for the fields
+    `unsupported`."""
     try:
         request = msgspec.json.decode(body, type=request_type)
     except UNDECODABLE as error:
@@ -213,7 +214,7 @@ def agent_request(
 
 
 def _template_messages(messages: Iterable[Message]) -> Iterator[Message]:
-    """The messages with roles and ids as templates know them. Replies to calls get the name of the tool,
+    """Yield messages with the roles and ids that templates know. Replies to calls get the name of the tool,
     which some templates write, from the call."""
     tool_names: dict[str, str] = {}
     for message in messages:
@@ -227,7 +228,8 @@ def _template_messages(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def without_effect(body: bytes, request: Any) -> dict[str, str]:
-    """The fields of a body, of the first LOGGED, that do not do what they say, and what happens to them."""
+    """Return fields of a body, among the first MAX_LOGGED_FIELDS, that lack their usual effect, with the
+    effect."""
     effects = dict.fromkeys(request.__struct_fields__, "") | dict.fromkeys(FORM_FIELDS, HINT_EFFECT)
     effects |= dict.fromkeys(IGNORED_FIELDS, SAMPLING_EFFECT)
     sent_fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -244,7 +246,7 @@ def without_effect(body: bytes, request: Any) -> dict[str, str]:
 
 
 def _tool_schema(schema: dict[str, Any]) -> str:
-    """Return a tool's schema as JSON text. ApiError if it is none."""
+    """Return a tool's schema as JSON text. ApiError if the schema describes no function."""
     function = schema.get("function")
     if schema.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
         raise ApiError(400, 'a tool is {"type": "function", "function": {"name": ...}}')
@@ -252,7 +254,7 @@ def _tool_schema(schema: dict[str, Any]) -> str:
 
 
 def text_of(content: str | list[ContentPart] | None) -> str:
-    """The text of a message, with a note where there is a picture. ApiError for other content."""
+    """Return the text of a message, with a note for each picture. ApiError for other content."""
     if content is None or isinstance(content, str):
         return content or ""
 
@@ -267,7 +269,7 @@ def text_of(content: str | list[ContentPart] | None) -> str:
 
 
 def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:
-    """A call that a client sends back. ApiError if its arguments are no JSON object."""
+    """Read a call that a client sends back. ApiError if the arguments are no JSON object."""
     try:
         parsed_arguments = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -278,18 +280,18 @@ def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:
 
 
 def own_id(wire_id: str) -> str:
-    """The id as the model's format has it."""
+    """Return the id in the model's format."""
     match = _OUR_CALL_ID.fullmatch(wire_id)
     return match[1] if match else wire_id
 
 
 def model(name: str = MODEL) -> dict[str, Any]:
-    """The policy, whatever name a client has for it."""
+    """Describe the policy under any name that a client uses."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "asyncrl"}
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other answer of this process has."""
+    """Make an id that no other answer of this process has."""
     return f"{prefix}-{next(_id_numbers)}"
 
 
@@ -298,5 +300,5 @@ def stops_of(stop: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def calls_of(reply: AgentReply) -> list[ToolCall]:
-    """The calls with the ids that clients get: parsers number the calls of each turn anew."""
+    """Return the calls with the ids that clients get: parsers number the calls of each turn anew."""
     return [replace(call, id=f"{call.id}-t{reply.turn.index}") for call in reply.message.tool_calls]

@@ -1,5 +1,5 @@
-"""Checks, before the start, that a program can be executed in the place of an episode. Nothing of it is run:
-what the kernel would look for is looked for there.
+"""Checks, before the start, that a program can be executed in the workspace of an episode. Nothing is run:
+the checks look for the files that the kernel would look for.
 
     cli.js ──#!──► /usr/bin/env node ──PATH──► /usr/local/bin/node ──ELF──► /lib64/ld-linux-x86-64.so.2
 """
@@ -14,31 +14,33 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import Protocol
 
-HEAD_BYTES = 4096  # of a program: its first line, or the headers of an executable file
-MAX_STEPS = 5  # from a script to its interpreter, as the kernel
+HEAD_BYTES = 4096  # read of a program: the first line, or the headers of an executable file
+MAX_STEPS = 5  # from a script to its interpreter, as many as the kernel takes
 MACHINES = {
     "x86_64": (62, 3),
     "aarch64": (183, 40),
-}  # by `uname -m`: ELF machines that run there, the own first
-BINARY_FORMATS = "/proc/sys/fs/binfmt_misc"  # what else the kernel runs, by emulators and the like
+}  # by `uname -m`: ELF machine numbers that run there
+BINARY_FORMATS = (
+    "/proc/sys/fs/binfmt_misc"  # lists further formats that the kernel runs, by emulators for example
+)
 PROGRAM_INTERPRETER = 3  # the type of a program header that names a loader
 
 
 class ProgramFiles(Protocol):
-    """The files that a program of an episode sees."""
+    """Access to the files that a program of an episode sees."""
 
     async def look_up(self, name: str, search_path: str) -> str:
-        """Find the path of an executable file by its name; '' if there is none."""
+        """Find the path of an executable file by name; '' if there is none."""
 
     async def problem(self, path: str) -> str:
-        """Say why a path cannot be executed: 'is missing', 'is a directory', …; '' if it can."""
+        """Return why a path cannot be executed: 'is missing', 'is a directory', …; '' if nothing is wrong."""
 
     async def head(self, path: str) -> bytes:
-        """Read the first HEAD_BYTES; b'' where they cannot be read."""
+        """Read the first HEAD_BYTES; b'' if the file cannot be read."""
 
 
 async def why_not_executable(program: str, files: ProgramFiles, search_path: str) -> str:
-    """Say why this program, a path or a name, cannot be executed; '' if nothing speaks against it."""
+    """Return why this program, a path or a name, cannot be executed; '' if nothing is wrong."""
     path = program if "/" in program else await files.look_up(program, search_path)
     subject = f"{program!r}"
     for _ in range(MAX_STEPS):
@@ -52,7 +54,7 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
             return await _elf_problem(subject, path, head, files)
 
         if not head.startswith(b"#!"):
-            if not head or _runs_other_formats():  # it can be executed without being readable
+            if not head or _runs_other_formats():  # an unreadable file can be executable
                 return ""
             return f"{subject} is neither a binary nor a script; begin it with a line such as #!/bin/sh"
 
@@ -80,8 +82,8 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
 
 
 def _started_by_env(argument: str = "") -> str:
-    """Return what `env` is to run: it gets all behind its name as one word, unless that begins with -S.
-    Return '' for what only `env` itself can tell: with other options, PATH=, $, escapes and comments."""
+    """Return the program that `env` runs: everything after `env` is one word, unless it begins with -S.
+    Return '' if only `env` itself can tell: with other options, PATH=, $, escapes and comments."""
     words = [argument]
     if argument.startswith(("-S", "--split-string")):
         text = argument.removeprefix("--split-string").removeprefix("-S").lstrip("=")
@@ -107,7 +109,7 @@ def _runs_other_formats() -> bool:
 
 
 async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles) -> str:
-    """Say why an executable file cannot be started: it is of another machine, or its loader is missing."""
+    """Return why an executable file cannot be started: built for another machine, or without its loader."""
     this_machine = os.uname().machine
     is_64_bit = head[4:5] == b"\x02"
     byte_order = ">" if head[5:6] == b"\x02" else "<"
@@ -120,7 +122,7 @@ async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles
             return f"{subject} is built for {built_for}; this machine is {this_machine}"
 
         loader = _loader(head, is_64_bit, byte_order)
-    except struct.error:  # headers that lie further behind
+    except struct.error:  # the headers lie beyond the head
         return ""
 
     if loader and (trouble := await files.problem(loader)):
@@ -130,7 +132,7 @@ async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles
 
 
 def _loader(head: bytes, is_64_bit: bool, byte_order: str) -> str:
-    """Return the path of the loader; '' if there is none, or its path lies further behind."""
+    """Return the path of the loader; '' if there is none, or the path lies beyond the head."""
     size_format = "Q" if is_64_bit else "I"
     headers_at, sizes_at, offset_at, length_at = (32, 54, 8, 32) if is_64_bit else (28, 42, 4, 16)
     (headers_start,) = struct.unpack_from(f"{byte_order}{size_format}", head, headers_at)

@@ -1,9 +1,9 @@
-"""Lines of programs: words with placeholders, checked before the start and filled for an episode.
+"""Splits lines of programs into words with placeholders, checks the words, and fills them for an episode.
 
-    agent --url {base_url} --task={prompt}    a placeholder is a word of its own, or the end of one
+    agent --url {base_url} --task={prompt}    a placeholder is a word, or the end of a word
 
-A line is split before it is filled, and no shell reads it, so nothing in a prompt can become a word of its
-own, an option or a command.
+A line is split before placeholders are filled, and no shell reads the line, so nothing in a prompt can become
+a separate word, an option or a command.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ KEY_PLACEHOLDER = (
     "key"  # only in environment variables and files: other users of the machine see the words of a process
 )
 INTERPRETER_NAME = re.compile(r"(ba|da|z|k|c|tc|fi)?sh|python[\d.]*|node|bun|deno|perl|ruby|php")
-CODE_OPTION = re.compile(r"-\w*[ceErp]|--?(eval|command|print)")  # the option before a text that it runs
+CODE_OPTION = re.compile(r"-\w*[ceErp]|--?(eval|command|print)")  # the option before a program text
 OPTION_WITH_VALUE = re.compile(r"[-+][oOWX]")  # options of interpreters, whose value is the next word
-SHELL_TEXT = re.compile(r"""[\s'"$`;|&<>()]""")  # in an argument, only texts for somebody to read have these
-MAX_ARGUMENT_BYTES = 100_000  # bytes of a prompt; the kernel takes 131,071 with what is in front of it
+SHELL_TEXT = re.compile(
+    r"""[\s'"$`;|&<>()]"""
+)  # marks program texts: other arguments have none of these characters
+MAX_ARGUMENT_BYTES = 100_000  # bytes of a prompt; the kernel accepts 131,071 for the whole word
 
 
 class CommandError(AsyncrlError):
-    """Says that a program could not be run, or failed. `result`: what it left nevertheless."""
+    """A program could not be run, or failed. `result`: the result that the program left nevertheless."""
 
     result: Any = None
 
 
 def words_of(line: str, key: str = "line") -> list[str]:
-    """Split a line as a shell would. ConfigError, with the option's name, for what cannot be filled."""
+    """Split a line as a shell would. ConfigError, with the option's name, for words that cannot be filled."""
     with ConfigError.instead_of(ValueError, text=f"{key} {line!r} cannot be split"):
         words = shlex.split(line)
     for index, word in enumerate(words):
@@ -48,7 +50,7 @@ def words_of(line: str, key: str = "line") -> list[str]:
 
 
 def _placeholder_problem(previous_words: list[str], word: str) -> str:
-    """Say why the word cannot be filled; '' if it can be."""
+    """Return why a word cannot be filled; '' if the word can be filled."""
     placeholder_names = PLACEHOLDER.findall(word)
     known_names = [name for name in placeholder_names if name in LINE_PLACEHOLDERS or name == KEY_PLACEHOLDER]
     if KEY_PLACEHOLDER in known_names:
@@ -70,7 +72,7 @@ def _placeholder_problem(previous_words: list[str], word: str) -> str:
 
 
 def _runs_next(previous_words: list[str]) -> bool:
-    """True where an interpreter among these words takes the next one for the text to run."""
+    """Return True if an interpreter among these words runs the next word as a program text."""
     for index, word in enumerate(previous_words):
         following_words = [
             option
@@ -93,7 +95,7 @@ def _interprets(word: str) -> bool:
 
 
 def with_absolute_paths(words: list[str]) -> list[str]:
-    """Make the paths of the program and of its script absolute: it does not run where the run was started.
+    """Make the paths of the program and of the script absolute: the program runs in another directory.
     `python` is the run's own interpreter."""
     program, *arguments = words
     if program in ("python", "python3"):
@@ -105,7 +107,7 @@ def with_absolute_paths(words: list[str]) -> list[str]:
 
 
 def script_of(words: list[str]) -> int:
-    """Find the index of the file that an interpreter is to run; 0 if there is none."""
+    """Return the index of the file that an interpreter runs; 0 if there is none."""
     file_indexes = (
         index for index, word in enumerate(words) if index and word[:1] != "-" and Path(word).is_file()
     )
@@ -113,7 +115,7 @@ def script_of(words: list[str]) -> int:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Put in the values, once: a placeholder in a value stays as it is."""
+    """Fill in the values, once: a placeholder inside a value stays unchanged."""
     return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
 
 

@@ -1,11 +1,11 @@
-"""A place for each episode of a program: a directory to work in, a HOME and a TMPDIR that no other one has.
+"""Makes a workspace for each episode of a program: a directory to work in, a separate HOME and TMPDIR.
 
-    /sandbox/{work,home,tmp}                                   in a sandbox, with which it ends
-    the task's directory, /sandbox/{home,tmp}                  in that of a sample's task, in its image
-    /var/tmp/asyncrl-UID/place-TOKEN/{work,…}                  without one
+    /sandbox/{work,home,tmp}                                   in a sandbox, and removed with the sandbox
+    the task's directory, /sandbox/{home,tmp}                  in the sandbox of a sample's task, in its image
+    /var/tmp/asyncrl-UID/place-TOKEN/{work,…}                  without a sandbox
 
-The latter is removed when the episode is over. A killed worker leaves it, and the next worker removes it. Not
-in /tmp: Codex does not install its helpers there.
+A workspace without a sandbox is removed when the episode is over; the next worker removes workspaces of a
+killed worker. The directory is not in /tmp, where Codex does not install its helpers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 from asyncrl.values import MAX_RESULT
 
 WORKSPACES_DIRECTORY = f"/var/tmp/asyncrl-{os.getuid()}"
-WORKSPACE_PREFIX = "place-"  # of the names of directories
+WORKSPACE_PREFIX = "place-"  # begins the names of workspace directories
 REQUIRED_ISOLATION = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
-MAKE_SECONDS = 60.0  # for three directories, on a busy machine
-CHECK_SECONDS = 60.0  # for a look at a file, on a busy machine
+MAKE_SECONDS = 60.0  # for making three directories, on a busy machine
+CHECK_SECONDS = 60.0  # for looking at a file, on a busy machine
 LOOK_UP_SCRIPT = """IFS=:; set -f; for directory in $1; do
   if [ -f "$directory/$2" ] && [ -x "$directory/$2" ]; then printf "%s" "$directory/$2"; break; fi
 done"""
@@ -51,19 +51,21 @@ PROBLEM_SCRIPT = """if [ -d "$1" ]; then echo is a directory
 elif [ -h "$1" ] && [ ! -e "$1" ]; then echo is a link to a file that is not there
 elif [ ! -e "$1" ]; then echo is not there
 elif [ ! -x "$1" ]; then echo is not executable; fi"""
-ANSWER_MARK = "asyncrl answer:"  # printed before what a script prints
+ANSWER_MARK = "asyncrl answer:"  # printed before the output of a script
 OWN_DIRECTORIES = ("home", "tmp")
 CREDENTIAL_NAMES = (
     *(".netrc", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".git-credentials", ".pypirc", ".npmrc", ".env"),
     *("auth.json", ".credentials.json", "*token", "*tokens", "*token.*", "*tokens.*"),
     *("id_rsa*", "id_ed25519*", "*.pem"),
 )
-"""Names of files and directories in which logins lie."""
+"""Patterns for names of files and directories that may hold logins."""
 MAX_ERROR_BYTES = 1 << 16  # bytes of stderr that are kept
-FAST_READS = 256  # of an output, each of what is there, 64 KiB at most; then a pause follows each
+FAST_READS = 256  # reads of an output, each at most 64 KiB; after that a pause follows each read
 PAUSE_SECONDS = 0.01  # seconds
 MAX_COMPLAINT_CHARACTERS = 300  # characters
-TRACEBACK_FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback
+TRACEBACK_FRAME = re.compile(
+    r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE
+)  # a frame of a Python traceback
 INSTALLED_PATH = re.compile(r"/(site|dist)-packages/|/lib/python\d")
 
 Streams = tuple[int, int, int]
@@ -71,8 +73,8 @@ Streams = tuple[int, int, int]
 
 
 class LocalWorkspace:
-    """Runs programs in the directory `work` without a sandbox: they can do what the user can. `root`: the
-    directory of `home` and `tmp`. `endpoint`: as programs reach it."""
+    """Runs programs in the directory `work` without a sandbox, with all rights of the user. `root`: the
+    directory of `home` and `tmp`. `endpoint`: the endpoint for programs."""
 
     task = None
 
@@ -99,8 +101,8 @@ class LocalWorkspace:
         return b""
 
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
-        """Run a program in `work` until it ends, and return its exit code. It and its descendants are killed
-        when this is cancelled, or the worker dies. The streams are closed here once the program has them."""
+        """Run a program in `work` to the end, and return the exit code. The program and its descendants are
+        killed on cancellation, or when the worker dies. The streams are closed here after the start."""
         stdin, stdout, stderr = streams
         try:
             process = await asyncio.create_subprocess_exec(
@@ -137,8 +139,8 @@ def _execution_problem(path: Path) -> str:
 
 
 class SandboxWorkspace:
-    """Does the same in a sandbox, where programs can read only programs and what is shown, or an image.
-    `task`: the sandbox that it is, where the sample has a task."""
+    """Runs programs in a sandbox, where they can read only programs and shown paths, or an image. `task`: the
+    task's sandbox, if the sample has a task."""
 
     def __init__(self, jail: Jail, endpoint: Endpoint, task: TaskSandbox | None) -> None:
         self.root = jail.home
@@ -159,7 +161,9 @@ class SandboxWorkspace:
     async def head(self, path: str) -> bytes:
         with suppress(SandboxError):
             return (await self._jail.read_file(path))[:HEAD_BYTES]
-        printed = await self._shell(f'od -An -v -tx1 -N{HEAD_BYTES} "$1"', path)  # the file is large
+        printed = await self._shell(
+            f'od -An -v -tx1 -N{HEAD_BYTES} "$1"', path
+        )  # the file is too large for `read_file`
         try:
             return bytes.fromhex(printed)
         except ValueError:  # there is no `od`
@@ -189,7 +193,7 @@ class SandboxWorkspace:
                 f"it took more than {max_mb} MiB with its files, and was killed; raise memory_mb"
             )
 
-        if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # which no code inside can do
+        if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # code inside cannot cause these endings
             cause = "its sandbox ended"
             if result.ending is RunEnding.STARVED:
                 cause = (
@@ -205,7 +209,7 @@ EpisodeWorkspace = LocalWorkspace | SandboxWorkspace
 
 @asynccontextmanager
 async def open_local_workspace(endpoint: Endpoint) -> AsyncIterator[LocalWorkspace]:
-    """Make a place, which is removed in the end. CommandError where it cannot be made."""
+    """Make a workspace, which is removed at the end. CommandError if it cannot be made."""
     with ExitStack() as stack:
         with CommandError.instead_of(OSError, text="no place for the episode could be made"):
             root = stack.enter_context(emptying.own_directory(_workspaces_directory(), WORKSPACE_PREFIX))
@@ -222,8 +226,9 @@ async def open_local_workspace(endpoint: Endpoint) -> AsyncIterator[LocalWorkspa
 async def open_sandbox_workspace(
     endpoint: Endpoint, limits: SandboxLimits, show: Iterable[str], task: Task | None = None
 ) -> AsyncIterator[SandboxWorkspace]:
-    """Make a place in a sandbox, whose only network is the endpoint (without a key none is served).
-    CommandError where it cannot be made, SetupError where that of a task cannot."""
+    """Make a workspace in a sandbox, whose only network is the endpoint (without a key no endpoint is
+    served). CommandError if the workspace cannot be made; SetupError if the workspace of a task cannot be
+    made."""
     task_sandbox = TaskSandbox(task, limits, REQUIRED_ISOLATION, show, True) if task else None
     jail = (
         task_sandbox.jail
@@ -252,7 +257,7 @@ async def open_sandbox_workspace(
         await jail.close()
 
 
-# -- talking to a program: its input, and the end of what it prints ------------------------------------------
+# -- running a program: the input, and the end of the output --------------------------------------------------
 
 
 async def run_program(
@@ -261,15 +266,15 @@ async def run_program(
     environment: Mapping[str, str],
     stdin_bytes: bytes = b"",
 ) -> list[str]:
-    """Run a program in a place, and return the last lines of its output. CommandError, with the last line of
-    its errors, if it fails."""
+    """Run a program in a workspace, and return the last lines of the output. CommandError, with the last line
+    of stderr, if the program fails."""
     (stdin, stdin_feed), (stdout_pipe, stdout), (stderr_pipe, stderr) = (os.pipe() for _ in range(3))
     stdout_tail = asyncio.ensure_future(_read_tail(stdout_pipe, MAX_RESULT))
     stderr_tail = asyncio.ensure_future(_read_tail(stderr_pipe, MAX_ERROR_BYTES))
     input_fed = asyncio.ensure_future(_write_input(stdin_feed, stdin_bytes))
     try:
         status = await workspace.run(words, environment, (stdin, stdout, stderr))
-    finally:  # all of its processes have ended, and so do the pipes
+    finally:  # all processes of the program have ended, and so do the pipes
         await asyncio.wait([input_fed, stdout_tail, stderr_tail], timeout=KILL_SECONDS)
 
     if status:
@@ -284,7 +289,7 @@ async def _write_input(descriptor: int, stdin_bytes: bytes) -> None:
     connect = asyncio.get_running_loop().connect_write_pipe
     writer, _ = await connect(asyncio.BaseProtocol, os.fdopen(descriptor, "wb", 0))
     writer.write(stdin_bytes)
-    writer.close()  # when all of it is read, or nobody can read it
+    writer.close()  # once all bytes are read, or nobody can read them
 
 
 async def _read_tail(descriptor: int, limit: int) -> list[str]:
@@ -297,17 +302,17 @@ async def _read_tail(descriptor: int, limit: int) -> list[str]:
 
     while data := await stream.read(1 << 16):
         read_count += 1
-        if read_count > FAST_READS:  # else endless output would take a core
+        if read_count > FAST_READS:  # without pauses endless output would take a core
             await asyncio.sleep(PAUSE_SECONDS)
         tail_bytes += data
-        if len(tail_bytes) > 2 * limit:  # not each time: it would copy all that is kept
+        if len(tail_bytes) > 2 * limit:  # not after each read: cutting copies the tail
             del tail_bytes[:-limit]
 
     return tail_bytes[-limit:].decode(errors="replace").strip().splitlines()
 
 
 def _last_complaint(lines: Sequence[str]) -> str:
-    """Return the last line; for a Python traceback, with the innermost place in a user's file."""
+    """Return the last line; for a Python traceback, with the innermost position in a user's file."""
     if not lines:
         return ""
 
@@ -323,7 +328,7 @@ def _last_complaint(lines: Sequence[str]) -> str:
 
 
 def result_in(line: str) -> Any:
-    """Read the number or object in the last line; None for any other text."""
+    """Read the number or object in a line; None for any other text."""
     with suppress(ValueError, RecursionError):
         value = msgspec.json.decode(line)
         if isinstance(value, dict | int | float) and not isinstance(value, bool):
@@ -335,7 +340,7 @@ def result_in(line: str) -> Any:
 
 
 def check_sandbox() -> None:
-    """Check that a sandbox can isolate a program on this machine. ConfigError if it cannot."""
+    """Check that a sandbox can isolate a program on this machine. ConfigError if not."""
     try:
         check_isolation(" ".join(REQUIRED_ISOLATION))
     except ConfigError as error:
@@ -345,15 +350,15 @@ def check_sandbox() -> None:
 
 @cache
 def _workspaces_directory() -> str:
-    """Make the directory of all places of this user, and remove those whose worker was killed."""
+    """Make the directory of all workspaces of this user, and remove workspaces of killed workers."""
     emptying.make_private(WORKSPACES_DIRECTORY)
     emptying.sweep(WORKSPACES_DIRECTORY, WORKSPACE_PREFIX)
     return WORKSPACES_DIRECTORY
 
 
 def check_tree(files: str, allow: Sequence[str]) -> None:
-    """Check a tree of files. ConfigError if it is no directory, or if it has files whose names suggest logins
-    and that no path or glob of `allow` names."""
+    """Check a tree of files. ConfigError if `files` is no directory, or contains files whose names suggest
+    logins and that no path or glob of `allow` names."""
     if not Path(files).is_dir():
         raise ConfigError(f"files {files!r}: no such directory")
 

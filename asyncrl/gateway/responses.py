@@ -1,11 +1,11 @@
-"""OpenAI's Responses API, as far as agents use it that keep their history themselves (openai-agents does, by
-default): the same turns as by chat completions, read from items and written as items.
+"""Serves OpenAI's Responses API for agents that keep the history themselves, as openai-agents does by
+default: the same turns as by chat completions, read from items and written as items.
 
     reasoning, message, function_call ... (one turn of the model) , function_call_output ... (its replies)
 
 Nothing is stored: `previous_response_id`, conversations and references to items are refused. To the model all
-tools are functions: those of a namespace have its name in front of theirs, and a free-form tool has its text
-as the one argument. Tools that OpenAI would run are left out.
+tools are functions: names of tools in a namespace begin with the namespace, and a free-form tool has the text
+as the only argument. Tools that OpenAI would run are left out.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ NULL_FIELDS = (
     "temperature",
     "top_p",
     "usage",
-)  # to say
+)  # null in a response
 
 ItemText = str | list[ContentPart] | None
 
 
 class Item(msgspec.Struct, frozen=True):
-    """Holds an item of the input."""
+    """An item of the input."""
 
     type: str = "message"
     role: str = ""
@@ -77,7 +77,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect."""
+    """The body of a request. Other fields have no effect."""
 
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
@@ -103,7 +103,7 @@ UNSUPPORTED_FIELDS = {
 
 
 def read(body: bytes) -> ResponsesExchange:
-    """ApiError for an invalid request, or an unsupported option."""
+    """Read a request. ApiError for an invalid request, or an unsupported option."""
     return ResponsesExchange(read_body(body, ResponsesRequest, UNSUPPORTED_FIELDS))
 
 
@@ -111,11 +111,11 @@ DIALECT = ApiDialect(read, openai_error)
 
 
 def _messages(items: Sequence[Item]) -> Iterator[Message]:
-    """Items of the model that follow each other are one message, in the order of `Exchange`'s items."""
+    """Yield the messages of items. Successive items of the model become one message."""
     model_message: Message | None = None  # the model's message so far
     for item in items:
         if item.type == "web_search_call":
-            continue  # of a tool that is not ours: what it found is in the texts
+            continue  # a tool that OpenAI runs: the results are in the texts
 
         begins_message = item.type == "reasoning" or (item.type == "message" and item.role == "assistant")
         is_call = item.type in ("function_call", "custom_tool_call")
@@ -156,7 +156,7 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
 
 
 class WireTool(NamedTuple):
-    """Holds a tool as the client knows it, and `function`, its schema for the model."""
+    """A tool as the client names it, and `function`, the schema for the model."""
 
     function: dict[str, Any]
     name: str
@@ -178,7 +178,7 @@ class WireTool(NamedTuple):
 
 
 def wire_tools(tool_list: Any, namespace: str = "") -> Iterator[WireTool]:
-    """Read the tools of a request that the model can call. ApiError for what is no tool."""
+    """Read the tools of a request that the model can call. ApiError for invalid tools."""
     if not isinstance(tool_list, list) or not all(isinstance(tool, dict) for tool in tool_list):
         raise ApiError(400, f"the tools of the namespace {namespace!r} are no list of objects")
 
@@ -195,7 +195,7 @@ def wire_tools(tool_list: Any, namespace: str = "") -> Iterator[WireTool]:
                 grammar_text = text_format.get("definition") if isinstance(text_format, dict) else None
                 grammar = (
                     f"\nThe text has this form:\n{grammar_text}" if grammar_text else ""
-                )  # sampled freely, not by it
+                )  # sampling is not constrained
                 description = f"{tool.get('description', '')}{grammar}".strip()
                 free_form = {"description": description, "parameters": FREE_FORM_SCHEMA}
                 yield WireTool(function | free_form, name, namespace, free_form=True)
@@ -204,7 +204,7 @@ def wire_tools(tool_list: Any, namespace: str = "") -> Iterator[WireTool]:
 
 
 def name_for_model(name: str, namespace: str) -> str:
-    """Return the name of a tool as the model sees it."""
+    """Return the name of a tool for the model."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -213,7 +213,8 @@ def name_for_model(name: str, namespace: str) -> str:
 
 @dataclass
 class ResponsesExchange:
-    """See `Exchange`. There is one answer. ApiError for an item or a tool that no template can write."""
+    """An `Exchange` of the Responses API with one answer. ApiError for an item or a tool that no template can
+    write."""
 
     request: ResponsesRequest
     agent_request: AgentRequest = field(init=False)
@@ -262,7 +263,7 @@ class ResponsesExchange:
     def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         [reply] = replies
         message = reply.message
-        kinds = [*self._begun_kinds]  # what was streamed has its place already
+        kinds = [*self._begun_kinds]  # streamed items have a position already
         if message.reasoning and "reasoning" not in kinds:
             kinds.append("reasoning")
         if "message" not in kinds and (message.content or not message.tool_calls):
@@ -295,7 +296,7 @@ class ResponsesExchange:
         yield from self.ping()
 
     def ping(self) -> Iterator[Event]:
-        """Say again that it goes on: Codex waits for events, and takes no comment for one."""
+        """Show that the turn goes on: Codex waits for events, and ignores comments."""
         yield self._numbered_event("response.in_progress", response=self._response_object("in_progress"))
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
@@ -304,7 +305,7 @@ class ResponsesExchange:
             yield self._text_event(kind, "delta", delta=text)
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
-        """Stream what was not streamed yet, the ends of the items, one item per call, the end."""
+        """Stream the text not streamed yet, the ends of the items, one item per call, the end."""
         [reply] = replies
         yield from self.delta(0, *self._streamed_text.unstreamed_texts(reply.message))
         if not self._begun_kinds and not reply.message.tool_calls:
@@ -323,7 +324,7 @@ class ResponsesExchange:
         )
 
     def _begin_item(self, kind: str) -> Iterator[Event]:
-        """The item's beginning, if it is new; the end of the one before it."""
+        """End the previous item and begin an item of this kind, unless such an item has begun."""
         if kind in self._begun_kinds:
             return
 
@@ -339,7 +340,7 @@ class ResponsesExchange:
             )
 
     def _end_item(self) -> Iterator[Event]:
-        """The end of the newest item."""
+        """End the newest item."""
         if not self._begun_kinds:
             return
 
@@ -387,7 +388,7 @@ class ResponsesExchange:
         )
 
     def _text_position(self, kind: str) -> dict[str, Any]:
-        """Return the place of an item's text."""
+        """Return the position of an item's text."""
         item = self._text_item(kind, "")
         return {"item_id": item["id"], "output_index": self._begun_kinds.index(kind), "content_index": 0}
 

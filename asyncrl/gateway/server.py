@@ -1,10 +1,11 @@
-"""The endpoint: one HTTP server per worker, for the agents of the episodes that it runs.
+"""Serves the endpoint: one HTTP server per worker, for the agents of the worker's episodes.
 
     agent program ──key, request──► Exchange ──► Host ──AgentReply | Refusal──► JSON, or a stream of events
 
-A key is random and names one episode, as long as that runs. Each path has its dialect, in which errors are
-answered, too; none ends the server. A stream has the text of a turn as it is sampled; calls, and the end,
-when it is durable. It says something every BEAT_SECONDS, or clients would take a long turn for a dead one.
+A key is random and names one episode while the episode runs. Each path has a dialect, also for errors; no
+error ends the server. A stream sends the text of a turn during sampling, and calls and the end when the turn
+is durable. A stream sends something every HEARTBEAT_SECONDS, or clients would take a long turn for a dead
+server.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ from asyncrl.values import in_short
 log = logging.getLogger("asyncrl.gateway")
 
 MAX_BODY_BYTES = 16 << 20  # bytes of a request
-MAX_PARTS = 300_000  # brackets and commas of a request, texts included: what it takes to read its JSON
-READ_SECONDS = 60.0  # for a request to arrive
-LINGER_SECONDS = 1.0  # for a client to read why its request is not read to the end
-MAX_CONCURRENT_BODIES = 4  # of an episode's requests that are read at once
-STOP_SECONDS = 2.0  # for connections to end when the server does
-HEARTBEAT_SECONDS = 8.0  # in which a stream says something
-# Likewise of an answer in one piece: proxies wait for 60 s, clients for 300 s. An error before is told.
+MAX_PARTS = 300_000  # brackets and commas of a request, texts included: they bound the cost of decoding
+READ_SECONDS = 60.0  # for the body of a request to arrive
+LINGER_SECONDS = 1.0  # for a client to read why its request is refused
+MAX_CONCURRENT_BODIES = 4  # requests of an episode whose bodies are read at once
+STOP_SECONDS = 2.0  # for connections to end when the server ends
+HEARTBEAT_SECONDS = 8.0  # between two signs of life of a stream
+# Until the first sign of life of an answer in one piece: proxies wait for 60 s, clients for 300 s. An error
+# before the first sign of life still has a status.
 SILENT_SECONDS = 45.0
 DIALECTS = {
     "/v1/chat/completions": completions.DIALECT,
@@ -65,21 +67,25 @@ DIALECTS = {
 COUNT_PATH = "/v1/messages/count_tokens"
 MAX_UNANSWERED = 8  # requests of an episode whose unanswered tries are remembered
 OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
-# By its first words opencode and qwen-code know that they have to make their history shorter.
+# The first words tell opencode and qwen-code that the history must become shorter.
 TOO_LARGE_ERROR = f"Request Entity Too Large: the request has more than {MAX_BODY_BYTES >> 20} MiB; send less"
 UNREAD_ERRORS = (
     HttpProcessingError,
     ConnectionError,
-)  # aiohttp's: for broken requests, for clients that left
-RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count", "x-retry-attempt")  # headers with a number
+)  # errors of aiohttp for broken requests, and for clients that left
+RETRY_HEADERS = (
+    "x-stainless-retry-count",
+    "x-retry-count",
+    "x-retry-attempt",
+)  # headers with the number of the try
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
     """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients of
-    Anthropic's API want `anthropic_url`, without it. `max_tokens`: of a row, prompt included. `seconds`:
-    that the episode had left at first, on its `clock`."""
+    Anthropic's API want `anthropic_url`, without /v1. `max_tokens`: the limit of a row, prompt included.
+    `seconds`: the time that the episode had at the start, on the episode's `clock`."""
 
     base_url: str
     api_key: str
@@ -92,14 +98,15 @@ class Endpoint(msgspec.Struct, frozen=True):
         return self.base_url.removesuffix("/v1")
 
     def clock(self) -> float:
-        """Return the episode's time in seconds, which stands while a turn waits for a scorer."""
+        """Return the episode's time in seconds, which pauses while a turn waits for a scorer."""
         gateway = _gateways.get(self.api_key)
         return gateway.running_episodes[self.api_key].clock() if gateway is not None else time.monotonic()
 
     async def serve_on(self, listener: socket.socket) -> Endpoint:
-        """Serve the episode on this listening socket, too, and return the endpoint with its address; in any
-        event loop. The socket, which may be of another network namespace, is the gateway's from now on: it
-        and its connections are closed when the episode is over. AsyncrlError if that is so already."""
+        """Serve the episode also on this listening socket, and return the endpoint with the socket's address;
+        in any event loop. The gateway takes over the socket, which may belong to another network namespace,
+        and closes the socket and its connections when the episode is over. AsyncrlError if the episode is
+        over."""
         gateway = _gateways.get(self.api_key)
         if gateway is None:
             raise AsyncrlError("the episode of this endpoint is over, or another process runs it")
@@ -109,8 +116,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         return replace(self, base_url=await asyncio.wrap_future(served_url))
 
     async def wait_for_first_request(self) -> None:
-        """Wait for the agent's first request for a turn, in any event loop; for ever, where no gateway of
-        this process runs the episode."""
+        """Wait for the agent's first request for a turn, in any event loop; for ever, if no gateway of this
+        process serves the episode."""
         gateway = _gateways.get(self.api_key)
         running_episode = gateway.running_episodes[self.api_key] if gateway is not None else None
         first_request = Future[None]() if running_episode is None else running_episode.first_request
@@ -121,20 +128,21 @@ _gateways: dict[str, Gateway] = {}  # by the keys of episodes that run in this p
 
 
 class Host(Protocol):
-    """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
+    """An episode that answers an agent. Requests may overlap; a request whose client has left is
+    cancelled."""
 
     async def answer(
         self, agent_request: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
     ) -> Sequence[AgentReply] | Refusal:
-        """`count` answers; `listener`, if given, hears of them as they grow. `attempt`: the number of the
-        try, as the client counts them; 0 for the first. ConfigError: the template cannot write the messages.
-        Anything else it raises ends the episode."""
+        """Return `count` answers; `listener`, if given, hears of growing answers. `attempt`: the number of
+        the try, as the client counts tries; 0 for the first. ConfigError: the template cannot write the
+        messages. Any other exception ends the episode."""
 
     async def count(self, agent_request: AgentRequest) -> int:
-        """The tokens of a request's prompt, which is not answered. ConfigError as above."""
+        """Count the tokens of a request's prompt, without an answer. ConfigError as above."""
 
     def lose(self, reply: AgentReply) -> None:
-        """Take note that the client left before it got this answer; it may ask again."""
+        """Note that the client left before getting this answer; the client may repeat the request."""
 
 
 AnswerTask = asyncio.Task[Sequence[AgentReply] | Refusal]
@@ -142,9 +150,9 @@ AnswerTask = asyncio.Task[Sequence[AgentReply] | Refusal]
 
 @dataclass(eq=False)
 class OpenRequest:
-    """A request for turns, until it is answered, or its client has left and nothing of it is under way.
-    `attempt`: the number of the try, as the client counts them. `retry_noted`: it is noted that a further
-    try may come, or this is followed by one."""
+    """A request for turns, until the answer is sent, or the client has left and no turn is under way.
+    `attempt`: the number of the try, as the client counts tries. `retry_noted`: a further try was announced
+    or has followed."""
 
     agent_request: AgentRequest
     attempt: int
@@ -168,15 +176,15 @@ class _RunningEpisode:
 
     host: Host
     clock: Callable[[], float]
-    first_request: Future[None] = field(default_factory=Future)  # done with the first request for a turn
+    first_request: Future[None] = field(default_factory=Future)  # set by the first request for a turn
     answer_tasks: set[AnswerTask] = field(default_factory=set)
     open_requests: set[OpenRequest] = field(default_factory=set)
     unanswered_tries: Counter[tuple[AgentRequest, int]] = field(default_factory=Counter)
-    own_listeners: list[asyncio.Server] = field(default_factory=list)  # its own
+    own_listeners: list[asyncio.Server] = field(default_factory=list)  # listeners for this episode alone
     body_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT_BODIES))
 
     def note_unanswered(self, request: OpenRequest) -> None:
-        """Note, once, that a try has ended without an answer: its client may try again."""
+        """Note, once, that a try has ended without an answer: the client may try again."""
         if request.retry_noted:
             return
 
@@ -186,7 +194,7 @@ class _RunningEpisode:
             del self.unanswered_tries[next(iter(self.unanswered_tries))]
 
     def take_unanswered(self, agent_request: AgentRequest, attempt: int) -> bool:
-        """Return whether a try of this number had ended without an answer. Another one follows it now."""
+        """Return whether a try of this number had ended without an answer. The next try follows now."""
         count = self.unanswered_tries.pop((agent_request, attempt), 0)
         if count > 1:
             self.unanswered_tries[agent_request, attempt] = count - 1
@@ -194,12 +202,12 @@ class _RunningEpisode:
 
 
 class _Events:
-    """The events of a stream that are not sent yet. See `Listener`."""
+    """The events of a stream that are not sent yet: a `Listener`."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._unsent_events: list[Event] = []
-        self.changed = asyncio.Event()  # there are some, or the request is answered
+        self.changed = asyncio.Event()  # there are unsent events, or the request is answered
 
     def begun(self, prompt_tokens: int) -> None:
         self._add_events(self._exchange.begin(prompt_tokens))
@@ -212,7 +220,7 @@ class _Events:
         self.changed.set()
 
     async def wait_for_change(self, seconds: float | None) -> bool:
-        """False if nothing has changed in so many seconds."""
+        """Wait for a change. False if nothing has changed within so many seconds."""
         try:
             async with asyncio.timeout(seconds):
                 return await self.changed.wait()
@@ -228,13 +236,13 @@ class _Events:
 
 class _UnreadRequests(logging.Filter):
     """Counts requests that aiohttp cannot read, by error, instead of logging them: a program in a sandbox can
-    send any number of them, with its key. The first of each error is logged without its text, which may have
-    bytes of the request; the counts when the server closes."""
+    send any number of bad requests, with the episode's key. The first error of each kind is logged without
+    its text, which may contain bytes of the request; the counts are logged when the server closes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        # Apart from other loggers: nothing handles its records.
+        # This logger stands apart from other loggers: nothing handles the records.
         self.logger = logging.Logger("aiohttp.server", logging.WARNING)
         self.logger.addFilter(self)
 
@@ -266,12 +274,12 @@ class _UnreadRequests(logging.Filter):
 
 
 class Gateway:
-    """`address`: of this machine."""
+    """The HTTP server of a worker. `address`: an address of this machine."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self._address = address
         self.running_episodes: dict[str, _RunningEpisode] = {}  # by key
-        self._logged_fields: set[str] = set()  # unheeded parameters that were logged
+        self._logged_fields: set[str] = set()  # ignored fields that were logged
         self._base_url = ""
         app = web.Application(middlewares=[self._boundary], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/v1/models", self._list_models)
@@ -296,10 +304,11 @@ class Gateway:
         )
 
     async def start(self) -> None:
-        """Listen on a free port of the address. ConfigError where that is none of this machine."""
+        """Listen on a free port of the address. ConfigError if this machine does not have the address."""
         await self._runner.setup()
         assert self._runner.server is not None
-        self.loop, self._connections = asyncio.get_running_loop(), Connections(self._runner.server)
+        self.loop = asyncio.get_running_loop()
+        self._connections = Connections(self._runner.server)
 
         setting = f"rollout.agent_address is {self._address!r}"
         try:
@@ -329,10 +338,11 @@ class Gateway:
 
     @asynccontextmanager
     async def admit(self, host: Host, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Endpoint]:
-        """The agent is served while the body runs. Requests under way at its end are cancelled."""
+        """Serve an agent while the body runs. Requests under way at the end are cancelled."""
         key = secrets.token_urlsafe(32)
         running_episode = _RunningEpisode(host, clock)
-        self.running_episodes[key], _gateways[key] = running_episode, self
+        self.running_episodes[key] = running_episode
+        _gateways[key] = self
         self._connections.begin_episode(running_episode)
 
         try:
@@ -367,7 +377,7 @@ class Gateway:
 
     @web.middleware
     async def _boundary(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request when its episode may take the loop's time, which counts for the episode."""
+        """Answer a request when the episode may take the loop's time, and charge the episode."""
         return await self._connections.answer_request(request, _answer(request, handler))
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
@@ -378,7 +388,7 @@ class Gateway:
         self._episode_of_key(request)
         return _json_response(
             exchanges.model(request.match_info["name"])
-        )  # requests may have any name for it
+        )  # a request may name the model as it likes
 
     async def _handle_count(self, request: web.Request) -> web.StreamResponse:
         running_episode = self._episode_of_key(request)
@@ -386,7 +396,7 @@ class Gateway:
         return _json_response({"input_tokens": await running_episode.host.count(exchange.agent_request)})
 
     async def _handle_exchange(self, request: web.Request) -> web.StreamResponse:
-        # before the body is read
+        # The first request counts before the body is read: a body may take long.
         running_episode = self._episode_of_key(request)
         dialect = DIALECTS[request.path]
         if not running_episode.first_request.done():
@@ -429,9 +439,9 @@ class Gateway:
             finish(task) if task is None else task.add_done_callback(finish)
 
     async def _read_body(self, request: web.Request, running_episode: _RunningEpisode) -> bytes:
-        """Read a request's body, and wait until it may be decoded. ApiError when it does not arrive, is
-        compressed (a few bytes could become gigabytes) or too large, or the episode ends meanwhile. An
-        episode's slow bodies keep only its own waiting."""
+        """Read a request's body, and wait until the body may be decoded. ApiError when the body does not
+        arrive, is compressed (a few bytes could become gigabytes) or too large, or the episode ends
+        meanwhile. Slow bodies delay only requests of the same episode."""
         codings = ", ".join(request.headers.getall("Content-Encoding", ())).strip()
         if codings.lower() not in ("", "identity"):
             raise ApiError(415, f"Content-Encoding {in_short(codings)}: requests must not be compressed")
@@ -460,7 +470,7 @@ class Gateway:
     def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
         if (
             len(self._logged_fields) >= exchanges.MAX_LOGGED_FIELDS
-        ):  # else an agent's inventions would keep the loop each time
+        ):  # else invented fields would cost the loop time in each request
             return
 
         unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
@@ -485,7 +495,7 @@ class Gateway:
         answer_task: AnswerTask,
         events: _Events | None,
     ) -> web.StreamResponse:
-        """Send what the task gives. If the client leaves, the task is cancelled, or its turns are lost."""
+        """Send the result of the task. If the client leaves, the task is cancelled, or the turns are lost."""
         request = open_request.request
 
         def lose() -> None:
@@ -516,7 +526,7 @@ class Gateway:
     async def _send_whole(
         self, request: web.Request, exchange: Exchange, answer_task: AnswerTask
     ) -> web.StreamResponse:
-        """Answer in one piece. If a turn is long, line breaks come first, which mean nothing in JSON: clients
+        """Answer in one piece. During a long turn, line breaks are sent, which mean nothing in JSON: clients
         wait for a silent server for five or ten minutes, and an engine may sleep for longer."""
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         while not (await asyncio.wait([answer_task], timeout=SILENT_SECONDS))[0]:
@@ -528,7 +538,7 @@ class Gateway:
         except Exception:
             if not response.prepared:
                 raise
-            request.protocol.force_close()  # 200 was sent: what breaks off is no answer
+            request.protocol.force_close()  # 200 was sent: a broken-off answer is no answer
             return response
 
         if not response.prepared:
@@ -546,8 +556,8 @@ class Gateway:
         answer_task: AnswerTask,
         events: _Events,
     ) -> web.StreamResponse:
-        """Stream events from the moment that the request has its place: its client need not fear that nobody
-        is there. An error before that is an answer of its own, and an event later."""
+        """Stream events from the moment that the request is placed: the client learns that the server works.
+        An earlier error is an error response, a later error is an event."""
         answer_task.add_done_callback(lambda _: events.changed.set())
         await events.wait_for_change(None)
         first_events = events.take_unsent()
@@ -588,7 +598,7 @@ class Gateway:
 
 
 def _attempt(request: web.Request) -> int:
-    """Return the number of the try, where the client counts them; 0 for the first."""
+    """Return the number of the try, if the client counts tries; 0 for the first."""
     try_counts = (request.headers.get(name, "").strip() for name in RETRY_HEADERS)
     return max(
         (int(try_count[:9]) for try_count in try_counts if try_count.isascii() and try_count.isdigit()),
@@ -599,12 +609,12 @@ def _attempt(request: web.Request) -> int:
 async def _end_earlier_tries(
     running_episode: _RunningEpisode, open_request: OpenRequest, equal_requests: Sequence[OpenRequest]
 ) -> None:
-    """Wait until the turns of equal requests whose clients have left are cancelled or kept: else this one
-    would begin new turns beside them.
+    """Wait until the turns of equal requests whose clients have left are cancelled or kept: else this request
+    would begin more turns.
 
-    A further try also ends the try before it whose connection is still open, as proxies keep it. Other
-    samples of the same prompt may be under way, too, and go on: the try is ended only if no try of that
-    number went without an answer, and a single one can be meant."""
+    A further try also ends the previous try if its connection is still open, since proxies keep connections.
+    Equal requests may also be samples of the same prompt, which go on: the previous try is ended only if no
+    try of that number went without an answer, and only one open request can be the previous try."""
     for earlier in equal_requests:
         if earlier.is_abandoned:
             running_episode.note_unanswered(earlier)
@@ -627,7 +637,7 @@ async def _end_earlier_tries(
 
 
 def _check_parts(body: bytes) -> None:
-    """ApiError for a body that would take too long to decode, and the objects of it too much memory."""
+    """Raise ApiError for a body that would take too much time and memory to decode."""
     if len(body) > MAX_PARTS and len(body.translate(None, OTHER_BYTES)) > MAX_PARTS:
         count = f"{MAX_PARTS:,} brackets and commas"
         raise ApiError(413, f"the request has more than {count}; send fewer or shorter messages")
@@ -639,7 +649,7 @@ def _listener_url(listener: socket.socket) -> str:
 
 
 async def _outcome(answer_task: AnswerTask) -> Sequence[AgentReply]:
-    """Wait for the answer to a request. ApiError when it was refused or failed."""
+    """Wait for the answer to a request. ApiError when the request was refused or failed."""
     await asyncio.wait([answer_task])
     if answer_task.cancelled():
         raise ApiError(410, "the episode is over", "episode_over")
@@ -657,7 +667,7 @@ async def _outcome(answer_task: AnswerTask) -> Sequence[AgentReply]:
 
 
 def _replies_of(answer_task: AnswerTask) -> Sequence[AgentReply]:
-    """The answers, if the task has them."""
+    """Return the answers of a task; () if it has none."""
     if not answer_task.done() or answer_task.cancelled() or answer_task.exception() is not None:
         return ()
     outcome = answer_task.result()
@@ -670,7 +680,7 @@ def _is_gone(request: web.Request) -> bool:
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error becomes an answer."""
+    """Answer a request; every error becomes an error response."""
     try:
         return await handler(request)
     except Exception as error:
@@ -688,8 +698,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def _answer_unread(request: web.Request, response: web.Response) -> None:
-    """Answer a request that is not read to its end, and end its connection. What the client still sends is
-    not read, not even to be thrown away; it has LINGER_SECONDS to find the answer."""
+    """Answer a request that is not read to the end, and end the connection. Further bytes of the client are
+    not read, not even to be thrown away; the client has LINGER_SECONDS to find the answer."""
     response.force_close()
     with suppress(ConnectionError):
         await response.prepare(request)
@@ -723,7 +733,7 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
 
 
 async def _answer_head_request(request: web.Request) -> web.StreamResponse:
-    """Answer clients that look if somebody is there, before they have a key."""
+    """Answer clients that check, before having a key, whether the server exists."""
     return web.Response()
 
 

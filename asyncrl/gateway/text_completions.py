@@ -1,7 +1,7 @@
-"""OpenAI's older completions: a text, or ids, that the model continues. No tools, and nothing is parsed.
+"""Serves OpenAI's older completions: the model continues a text, or ids. No tools, and nothing is parsed.
 
-A prompt that begins with all of a row, as text or as ids, continues that row. Of a stream the text comes at
-the end: what is a thought or a call is the client's to find out.
+A prompt that begins with a complete row, as text or as ids, continues that row. In a stream the text comes at
+the end: the client must find thoughts and calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from asyncrl.types import Message
 
 
 class TextRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect."""
+    """The body of a request. Other fields have no effect."""
 
     prompt: Any
     model: ModelName | None = None
@@ -58,7 +58,7 @@ UNSUPPORTED_FIELDS = {"echo": "the prompt is known to you", "suffix": "a text is
 
 
 def read(body: bytes) -> TextExchange:
-    """ApiError for an invalid request, or an unsupported option."""
+    """Read a request. ApiError for an invalid request, or an unsupported option."""
     request = read_body(body, TextRequest, UNSUPPORTED_FIELDS)
     if request.best_of not in (None, request.n or 1):
         raise ApiError(400, "not supported: best_of: use n", "unsupported_parameter")
@@ -69,7 +69,7 @@ DIALECT = ApiDialect(read, openai_error)
 
 
 def _single_prompt(value: Any) -> str | tuple[int, ...]:
-    """The one prompt of a request. ApiError if it has several, or something else."""
+    """Return the prompt of a request. ApiError for several prompts, or other values."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str) and value:
@@ -84,7 +84,7 @@ def _single_prompt(value: Any) -> str | tuple[int, ...]:
 
 @dataclass
 class TextExchange:
-    """See `Exchange`. ApiError for a prompt that is none."""
+    """An `Exchange` of text completions. ApiError for an invalid prompt."""
 
     request: TextRequest
     agent_request: AgentRequest = field(init=False)

@@ -129,8 +129,7 @@ async def _once(url: str, data: bytes, headers: Mapping[str, str], proxy: str | 
 
 def proxy_of(url: str) -> str | None:
     """Return the proxy that the environment names for a URL (`http_proxy`, `https_proxy`, `all_proxy`); None
-    for hosts and networks of `no_proxy` and for this machine. ws:// and wss:// are as http:// and
-    https://."""
+    for hosts and networks of `no_proxy` and for this machine. ws:// and wss:// are as http:// and https://."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     proxies = request.getproxies_environment()

@@ -17,8 +17,8 @@ _KNOWN_KEYS = {"arguments", "parameters", "id", "type", "tool_call_id"}
 
 
 def _object_call(value: Any, arguments_key: str, name_key: str = "name") -> RawCall:
-    """Read a JSON object as a call. The name is under `name_key`, the arguments are under `arguments_key`; without
-    that key, there are no arguments."""
+    """Read a JSON object as a call. The name is under `name_key`, the arguments are under `arguments_key`;
+    without that key, there are no arguments."""
     if not isinstance(value, dict) or not isinstance(value.get(name_key), str):
         raise Malformed(f'a tool call must be an object with "{name_key}" and "{arguments_key}"')
 
