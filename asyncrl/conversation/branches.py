@@ -520,9 +520,8 @@ class Branches:
 
     def _is_extended(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
         new_messages = messages[len(row.messages) :]
-        is_complete = (
-            row.last.stop is not StopReason.LENGTH
-        )  # a message cut at the token limit is not extended
+        # A message cut at the token limit is not extended.
+        is_complete = row.last.stop is not StopReason.LENGTH
         is_answer = bool(new_messages) and all(message.role in ANSWERING_ROLES for message in new_messages)
         return is_complete and is_answer and count_common(row.messages, messages) == len(row.messages)
 

@@ -106,9 +106,8 @@ class Chat:
         """Return the ids of the conversation so far with the tools (JSON text) and the opening of the model's
         turn. The turn continues a last message of the model. ConfigError if the template does not write that
         message."""
-        has_model_message = any(
-            message.role == "assistant" for message in messages
-        )  # no other episode has this prompt
+        # A prompt with messages of the model belongs to one episode: caching would not help.
+        has_model_message = any(message.role == "assistant" for message in messages)
         render = self._prompt_uncached if has_model_message or _is_long(messages) else self._cached_prompt
         return render(messages, tools)
 

@@ -19,10 +19,11 @@ from asyncrl.conversation.chat_render import Accepted, Render
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, ToolCall
 
+# These tokens end only turns with tool calls: gpt-oss, Llama.
 CALL_TURN_ENDS = (
     "<|call|>",
     "<|eom_id|>",
-)  # end only turns with tool calls: gpt-oss, Llama
+)
 
 TURN_MARK = "asyncrl-turn"
 CALL_MARK = "asyncrl-call"
@@ -262,11 +263,10 @@ class TemplateProbe:
         token = next((token for token in possible_tokens if token and turn_tail.endswith(token)), "")
         if not token and (following_text := answered_text.partition(mark)[2]).startswith(turn_tail):
             following_text = following_text[len(turn_tail) :]
-            if following_text.lstrip().startswith(
-                tuple(self._control_tokens)
-            ):  # it ends the turn, after white space or not
+            # The control token after the turn ends the turn, with or without white space before.
+            if following_text.lstrip().startswith(tuple(self._control_tokens)):
                 turn_tail += following_text[: len(following_text) - len(following_text.lstrip())]
-            else:  # replies stand within the turn (Apertus): the tag behind the calls ends it
+            else:  # replies stand within the turn (Apertus): the tag behind the calls ends the turn
                 token = next(filter(turn_tail.endswith, self._control_tokens), "")
 
         return TurnEnd(mark, turn_tail.removesuffix(token), token)
@@ -291,18 +291,16 @@ class TemplateProbe:
             return turn_tail
 
         repeated_tokens = [token for token in self._control_tokens if answered_text.count(token) > 1]
-        next_message_token = min(
-            repeated_tokens, key=answered_text.find, default="\0"
-        )  # messages begin with this token
+        # Messages begin with this token.
+        next_message_token = min(repeated_tokens, key=answered_text.find, default="\0")
         common_tail = common_prefix(turn_tail, answered_tail).partition(next_message_token)[0]
         turn_length = max(
             (common_tail.rfind(token) + len(token) for token in self._control_tokens if token in common_tail),
             default=0,
         )
 
-        return (
-            common_tail[:turn_length] or turn_tail
-        )  # nothing in common: an answered turn ends otherwise (gpt-oss)
+        # Nothing in common: an answered turn ends otherwise (gpt-oss).
+        return common_tail[:turn_length] or turn_tail
 
 
 def common_prefix(first_text: str, second_text: str) -> str:

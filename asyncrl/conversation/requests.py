@@ -170,9 +170,8 @@ class TextRows:
                 continue
 
             row_prefix: Any = self._row_text(row.session, row.ids) if isinstance(prompt, str) else row.ids
-            if isinstance(prompt, str) and not prompt.startswith(
-                row_prefix
-            ):  # the tokenizer added the first ids
+            # The tokenizer may have added ids at the beginning of the row: compare the text without their text.
+            if isinstance(prompt, str) and not prompt.startswith(row_prefix):
                 row_prefix = row_prefix.removeprefix(self._chat.decode(self._chat.text_ids("", True)))
 
             if len(row_prefix) > matched_length and prompt[: len(row_prefix)] == row_prefix:
@@ -188,9 +187,8 @@ class TextRows:
             overlap_start = max(0, known_count - OVERLAP_IDS)
             overlap_text = decode(ids[overlap_start:known_count])
             overlap_and_new = decode(ids[overlap_start:])
-            is_aligned = overlap_and_new.startswith(overlap_text) and not overlap_text.endswith(
-                "\ufffd"
-            )  # no character is split between old and new ids
+            # No character is split between old and new ids.
+            is_aligned = overlap_and_new.startswith(overlap_text) and not overlap_text.endswith("\ufffd")
             text = text + overlap_and_new[len(overlap_text) :] if is_aligned else decode(ids)
 
             self._known_texts[session] = len(ids), text

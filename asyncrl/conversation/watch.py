@@ -84,9 +84,8 @@ class TurnWatch:
         self._content = ""
         parser = rules.parse
 
-        self._never_calls = (
-            isinstance(parser, CallFormat) and not tools
-        )  # then only tags of thoughts are special
+        # Without calls only tags of thoughts are special.
+        self._never_calls = isinstance(parser, CallFormat) and not tools
         self._held_back_texts = (*stops, *think_tags(parser))
 
     def __call__(self, ids: Sequence[int]) -> bool:

@@ -102,9 +102,8 @@ class Connections:
         self._strangers: dict[asyncio.BaseProtocol, _LimitedConnection] = {}  # oldest first
         self._known_connections: dict[asyncio.BaseProtocol, _LimitedConnection] = {}
         self._loop_times: dict[object, _LoopTime] = {}  # by running episode
-        self.receive_buffer = memoryview(
-            bytearray(READ_BYTES)
-        )  # the bytes that a connection has just received
+        # One buffer for all connections: the bytes that a connection has just received.
+        self.receive_buffer = memoryview(bytearray(READ_BYTES))
 
     def protocol_factory(self, episode: object = None) -> Callable[[], asyncio.BufferedProtocol]:
         """Return the protocol factory of a listener. `episode`: the only episode served; None: all

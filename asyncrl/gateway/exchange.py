@@ -146,17 +146,17 @@ class StreamedText:
     def unstreamed_texts(self, message: Message) -> tuple[str, str]:
         """Return the reasoning and content not streamed yet. Content that turns out to be quoted with calls
         contains the streamed text somewhere."""
-        return _unstreamed_part(self.reasoning, message.reasoning), _unstreamed_part(
-            self.content, message.content
-        )
+        reasoning = _unstreamed_part(self.reasoning, message.reasoning)
+        content = _unstreamed_part(self.content, message.content)
+        return reasoning, content
 
 
 def _unstreamed_part(streamed_text: str, full_text: str) -> str:
     """Return the text after the streamed text; the full text if it lacks the streamed text (a thought that
     ends without a beginning)."""
-    return (
-        full_text.partition(streamed_text)[2] if streamed_text and streamed_text in full_text else full_text
-    )
+    if not streamed_text or streamed_text not in full_text:
+        return full_text
+    return full_text.partition(streamed_text)[2]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -199,9 +199,8 @@ def agent_request(
     max_tokens: int | None,
     stops: Sequence[str] = (),
 ) -> AgentRequest:
-    """Make the request as the episode sees it, of messages with the client's ids. `tool_choice`: of tools;
-    `max_tokens`: its limit of tokens. ApiError for what is no tool, and for a conversation that ends with the
-    model's own words."""
+    """Make the request for the episode, of messages with the client's ids. `max_tokens`: the client's limit.
+    ApiError for invalid tools, and for a conversation that ends with the model's own words."""
     conversation = tuple(_template_messages(messages))
     if conversation and conversation[-1].role == "assistant":
         raise ApiError(

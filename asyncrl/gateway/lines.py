@@ -27,9 +27,8 @@ KEY_PLACEHOLDER = (
 INTERPRETER_NAME = re.compile(r"(ba|da|z|k|c|tc|fi)?sh|python[\d.]*|node|bun|deno|perl|ruby|php")
 CODE_OPTION = re.compile(r"-\w*[ceErp]|--?(eval|command|print)")  # the option before a program text
 OPTION_WITH_VALUE = re.compile(r"[-+][oOWX]")  # options of interpreters, whose value is the next word
-SHELL_TEXT = re.compile(
-    r"""[\s'"$`;|&<>()]"""
-)  # marks program texts: other arguments have none of these characters
+# Characters that mark program texts: no other argument contains these.
+SHELL_TEXT = re.compile(r"""[\s'"$`;|&<>()]""")
 MAX_ARGUMENT_BYTES = 100_000  # bytes of a prompt; the kernel accepts 131,071 for the whole word
 
 

@@ -72,9 +72,8 @@ class ContentBlock(msgspec.Struct, frozen=True):
     tool_name: str = ""
 
 
-Content = (
-    str | list[ContentBlock] | dict[str, Any] | None
-)  # an object: a result of a tool that Anthropic runs
+# A dict is a result of a tool that Anthropic runs.
+Content = str | list[ContentBlock] | dict[str, Any] | None
 
 
 class SentMessage(msgspec.Struct, frozen=True):

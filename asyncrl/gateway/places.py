@@ -61,11 +61,10 @@ CREDENTIAL_NAMES = (
 """Patterns for names of files and directories that may hold logins."""
 MAX_ERROR_BYTES = 1 << 16  # bytes of stderr that are kept
 FAST_READS = 256  # reads of an output, each at most 64 KiB; after that a pause follows each read
-PAUSE_SECONDS = 0.01  # seconds
-MAX_COMPLAINT_CHARACTERS = 300  # characters
-TRACEBACK_FRAME = re.compile(
-    r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE
-)  # a frame of a Python traceback
+PAUSE_SECONDS = 0.01  # after each further read
+MAX_COMPLAINT_CHARACTERS = 300  # of an error line that is quoted
+# A frame of a Python traceback.
+TRACEBACK_FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)
 INSTALLED_PATH = re.compile(r"/(site|dist)-packages/|/lib/python\d")
 
 Streams = tuple[int, int, int]
@@ -161,9 +160,8 @@ class SandboxWorkspace:
     async def head(self, path: str) -> bytes:
         with suppress(SandboxError):
             return (await self._jail.read_file(path))[:HEAD_BYTES]
-        printed = await self._shell(
-            f'od -An -v -tx1 -N{HEAD_BYTES} "$1"', path
-        )  # the file is too large for `read_file`
+        # The file is too large for `read_file`.
+        printed = await self._shell(f'od -An -v -tx1 -N{HEAD_BYTES} "$1"', path)
         try:
             return bytes.fromhex(printed)
         except ValueError:  # there is no `od`
@@ -179,11 +177,9 @@ class SandboxWorkspace:
         )
 
         script_result = await self._jail.run("shell", "\n".join(script_lines), CHECK_SECONDS)
-        return (
-            script_result.output.rpartition(ANSWER_MARK)[2].strip("\n")
-            if script_result.ending is RunEnding.DONE
-            else ""
-        )
+        if script_result.ending is not RunEnding.DONE:
+            return ""
+        return script_result.output.rpartition(ANSWER_MARK)[2].strip("\n")
 
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
         result = await self._jail.execute(Program(words, environment, self.work), streams)
@@ -257,7 +253,7 @@ async def open_sandbox_workspace(
         await jail.close()
 
 
-# -- running a program: the input, and the end of the output --------------------------------------------------
+# -- running a program: the input, and the end of the output ------------------------------------------------
 
 
 async def run_program(

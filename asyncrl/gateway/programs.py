@@ -47,18 +47,15 @@ from asyncrl.isolation.sandbox.needs import needed_by
 from asyncrl.types import Sample
 
 INSTALL_ADVICE = "install it, or set program to its path"
-STARTS_PER_CPU = 2  # programs that may start at once
+STARTS_PER_CPU = 2  # programs that may start at once, for each CPU
 SPARE_SECONDS = RESULT_SECONDS + 5.0  # seconds at the end of an episode, to collect the changes
 VERSION_SECONDS = 60.0  # for a program to print the version, on a busy machine and from a cold disk
 VERSION_NUMBER = re.compile(r"\d+\.\d+([\w.+-]*\w)?")
 UNWRITABLE_CHARACTERS = re.compile("[\0\ud800-\udfff]")  # no environment variable can contain these
+# By sandbox, variables that name directories with the user's logins, or directories that a jail lacks.
 WITHHELD_VARIABLES = {
-    "none": re.compile(
-        "XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME"
-    ),  # directories of the user, with logins
-    "jail": re.compile(
-        "XDG_.*|HOME|TMPDIR|HF_.*|TORCH_HOME|SSL_CERT_.*|REQUESTS_CA_BUNDLE"
-    ),  # directories that a jail lacks
+    "none": re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME"),
+    "jail": re.compile("XDG_.*|HOME|TMPDIR|HF_.*|TORCH_HOME|SSL_CERT_.*|REQUESTS_CA_BUNDLE"),
 }
 
 
@@ -374,9 +371,10 @@ class Command:
         directly."""
         inherited_names = self._inherited_names
         image_environment = workspace.task.environment if workspace.task else None
+        # The user's packages do not lie in the episode's HOME.
         variables = (
             {"PYTHONUSERBASE": site.getuserbase()} if image_environment is None else dict(image_environment)
-        )  # not in its HOME
+        )
         variables |= {
             name: value
             for name, value in inherited(inherited_names).items()

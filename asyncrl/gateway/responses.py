@@ -49,6 +49,7 @@ FREE_FORM_SCHEMA = {
     "properties": {TEXT_ARGUMENT: {"type": "string"}},
     "required": [TEXT_ARGUMENT],
 }
+# Fields that are null in every response.
 NULL_FIELDS = (
     "error",
     "incomplete_details",
@@ -56,7 +57,7 @@ NULL_FIELDS = (
     "temperature",
     "top_p",
     "usage",
-)  # null in a response
+)
 
 ItemText = str | list[ContentPart] | None
 
@@ -193,9 +194,8 @@ def wire_tools(tool_list: Any, namespace: str = "") -> Iterator[WireTool]:
             case "custom":
                 text_format = tool.get("format")
                 grammar_text = text_format.get("definition") if isinstance(text_format, dict) else None
-                grammar = (
-                    f"\nThe text has this form:\n{grammar_text}" if grammar_text else ""
-                )  # sampling is not constrained
+                # The grammar is only shown: sampling is not constrained.
+                grammar = f"\nThe text has this form:\n{grammar_text}" if grammar_text else ""
                 description = f"{tool.get('description', '')}{grammar}".strip()
                 free_form = {"description": description, "parameters": FREE_FORM_SCHEMA}
                 yield WireTool(function | free_form, name, namespace, free_form=True)

@@ -69,15 +69,17 @@ MAX_UNANSWERED = 8  # requests of an episode whose unanswered tries are remember
 OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
 # The first words tell opencode and qwen-code that the history must become shorter.
 TOO_LARGE_ERROR = f"Request Entity Too Large: the request has more than {MAX_BODY_BYTES >> 20} MiB; send less"
+# Errors of aiohttp for broken requests, and for clients that left.
 UNREAD_ERRORS = (
     HttpProcessingError,
     ConnectionError,
-)  # errors of aiohttp for broken requests, and for clients that left
+)
+# Headers with the number of the try.
 RETRY_HEADERS = (
     "x-stainless-retry-count",
     "x-retry-count",
     "x-retry-attempt",
-)  # headers with the number of the try
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -386,9 +388,8 @@ class Gateway:
 
     async def _describe_model(self, request: web.Request) -> web.StreamResponse:
         self._episode_of_key(request)
-        return _json_response(
-            exchanges.model(request.match_info["name"])
-        )  # a request may name the model as it likes
+        # Any name in the path means the policy.
+        return _json_response(exchanges.model(request.match_info["name"]))
 
     async def _handle_count(self, request: web.Request) -> web.StreamResponse:
         running_episode = self._episode_of_key(request)
@@ -468,9 +469,8 @@ class Gateway:
         return body
 
     def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
-        if (
-            len(self._logged_fields) >= exchanges.MAX_LOGGED_FIELDS
-        ):  # else invented fields would cost the loop time in each request
+        # Otherwise invented fields would cost loop time in each request.
+        if len(self._logged_fields) >= exchanges.MAX_LOGGED_FIELDS:
             return
 
         unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out

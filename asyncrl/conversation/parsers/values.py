@@ -102,9 +102,8 @@ def literal(node: ast.expr) -> Any:
     lacks."""
     match node:
         case ast.Constant(value=str(text)):
-            return text.encode("utf-16", "surrogatepass").decode(
-                "utf-16", "replace"
-            )  # pairs, as JSON has them
+            # Join surrogate pairs, as JSON readers do.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         case ast.Constant(value=bool() | int() | float() | None as value):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
