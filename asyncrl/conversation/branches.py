@@ -146,7 +146,7 @@ class Branches:
     def said(self, turn: Turn) -> Message:
         """Return the model's message in a turn as the agent gets the message. An agent that sends no tools
         gets everything as text, calls included."""
-        return self._model_message(self.rows[turn.row].request, turn)
+        return self._read_message(self.rows[turn.row].request, turn)
 
     def stopped_at(self, turn: Turn) -> str:
         """Return the stop text of the request at which a turn ended; '' if no stop text ended the turn."""
@@ -269,7 +269,7 @@ class Branches:
         if (turn.index, turn.row, row_ids + turn.context) != (len(self.turns), row_number, placement.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
 
-        message = self._model_message(placement.request, turn, with_stop_text=True)
+        message = self._read_message(placement.request, turn, with_stop_text=True)
         messages = (*placement.messages, message)
         all_ids = placement.ids + turn.ids
         known_messages = 0 if placement.row is None else len(self.rows[row_number].messages)
@@ -525,7 +525,7 @@ class Branches:
         is_answer = bool(new_messages) and all(message.role in ANSWERING_ROLES for message in new_messages)
         return is_complete and is_answer and count_common(row.messages, messages) == len(row.messages)
 
-    def _model_message(self, request: AgentRequest, turn: Turn, with_stop_text: bool = False) -> Message:
+    def _read_message(self, request: AgentRequest, turn: Turn, with_stop_text: bool = False) -> Message:
         """Return the model's message; `with_stop_text`: with the stop text that ended the turn."""
         stops = () if with_stop_text else request.stops
         if self._newest_message is not None:

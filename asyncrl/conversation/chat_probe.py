@@ -128,7 +128,8 @@ class TemplateProbe:
                         _model_turn(_answered_calls(replies)),
                         *replies,
                     )
-                    texts.append(self._render(probe_messages, (_PROBE_TOOL,) * (roles == ("tool",))))
+                    tools = (_PROBE_TOOL,) if roles == ("tool",) else ()
+                    texts.append(self._render(probe_messages, tools))
 
         return [token for token in self._control_tokens if any(token in text for text in texts)]
 

@@ -170,7 +170,7 @@ class TextRows:
                 continue
 
             row_prefix: Any = self._row_text(row.session, row.ids) if isinstance(prompt, str) else row.ids
-            # The tokenizer may have added ids at the beginning of the row: compare the text without their text.
+            # The tokenizer may have begun the row with added ids: compare without their text.
             if isinstance(prompt, str) and not prompt.startswith(row_prefix):
                 row_prefix = row_prefix.removeprefix(self._chat.decode(self._chat.text_ids("", True)))
 

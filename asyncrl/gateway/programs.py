@@ -335,14 +335,17 @@ class Command:
                 )
             except CommandError as command_error:
                 error = command_error
-                if endpoint.api_key in str(command_error) and endpoint.api_key:  # clients quote it
+                if endpoint.api_key in str(command_error) and endpoint.api_key:  # clients quote the key
                     error = CommandError(str(command_error).replace(endpoint.api_key, "KEY"))
 
             result: Any = result_in("".join(output_lines[-1:])) if harness.stdin == "sample" else None
             if sandbox:
-                result_fields = (
-                    {} if result is None else result if isinstance(result, dict) else {"score": result}
-                )
+                result_fields: dict[str, Any] = {}
+                if isinstance(result, dict):
+                    result_fields = result
+                elif result is not None:
+                    result_fields = {"score": result}
+
                 reserved_names = ("changes", "failed", "ended")  # known to the sandbox, not to the program
                 result = {name: value for name, value in result_fields.items() if name not in reserved_names}
                 result |= await sandbox.result()
