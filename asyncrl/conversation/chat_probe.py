@@ -187,10 +187,9 @@ class TemplateProbe:
             for token in control_pattern.finditer(text_before)
             if token.end() > opening_length
         ]
+        content_closings = [turn_tail[: token.end()] for token in control_pattern.finditer(turn_tail)]
 
-        return content_leads, [turn_tail[: token.end()] for token in control_pattern.finditer(turn_tail)][
-            ::-1
-        ]
+        return content_leads, content_closings[::-1]
 
     def _beginnings(self, roles: tuple[str, ...]) -> Iterator[_Beginning]:
         """Yield beginnings after which a template may behave differently: with and without system message,

@@ -147,9 +147,8 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
             episode = advance(rules, episode, Observed(turn.observation))
 
         repeated_turn = episode.turns[-1]
-        if (
-            turn.replies and repeated_turn.replies != turn.replies
-        ) or repeated_turn.observation != turn.observation:
+        replies_differ = turn.replies and repeated_turn.replies != turn.replies
+        if replies_differ or repeated_turn.observation != turn.observation:
             raise ProtocolError(f"what is recorded after turn {turn.index} does not answer it")
 
     return episode
@@ -159,9 +158,8 @@ def expire(episode: Episode) -> Episode:
     """End an episode whose time is up. Finished turns are scored; an unfinished turn does not count. Without
     a finished turn the episode fails."""
     if not episode.turns:
-        return _fail_episode(
-            episode, FailReason.DEADLINE, "not one turn was done within rollout.episode_timeout"
-        )
+        detail = "not one turn was done within rollout.episode_timeout"
+        return _fail_episode(episode, FailReason.DEADLINE, detail)
     return _score_episode(episode, EpisodeEnd.TIMEOUT)
 
 
@@ -189,6 +187,7 @@ def shorten_observation(rules: Rules, observation: Observation) -> Observation:
 
 
 def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
+    """Begin the first row with the prompt."""
     opened = replace(opened, messages=_shorten_messages(rules, opened.messages))
     episode = replace(episode, opened=opened)
 
@@ -202,6 +201,7 @@ def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
 
 
 def _generated(rules: Rules, episode: Episode, command: Generate, generation: Generation) -> Episode:
+    """Add the sampled turn, and end the episode or pass the turn to the environment or the tools."""
     row_ids = _row_ids(episode, command)
     if command.ids[: len(row_ids)] != row_ids:
         detail = f"the prompt of turn {len(episode.turns)} does not extend the tokens of its row"
@@ -295,9 +295,8 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
         return _score_episode(episode, EpisodeEnd.MAX_TURNS)
 
     if not observation.messages:
-        return _fail_episode(
-            episode, FailReason.ENVIRONMENT_ERROR, "the environment sent nothing, and is not done"
-        )
+        detail = "the environment sent nothing, and is not done"
+        return _fail_episode(episode, FailReason.ENVIRONMENT_ERROR, detail)
 
     return _next_turn(rules, episode, observation.messages)
 
@@ -322,11 +321,9 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
     if limits.history == "fold" and row_is_full and len(episode.rows) < limits.max_rows:
         folded_episode = _with_more_folded(rules, episode)
         if folded_episode.folded > episode.folded:
-            episode, prefix_ids, row_number = (
-                folded_episode,
-                _prompt_ids(rules, folded_episode),
-                len(episode.rows),
-            )
+            episode = folded_episode
+            prefix_ids = _prompt_ids(rules, episode)
+            row_number = len(episode.rows)
 
     if row_number >= limits.max_rows:
         return _score_episode(episode, EpisodeEnd.MAX_ROWS)
@@ -359,9 +356,8 @@ def _with_more_folded(rules: Rules, episode: Episode) -> Episode:
 
 def _sample_next(rules: Rules, episode: Episode, prefix_ids: tuple[int, ...], row_number: int) -> Episode:
     free_tokens = rules.config.max_tokens - len(prefix_ids)
-    return replace(
-        episode, command=Generate(prefix_ids, min(free_tokens, rules.config.max_new_tokens), row_number)
-    )
+    max_new_tokens = min(free_tokens, rules.config.max_new_tokens)
+    return replace(episode, command=Generate(prefix_ids, max_new_tokens, row_number))
 
 
 def _score_episode(episode: Episode, end: EpisodeEnd) -> Episode:
@@ -412,9 +408,10 @@ def taught(rules: Rules, episode: Episode, command: Generate) -> tuple[int, ...]
 
     first_message, *later_messages = _written_conversation(rules, episode)
     ground_truth = json.loads(episode.sample.ground_truth)
-    privileged_text = rules.privilege.replace(
-        "{ground_truth}", ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
-    )
+    if not isinstance(ground_truth, str):
+        ground_truth = json.dumps(ground_truth)
+
+    privileged_text = rules.privilege.replace("{ground_truth}", ground_truth)
     messages = (
         replace(first_message, content=f"{privileged_text}\n\n{first_message.content}"),
         *later_messages,

@@ -184,11 +184,11 @@ class Command:
         TimeUp after `seconds`. SetupError if the sandbox of the sample's task cannot be made."""
         task = task_of(sample)
         stop = asyncio.get_running_loop().create_future()
-
         now = endpoint.clock
-        task_deadline = (
-            now() + endpoint.seconds - min(SPARE_SECONDS, endpoint.seconds / 4) if task else math.inf
-        )
+        task_deadline = math.inf
+        if task:
+            task_deadline = now() + endpoint.seconds - min(SPARE_SECONDS, endpoint.seconds / 4)
+
         runs = list[asyncio.Future[Any]]()
         try:
             async with self._start_slots:
@@ -237,11 +237,8 @@ class Command:
         ):
             program = await self._find_executable(workspace)
             words = [program, self.harness.version] if self.harness.tested else ["true"]
-            output_lines = await run_program(
-                words,
-                workspace,
-                self._program_environment(workspace, self._placeholder_values(workspace, "")),
-            )
+            environment = self._program_environment(workspace, self._placeholder_values(workspace, ""))
+            output_lines = await run_program(words, workspace, environment)
 
         version_match = VERSION_NUMBER.search("\n".join(output_lines))
         return version_match[0] if version_match else ""
