@@ -50,9 +50,8 @@ class _LoopTime:
         self._updated_at = time.monotonic()
         self.released = asyncio.Event()
         self.released.set()
-        self.release_timer: asyncio.TimerHandle | None = (
-            None  # while the episode is held: runs until the hold is decided anew
-        )
+        # While the episode is held, the timer runs until the hold is decided anew.
+        self.release_timer: asyncio.TimerHandle | None = None
         self._timeouts: dict[asyncio.Timeout, float] = {}  # timeouts with seconds
 
     @property
@@ -217,12 +216,10 @@ class Connections:
         return LOOP_FRACTION / sum(other_time.is_held for other_time in self._loop_times.values())
 
     def _wait_for_share(self, episode: object, loop_time: _LoopTime) -> None:
-        wait = min(
-            MOST_HELD_SECONDS, max(HELD_SECONDS, -loop_time.seconds_left / self._loop_fraction(loop_time))
-        )
-        loop_time.release_timer = asyncio.get_running_loop().call_later(
-            wait, self._release, episode, loop_time
-        )
+        debt_seconds = -loop_time.seconds_left / self._loop_fraction(loop_time)
+        wait = min(MOST_HELD_SECONDS, max(HELD_SECONDS, debt_seconds))
+        loop = asyncio.get_running_loop()
+        loop_time.release_timer = loop.call_later(wait, self._release, episode, loop_time)
 
     def _release(self, episode: object, loop_time: _LoopTime) -> None:
         loop_time.spend_seconds(0.0, self._loop_fraction(loop_time))

@@ -70,16 +70,9 @@ OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
 # The first words tell opencode and qwen-code that the history must become shorter.
 TOO_LARGE_ERROR = f"Request Entity Too Large: the request has more than {MAX_BODY_BYTES >> 20} MiB; send less"
 # Errors of aiohttp for broken requests, and for clients that left.
-UNREAD_ERRORS = (
-    HttpProcessingError,
-    ConnectionError,
-)
+UNREAD_ERRORS = (HttpProcessingError, ConnectionError)
 # Headers with the number of the try.
-RETRY_HEADERS = (
-    "x-stainless-retry-count",
-    "x-retry-count",
-    "x-retry-attempt",
-)
+RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count", "x-retry-attempt")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -283,9 +276,9 @@ class Gateway:
         self.running_episodes: dict[str, _RunningEpisode] = {}  # by key
         self._logged_fields: set[str] = set()  # ignored fields that were logged
         self._base_url = ""
+
         app = web.Application(middlewares=[self._boundary], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/v1/models", self._list_models)
-
         app.router.add_get("/v1/models/{name:.+}", self._describe_model)
         app.router.add_post(COUNT_PATH, self._handle_count)
         app.router.add_route("HEAD", "/", _answer_head_request)
@@ -319,9 +312,8 @@ class Gateway:
             )
             host = str(socket_address[0])
             if ip_address(host).is_unspecified:
-                raise ConfigError(
-                    f"{setting}, to which no agent can connect; give an address of this machine"
-                )
+                problem = "to which no agent can connect; give an address of this machine"
+                raise ConfigError(f"{setting}, {problem}")
 
             self._listener = await self.loop.create_server(self._connections.protocol_factory(), host, 0)
         except OSError as error:
@@ -408,13 +400,12 @@ class Gateway:
         self._log_unheeded(body, exchange)
 
         open_request = OpenRequest(exchange.agent_request, _attempt(request), request)
+        agent_request = exchange.agent_request
         equal_requests = [
-            earlier
-            for earlier in running_episode.open_requests
-            if earlier.agent_request == exchange.agent_request
+            earlier for earlier in running_episode.open_requests if earlier.agent_request == agent_request
         ]
-
         running_episode.open_requests.add(open_request)
+
         task: AnswerTask | None = None
 
         def finish(_: object) -> None:
@@ -430,14 +421,16 @@ class Gateway:
             )
             task = asyncio.ensure_future(host_answer)
             running_episode.answer_tasks.add(task)
-
             task.add_done_callback(running_episode.answer_tasks.discard)
             return await self._send_answer(running_episode, open_request, dialect, exchange, task, events)
         except BaseException:
             running_episode.note_unanswered(open_request)
             raise
         finally:
-            finish(task) if task is None else task.add_done_callback(finish)
+            if task is None:
+                finish(task)
+            else:
+                task.add_done_callback(finish)
 
     async def _read_body(self, request: web.Request, running_episode: _RunningEpisode) -> bytes:
         """Read a request's body, and wait until the body may be decoded. ApiError when the body does not
@@ -474,16 +467,14 @@ class Gateway:
             return
 
         unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
-        for field_name in sorted(unheeded.keys() - self._logged_fields)[
-            : exchanges.MAX_LOGGED_FIELDS - len(self._logged_fields)
-        ]:
+        new_names = sorted(unheeded.keys() - self._logged_fields)
+        free_lines = exchanges.MAX_LOGGED_FIELDS - len(self._logged_fields)
+        for field_name in new_names[:free_lines]:
             self._logged_fields.add(field_name)
-            has_key = any(key in field_name for key in self.running_episodes)
-            described_name = (
-                "a parameter with an episode's key in its name"
-                if has_key
-                else ascii(field_name[:100])[1:-1][:100]
-            )
+            if any(key in field_name for key in self.running_episodes):
+                described_name = "a parameter with an episode's key in its name"
+            else:
+                described_name = ascii(field_name[:100])[1:-1][:100]
             log.warning("agents set %s, which %s", described_name, unheeded[field_name])
 
     async def _send_answer(
@@ -508,10 +499,8 @@ class Gateway:
                 response = await self._send_stream(request, dialect, exchange, answer_task, events)
             else:
                 response = await self._send_whole(request, exchange, answer_task)
-        except (
-            asyncio.CancelledError,
-            ConnectionError,
-        ):  # the client has left, or the engine was not reached
+        except (asyncio.CancelledError, ConnectionError):
+            # The client has left, or the engine was not reached.
             if not answer_task.cancel():
                 lose()
             raise
