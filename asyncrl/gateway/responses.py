@@ -222,32 +222,24 @@ class ResponsesExchange:
 
     def __post_init__(self) -> None:
         responses_request = self.request
-        items = (
-            [Item(role="user", content=responses_request.input)]
-            if isinstance(responses_request.input, str)
-            else responses_request.input
-        )
-
-        system_items = (
-            [Item(role="system", content=responses_request.instructions)]
-            if responses_request.instructions
-            else []
-        )
+        items = list[Item]()
+        if responses_request.instructions:
+            items.append(Item(role="system", content=responses_request.instructions))
+        if isinstance(responses_request.input, str):
+            items.append(Item(role="user", content=responses_request.input))
+        else:
+            items += responses_request.input
 
         tools = list(wire_tools(responses_request.tools or []))
-        hosted_kinds = {str(tool.get("type")) for tool in responses_request.tools or ()} - {
-            "function",
-            "custom",
-            "namespace",
-        }
-
+        kinds = {str(tool.get("type")) for tool in responses_request.tools or ()}
+        hosted_kinds = kinds - {"function", "custom", "namespace"}
         self.left_out = {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
         self._tools_by_name = {tool.function["name"]: tool for tool in tools}
         if same_names := [tool for tool in tools if self._tools_by_name[tool.function["name"]] != tool]:
             raise ApiError(400, f"two tools are {same_names[0].function['name']!r} to the model; rename one")
 
         self.agent_request = agent_request(
-            _messages((*system_items, *items)),
+            _messages(items),
             [{"type": "function", "function": tool.function} for tool in tools],
             model=responses_request.model,
             tool_choice=responses_request.tool_choice,
@@ -272,10 +264,10 @@ class ResponsesExchange:
         texts_of = {"reasoning": message.reasoning, "message": message.content}
         output = [self._text_item(kind, texts_of[kind]) for kind in kinds]
         output += [self._call_item(number, call) for number, call in enumerate(calls_of(reply))]
+
         is_cut = reply.turn.stop is StopReason.LENGTH
         prompt_tokens = reply.prompt_tokens
         output_tokens = len(reply.turn.ids)
-
         usage = {
             "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
