@@ -67,13 +67,11 @@ class Branches:
         self.folded = 0  # system messages that the template got under another role
         self._rules = rules
         self._recorded_turns = recorded_turns
-
         self._is_untrained = is_untrained
         self._text_rows = TextRows(rules.chat)
         self._newest_message: tuple[Turn, tuple[str, ...], Message] | None = None  # turn, stop texts, message
         self._next_session = 0  # sessions number the rows, cancelled rows included
         self._pending_placements: dict[int, Placement] = {}  # by session
-
         self._abandoned_placements: list[
             Placement
         ] = []  # cancelled placements in new rows: the requests may come again

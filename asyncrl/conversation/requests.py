@@ -190,7 +190,6 @@ class TextRows:
             # No character is split between old and new ids.
             is_aligned = overlap_and_new.startswith(overlap_text) and not overlap_text.endswith("\ufffd")
             text = text + overlap_and_new[len(overlap_text) :] if is_aligned else decode(ids)
-
             self._known_texts[session] = len(ids), text
 
         return text

@@ -286,9 +286,9 @@ class _LimitedConnection(asyncio.BufferedProtocol):
         self.inner = inner
         self.episode = episode
         self.owner = episode
+
         self._is_held = False
         self._is_paused = False
-
         self._is_stranger = True
         self.eof_received = inner.eof_received  # type: ignore[method-assign]
         self.pause_writing = inner.pause_writing  # type: ignore[method-assign]
