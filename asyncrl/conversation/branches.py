@@ -72,9 +72,8 @@ class Branches:
         self._newest_message: tuple[Turn, tuple[str, ...], Message] | None = None  # turn, stop texts, message
         self._next_session = 0  # sessions number the rows, cancelled rows included
         self._pending_placements: dict[int, Placement] = {}  # by session
-        self._abandoned_placements: list[
-            Placement
-        ] = []  # cancelled placements in new rows: the requests may come again
+        # Cancelled placements in new rows: the requests may come again.
+        self._abandoned_placements: list[Placement] = []
 
         # Cache the tokenising for a request that comes next, and for each of its answers.
         self._cached_ids: Callable[..., Any] = lru_cache(maxsize=2)(
