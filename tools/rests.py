@@ -140,7 +140,7 @@ class RestBench(AgentBench):
     def __init__(self, case: Case, rest: float, model: str, ref: WeightsRef) -> None:
         names = ("asyncrl.gateway.harnesses:is_tool_of_claude_code",) if case.client == "claude_code" else ()
         limits = {"max_tokens": 1 << 20, "max_turns": 16, "max_rows": 16, "episode_timeout": SPARE}
-        super().__init__(case.agent, case.script, limits=limits, untrained=load_untrained(names))
+        super().__init__(case.agent, case.script, limits=limits, is_untrained=load_untrained(names))
         self.engine = self.resting = Resting(self.script, case.middle, model)
         self.gateway = self.noting = NotingGateway(int(case.broken))
         self.rest = rest

@@ -1,4 +1,4 @@
-"""The rows of an agent's episode: which row a request of the agent extends, and what its answer adds.
+"""Keeps the rows of an agent's episode: which row a request of the agent extends, and what the answer adds.
 
     AgentRequest --place--> Placement --(engine)--> Generation --turn--> Turn --add--> its row is longer
                  \\-------> Refusal: a limit of the run
@@ -6,12 +6,12 @@
 A request that repeats the messages of a row and adds new ones extends that row: the template writes the new
 messages after the very ids of the model. Everything else begins a new row, whose prompt is rendered as a
 whole: an edited history, a second conversation, the same prompt again, a row that another request is
-extending, a template that rewrites. A turn whose client left before it was delivered answers the same request
-when it comes again. No awaits and no clocks; requests of one agent may overlap.
+extending, a template that rewrites. A turn whose client left before the delivery answers the same request
+when the request comes again. No awaits and no clocks; requests of one agent may overlap.
 
-Side requests (titles, commit messages) are answered like others, but none of their turns is trained: they
-have rows and limits of their own, so that the conversation goes on where it was when they were asked, and the
-episode's answer, end and conversation are those of the last trained turn.
+Side requests (titles, commit messages) are answered like all requests, but none of their turns is trained.
+Side requests have rows and limits of their own, so that the conversation goes on where the side request
+interrupted the agent; the episode's answer, end and conversation come from the last trained turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.requests import (
-    CHARACTERS,
+    CHARACTERS_PER_TOKEN,
     AgentRequest,
     Placement,
     Refusal,
@@ -34,404 +34,513 @@ from asyncrl.conversation.requests import (
     TokenRow,
     Untrained,
     characters_of,
-    common,
+    count_common,
+    is_short,
     limit_reached,
     row_is_full,
-    short,
 )
 from asyncrl.conversation.turns import make_turn, read_turn, turn_message
-from asyncrl.conversation.watch import before
+from asyncrl.conversation.watch import text_before
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
-MOST_LEFT = 8  # requests whose clients left, that are remembered
-ANSWERING_ROLES = ("system", "tool", "user")  # of messages that can follow the model's
+MAX_ABANDONED = 8  # remembered requests whose clients have left
+ANSWERING_ROLES = ("system", "tool", "user")  # roles of messages that can follow a message of the model
 
 
 class Branches:
-    """Owner of the rows and turns of one episode. Every `place` is followed by `add` or by `cancel`.
+    """Owns the rows and turns of one episode. A call of `add` or `cancel` follows each `place_request`.
 
-    `recorded`: the turns of an earlier attempt, which answer the agent's requests before anything is sampled.
+    `recorded`: the turns of an earlier attempt, which answer the agent's requests before the engine samples
+    anything.
     """
 
     def __init__(
-        self, rules: Rules, recorded: Sequence[Turn] = (), untrained: Untrained = lambda request: False
+        self,
+        rules: Rules,
+        recorded_turns: Sequence[Turn] = (),
+        is_untrained: Untrained = lambda request: False,
     ) -> None:
         self.rows: list[TokenRow] = []
         self.turns: list[Turn] = []
-        self.refused: Refusal | None = None  # since the last turn
-        self.folded = 0  # system messages that the template got as others
+        self.refused: Refusal | None = None  # the newest refusal since the last turn
+        self.folded = 0  # system messages that the template got under another role
         self._rules = rules
-        self._recorded = recorded
-        self._untrained = untrained
-        self._texts = TextRows(rules.chat)
-        self._parsed: tuple[Turn, tuple[str, ...], Message] | None = None  # the newest, with its stop texts
-        self._begun = 0  # rows, cancelled ones included
-        self._pending: dict[int, Placement] = {}  # by session
-        self._left: list[Placement] = []  # cancelled ones, in new rows: their requests may come again
-        # Calls what tokenises, unless it just was: for a request that comes next, and each of its answers.
-        self._ids: Callable[..., Any] = lru_cache(maxsize=2)(lambda tokenise, *of: tokenise(*of))
+        self._recorded_turns = recorded_turns
+        self._is_untrained = is_untrained
+        self._text_rows = TextRows(rules.chat)
+        self._newest_message: tuple[Turn, tuple[str, ...], Message] | None = None  # turn, stop texts, message
+        self._next_session = 0  # sessions number the rows, cancelled rows included
+        self._pending_placements: dict[int, Placement] = {}  # by session
+        # Cancelled placements in new rows: the requests may come again.
+        self._abandoned_placements: list[Placement] = []
+
+        # Cache the tokenising for a request that comes next, and for each of its answers.
+        self._cached_ids: Callable[..., Any] = lru_cache(maxsize=2)(
+            lambda tokenise, *arguments: tokenise(*arguments)
+        )
 
     @property
     def replaying(self) -> bool:
-        """True while a recorded turn was not asked for again."""
-        return len(self.turns) < len(self._recorded)
+        """Return True while a recorded turn was not requested again."""
+        return len(self.turns) < len(self._recorded_turns)
 
     @property
     def end(self) -> EpisodeEnd:
-        """The end of the episode if the agent ends now. There is a turn."""
+        """Return the end of the episode if the agent ends now. There must be a turn."""
         if self.refused is not None:
             return self.refused.end
-        return EpisodeEnd.LENGTH if self._last.stop is StopReason.LENGTH else EpisodeEnd.DONE
+        return EpisodeEnd.LENGTH if self._last_trained_turn.stop is StopReason.LENGTH else EpisodeEnd.DONE
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """Return the conversation that the last trained turn belongs to, up to that turn."""
-        return self.rows[self._last.row].messages
+        return self.rows[self._last_trained_turn.row].messages
 
     @property
     def main(self) -> tuple[Message, ...]:
-        """Return the conversation about the task, up to its last turn: that of the agent and the tools of the
-        first request with tools; without any, the one with the most turns."""
-        turns = [(turn.row, self.rows[turn.row]) for turn in self.turns if not turn.untrained]
-        whose = {row: (one.request.agent, one.request.tools or one.messages[0].content) for row, one in turns}
-        counts = Counter(whose[row] for row, _ in turns)
-        first = next((whose[row] for row in sorted(whose) if self.rows[row].request.tools), None)
-        chosen = counts.most_common(1)[0][0] if first is None else first
-        return next(one.messages for row, one in reversed(turns) if whose[row] == chosen)
+        """Return the conversation about the task, up to the last turn: the agent and the tools are those of
+        the first request with tools. Without tools, return the conversation with the most turns."""
+        trained_rows = [(turn.row, self.rows[turn.row]) for turn in self.turns if not turn.untrained]
+        conversations = {
+            row_number: (row.request.agent, row.request.tools or row.messages[0].content)
+            for row_number, row in trained_rows
+        }
+
+        turn_counts = Counter(conversations[row_number] for row_number, _ in trained_rows)
+
+        rows_with_tools = [number for number in sorted(conversations) if self.rows[number].request.tools]
+        if rows_with_tools:
+            main_conversation = conversations[rows_with_tools[0]]
+        else:
+            main_conversation = turn_counts.most_common(1)[0][0]
+
+        for row_number, row in reversed(trained_rows):
+            if conversations[row_number] == main_conversation:
+                return row.messages
+
+        raise AssertionError("no turn is trained")
 
     @property
     def calls(self) -> int:
-        """Well-formed tool calls of the model."""
+        """Count the well-formed tool calls of the model."""
         return sum(len(self.said(turn).tool_calls) for turn in self.turns if not turn.untrained)
 
     @property
-    def _last(self) -> Turn:
-        """Return the last trained turn. There is one."""
+    def _last_trained_turn(self) -> Turn:
+        """Return the last trained turn, which must exist."""
         return next(turn for turn in reversed(self.turns) if not turn.untrained)
 
     @property
     def answer(self) -> str:
         """Return the text of the last trained turn outside tool calls."""
-        last = self._last
-        request = self.rows[last.row].request
+        last_turn = self._last_trained_turn
+        request = self.rows[last_turn.row].request
         if request.prompt is not None:
-            return self.said(last).content
-        return read_turn(self._rules, last, request.tools, request.stops).content
+            return self.said(last_turn).content
+        return read_turn(self._rules, last_turn, request.tools, request.stops).content
 
     def said(self, turn: Turn) -> Message:
-        """The model's message in a turn as the agent gets it. An agent that sends no tools gets all of it as
-        text, calls included."""
-        return self._said(self.rows[turn.row].request, turn)
+        """Return the model's message in a turn as the agent gets the message. An agent that sends no tools
+        gets everything as text, calls included."""
+        return self._read_message(self.rows[turn.row].request, turn)
 
     def stopped_at(self, turn: Turn) -> str:
-        """Return the stop text of the request at which a turn ended; '' where none ended it."""
+        """Return the stop text of the request at which a turn ended; '' if no stop text ended the turn."""
         if turn.stop is not StopReason.TEXT:
             return ""
         text = self._rules.chat.decode(turn.ids)
         stops = self.rows[turn.row].request.stops
-        return min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=(0, ""))[1]
+        positions = [(position, stop) for stop in stops if (position := text.find(stop)) >= 0]
+        return min(positions, default=(0, ""))[1]
 
-    def prompt_tokens(self, found: Turn | Placement) -> int:
-        """Count the tokens of the prompt of an answer, made or to be made."""
-        if isinstance(found, Placement):
-            return len(found.ids)
-        return len(self.rows[found.row].ids) - len(found.ids)
+    def prompt_tokens(self, answer: Turn | Placement) -> int:
+        """Count the prompt tokens of an answer, sampled or to be sampled."""
+        if isinstance(answer, Placement):
+            return len(answer.ids)
+        return len(self.rows[answer.row].ids) - len(answer.ids)
 
     def count(self, request: AgentRequest) -> int:
-        """Count the tokens of a request's prompt, if it were answered now. ConfigError when the template
-        cannot write the messages. A text that is far too long is not tokenised: an estimate."""
-        found = self._find(request, self._untrained(request))
-        if isinstance(found, Placement):
-            return len(found.ids)
+        """Count the tokens of a request's prompt, if the answer came now. ConfigError when the template
+        cannot write the messages. A text that is far too long is not tokenised: the count is an estimate."""
+        placement = self._find_placement(request, self._is_untrained(request))
+        if isinstance(placement, Placement):
+            return len(placement.ids)
         return sum(map(characters_of, request.messages)) // 4
 
     # -- a request -----------------------------------------------------------------------------------
 
     def find(self, request: AgentRequest, count: int, attempt: int = 0) -> list[Turn | Placement] | Refusal:
         """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. `attempt`:
-        the number of the try. A client that counts its tries did not read the turns of those before.
+        the number of the try. A client that counts tries did not read the turns of earlier tries.
         ConfigError when the template cannot write the messages."""
         if attempt == 0:
             self._mark_read(request)
 
-        found: list[Turn | Placement] = []
+        answers: list[Turn | Placement] = []
         for _ in range(count):
             try:
-                one = (
+                answer = (
                     self.redeliver(request, attempt)
-                    or self._unread(request, attempt)
-                    or self.place(request, attempt)
+                    or self._unread_turn(request, attempt)
+                    or self.place_request(request, attempt)
                 )
             except BaseException:
-                self.give_back(found)
+                self.give_back(answers)
                 raise
-            if isinstance(one, Refusal):
-                self.give_back(found)
-                return one
-            found.append(one)
-        return found
 
-    def give_back(self, found: Sequence[Turn | Placement]) -> None:
-        """Give back places and turns that will not answer the request."""
-        for one in found:
-            self.mark_undelivered(one) if isinstance(one, Turn) else self.cancel(one)
+            if isinstance(answer, Refusal):
+                self.give_back(answers)
+                return answer
+            answers.append(answer)
 
-    def place(self, request: AgentRequest, attempt: int = 0) -> Placement | Refusal:
-        """Find the place of the answer to a request. ConfigError when the template cannot write its
-        messages."""
-        side = self._untrained(request)
-        found = self._find(request, side)
-        if isinstance(found, Refusal):
-            if not side:
-                self.refused = found
-            return found
-        found = replace(found, attempt=attempt)
-        self._pending[found.session] = found
-        if found.row is None:
-            self._left = [one for one in self._left if one.session != found.session]
-            self._begun = max(self._begun, found.session + 1)
+        return answers
+
+    def give_back(self, answers: Sequence[Turn | Placement]) -> None:
+        """Give back placements and turns that will not answer the request."""
+        for answer in answers:
+            if isinstance(answer, Turn):
+                self.mark_undelivered(answer)
+            else:
+                self.cancel(answer)
+
+    def place_request(self, request: AgentRequest, attempt: int = 0) -> Placement | Refusal:
+        """Find the row and the context of the answer to a request. ConfigError when the template cannot write
+        the messages."""
+        is_side = self._is_untrained(request)
+        placement = self._find_placement(request, is_side)
+        if isinstance(placement, Refusal):
+            if not is_side:
+                self.refused = placement
+            return placement
+
+        placement = replace(placement, attempt=attempt)
+        self._pending_placements[placement.session] = placement
+
+        if placement.row is None:
+            self._abandoned_placements = [
+                left for left in self._abandoned_placements if left.session != placement.session
+            ]
+            self._next_session = max(self._next_session, placement.session + 1)
         else:
-            self._change(found.row, busy=True)
-        return found
+            self._change_row(placement.row, busy=True)
 
-    def recorded_turn(self, place: Placement) -> Turn | None:
-        """The recorded turn that answers it; it can be added once all before it are. None: sample it.
-        ProtocolError when recorded turns are left but none answers it: the agent does not repeat itself."""
+        return placement
+
+    def recorded_turn(self, placement: Placement) -> Turn | None:
+        """Return the recorded turn that answers the request, which can be added after all earlier turns.
+        None: sample the turn. ProtocolError if recorded turns are left but no recorded turn answers: the
+        agent does not repeat itself."""
         if not self.replaying:
             return None
-        seen: set[int] = set()
-        for turn in self._recorded[len(self.turns) :]:
-            row = turn.row if turn.row < len(self.rows) else None  # None: the turn begins it
-            recorded = row, turn.context, turn.agent, turn.untrained
-            asked = place.row, place.context, place.request.agent, place.untrained
-            if turn.row not in seen and recorded == asked:
+
+        checked_rows: set[int] = set()
+        for turn in self._recorded_turns[len(self.turns) :]:
+            known_row = turn.row if turn.row < len(self.rows) else None  # None: the turn begins the row
+            recorded_position = known_row, turn.context, turn.agent, turn.untrained
+            requested_position = (
+                placement.row,
+                placement.context,
+                placement.request.agent,
+                placement.untrained,
+            )
+            if turn.row not in checked_rows and recorded_position == requested_position:
                 return turn
-            seen.add(turn.row)
+            checked_rows.add(turn.row)
+
         raise ProtocolError(f"the agent does not repeat its recorded turn {len(self.turns)}")
 
-    def turn(self, place: Placement, generation: Generation) -> Turn:
-        """The next turn of the episode, to be added before anything else happens."""
-        number = self._number(place)
-        who = place.request.agent
-        return make_turn(len(self.turns), number, place.context, generation, who, place.untrained)
+    def turn(self, placement: Placement, generation: Generation) -> Turn:
+        """Make the next turn of the episode, to be added before anything else happens."""
+        row_number = self._row_number(placement)
+        agent = placement.request.agent
+        return make_turn(
+            len(self.turns), row_number, placement.context, generation, agent, placement.untrained
+        )
 
-    def add(self, place: Placement, turn: Turn) -> Message:
-        """The model's message in it. ProtocolError, changing nothing, if it is not the next turn there."""
-        row = self._number(place)
-        before = () if place.row is None else self.rows[row].ids
-        if (turn.index, turn.row, before + turn.context) != (len(self.turns), row, place.ids):
+    def add(self, placement: Placement, turn: Turn) -> Message:
+        """Add a turn to its row, and return the model's message. ProtocolError, with nothing changed, if the
+        placement has another next turn."""
+        row_number = self._row_number(placement)
+        row_ids = () if placement.row is None else self.rows[row_number].ids
+        if (turn.index, turn.row, row_ids + turn.context) != (len(self.turns), row_number, placement.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
-        message = self._said(place.request, turn, whole=True)
-        messages = (*place.messages, message)
-        ids = place.ids + turn.ids
-        known = 0 if place.row is None else len(self.rows[row].messages)
-        self.folded += self._folded(place.messages[known:], place.row is None)
-        self.rows[row : row + 1] = [
+
+        message = self._read_message(placement.request, turn, with_stop_text=True)
+        messages = (*placement.messages, message)
+        all_ids = placement.ids + turn.ids
+        known_messages = 0 if placement.row is None else len(self.rows[row_number].messages)
+        self.folded += self._count_folded(placement.messages[known_messages:], placement.row is None)
+        self.rows[row_number : row_number + 1] = [
             TokenRow(
-                place.request,
-                place.session,
+                placement.request,
+                placement.session,
                 messages,
-                ids,
+                all_ids,
                 turn,
-                attempt=place.attempt,
-                untrained=place.untrained,
+                attempt=placement.attempt,
+                untrained=placement.untrained,
             )
         ]
+
         self.turns.append(turn)
         if not turn.untrained:
             self.refused = None
-        del self._pending[place.session]
+
+        del self._pending_placements[placement.session]
         return message
 
-    def cancel(self, place: Placement) -> None:
-        """The request will not be answered. No effect once it was, or another one has its place."""
-        if self._pending.get(place.session) is place:
-            del self._pending[place.session]
-            if place.row is not None:
-                self._change(place.row, busy=False)
+    def cancel(self, placement: Placement) -> None:
+        """Drop a placement that will not be answered. No effect after the answer, or if another request took
+        over."""
+        if self._pending_placements.get(placement.session) is placement:
+            del self._pending_placements[placement.session]
+            if placement.row is not None:
+                self._change_row(placement.row, busy=False)
             else:
-                self._left = [*self._left, place][-MOST_LEFT:]
+                self._abandoned_placements = [*self._abandoned_placements, placement][-MAX_ABANDONED:]
 
     def mark_undelivered(self, turn: Turn) -> None:
-        """The client left without this turn. No effect once its row has gone on: then it was delivered."""
+        """Note that the client left without this turn. No effect if the row has gone on: the turn was
+        delivered."""
         if self.rows[turn.row].last is turn:
-            self._change(turn.row, undelivered=True, read=False)
+            self._change_row(turn.row, undelivered=True, read=False)
 
     def redeliver(self, request: AgentRequest, attempt: int = 0) -> Turn | None:
-        """The newest undelivered turn that answers the very same request; it counts as delivered now."""
-        rows = [row for row in self.rows if row.undelivered and not row.busy and row.request == request]
-        turn = max((row.last for row in rows), key=lambda turn: turn.index, default=None)
+        """Return the newest undelivered turn that answers the very same request, and count the turn as
+        delivered."""
+        undelivered_rows = [
+            row for row in self.rows if row.undelivered and not row.busy and row.request == request
+        ]
+        turn = max((row.last for row in undelivered_rows), key=lambda turn: turn.index, default=None)
         if turn is not None:
-            self._change(turn.row, undelivered=False, attempt=attempt)
+            self._change_row(turn.row, undelivered=False, attempt=attempt)
         return turn
 
     def _mark_read(self, request: AgentRequest) -> None:
-        """Note, at the first try of a request, that turns which answered the same before were read: no later
-        try is answered with them."""
-        for number, row in enumerate(self.rows):
+        """Note, at the first try of a request, that the agent has read the turns which answered an equal
+        request before: no later try is answered with a read turn."""
+        for row_number, row in enumerate(self.rows):
             if not row.undelivered and not row.read and row.request == request:
-                self._change(number, read=True)
+                self._change_row(row_number, read=True)
 
-    def _unread(self, request: AgentRequest, attempt: int) -> Turn | None:
-        """Return a turn that an earlier try of the very same request got, and that no request goes on from:
-        that of the try just before if there is one, and of those the newest. This try has it now. None where
-        the try just before got no turn: this one goes on with what that began. (Equal requests may be under
-        way side by side, each with its tries.)"""
-        if any(left.request == request and left.attempt == attempt - 1 for left in self._left):
+    def _unread_turn(self, request: AgentRequest, attempt: int) -> Turn | None:
+        """Return a turn that an earlier try of the very same request got, and that no request continues: the
+        newest turn of the latest try. The turn belongs to this try from now on. None if the previous try got
+        no turn: this try goes on with the placement of the previous try. (Equal requests may be under way
+        side by side, each with tries.)"""
+        if any(
+            abandoned.request == request and abandoned.attempt == attempt - 1
+            for abandoned in self._abandoned_placements
+        ):
             return None
-        rows = [
+
+        answered_rows = [
             row
             for row in self.rows
             if row.attempt < attempt and not row.busy and not row.read and row.request == request
         ]
-        row = max(rows, key=lambda row: (row.attempt, row.last.index), default=None)
+
+        row = max(answered_rows, key=lambda row: (row.attempt, row.last.index), default=None)
         if row is None:
             return None
-        self._change(row.last.row, attempt=attempt)
+
+        self._change_row(row.last.row, attempt=attempt)
         return row.last
 
     # -- finding the row -----------------------------------------------------------------------------
 
-    def _find(self, request: AgentRequest, side: bool) -> Placement | Refusal:
+    def _find_placement(self, request: AgentRequest, is_side: bool) -> Placement | Refusal:
         limits = self._rules.config
         chat = self._rules.chat
-        pending = [one for one in list(self._pending.values()) if one.untrained == side]
-        if sum(turn.untrained == side for turn in self.turns) + len(pending) >= limits.max_turns:
+        # A copy: `rendering` calls this in a thread, while the event loop adds placements.
+        all_pending = list(self._pending_placements.values())
+        pending_placements = [placement for placement in all_pending if placement.untrained == is_side]
+        turn_count = sum(turn.untrained == is_side for turn in self.turns)
+        if turn_count + len(pending_placements) >= limits.max_turns:
             return limit_reached(EpisodeEnd.MAX_TURNS, "turns", limits.max_turns)
         if request.prompt is not None:
-            return self._find_text(request, request.prompt, pending, side)
-        row = self._extended(request, side)
-        if row is not None:
-            old = self.rows[row]
-            new = request.messages[len(old.messages) :]
-            if refusal := self._too_long(new, len(old.ids)):
+            return self._find_text_placement(request, request.prompt, pending_placements, is_side)
+
+        row_number = self._find_extended_row(request, is_side)
+        if row_number is not None:
+            extended_row = self.rows[row_number]
+            new_messages = request.messages[len(extended_row.messages) :]
+            if refusal := self._too_long(new_messages, len(extended_row.ids)):
                 return refusal
-            delta = self._ids(chat.delta_ids, chat.fold(new, False), old.ids[-1])
-            if delta is not None:
-                return self._placed(request, row, delta, old.messages + new, side)
-        if refusal := self._too_many_rows(pending, side):
+
+            delta_ids = self._cached_ids(chat.delta_ids, chat.fold(new_messages, False), extended_row.ids[-1])
+            if delta_ids is not None:
+                messages = extended_row.messages + new_messages
+                return self._make_placement(request, row_number, delta_ids, messages, is_side)
+
+        if refusal := self._too_many_rows(pending_placements, is_side):
             return refusal
-        # The request's messages, as the model wrote those that a row has.
-        known = [row.messages[: common(row.messages, request.messages)] for row in self.rows]
-        shown = max(known, key=len, default=())
-        messages = shown + request.messages[len(shown) :]
-        if refusal := self._too_long(messages[len(shown) :], 0, sum(map(len, request.tools))):
+
+        # Begin a row. Messages that some row already has are written as the model wrote them.
+        matching_prefixes = [
+            row.messages[: count_common(row.messages, request.messages)] for row in self.rows
+        ]
+        longest_prefix = max(matching_prefixes, key=len, default=())
+        messages = longest_prefix + request.messages[len(longest_prefix) :]
+        if refusal := self._too_long(messages[len(longest_prefix) :], 0, sum(map(len, request.tools))):
             return refusal
-        prompt = self._ids(chat.prompt_ids, chat.fold(messages, True), request.tools)
-        return self._placed(request, None, prompt, messages, side)
+
+        prompt_ids = self._cached_ids(chat.prompt_ids, chat.fold(messages, True), request.tools)
+        return self._make_placement(request, None, prompt_ids, messages, is_side)
 
     def rendering(self, request: AgentRequest) -> Callable[[], object] | None:
-        """Return the tokenising that `find` would do, where it may take long: call it, in any thread, before
-        `find`. It changes nothing."""
-        side = self._untrained(request)
-        row = None if request.prompt is not None else self._extended(request, side)
-        known = 0 if row is None else len(self.rows[row].messages)
-        new = request.messages[known:]
+        """Return the tokenising that `find` would do, if tokenising may take long: a function to be called,
+        in any thread, before `find`. The function changes nothing."""
+        is_side = self._is_untrained(request)
+        row_number = None if request.prompt is not None else self._find_extended_row(request, is_side)
+        known_messages = 0 if row_number is None else len(self.rows[row_number].messages)
+        new_messages = request.messages[known_messages:]
         chat = self._rules.chat
-        quick = short(new, sum(map(len, request.tools)) if row is None else 0)
-        if quick and row is not None and not short(request.messages):
-            # All of it is tokenised where the template rewrites the row.
-            quick = self._ids(chat.delta_ids, chat.fold(new, False), self.rows[row].ids[-1]) is not None
-        return None if quick else lambda: self._find(request, side)
 
-    def _folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
-        """Count the system messages that the template does not get as such."""
-        written = self._rules.chat.fold(messages, beginning)
-        before, after = (sum(one.role == "system" for one in found) for found in (messages, written))
-        return before - after
+        is_quick = is_short(new_messages, sum(map(len, request.tools)) if row_number is None else 0)
+        if is_quick and row_number is not None and not is_short(request.messages):
+            # The whole request is tokenised if the template rewrites the row.
+            last_token = self.rows[row_number].ids[-1]
+            delta_ids = self._cached_ids(chat.delta_ids, chat.fold(new_messages, False), last_token)
+            is_quick = delta_ids is not None
 
-    def _find_text(
-        self, request: AgentRequest, prompt: TextPrompt, pending: Sequence[Placement], side: bool
+        return None if is_quick else lambda: self._find_placement(request, is_side)
+
+    def _count_folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
+        """Count the system messages that the template gets under another role."""
+        folded_messages = self._rules.chat.fold(messages, beginning)
+        roles_before = [message.role for message in messages]
+        roles_after = [message.role for message in folded_messages]
+        return roles_before.count("system") - roles_after.count("system")
+
+    def _find_text_placement(
+        self,
+        request: AgentRequest,
+        prompt: TextPrompt,
+        pending_placements: Sequence[Placement],
+        is_side: bool,
     ) -> Placement | Refusal:
-        chat, (row, rest) = self._rules.chat, self._texts.rest(prompt, self._free(request, side))
-        if row is None and (refusal := self._too_many_rows(pending, side)):
+        chat = self._rules.chat
+        free_rows = self._free_rows(request, is_side)
+        row_number, continuation = self._text_rows.find_continued_row(prompt, free_rows)
+        if row_number is None and (refusal := self._too_many_rows(pending_placements, is_side)):
             return refusal
-        if isinstance(rest, str):
-            tokens = 0 if row is None else len(self.rows[row].ids)
-            if refusal := self._too_long((Message("user", rest),), tokens):
-                return refusal
-            rest = self._ids(chat.text_ids, rest, row is None)
-        elif rest and max(rest) >= chat.vocabulary:
-            raise ConfigError(f"the prompt has the id {max(rest)}; the tokenizer knows {chat.vocabulary}")
-        old = () if row is None else self.rows[row].messages
-        return self._placed(request, row, rest, old + request.messages, side)
 
-    def _too_many_rows(self, pending: Sequence[Placement], side: bool) -> Refusal | None:
-        begun = sum(place.row is None for place in pending)
-        if sum(row.untrained == side for row in self.rows) + begun >= self._rules.config.max_rows:
+        if isinstance(continuation, str):
+            row_tokens = 0 if row_number is None else len(self.rows[row_number].ids)
+            if refusal := self._too_long((Message("user", continuation),), row_tokens):
+                return refusal
+            context = self._cached_ids(chat.text_ids, continuation, row_number is None)
+        elif continuation and max(continuation) >= chat.vocabulary:
+            highest_id = max(continuation)
+            raise ConfigError(f"the prompt has the id {highest_id}; the tokenizer knows {chat.vocabulary}")
+        else:
+            context = continuation
+
+        row_messages = () if row_number is None else self.rows[row_number].messages
+        messages = row_messages + request.messages
+        return self._make_placement(request, row_number, context, messages, is_side)
+
+    def _too_many_rows(self, pending_placements: Sequence[Placement], is_side: bool) -> Refusal | None:
+        new_rows = sum(placement.row is None for placement in pending_placements)
+        if sum(row.untrained == is_side for row in self.rows) + new_rows >= self._rules.config.max_rows:
             return limit_reached(EpisodeEnd.MAX_ROWS, "rows", self._rules.config.max_rows)
         return None
 
-    def _placed(
+    def _make_placement(
         self,
         request: AgentRequest,
-        row: int | None,
+        row_number: int | None,
         context: tuple[int, ...],
         messages: tuple[Message, ...],
-        side: bool,
+        is_side: bool,
     ) -> Placement | Refusal:
-        """Return the placement with its token limit, or a refusal because its row is full. A request whose
-        client left, and that comes again, goes on with what was sampled of its turn."""
+        """Return the placement with a token limit, or a refusal because the row is full. A request whose
+        client left, and that comes again, goes on with the tokens already sampled of the turn."""
         limits = self._rules.config
-        asked = request.max_new_tokens
-        old = None if row is None else self.rows[row]
-        begun = next((one.session for one in self._left if one.request == request), self._begun)
-        session, known = (begun, ()) if old is None else (old.session, old.ids)
-        ids = known + context
-        room = limits.max_tokens - len(ids)
-        if room < 1:
-            return row_is_full(limits.max_tokens, len(ids), f"the messages have {len(ids)}")
-        most = min(room, limits.max_new_tokens, limits.max_new_tokens if asked is None else asked)
-        return Placement(request, session, row, ids, context, most, messages, side)
+        requested_tokens = request.max_new_tokens
 
-    def _too_long(self, new: Sequence[Message], tokens: int, characters: int = 0) -> Refusal | None:
-        """A refusal of text that cannot fit a row after so many tokens. It is not tokenised to find out: that
-        would hold up all episodes of the worker. A message is a token at least."""
-        most = self._rules.config.max_tokens
-        characters += sum(map(characters_of, new))
-        if characters <= CHARACTERS * (most - tokens):
+        if row_number is None:
+            abandoned_sessions = [
+                left.session for left in self._abandoned_placements if left.request == request
+            ]
+            session = abandoned_sessions[0] if abandoned_sessions else self._next_session
+            row_ids: tuple[int, ...] = ()
+        else:
+            session = self.rows[row_number].session
+            row_ids = self.rows[row_number].ids
+
+        prompt_ids = row_ids + context
+        free_tokens = limits.max_tokens - len(prompt_ids)
+        if free_tokens < 1:
+            return row_is_full(limits.max_tokens, len(prompt_ids), f"the messages have {len(prompt_ids)}")
+
+        max_new_tokens = min(free_tokens, limits.max_new_tokens)
+        if requested_tokens is not None:
+            max_new_tokens = min(max_new_tokens, requested_tokens)
+
+        return Placement(request, session, row_number, prompt_ids, context, max_new_tokens, messages, is_side)
+
+    def _too_long(
+        self, new_messages: Sequence[Message], row_tokens: int, characters: int = 0
+    ) -> Refusal | None:
+        """Refuse text that cannot fit a row after so many tokens. The text is not tokenised to find out:
+        tokenising would hold up all episodes of the worker. A message is a token at least."""
+        max_tokens = self._rules.config.max_tokens
+        characters += sum(map(characters_of, new_messages))
+        if characters <= CHARACTERS_PER_TOKEN * (max_tokens - row_tokens):
             return None
-        return row_is_full(most, tokens + characters // 4, f"{characters} new characters are more")
+        return row_is_full(max_tokens, row_tokens + characters // 4, f"{characters} new characters are more")
 
-    def _extended(self, request: AgentRequest, side: bool) -> int | None:
-        """The free row that the request extends: the longest, and of equal ones the first."""
-        fit = [
-            number
-            for number, row in self._free(request, side)
-            if row.request.tools == request.tools and self._extends(row, request.messages)
+    def _find_extended_row(self, request: AgentRequest, is_side: bool) -> int | None:
+        """Return the number of the free row that the request extends: the longest row, and of equally long
+        rows the first."""
+        matching_rows = [
+            row_number
+            for row_number, row in self._free_rows(request, is_side)
+            if row.request.tools == request.tools and self._is_extended(row, request.messages)
         ]
-        return max(fit, key=lambda number: len(self.rows[number].messages), default=None)
+        return max(matching_rows, key=lambda row_number: len(self.rows[row_number].messages), default=None)
 
-    def _free(self, request: AgentRequest, side: bool) -> Iterator[tuple[int, TokenRow]]:
-        """Yield the rows, with their numbers, that a request may extend: a side request none that trains."""
-        apart = self._rules.rows_apart
+    def _free_rows(self, request: AgentRequest, is_side: bool) -> Iterator[tuple[int, TokenRow]]:
+        """Yield the rows, with row numbers, that a request may extend: a side request extends no trained
+        row."""
+        rows_apart = self._rules.rows_apart
         return (
-            (at, row)
-            for at, row in enumerate(self.rows)
-            if not row.busy and row.untrained == side and (row.request.agent == request.agent or not apart)
+            (row_number, row)
+            for row_number, row in enumerate(self.rows)
+            if not row.busy
+            and row.untrained == is_side
+            and (row.request.agent == request.agent or not rows_apart)
         )
 
-    def _extends(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
-        new = messages[len(row.messages) :]
-        ended = row.last.stop is not StopReason.LENGTH  # else the message is not whole
-        answers = bool(new) and all(message.role in ANSWERING_ROLES for message in new)
-        return ended and answers and common(row.messages, messages) == len(row.messages)
+    def _is_extended(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
+        new_messages = messages[len(row.messages) :]
+        # A message cut at the token limit is not extended.
+        is_complete = row.last.stop is not StopReason.LENGTH
+        is_answer = bool(new_messages) and all(message.role in ANSWERING_ROLES for message in new_messages)
+        return is_complete and is_answer and count_common(row.messages, messages) == len(row.messages)
 
-    def _said(self, request: AgentRequest, turn: Turn, whole: bool = False) -> Message:
-        """Return the model's message; `whole`: with the text at which it was asked to stop."""
-        stops = () if whole else request.stops
-        if self._parsed is None or self._parsed[0] is not turn or self._parsed[1] != stops:
-            if request.prompt is not None:
-                message = Message("assistant", before(self._rules.chat.decode(turn.ids), stops))
-            else:
-                parsed = read_turn(self._rules, turn, request.tools, stops)
-                message = turn_message(self._rules, turn, parsed, stops)
-            self._parsed = turn, stops, message
-        return self._parsed[2]
+    def _read_message(self, request: AgentRequest, turn: Turn, with_stop_text: bool = False) -> Message:
+        """Return the model's message; `with_stop_text`: with the stop text that ended the turn."""
+        stops = () if with_stop_text else request.stops
+        if self._newest_message is not None:
+            parsed_turn, parsed_stops, message = self._newest_message
+            if parsed_turn is turn and parsed_stops == stops:
+                return message
 
-    def _number(self, place: Placement) -> int:
-        return len(self.rows) if place.row is None else place.row
+        if request.prompt is not None:
+            message = Message("assistant", text_before(self._rules.chat.decode(turn.ids), stops))
+        else:
+            parsed = read_turn(self._rules, turn, request.tools, stops)
+            message = turn_message(self._rules, turn, parsed, stops)
 
-    def _change(self, row: int, **changes: int) -> None:
-        self.rows[row] = replace(self.rows[row], **changes)
+        self._newest_message = turn, stops, message
+        return message
+
+    def _row_number(self, placement: Placement) -> int:
+        return len(self.rows) if placement.row is None else placement.row
+
+    def _change_row(self, row_number: int, **changes: int) -> None:
+        self.rows[row_number] = replace(self.rows[row_number], **changes)

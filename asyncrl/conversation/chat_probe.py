@@ -1,5 +1,5 @@
-"""Finds out what a chat template does by rendering small conversations: how it ends a turn of the model, and
-after which messages it leaves earlier turns as they are.
+"""Finds out how a chat template behaves by rendering small conversations: how the template ends a turn of the
+model, and after which messages the template leaves earlier turns unchanged.
 
 In these conversations the model's turns are marker words that no template contains; the text after a marker
 is the template's. Only ENDS depends on model families.
@@ -19,13 +19,17 @@ from asyncrl.conversation.chat_render import Accepted, Render
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, ToolCall
 
-ENDS = ("<|call|>", "<|eom_id|>")  # end a turn with tool calls where others end one without: gpt-oss, Llama
+# These tokens end only turns with tool calls: gpt-oss, Llama.
+CALL_TURN_ENDS = (
+    "<|call|>",
+    "<|eom_id|>",
+)
 
-TURN = "asyncrl-turn"
-CALL = "asyncrl-call"
-THOUGHT = "asyncrl-thought"
-_USER = Message("user", "asyncrl-question")
-_TOOL = json.dumps(
+TURN_MARK = "asyncrl-turn"
+CALL_MARK = "asyncrl-call"
+THOUGHT_MARK = "asyncrl-thought"
+_USER_MESSAGE = Message("user", "asyncrl-question")
+_PROBE_TOOL = json.dumps(
     {
         "type": "function",
         "function": {
@@ -35,107 +39,126 @@ _TOOL = json.dumps(
         },
     }
 )
-_SYSTEM = Message("system", "asyncrl-rules")
-_THINKING = (
-    Message("assistant", TURN),
-    Message("assistant", f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"),
-    Message("assistant", TURN, reasoning=THOUGHT),
+_SYSTEM_MESSAGE = Message("system", "asyncrl-rules")
+_PROBE_TURNS = (
+    Message("assistant", TURN_MARK),
+    Message("assistant", f"<think>\n{THOUGHT_MARK}\n</think>\n\n{TURN_MARK}"),
+    Message("assistant", TURN_MARK, reasoning=THOUGHT_MARK),
 )
 
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The end of a turn: `tail` is what the model writes after the marker word `mark`, `token` then ends the
-    turn. No token: the first token of the next message ends it (GLM)."""
+    """The end of a turn: the model writes `tail` after the marker word `mark`, and `token` then ends the
+    turn. No token: the first token of the next message ends the turn (GLM)."""
 
     mark: str
     tail: str
     token: str
 
-    def rest(self, text: str) -> str | None:
-        """The text after the first turn; None if the turn does not end like this."""
-        after = text.partition(self.mark)[2]
+    def text_after_turn(self, text: str) -> str | None:
+        """Return the text after the first turn; None if the turn ends otherwise."""
+        following_text = text.partition(self.mark)[2]
         ending = self.tail + self.token
-        return after.removeprefix(ending) if after.startswith(ending) and self.mark in text else None
+        return (
+            following_text.removeprefix(ending)
+            if following_text.startswith(ending) and self.mark in text
+            else None
+        )
 
 
 class TemplateProbe:
-    """Describes the behaviour of one template. `controls`: texts of the tokens that are no ordinary words."""
+    """Describes the behaviour of one template. `controls`: texts of the control tokens."""
 
     def __init__(self, render: Render, controls: Iterable[str]) -> None:
         self._render = render
-        self._controls = sorted(filter(None, controls), key=len, reverse=True)
-        self._plain_end = self._end(())
-        self._end_cached = lru_cache(maxsize=1024)(self._end)  # by names and ids of calls
+        self._control_tokens = sorted(filter(None, controls), key=len, reverse=True)
+        self._plain_end = self._find_end(())
+        self._cached_end = lru_cache(maxsize=1024)(self._find_end)  # the key: names and ids of calls
 
-    def end(self, messages: Iterable[Message]) -> TurnEnd:
-        """The end of a turn that is answered by these messages."""
-        calls = _calls(messages)
-        return self._end_cached(calls) if calls else self._plain_end
+    def turn_end(self, messages: Iterable[Message]) -> TurnEnd:
+        """Return the end of a turn that these messages answer."""
+        calls = _answered_calls(messages)
+        return self._cached_end(calls) if calls else self._plain_end
 
-    def rest(self, messages: tuple[Message, ...]) -> str:
-        """The text that the template writes after the end of a turn: the messages, and the start of the next
-        turn. ConfigError where that cannot be found from the turn."""
-        calls = _calls(messages)  # with tools, some tokenizers use another template
-        text = self._render([_USER, _turn(calls), *messages], (_TOOL,) if calls else ())
-        rest = self.end(messages).rest(text)
-        if rest is None:
+    def text_after_turn(self, messages: tuple[Message, ...]) -> str:
+        """Return the text that the template writes after the end of a turn: the messages, and the start of
+        the next turn. ConfigError if the template does not show the turn."""
+        calls = _answered_calls(messages)  # with tools, some tokenizers use another template
+        text = self._render([_USER_MESSAGE, _model_turn(calls), *messages], (_PROBE_TOOL,) if calls else ())
+        following_text = self.turn_end(messages).text_after_turn(text)
+        if following_text is None:
             raise ConfigError("the chat template does not show the model's words; use another one")
-        return rest
+        return following_text
 
-    def stops(self) -> Iterator[str]:
-        """Texts of the tokens that end a turn, the most usual first. ConfigError if there is none."""
-        for answer in (_answers(("user",)), _answers(("tool",))):
-            if token := self.end(answer).token:
+    def stop_tokens(self) -> Iterator[str]:
+        """Yield the texts of the tokens that end a turn, the most usual first. ConfigError if no token
+        does."""
+        for replies in (_replies_of_roles(("user",)), _replies_of_roles(("tool",))):
+            if token := self.turn_end(replies).token:
                 yield token
                 continue
+
             try:
-                rest = self.rest(answer)
+                following_text = self.text_after_turn(replies)
             except ConfigError:  # the template has no such role
                 continue
-            first = next(filter(rest.startswith, self._controls), None)
-            if first is None:
+
+            first_token = next(filter(following_text.startswith, self._control_tokens), None)
+            if first_token is None:
                 raise ConfigError(
                     "the chat template writes no end of turn after the assistant; use another one"
                 )
-            yield first
-        yield from (token for token in ENDS if token in self._controls)
 
-    def written(self, source: str) -> list[str]:
-        """The control tokens that the template writes, by its source and by what it renders: some are put
-        together from parts."""
+            yield first_token
+
+        yield from (token for token in CALL_TURN_ENDS if token in self._control_tokens)
+
+    def written_tokens(self, source: str) -> list[str]:
+        """Return the control tokens that the template writes, by the source and by rendered texts: some
+        tokens are put together from parts."""
         texts = [source]
         for roles in (("user",), ("tool",)):
-            answer = _answers(roles)
-            for system in ((_SYSTEM,), ()):
+            replies = _replies_of_roles(roles)
+            for system_messages in ((_SYSTEM_MESSAGE,), ()):
                 with suppress(ConfigError):
-                    said = (*system, _USER, _turn(_calls(answer)), *answer)
-                    texts.append(self._render(said, (_TOOL,) * (roles == ("tool",))))
-        return [token for token in self._controls if any(token in text for text in texts)]
+                    probe_messages = (
+                        *system_messages,
+                        _USER_MESSAGE,
+                        _model_turn(_answered_calls(replies)),
+                        *replies,
+                    )
+                    tools = (_PROBE_TOOL,) if roles == ("tool",) else ()
+                    texts.append(self._render(probe_messages, tools))
+
+        return [token for token in self._control_tokens if any(token in text for text in texts)]
 
     def rewrites(self, roles: tuple[str, ...]) -> str:
-        """The way in which the template changes earlier turns when messages of these roles follow; '':
-        nothing, it only appends. ConfigError when it refuses or hides them."""
-        answer = _answers(roles)
-        rests = set()
+        """Return how the template changes earlier turns when messages of these roles follow; '': the template
+        only appends. ConfigError when the template refuses or hides the messages."""
+        replies = _replies_of_roles(roles)
+        following_texts = set()
         for beginning in self._beginnings(roles):
-            rest = self._rest_of_two(beginning, answer)
-            if rest.rewrites:
-                return rest.rewrites
-            rests |= {rest.first, rest.second}
-        return "" if len(rests) == 1 else "writes the same message differently in other places"
+            comparison = self._compare_exchanges(beginning, replies)
+            if comparison.rewrites:
+                return comparison.rewrites
+            following_texts |= {comparison.first, comparison.second}
 
-    def accepted(self) -> Accepted:
-        """The messages of system and user that the template writes, all of them and in their order."""
-        rules = _SYSTEM
-        laws = Message("system", "asyncrl-laws")
-        turn = Message("assistant", TURN)
-        more = Message("user", "asyncrl-more")
+        return "" if len(following_texts) == 1 else "writes the same message differently in other places"
+
+    def accepted_messages(self) -> Accepted:
+        """Return which messages of system and user the template writes completely and in order."""
+        first_rules = _SYSTEM_MESSAGE
+        second_rules = Message("system", "asyncrl-laws")
+        model_turn = Message("assistant", TURN_MARK)
+        second_user = Message("user", "asyncrl-more")
+
         return Accepted(
-            system=self._shows(rules, _USER),
-            several=self._shows(rules, laws, _USER),
-            later=self._shows(rules, _USER, laws) and self._shows(rules, _USER, turn, laws, more),
-            users=self._shows(_USER, more),
+            system=self._shows(first_rules, _USER_MESSAGE),
+            several=self._shows(first_rules, second_rules, _USER_MESSAGE),
+            later=self._shows(first_rules, _USER_MESSAGE, second_rules)
+            and self._shows(first_rules, _USER_MESSAGE, model_turn, second_rules, second_user),
+            users=self._shows(_USER_MESSAGE, second_user),
         )
 
     def _shows(self, *messages: Message) -> bool:
@@ -143,170 +166,216 @@ class TemplateProbe:
             text = self._render(messages)
         except ConfigError:
             return False
-        places = [text.find(message.content) for message in messages]
-        return min(places) >= 0 and places == sorted(places)
+        positions = [text.find(message.content) for message in messages]
+        return min(positions) >= 0 and positions == sorted(positions)
 
     def shows_tools(self) -> bool:
-        return "asyncrl_probe" in self._render([_USER], (_TOOL,))
+        return "asyncrl_probe" in self._render([_USER_MESSAGE], (_PROBE_TOOL,))
 
     def shows_calls(self) -> bool:
-        return CALL in self._answered(_calls(_answers(("tool",))))
+        return CALL_MARK in self._answered_text(_answered_calls(_replies_of_roles(("tool",))))
 
-    def around(self) -> tuple[list[str], list[str]]:
-        """The texts that the template itself may write before the content of a turn, after the opening of the
-        turn, and between the content and the end of the turn; the longest first."""
-        tail = self._plain_end.tail
-        controls = re.compile("|".join(map(re.escape, self._controls)) or "(?!)")
-        text = self._render([_USER, _turn(())], opening=False).partition(TURN)[0]
-        opened = len(alike(self._render([_USER]), text))
-        leads = [text[token.start() :] for token in controls.finditer(text) if token.end() > opened]
-        return leads, [tail[: token.end()] for token in controls.finditer(tail)][::-1]
+    def texts_around_content(self) -> tuple[list[str], list[str]]:
+        """Return the texts that the template itself may write before the content of a turn (after the opening
+        of the turn), and between the content and the end of the turn; the longest first."""
+        turn_tail = self._plain_end.tail
+        control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or "(?!)")
+        text_before = self._render([_USER_MESSAGE, _model_turn(())], opening=False).partition(TURN_MARK)[0]
+        opening_length = len(common_prefix(self._render([_USER_MESSAGE]), text_before))
+        content_leads = [
+            text_before[token.start() :]
+            for token in control_pattern.finditer(text_before)
+            if token.end() > opening_length
+        ]
+        content_closings = [turn_tail[: token.end()] for token in control_pattern.finditer(turn_tail)]
+
+        return content_leads, content_closings[::-1]
 
     def _beginnings(self, roles: tuple[str, ...]) -> Iterator[_Beginning]:
-        """Beginnings after which a template may behave differently: with and without system message, tools,
-        replies of tools, reasoning."""
-        for (before, tools), turn in itertools.product(_before(roles), _THINKING):
+        """Yield beginnings after which a template may behave differently: with and without system message,
+        tools, replies of tools, reasoning."""
+        for (messages_before, tools), turn in itertools.product(_contexts_before_turn(roles), _PROBE_TURNS):
             try:
-                prompt = self._render(before, tools)
+                prompt = self._render(messages_before, tools)
             except ConfigError:
-                if before == (_USER,) and ("tool" in roles or not tools):
+                if messages_before == (_USER_MESSAGE,) and ("tool" in roles or not tools):
                     raise
                 continue  # a template without system messages, or without tools
-            if turn.reasoning or THOUGHT in turn.content or not prompt.rstrip().endswith("<think>"):
-                yield _Beginning(before, tools, prompt, turn)
 
-    def _rest_of_two(self, at: _Beginning, answer: tuple[Message, ...]) -> _Rests:
-        """Render one turn and its answer, then two of each: the first must stand unchanged in the second."""
-        exchange = (_turn(_calls(answer), at.turn), *answer)
-        one = self._render((*at.before, *exchange), at.tools)
-        two = self._render((*at.before, *exchange, *exchange), at.tools)
-        if hidden := [message.role for message in answer if message.content not in one]:
-            raise ConfigError(f"the chat template shows nothing of a message with the role {hidden[0]!r}")
-        if self._drops_reasoning(at.turn, answer, one, two):
-            return _Rests("drops the reasoning of earlier turns")
-        if not (one.startswith(at.prompt) and two.startswith(one)):
-            return _Rests("changes what stands before the new messages")
-        end = self.end(answer)
-        first = end.rest(one[len(at.prompt) :])
-        second = end.rest(two[len(one) :])
-        if first is None or second is None:
-            return _Rests(f"no longer writes {end.token or 'the end of the turn'!r} where the turn ended")
-        return _Rests("", first, second)
+            if turn.reasoning or THOUGHT_MARK in turn.content or not prompt.rstrip().endswith("<think>"):
+                yield _Beginning(messages_before, tools, prompt, turn)
 
-    def _drops_reasoning(self, turn: Message, answer: tuple[Message, ...], one: str, two: str) -> bool:
+    def _compare_exchanges(self, beginning: _Beginning, replies: tuple[Message, ...]) -> _Comparison:
+        """Render one turn and answer, then two turns and answers: the first text must begin the second."""
+        turn_and_replies = (_model_turn(_answered_calls(replies), beginning.turn), *replies)
+        one_exchange = self._render((*beginning.messages, *turn_and_replies), beginning.tools)
+        two_exchanges = self._render(
+            (*beginning.messages, *turn_and_replies, *turn_and_replies), beginning.tools
+        )
+
+        if hidden_roles := [message.role for message in replies if message.content not in one_exchange]:
+            raise ConfigError(
+                f"the chat template shows nothing of a message with the role {hidden_roles[0]!r}"
+            )
+
+        if self._drops_reasoning(beginning.turn, replies, one_exchange, two_exchanges):
+            return _Comparison("drops the reasoning of earlier turns")
+        if not (one_exchange.startswith(beginning.prompt) and two_exchanges.startswith(one_exchange)):
+            return _Comparison("changes what stands before the new messages")
+
+        turn_end = self.turn_end(replies)
+        first_following = turn_end.text_after_turn(one_exchange[len(beginning.prompt) :])
+        second_following = turn_end.text_after_turn(two_exchanges[len(one_exchange) :])
+        if first_following is None or second_following is None:
+            return _Comparison(
+                f"no longer writes {turn_end.token or 'the end of the turn'!r} where the turn ended"
+            )
+
+        return _Comparison("", first_following, second_following)
+
+    def _drops_reasoning(
+        self, turn: Message, replies: tuple[Message, ...], one_exchange: str, two_exchanges: str
+    ) -> bool:
         if turn.reasoning:
-            alone = self._render((_USER, _turn(_calls(answer), turn)), opening=False)
-            return THOUGHT in alone and two.count(THOUGHT) < 2
-        return THOUGHT in turn.content and THOUGHT not in one and TURN in one
+            turn_alone = self._render(
+                (_USER_MESSAGE, _model_turn(_answered_calls(replies), turn)), opening=False
+            )
+            return THOUGHT_MARK in turn_alone and two_exchanges.count(THOUGHT_MARK) < 2
 
-    def _end(self, calls: tuple[ToolCall, ...]) -> TurnEnd:
+        return THOUGHT_MARK in turn.content and THOUGHT_MARK not in one_exchange and TURN_MARK in one_exchange
+
+    def _find_end(self, calls: tuple[ToolCall, ...]) -> TurnEnd:
         try:
-            text = self._render([_USER, _turn(calls)], opening=False)
+            text = self._render([_USER_MESSAGE, _model_turn(calls)], opening=False)
         except ConfigError:
             if calls:
                 return self._plain_end
             raise
-        at, mark = max((text.rfind(mark), mark) for mark in (TURN, CALL))
-        if at < 0:
-            raise ConfigError("the chat template does not show the model's words; use another one")
-        later = self._answered(calls)
-        tail = self._of_the_turn(text[at + len(mark) :], later, mark).rstrip()
-        allowed = (self._plain_end.token, *ENDS) if calls else self._controls
-        token = next((token for token in allowed if token and tail.endswith(token)), "")
-        if not token and (follows := later.partition(mark)[2]).startswith(tail):
-            follows = follows[len(tail) :]
-            if follows.lstrip().startswith(
-                tuple(self._controls)
-            ):  # it ends the turn, after white space or not
-                tail += follows[: len(follows) - len(follows.lstrip())]
-            else:  # replies stand within the turn (Apertus): the tag behind the calls ends it
-                token = next(filter(tail.endswith, self._controls), "")
-        return TurnEnd(mark, tail.removesuffix(token), token)
 
-    def _answered(self, calls: tuple[ToolCall, ...]) -> str:
-        """A turn that is answered, rendered; '' where the template refuses that."""
+        mark_position, mark = max((text.rfind(mark), mark) for mark in (TURN_MARK, CALL_MARK))
+        if mark_position < 0:
+            raise ConfigError("the chat template does not show the model's words; use another one")
+
+        answered_text = self._answered_text(calls)
+        turn_tail = self._turn_part(text[mark_position + len(mark) :], answered_text, mark).rstrip()
+        possible_tokens = (self._plain_end.token, *CALL_TURN_ENDS) if calls else self._control_tokens
+
+        token = next((token for token in possible_tokens if token and turn_tail.endswith(token)), "")
+        if not token and (following_text := answered_text.partition(mark)[2]).startswith(turn_tail):
+            following_text = following_text[len(turn_tail) :]
+            # The control token after the turn ends the turn, with or without white space before.
+            if following_text.lstrip().startswith(tuple(self._control_tokens)):
+                turn_tail += following_text[: len(following_text) - len(following_text.lstrip())]
+            else:  # replies stand within the turn (Apertus): the tag behind the calls ends the turn
+                token = next(filter(turn_tail.endswith, self._control_tokens), "")
+
+        return TurnEnd(mark, turn_tail.removesuffix(token), token)
+
+    def _answered_text(self, calls: tuple[ToolCall, ...]) -> str:
+        """Render a turn with an answer; '' if the template refuses the answer."""
         replies = [Message("tool", "asyncrl", tool_call_id=call.id, name=call.name) for call in calls]
         try:
-            return self._render([_USER, _turn(calls), *(replies or _answers(("user",)))])
+            return self._render(
+                [_USER_MESSAGE, _model_turn(calls), *(replies or _replies_of_roles(("user",)))]
+            )
         except ConfigError:
             return ""
 
-    def _of_the_turn(self, tail: str, later: str, mark: str) -> str:
-        """The part that belongs to the turn, of the text that the template writes after the last one. Some
-        end with more than the turn, asked for an opening or not: with one (Llama 3, Command R7B), or with the
-        end of the text (Phi-3.5). So: what stands there too when somebody answers, up to the answer's first
-        token."""
-        after = later.partition(mark)[2]
-        if not later or after.startswith(tail):
-            return tail
-        several = [token for token in self._controls if later.count(token) > 1]
-        begins = min(several, key=later.find, default="\0")  # with the first of these, messages begin
-        both = alike(tail, after).partition(begins)[0]
-        end = max((both.rfind(token) + len(token) for token in self._controls if token in both), default=0)
-        return both[:end] or tail  # nothing in common: a turn that is answered ends otherwise (gpt-oss)
+    def _turn_part(self, turn_tail: str, answered_text: str, mark: str) -> str:
+        """Return the part that belongs to the turn, of the text that the template writes after the last turn.
+        Some templates write more than the turn there, even if no opening is asked for: an opening (Llama 3,
+        Command R7B), or the end of the text (Phi-3.5). The turn's part is the text that also appears if a
+        message follows, up to the first token of that message."""
+        answered_tail = answered_text.partition(mark)[2]
+        if not answered_text or answered_tail.startswith(turn_tail):
+            return turn_tail
+
+        repeated_tokens = [token for token in self._control_tokens if answered_text.count(token) > 1]
+        # Messages begin with this token.
+        next_message_token = min(repeated_tokens, key=answered_text.find, default="\0")
+        common_tail = common_prefix(turn_tail, answered_tail).partition(next_message_token)[0]
+        turn_length = max(
+            (common_tail.rfind(token) + len(token) for token in self._control_tokens if token in common_tail),
+            default=0,
+        )
+
+        # Nothing in common: an answered turn ends otherwise (gpt-oss).
+        return common_tail[:turn_length] or turn_tail
 
 
-def alike(one: str, other: str) -> str:
-    """The beginning that both share."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return "".join(left for left, _ in pairs)
+def common_prefix(first_text: str, second_text: str) -> str:
+    """Return the beginning that both texts share."""
+    equal_pairs = itertools.takewhile(
+        lambda pair: pair[0] == pair[1], zip(first_text, second_text, strict=False)
+    )
+    return "".join(character for character, _ in equal_pairs)
 
 
 @dataclass(frozen=True)
 class _Beginning:
-    before: tuple[Message, ...]
+    messages: tuple[Message, ...]
     tools: tuple[str, ...]
-    prompt: str  # `before`, rendered
-    turn: Message  # of the model after it, without its calls
+    prompt: str  # `messages`, rendered
+    turn: Message  # the turn of the model after `messages`, without calls
 
 
 @dataclass(frozen=True)
-class _Rests:
-    """How the template rewrites earlier turns ('': not), and the texts after the first and second turn."""
+class _Comparison:
+    """How the template rewrites earlier turns ('': not at all), and the texts after the first and second
+    turn."""
 
     rewrites: str
     first: str = ""
     second: str = ""
 
 
-def _before(roles: tuple[str, ...]) -> list[tuple[tuple[Message, ...], tuple[str, ...]]]:
-    """Messages, and tools, before a turn that messages of these roles answer."""
-    plain = (_USER,)
-    ruled = (_SYSTEM, _USER)
-    tools = (_TOOL,)
+def _contexts_before_turn(roles: tuple[str, ...]) -> list[tuple[tuple[Message, ...], tuple[str, ...]]]:
+    """Return messages and tools that may stand before a turn, if messages of these roles answer the turn."""
+    user_only = (_USER_MESSAGE,)
+    with_system = (_SYSTEM_MESSAGE, _USER_MESSAGE)
+    tool_schemas = (_PROBE_TOOL,)
     if "tool" in roles:
-        return [(plain, tools), (ruled, tools)]
-    replies = _answers(("tool",))
-    called = (_turn(_calls(replies)), *replies)
-    befores = (plain, ruled, (*plain, *called), (*ruled, *called))
-    return [(plain, ()), (ruled, ()), *((before, tools) for before in befores)]
+        return [(user_only, tool_schemas), (with_system, tool_schemas)]
+
+    replies = _replies_of_roles(("tool",))
+    call_and_replies = (_model_turn(_answered_calls(replies)), *replies)
+    later_contexts = (
+        user_only,
+        with_system,
+        (*user_only, *call_and_replies),
+        (*with_system, *call_and_replies),
+    )
+
+    return [(user_only, ()), (with_system, ()), *((context, tool_schemas) for context in later_contexts)]
 
 
-def _answers(roles: tuple[str, ...]) -> tuple[Message, ...]:
-    """Write one message of each role; two of a tool."""
+def _replies_of_roles(roles: tuple[str, ...]) -> tuple[Message, ...]:
+    """Write one message of each role; for tools, two messages."""
     messages: list[Message] = []
     for role in roles:
         if role == "tool":
             messages += [
-                Message(role, f"asyncrl-{n}", tool_call_id=f"call_{n}", name=f"asyncrl_{n}") for n in "01"
+                Message(role, f"asyncrl-{number}", tool_call_id=f"call_{number}", name=f"asyncrl_{number}")
+                for number in "01"
             ]
         else:
             messages.append(Message(role, "asyncrl-more"))
+
     return tuple(messages)
 
 
-def _calls(messages: Iterable[Message]) -> tuple[ToolCall, ...]:
-    """The calls that the tool messages among these answer; the arguments of the last hold the marker."""
+def _answered_calls(messages: Iterable[Message]) -> tuple[ToolCall, ...]:
+    """Return the calls that the tool messages answer; the arguments of the last call hold the marker."""
     replies = [message for message in messages if message.role == "tool"]
     return tuple(
         ToolCall(
             reply.name or "asyncrl_probe",
-            json.dumps({"asyncrl": CALL if left == 1 else "asyncrl-other"}),
+            json.dumps({"asyncrl": CALL_MARK if remaining == 1 else "asyncrl-other"}),
             reply.tool_call_id,
         )
-        for left, reply in zip(range(len(replies), 0, -1), replies, strict=True)
+        for remaining, reply in zip(range(len(replies), 0, -1), replies, strict=True)
     )
 
 
-def _turn(calls: tuple[ToolCall, ...], turn: Message = _THINKING[0]) -> Message:
+def _model_turn(calls: tuple[ToolCall, ...], turn: Message = _PROBE_TURNS[0]) -> Message:
     return Message(turn.role, turn.content, calls, reasoning=turn.reasoning)

@@ -1,8 +1,8 @@
-"""Messages as the tokenizer's own chat template writes them.
+"""Writes messages as text by the tokenizer's own chat template.
 
 Templates differ in small things: whether the arguments of a call are an object or text, how long the id of a
-call is, how many calls a turn may have, whether there is a tool role. `find_shape` finds by trying which
-`Shape` of messages a template wants.
+call is, how many calls a turn may have, whether there is a tool role. `find_shape` finds the `Shape` of
+messages that a template wants by trying all shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Render = Callable[..., str]  # (messages, tools, opening=) -> text: a `Renderer`
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used."""
+    """The methods of a Hugging Face tokenizer that asyncrl calls."""
 
     chat_template: Any
     eos_token_id: int | None
@@ -55,9 +55,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Messages and tools (JSON text) to text; `opening`: the start of the model's turn follows. ConfigError
-    when the template refuses them. `day` formats the date for templates that write it, which must not change
-    while an episode runs; `options` are further arguments of the template."""
+    """Renders messages and tools (JSON text) as text; `opening`: the start of the model's turn follows.
+    ConfigError when the template refuses the messages. `day` formats the date for templates that write a
+    date, which must not change while an episode runs; `options` are further arguments of the template."""
 
     tokenizer: Tokenizer
     shape: Shape
@@ -67,11 +67,11 @@ class Renderer:
     def __call__(
         self, messages: Sequence[Message], tools: tuple[str, ...] = (), *, opening: bool = True
     ) -> str:
-        shaped = list(_shaped(messages, self.shape))
+        shaped_messages = list(_shape_messages(messages, self.shape))
         try:
             with users_code():
                 text: str = self.tokenizer.apply_chat_template(
-                    [_plain(message, self.shape) for message in shaped],
+                    [_template_message(message, self.shape) for message in shaped_messages],
                     tools=[json.loads(tool) for tool in tools] or None,
                     tokenize=False,
                     add_generation_prompt=opening,
@@ -79,76 +79,96 @@ class Renderer:
                     **self.options,
                 )
         except Exception as error:  # templates raise anything, and arguments may be no JSON
-            roles = ", ".join(message.role for message in shaped)
+            roles = ", ".join(message.role for message in shaped_messages)
             raise ConfigError(f"the chat template refuses the roles ({roles}): {one_line(error)}") from error
+
         return encodable(text)
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The messages that a template writes beside those of every conversation, all of their text."""
+    """Which messages a template writes completely, beside the messages of every conversation."""
 
     system: bool = True  # a system message at the beginning
-    several: bool = True  # more of them there
-    later: bool = True  # and behind other messages
+    several: bool = True  # several system messages at the beginning
+    later: bool = True  # a system message after other messages
     users: bool = True  # two messages of the user in a row
 
 
 def fold(messages: Sequence[Message], accepted: Accepted, beginning: bool = True) -> tuple[Message, ...]:
-    """The conversation (its `beginning`, or what answers a turn of the model) in messages that the template
-    accepts: system messages at the beginning become one; those that it refuses or would drop, the user's."""
-    lead = tuple(itertools.takewhile(lambda message: beginning and message.role == "system", messages))
-    rest = messages[len(lead) :]
-    found = list(lead if accepted.system else ())
-    if len(found) > 1 and not accepted.several:
-        found = [_joined(found)]
-    for message in rest if accepted.system else (*lead, *rest):
-        foreign = message.role == "system" and not (accepted.system and accepted.later)
-        own = replace(message, role="user") if foreign else message
-        follows = bool(found) and found[-1].role == own.role == "user"
-        if follows and not accepted.users:
-            found[-1] = _joined((found[-1], own))
+    """Return the conversation (the `beginning`, or an answer to a turn of the model) in messages that the
+    template accepts: system messages at the beginning become one message; system messages that the template
+    refuses or would drop become messages of the user."""
+    leading_system = tuple(
+        itertools.takewhile(lambda message: beginning and message.role == "system", messages)
+    )
+    later_messages = messages[len(leading_system) :]
+    folded_messages = list(leading_system if accepted.system else ())
+    if len(folded_messages) > 1 and not accepted.several:
+        folded_messages = [_join_messages(folded_messages)]
+
+    for message in later_messages if accepted.system else (*leading_system, *later_messages):
+        is_refused = message.role == "system" and not (accepted.system and accepted.later)
+        accepted_message = replace(message, role="user") if is_refused else message
+
+        follows_user = bool(folded_messages) and folded_messages[-1].role == accepted_message.role == "user"
+        if follows_user and not accepted.users:
+            folded_messages[-1] = _join_messages((folded_messages[-1], accepted_message))
         else:
-            found.append(own)
-    return tuple(found)
+            folded_messages.append(accepted_message)
+
+    return tuple(folded_messages)
 
 
-def _joined(messages: Sequence[Message]) -> Message:
+def _join_messages(messages: Sequence[Message]) -> Message:
     return replace(messages[0], content="\n\n".join(message.content for message in messages))
 
 
-def find_shape(tokenizer: Tokenizer, day: Callable[[str], str], options: Mapping[str, Any]) -> Shape:
-    """The shape nearest to the default in which the template shows turns with calls, well-formed or not, and
-    their replies; else one in which it shows the replies only. Shapes with a tool role come first, and those
-    that show the content. The default if there is none: the template is not one for tools."""
+def find_shape(tokenizer: Tokenizer, format_date: Callable[[str], str], options: Mapping[str, Any]) -> Shape:
+    """Return the shape nearest to the default in which the template shows turns with calls, well-formed or
+    not, and the replies; else a shape in which the template shows the replies only. Shapes with a tool role
+    come first, and shapes that show the content. The default shape for a template that cannot show tools."""
     flags = itertools.product((False, True), repeat=len(astuple(Shape())))
     shapes = sorted(
         itertools.starmap(Shape, flags), key=lambda s: (s.user_replies, s.bare_calls, sum(astuple(s)))
     )
-    for _, alike in itertools.groupby(shapes, key=lambda shape: shape.user_replies):
-        shown = {shape: _shown(Renderer(tokenizer, shape, day, options)) for shape in alike}
-        for wanted in (("calls", "replies"), ("replies",)):
-            if found := next((shape for shape, parts in shown.items() if parts == wanted), None):
-                return found
+    for _, similar_shapes in itertools.groupby(shapes, key=lambda shape: shape.user_replies):
+        parts_by_shape = {
+            shape: _shown_parts(Renderer(tokenizer, shape, format_date, options)) for shape in similar_shapes
+        }
+        for wanted_parts in (("calls", "replies"), ("replies",)):
+            if matching_shape := next(
+                (shape for shape, parts in parts_by_shape.items() if parts == wanted_parts), None
+            ):
+                return matching_shape
+
     return Shape()
 
 
-def _shown(render: Render) -> tuple[str, ...]:
-    """The part of turns with calls that the template shows: their calls, or none of them, and the replies."""
+def _shown_parts(render: Render) -> tuple[str, ...]:
+    """Return the parts of turns with calls that the template shows: the calls (all or none) and the
+    replies."""
     try:
-        text = render(_PROBE)
+        text = render(_PROBE_CONVERSATION)
     except ConfigError:
         return ()
-    replies = [text.find(f"asyncrl-{number}") for number in ("one", "two", "three")]
-    calls = [f"asyncrl-{number}" in text for number in ("first", "second", "third")]
-    if min(replies) < 0 or replies != sorted(replies) or any(calls) != all(calls):
+
+    reply_positions = [text.find(f"asyncrl-{number}") for number in ("one", "two", "three")]
+    calls_shown = [f"asyncrl-{number}" in text for number in ("first", "second", "third")]
+    if (
+        min(reply_positions) < 0
+        or reply_positions != sorted(reply_positions)
+        or any(calls_shown) != all(calls_shown)
+    ):
         return ()
+
     if "'asyncrl'" in text:  # arguments as Python writes them
         return ()
-    return ("calls", "replies") if all(calls) else ("replies",)
+
+    return ("calls", "replies") if all(calls_shown) else ("replies",)
 
 
-_PROBE = (
+_PROBE_CONVERSATION = (
     Message("user", "asyncrl-question"),
     Message(
         "assistant",
@@ -174,18 +194,21 @@ _PROBE = (
 )
 
 
-def _shaped(messages: Sequence[Message], shape: Shape) -> Iterator[Message]:
-    """The same conversation in messages that the template accepts."""
+def _shape_messages(messages: Sequence[Message], shape: Shape) -> Iterator[Message]:
+    """Yield the same conversation in messages that the template accepts."""
     if shape.user_replies:
         messages = _as_user_messages(messages)
     if shape.called_only:
         messages = _with_calls(messages)
+
     for message in messages:
         if shape.bare_calls and message.tool_calls:
             message = replace(message, content="")
+
         if shape.one_text and message.tool_calls and message.reasoning and message.content:
-            both = f"{message.reasoning}\n\n{message.content}"
-            message = replace(message, content="", reasoning=both)
+            joined_text = f"{message.reasoning}\n\n{message.content}"
+            message = replace(message, content="", reasoning=joined_text)
+
         if shape.single_calls and len(message.tool_calls) > 1:
             yield replace(message, tool_calls=message.tool_calls[:1])
             for call in message.tool_calls[1:]:
@@ -195,47 +218,54 @@ def _shaped(messages: Sequence[Message], shape: Shape) -> Iterator[Message]:
 
 
 def _as_user_messages(messages: Sequence[Message]) -> list[Message]:
-    """Tool replies, and a user message that follows them, as one message of the user."""
-    shaped: list[Message] = []
+    """Join tool replies, and a user message after the replies, into one message of the user."""
+    user_messages: list[Message] = []
     after_tool = False
     for message in messages:
-        tool = message.role == "tool"
-        text = f"<tool_response>\n{message.content}\n</tool_response>" if tool else message.content
+        is_tool = message.role == "tool"
+        text = f"<tool_response>\n{message.content}\n</tool_response>" if is_tool else message.content
+
         if after_tool and message.role in ("tool", "user"):
-            shaped[-1] = Message("user", f"{shaped[-1].content}\n{text}")
+            user_messages[-1] = Message("user", f"{user_messages[-1].content}\n{text}")
         else:
-            shaped.append(Message("user", text) if tool else message)
-        after_tool = tool
-    return shaped
+            user_messages.append(Message("user", text) if is_tool else message)
+
+        after_tool = is_tool
+
+    return user_messages
 
 
 def _with_calls(messages: Sequence[Message]) -> list[Message]:
-    """A turn with tool replies but no call that can be shown gets calls of those tools without arguments."""
-    shaped: list[Message] = []
+    """Give calls without arguments to a turn that has tool replies but no call that can be shown."""
+    shaped_messages: list[Message] = []
     for message in reversed(messages):
         if message.role == "assistant" and not message.tool_calls:
-            replies = list(itertools.takewhile(lambda later: later.role == "tool", reversed(shaped)))
+            replies = list(itertools.takewhile(lambda later: later.role == "tool", reversed(shaped_messages)))
             calls = tuple(ToolCall(reply.name or "tool", "{}", reply.tool_call_id) for reply in replies)
             message = Message(message.role, tool_calls=calls) if calls else message
-        shaped.append(message)
-    return shaped[::-1]
+        shaped_messages.append(message)
+
+    return shaped_messages[::-1]
 
 
-def _plain(message: Message, shape: Shape) -> dict[str, Any]:
-    """The message as the template gets it. Most templates read `reasoning_content`, gpt-oss `thinking`,
-    Solar-Open `reasoning`."""
-    plain = message.openai()
+def _template_message(message: Message, shape: Shape) -> dict[str, Any]:
+    """Return a message as the template reads messages. Most templates read `reasoning_content`, gpt-oss
+    `thinking`, Solar-Open `reasoning`."""
+    template_message = message.openai()
     if shape.bare_calls and message.tool_calls:
-        plain["content"] = None
+        template_message["content"] = None
     if message.reasoning:
-        plain["thinking"] = plain["reasoning"] = message.reasoning
-    for call in plain.get("tool_calls", ()):
+        template_message["thinking"] = template_message["reasoning"] = message.reasoning
+
+    for call in template_message.get("tool_calls", ()):
         call["id"] = _call_id(call["id"], shape)
         if not shape.argument_text:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+
     if message.tool_call_id or message.role == "tool":
-        plain["tool_call_id"] = _call_id(message.tool_call_id, shape)
-    return plain
+        template_message["tool_call_id"] = _call_id(message.tool_call_id, shape)
+
+    return template_message
 
 
 def _call_id(name: str, shape: Shape) -> str:

@@ -24,8 +24,8 @@ from asyncrl.types import (
 
 @dataclass(frozen=True)
 class Rules:
-    """Settings that all episodes of a run share. `config` has their limits. `rows_apart`: a row is of one
-    agent, as adapters are by agent. `privilege`: what a teacher's prompt begins with, `kl.prompt`."""
+    """Settings that all episodes of a run share. `config` has the limits. `rows_apart`: a row belongs to one
+    agent, since each agent has an adapter. `privilege`: the beginning of a teacher's prompt, `kl.prompt`."""
 
     chat: Chat
     parse: Parser
@@ -34,7 +34,7 @@ class Rules:
     privilege: str = ""
 
     def shorten(self, text: str) -> str:
-        """A tool's reply, or an environment's message, as much of it as the model reads."""
+        """Cut a tool's reply, or an environment's message, to the length that the model reads."""
         return self.chat.shorten(text, self.config.max_reply_tokens, self.config.cut_replies)
 
 
@@ -46,7 +46,7 @@ class Open(msgspec.Struct, frozen=True):
 
 
 class Generate(msgspec.Struct, frozen=True):
-    """Sample a turn after `ids`, the whole prefix; it belongs to row `row`."""
+    """Sample a turn of row `row` after `ids`, the whole prefix."""
 
     ids: tuple[int, ...]
     max_new_tokens: int
@@ -54,14 +54,14 @@ class Generate(msgspec.Struct, frozen=True):
 
 
 class CallTools(msgspec.Struct, frozen=True):
-    """Run these calls, once the turn that made them is durable. `errors` are the turn's malformed calls."""
+    """Run these calls, once their turn is durable. `errors` describe the turn's malformed calls."""
 
     calls: tuple[ToolCall, ...]
     errors: tuple[str, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Give the model's message to the environment, once its turn is durable."""
+    """Give the model's message to the environment, once the turn is durable."""
 
     message: Message
 
@@ -74,7 +74,7 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The episode is over and has a reward. Its result has one turn reward per turn."""
+    """The episode is over and has a reward. The result has one turn reward per turn."""
 
     result: EpisodeResult
 
@@ -93,8 +93,8 @@ Command = Open | Generate | CallTools | Step | Score | Done | Fail
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """Answers Open: schemas of the tools (JSON text), the names of those that the environment answers itself,
-    and its messages after the sample's prompt."""
+    """Answers Open: schemas of the tools (JSON text), the names of the tools that the environment answers
+    itself, and the environment's messages after the sample's prompt."""
 
     tools: tuple[str, ...] = ()
     own_tools: frozenset[str] = frozenset()

@@ -1,8 +1,8 @@
-"""A conversation of the data as turns of the model, token for token as an episode would have sampled them.
+"""Turns a conversation of the data into turns of the model, token for token as an episode samples turns.
 
     messages ─► [prompt, or delta since the last turn] + [what the assistant says, with its stop id] ─► turns
 
-Pure. What an assistant says is learned, but not in the first `given` messages; everything else is context.
+Pure. The assistant's messages are learned, except in the first `given` messages; everything else is context.
 """
 
 from __future__ import annotations
@@ -23,85 +23,100 @@ from asyncrl.types import FailReason, Message, Sample, StopReason, ToolCall, Tur
 def demonstrated(
     rules: Rules, sample: Sample, tools: tuple[str, ...], version: int = 0
 ) -> tuple[Turn, ...] | Fail:
-    """The turns, all sampled by `version` as far as a record needs one, with log-probs of 0; or why there are
-    none, whatever their length (`too_long`). `tools`: schemas that the prompt shows, as JSON text.
+    """Return the turns, recorded as sampled by `version` with log-probs of 0, or the reason why there are no
+    turns. The length is not checked here (see `too_long`). `tools`: schemas that the prompt shows, as JSON
+    text.
 
-    A row that the template rewrites goes on as a new one where `rollout.history` allows it.
+    A row that the template rewrites goes on as a new row if `rollout.history` allows new rows.
     """
     turns: list[Turn] = []
-    said: tuple[Message, ...] = ()
-    # messages up to the newest turn, itself included; its row
-    answered = 0
-    row = -1
+    history: tuple[Message, ...] = ()
+    answered_count = 0  # messages up to the newest turn, the turn included
+    row_number = -1
     try:
-        for place, message in enumerate(sample.prompt):
-            if message.role == "assistant" and place >= (sample.given or 0):
-                context = _context(rules, said, answered, turns)
+        for position, message in enumerate(sample.prompt):
+            if message.role == "assistant" and position >= (sample.given or 0):
+                context = _turn_context(rules, history, answered_count, turns)
                 if context is None:
-                    row += 1
-                    context = rules.chat.prompt_ids(said, tools)
-                at = Turn(len(turns), context, (), (), (), StopReason.STOP, row=row)
-                turns.append(_turn(rules, at, said, message, tools, version))
-                if prefill := prefill_of(said):  # one message with the one that it continues
+                    row_number += 1
+                    context = rules.chat.prompt_ids(history, tools)
+
+                unsampled_turn = Turn(len(turns), context, (), (), (), StopReason.STOP, row=row_number)
+                turns.append(_demonstrated_turn(rules, unsampled_turn, history, message, tools, version))
+
+                if prefill := prefill_of(history):  # the prefill and the turn are one message
                     message = replace(message, content=prefill + message.content)
-                    said = said[:-1]
-                answered = len(said) + 1
+                    history = history[:-1]
+                answered_count = len(history) + 1
             elif message.role == "tool":
                 message = replace(message, content=rules.shorten(message.content))
-            said += (message,)
+
+            history += (message,)
     except ConfigError as error:
-        return Fail(FailReason.MISALIGNED, f"message {place}: {error}")
+        return Fail(FailReason.MISALIGNED, f"message {position}: {error}")
+
     return tuple(turns)
 
 
-def _context(
-    rules: Rules, said: tuple[Message, ...], answered: int, turns: Sequence[Turn]
+def _turn_context(
+    rules: Rules, history: tuple[Message, ...], answered_count: int, turns: Sequence[Turn]
 ) -> tuple[int, ...] | None:
-    """The tokens before a turn in its row; None: it begins a row."""
-    new = said[answered:]
-    if not new:
+    """Return the tokens before a turn in its row; None: the turn begins a row."""
+    new_messages = history[answered_count:]
+    if not new_messages:
         raise ConfigError("the assistant speaks without a message that it answers")
-    delta = rules.chat.delta_ids(new, turns[-1].ids[-1]) if turns else None
-    if turns and delta is None and rules.config.history == "append":
+
+    delta_ids = rules.chat.delta_ids(new_messages, turns[-1].ids[-1]) if turns else None
+    if turns and delta_ids is None and rules.config.history == "append":
         raise ConfigError("the chat template rewrites earlier turns here; set rollout.history=fork")
-    return delta
+
+    return delta_ids
 
 
-def _turn(
-    rules: Rules, at: Turn, said: tuple[Message, ...], message: Message, tools: tuple[str, ...], version: int
+def _demonstrated_turn(
+    rules: Rules,
+    unsampled_turn: Turn,
+    history: tuple[Message, ...],
+    message: Message,
+    tools: tuple[str, ...],
+    version: int,
 ) -> Turn:
-    """The turn `at` that says `message`. ConfigError where the model could not say that, or the run would not
-    read it so."""
-    ids = rules.chat.turn_ids(said, message, tools)
-    spans = (VersionSpan(0, len(ids), version, kv_version=-1),)
-    turn = replace(at, ids=ids, logprobs=(0.0,) * len(ids), spans=spans)
+    """Complete `unsampled_turn` with the tokens of `message`. ConfigError if the model could not write the
+    message, or the run would read the message otherwise."""
+    turn_ids = rules.chat.turn_ids(history, message, tools)
+    spans = (VersionSpan(0, len(turn_ids), version, kv_version=-1),)
+    turn = replace(unsampled_turn, ids=turn_ids, logprobs=(0.0,) * len(turn_ids), spans=spans)
+
     if message.tool_calls:
-        found = read_turn(rules, turn, tools)
-        if found.errors or _plain(found.calls) != _plain(message.tool_calls):
+        parsed = read_turn(rules, turn, tools)
+        if parsed.errors or _call_values(parsed.calls) != _call_values(message.tool_calls):
             name = message.tool_calls[0].name
-            if name not in rules.chat.decode(ids):
+            if name not in rules.chat.decode(turn_ids):
                 raise ConfigError(
                     f"the chat template does not write the call of {name!r}: set model.template to one that "
                     "does (chatml_tools), or write the call into the content"
                 )
+
             raise ConfigError(
                 f"the call of {name!r} is not read back by rollout.parser from what the chat template "
                 "writes; name the tool in rollout.tools, or use another parser or template"
             )
+
     return turn
 
 
-def _plain(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
+def _call_values(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 def too_long(limits: RolloutConfig, turns: Sequence[Turn]) -> Fail | None:
-    """Say why a conversation is not learned that could be."""
-    lengths = list(map(len, rows_of(turns)))
-    if max(lengths) > limits.max_tokens:
-        detail = f"the conversation has {max(lengths)} tokens, rollout.max_tokens is {limits.max_tokens}"
-    elif len(lengths) > limits.rows:
-        detail = f"the template makes {len(lengths)} rows of it, rollout.max_rows is {limits.rows}"
+    """Return why a conversation that could be learned is not, if its rows are too long or too many."""
+    row_lengths = list(map(len, rows_of(turns)))
+    if max(row_lengths) > limits.max_tokens:
+        detail = f"the conversation has {max(row_lengths)} tokens, rollout.max_tokens is {limits.max_tokens}"
+    elif len(row_lengths) > limits.rows:
+        detail = f"the template makes {len(row_lengths)} rows of it, rollout.max_rows is {limits.rows}"
     else:
         return None
+
     return Fail(FailReason.PROMPT_TOO_LONG, detail)

@@ -1,7 +1,7 @@
 """An episode as a state machine: a pure function (episode, event) -> episode.
 
 The state is the command that the episode waits for. Its driver (rollout/turn_player.py) carries the command
-out and gives the answer back as an event:
+out and returns the answer as an event:
 
     command     to be done                             answered by     commands that may follow
     Open        open the tools, reset the environment  Opened          Generate
@@ -63,14 +63,14 @@ from asyncrl.types import (
     Turn,
 )
 
-FREE_SHARE = 4  # folding frees at least 1 / FREE_SHARE of a row, so that the next turns need no folding again
-DROPPED = "[dropped]"
+FREE_DIVISOR = 4  # folding frees at least 1 / FREE_DIVISOR of a row, so that the next turns need no folding
+DROPPED_REPLY = "[dropped]"
 BAD_CALL = ToolCall("malformed_call", "{}")
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """`rows`: the tokens of each row up to the last one the model wrote. `read`: the turns, parsed. `folded`:
-    how many tool replies, the oldest first, the newest row does not show."""
+    """The state of an episode. `rows`: the tokens of each row up to the model's last token. `read`: the
+    parsed turns. `folded`: how many tool replies, the oldest first, the newest row does not show."""
 
     sample: Sample
     command: Command
@@ -78,8 +78,8 @@ class Episode(msgspec.Struct, frozen=True):
     rows: tuple[tuple[int, ...], ...] = ()
     turns: tuple[Turn, ...] = ()
     read: tuple[Parsed, ...] = ()
-    bad_calls: int = 0  # malformed and refused ones in a row, up to now
-    tool_calls: int = 0  # well-formed ones
+    bad_calls: int = 0  # successive malformed or refused calls, up to now
+    tool_calls: int = 0  # well-formed calls
     folded: int = 0
 
     @property
@@ -88,7 +88,8 @@ class Episode(msgspec.Struct, frozen=True):
 
     @property
     def tool_seconds(self) -> float:
-        """Time spent in tools, whose calls in one turn run side by side, and in the environment."""
+        """Return the seconds spent in tools, whose calls in one turn run side by side, and in the
+        environment."""
         return sum(
             max((reply.seconds for reply in turn.replies), default=0.0)
             + (turn.observation.seconds if turn.observation else 0.0)
@@ -97,43 +98,46 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def begin(sample: Sample) -> Episode:
-    """A fresh episode."""
+    """Begin an episode."""
     return Episode(sample, Open())
 
 
 def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
-    """The next state. ProtocolError, with nothing changed, when the event does not answer the command."""
+    """Return the next state. ProtocolError, with nothing changed, when the event does not answer the
+    command."""
     match episode.command, event:
         case Open(), Opened():
             return _opened(rules, episode, event)
-        case Generate() as asked, TurnGenerated():
-            return _generated(rules, episode, asked, event.generation)
-        case CallTools() as asked, ToolsReplied():
-            if tuple(reply.call for reply in event.replies) != asked.calls:
-                raise ProtocolError(f"{len(event.replies)} replies do not match {len(asked.calls)} calls")
-            return _replied(rules, episode, event.replies, asked.errors)
+        case Generate() as command, TurnGenerated():
+            return _generated(rules, episode, command, event.generation)
+        case CallTools() as command, ToolsReplied():
+            if tuple(reply.call for reply in event.replies) != command.calls:
+                raise ProtocolError(f"{len(event.replies)} replies do not match {len(command.calls)} calls")
+            return _replied(rules, episode, event.replies, command.errors)
         case Step(), Observed():
             return _observed(rules, episode, event.observation)
-        case Score() as asked, EpisodeScored():
-            return replace(episode, command=scored(episode.turns, asked.end, event.result))
-        case asked, _:
-            raise ProtocolError(f"{type(event).__name__} does not answer {type(asked).__name__}")
+        case Score() as command, EpisodeScored():
+            return replace(episode, command=scored(episode.turns, command.end, event.result))
+        case command, _:
+            raise ProtocolError(f"{type(event).__name__} does not answer {type(command).__name__}")
 
 
 def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) -> Episode:
-    """The state after recorded turns, by the same events. What answered the last turn may be missing: then
-    its tools or its environment come next. ProtocolError when these rules would not make the same turns."""
+    """Return the state after recorded turns, by the same events. The answer to the last turn may be missing:
+    then tools or the environment come next. ProtocolError when these rules would not make the same turns."""
     episode = advance(rules, begin(sample), opened)
     for turn in turns:
-        asked = episode.command
+        command = episode.command
         if (
-            not isinstance(asked, Generate)
-            or asked.row != turn.row
-            or asked.ids != _row(episode, asked) + turn.context
+            not isinstance(command, Generate)
+            or command.row != turn.row
+            or command.ids != _row_ids(episode, command) + turn.context
         ):
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
-        sampled = turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes, turn.scores
-        generation = Generation(*sampled)
+
+        generation = Generation(
+            turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes, turn.scores
+        )
         episode = advance(rules, episode, TurnGenerated(generation))
         if isinstance(episode.command, Fail) and len(episode.turns) == turn.index:
             raise ProtocolError(f"recorded turn {turn.index}: {episode.command.detail}")
@@ -141,35 +145,41 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
             episode = advance(rules, episode, ToolsReplied(turn.replies[: len(episode.command.calls)]))
         if turn.observation is not None and isinstance(episode.command, Step):
             episode = advance(rules, episode, Observed(turn.observation))
-        again = episode.turns[-1]
-        if (turn.replies and again.replies != turn.replies) or again.observation != turn.observation:
+
+        repeated_turn = episode.turns[-1]
+        replies_differ = turn.replies and repeated_turn.replies != turn.replies
+        if replies_differ or repeated_turn.observation != turn.observation:
             raise ProtocolError(f"what is recorded after turn {turn.index} does not answer it")
+
     return episode
 
 
 def expire(episode: Episode) -> Episode:
-    """The episode's time is up. Its finished turns are scored; an unfinished one does not count. Without a
-    turn there is nothing to score, and the episode fails."""
+    """End an episode whose time is up. Finished turns are scored; an unfinished turn does not count. Without
+    a finished turn the episode fails."""
     if not episode.turns:
-        return _fail(episode, FailReason.DEADLINE, "not one turn was done within rollout.episode_timeout")
-    return _score(episode, EpisodeEnd.TIMEOUT)
+        detail = "not one turn was done within rollout.episode_timeout"
+        return _fail_episode(episode, FailReason.DEADLINE, detail)
+    return _score_episode(episode, EpisodeEnd.TIMEOUT)
 
 
 def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
-    """All messages, the prompt included, as the newest row shows them: folded replies are DROPPED."""
+    """Return all messages, the prompt included, as the newest row shows them: folded replies are
+    DROPPED_REPLY."""
     messages = [*episode.sample.prompt, *episode.opened.messages]
-    folded = episode.folded
+    hidden_replies = episode.folded
     for turn, parsed in zip(episode.turns, episode.read, strict=True):
         messages.append(turn_message(rules, turn, parsed))
         for reply in turn.replies:
-            messages.append(_tool_message(reply, DROPPED if folded > 0 else reply.content))
-            folded -= 1
+            messages.append(_tool_message(reply, DROPPED_REPLY if hidden_replies > 0 else reply.content))
+            hidden_replies -= 1
         messages += turn.observation.messages if turn.observation else ()
+
     return tuple(messages)
 
 
 def shorten_observation(rules: Rules, observation: Observation) -> Observation:
-    """The observation with its messages as short as the model reads them."""
+    """Cut the messages of an observation to the length that the model reads."""
     return replace(observation, messages=_shorten_messages(rules, observation.messages))
 
 
@@ -177,66 +187,80 @@ def shorten_observation(rules: Rules, observation: Observation) -> Observation:
 
 
 def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
+    """Begin the first row with the prompt."""
     opened = replace(opened, messages=_shorten_messages(rules, opened.messages))
     episode = replace(episode, opened=opened)
-    prompt = _prompt(rules, episode)
-    most = rules.config.max_tokens
-    if len(prompt) >= most:
-        detail = f"the prompt has {len(prompt)} tokens, rollout.max_tokens is {most}"
-        return _fail(episode, FailReason.PROMPT_TOO_LONG, detail)
-    return _generate(rules, episode, prompt, row=0)
+
+    prompt_ids = _prompt_ids(rules, episode)
+    max_tokens = rules.config.max_tokens
+    if len(prompt_ids) >= max_tokens:
+        detail = f"the prompt has {len(prompt_ids)} tokens, rollout.max_tokens is {max_tokens}"
+        return _fail_episode(episode, FailReason.PROMPT_TOO_LONG, detail)
+
+    return _sample_next(rules, episode, prompt_ids, row_number=0)
 
 
-def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Generation) -> Episode:
-    before = _row(episode, asked)
-    if asked.ids[: len(before)] != before:
+def _generated(rules: Rules, episode: Episode, command: Generate, generation: Generation) -> Episode:
+    """Add the sampled turn, and end the episode or pass the turn to the environment or the tools."""
+    row_ids = _row_ids(episode, command)
+    if command.ids[: len(row_ids)] != row_ids:
         detail = f"the prompt of turn {len(episode.turns)} does not extend the tokens of its row"
-        return _fail(episode, FailReason.MISALIGNED, detail)
-    if trouble := problem(rules.chat.stop_ids, asked.max_new_tokens, generation):
-        return _fail(episode, FailReason.ENGINE_ERROR, trouble)
-    turn = make_turn(len(episode.turns), asked.row, asked.ids[len(before) :], generation)
-    if not before:
-        turn = replace(turn, taught=taught(rules, episode, asked))
-    rows = (*episode.rows[: asked.row], asked.ids + generation.ids)
+        return _fail_episode(episode, FailReason.MISALIGNED, detail)
+
+    if engine_problem := problem(rules.chat.stop_ids, command.max_new_tokens, generation):
+        return _fail_episode(episode, FailReason.ENGINE_ERROR, engine_problem)
+
+    turn = make_turn(len(episode.turns), command.row, command.ids[len(row_ids) :], generation)
+    if not row_ids:
+        turn = replace(turn, taught=taught(rules, episode, command))
+
+    rows = (*episode.rows[: command.row], command.ids + generation.ids)
     prefill = "" if episode.turns else prefill_of((*episode.sample.prompt, *episode.opened.messages))
     parsed = read_turn(rules, turn, episode.opened.tools, prefill=prefill)
     episode = replace(episode, rows=rows, turns=(*episode.turns, turn), read=(*episode.read, parsed))
     to_environment = _for_environment(rules, episode, parsed)
-    if (end := _end(rules, episode, parsed, to_environment)) is not None:
-        return _score(episode, end)
+    if (episode_end := _end_after_turn(rules, episode, parsed, to_environment)) is not None:
+        return _score_episode(episode, episode_end)
+
     if to_environment:
         message = turn_message(rules, turn, parsed)
-        calls = episode.tool_calls + len(parsed.calls)
-        return replace(episode, tool_calls=calls, bad_calls=0, command=Step(message))
+        tool_calls = episode.tool_calls + len(parsed.calls)
+        return replace(episode, tool_calls=tool_calls, bad_calls=0, command=Step(message))
+
     if parsed.calls:
         return replace(episode, command=CallTools(parsed.calls, parsed.errors))
-    return _replied(rules, episode, (), parsed.errors)  # all calls are malformed: no tool is needed
+
+    return _replied(rules, episode, (), parsed.errors)  # all calls are malformed: no tool runs
 
 
 def _for_environment(rules: Rules, episode: Episode, parsed: Parsed) -> bool:
-    """True if the environment answers the turn: one without calls, or with a call of its own tools."""
+    """Return True if the environment answers the turn: a turn without calls, or with a call of the
+    environment's tools."""
     if parsed.errors:
         return False
-    own = any(call.name in episode.opened.own_tools for call in parsed.calls)
-    return own or (bool(rules.config.environment) and not parsed.calls)
+    calls_environment = any(call.name in episode.opened.own_tools for call in parsed.calls)
+    return calls_environment or (bool(rules.config.environment) and not parsed.calls)
 
 
-def _end(rules: Rules, episode: Episode, parsed: Parsed, to_environment: bool) -> EpisodeEnd | None:
-    """Return why the episode is over after this turn, if it is. Tools of a last turn are not run: no turn
-    would read their replies."""
+def _end_after_turn(
+    rules: Rules, episode: Episode, parsed: Parsed, to_environment: bool
+) -> EpisodeEnd | None:
+    """Return why the episode is over after this turn; None: the episode goes on. Tools of a last turn are not
+    run: no turn would read the replies."""
     limits = rules.config
-    calls = len(parsed.calls)
-    errors = len(parsed.errors)
+    call_count = len(parsed.calls)
+    error_count = len(parsed.errors)
     if episode.turns[-1].stop is StopReason.LENGTH:
         return EpisodeEnd.LENGTH
-    if episode.tool_calls + calls > limits.max_calls:
+    if episode.tool_calls + call_count > limits.max_calls:
         return EpisodeEnd.MAX_CALLS
     if to_environment:
         return None
-    if not calls and not errors:
+    if not call_count and not error_count:
         return EpisodeEnd.ANSWERED
-    if not calls and episode.bad_calls + errors >= limits.max_bad_calls:
+    if not call_count and episode.bad_calls + error_count >= limits.max_bad_calls:
         return EpisodeEnd.BAD_CALLS
+
     return EpisodeEnd.MAX_TURNS if len(episode.turns) >= limits.max_turns else None
 
 
@@ -244,20 +268,21 @@ def _replied(
     rules: Rules, episode: Episode, replies: tuple[ToolReply, ...], errors: tuple[str, ...]
 ) -> Episode:
     """Attach to the turn the tools' replies and, after them, one reply for each malformed call."""
-    malformed = [ToolReply(BAD_CALL, f"error: {error}", error, refused=True) for error in errors]
-    everything = tuple(
-        replace(reply, content=rules.shorten(reply.content)) for reply in (*replies, *malformed)
+    malformed_replies = [ToolReply(BAD_CALL, f"error: {error}", error, refused=True) for error in errors]
+    all_replies = tuple(
+        replace(reply, content=rules.shorten(reply.content)) for reply in (*replies, *malformed_replies)
     )
-    bad = sum(reply.refused for reply in everything)
+    refused_count = sum(reply.refused for reply in all_replies)
     episode = replace(
         episode,
-        turns=(*episode.turns[:-1], replace(episode.turns[-1], replies=everything)),
+        turns=(*episode.turns[:-1], replace(episode.turns[-1], replies=all_replies)),
         tool_calls=episode.tool_calls + len(replies),
-        bad_calls=bad + (episode.bad_calls if bad == len(everything) else 0),
+        bad_calls=refused_count + (episode.bad_calls if refused_count == len(all_replies) else 0),
     )
     if episode.bad_calls >= rules.config.max_bad_calls:
-        return _score(episode, EpisodeEnd.BAD_CALLS)
-    return _next_turn(rules, episode, tuple(_tool_message(reply, reply.content) for reply in everything))
+        return _score_episode(episode, EpisodeEnd.BAD_CALLS)
+
+    return _next_turn(rules, episode, tuple(_tool_message(reply, reply.content) for reply in all_replies))
 
 
 def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episode:
@@ -265,114 +290,139 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
     turn = replace(episode.turns[-1], observation=observation)
     episode = replace(episode, turns=(*episode.turns[:-1], turn))
     if observation.done:
-        return _score(episode, EpisodeEnd.DONE)
+        return _score_episode(episode, EpisodeEnd.DONE)
     if len(episode.turns) >= rules.config.max_turns:
-        return _score(episode, EpisodeEnd.MAX_TURNS)
+        return _score_episode(episode, EpisodeEnd.MAX_TURNS)
+
     if not observation.messages:
-        return _fail(episode, FailReason.ENVIRONMENT_ERROR, "the environment sent nothing, and is not done")
+        detail = "the environment sent nothing, and is not done"
+        return _fail_episode(episode, FailReason.ENVIRONMENT_ERROR, detail)
+
     return _next_turn(rules, episode, observation.messages)
 
 
 def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) -> Episode:
-    """Ask for the turn after these messages: in the newest row where the template only appends them, else in
-    a new row. With history=fold, a row that is full goes on as a new one."""
+    """Ask for the turn after these messages: in the newest row if the template only appends messages, else in
+    a new row. With history=fold, a full row goes on as a new row."""
     limits = rules.config
-    row = len(episode.rows) - 1
-    delta = rules.chat.delta_ids(messages, episode.rows[-1][-1])
-    if delta is not None:
-        ids = episode.rows[-1] + delta
+    row_number = len(episode.rows) - 1
+
+    delta_ids = rules.chat.delta_ids(messages, episode.rows[-1][-1])
+    if delta_ids is not None:
+        prefix_ids = episode.rows[-1] + delta_ids
     elif limits.history == "append":
         detail = "the chat template rewrites earlier turns after what was replied; set rollout.history=fork"
-        return _fail(episode, FailReason.MISALIGNED, detail)
+        return _fail_episode(episode, FailReason.MISALIGNED, detail)
     else:
-        ids = _prompt(rules, episode)
-        row = row + 1
-    full = len(ids) + limits.max_new_tokens > limits.max_tokens
-    if limits.history == "fold" and full and len(episode.rows) < limits.max_rows:
-        folded = _folded(rules, episode)
-        if folded.folded > episode.folded:
-            episode, ids, row = folded, _prompt(rules, folded), len(episode.rows)
-    if row >= limits.max_rows:
-        return _score(episode, EpisodeEnd.MAX_ROWS)
-    if len(ids) >= limits.max_tokens:
-        return _score(episode, EpisodeEnd.LENGTH)
-    return _generate(rules, episode, ids, row)
+        prefix_ids = _prompt_ids(rules, episode)
+        row_number += 1
+
+    row_is_full = len(prefix_ids) + limits.max_new_tokens > limits.max_tokens
+    if limits.history == "fold" and row_is_full and len(episode.rows) < limits.max_rows:
+        folded_episode = _with_more_folded(rules, episode)
+        if folded_episode.folded > episode.folded:
+            episode = folded_episode
+            prefix_ids = _prompt_ids(rules, episode)
+            row_number = len(episode.rows)
+
+    if row_number >= limits.max_rows:
+        return _score_episode(episode, EpisodeEnd.MAX_ROWS)
+    if len(prefix_ids) >= limits.max_tokens:
+        return _score_episode(episode, EpisodeEnd.LENGTH)
+
+    return _sample_next(rules, episode, prefix_ids, row_number)
 
 
-def _folded(rules: Rules, episode: Episode) -> Episode:
-    """The episode without as few of the oldest tool replies as leave room for a turn, and at least 1 /
-    FREE_SHARE of a row. Replies of the last turn are always shown, so there may be nothing to fold."""
+def _with_more_folded(rules: Rules, episode: Episode) -> Episode:
+    """Fold as few of the oldest tool replies as leave room for a turn, and for at least 1 / FREE_DIVISOR of a
+    row. Replies of the last turn are always shown, so there may be nothing to fold."""
     limits = rules.config
-    counts = range(episode.folded + 1, 1 + sum(len(turn.replies) for turn in episode.turns[:-1]))
-    if not counts:
+    reply_counts = range(episode.folded + 1, 1 + sum(len(turn.replies) for turn in episode.turns[:-1]))
+    if not reply_counts:
         return episode
-    most = limits.max_tokens - max(limits.max_new_tokens, limits.max_tokens // FREE_SHARE)
-    at = bisect.bisect_left(
-        counts, True, key=lambda count: len(_prompt(rules, replace(episode, folded=count))) <= most
+
+    max_prompt_tokens = limits.max_tokens - max(limits.max_new_tokens, limits.max_tokens // FREE_DIVISOR)
+    position = bisect.bisect_left(
+        reply_counts,
+        True,
+        key=lambda count: len(_prompt_ids(rules, replace(episode, folded=count))) <= max_prompt_tokens,
     )
-    return replace(episode, folded=counts[min(at, len(counts) - 1)])
+
+    return replace(episode, folded=reply_counts[min(position, len(reply_counts) - 1)])
 
 
 # -- parts of the transitions ----------------------------------------------------------------------------
 
 
-def _generate(rules: Rules, episode: Episode, ids: tuple[int, ...], row: int) -> Episode:
-    room = rules.config.max_tokens - len(ids)
-    return replace(episode, command=Generate(ids, min(room, rules.config.max_new_tokens), row))
+def _sample_next(rules: Rules, episode: Episode, prefix_ids: tuple[int, ...], row_number: int) -> Episode:
+    free_tokens = rules.config.max_tokens - len(prefix_ids)
+    max_new_tokens = min(free_tokens, rules.config.max_new_tokens)
+    return replace(episode, command=Generate(prefix_ids, max_new_tokens, row_number))
 
 
-def _score(episode: Episode, end: EpisodeEnd) -> Episode:
+def _score_episode(episode: Episode, end: EpisodeEnd) -> Episode:
     return replace(episode, command=Score(episode.read[-1].content, end))
 
 
-def _fail(episode: Episode, reason: FailReason, detail: str) -> Episode:
+def _fail_episode(episode: Episode, reason: FailReason, detail: str) -> Episode:
     return replace(episode, command=Fail(reason, detail))
 
 
-def _prompt(rules: Rules, episode: Episode) -> tuple[int, ...]:
-    """The ids that begin a row: the whole conversation, with the tools."""
-    return rules.chat.prompt_ids(_shown(rules, episode), episode.opened.tools)
+def _prompt_ids(rules: Rules, episode: Episode) -> tuple[int, ...]:
+    """Return the ids that begin a row: the whole conversation, with the tools."""
+    return rules.chat.prompt_ids(_written_conversation(rules, episode), episode.opened.tools)
 
 
-def _shown(rules: Rules, episode: Episode) -> tuple[Message, ...]:
-    """The conversation as the template is to write it: a first turn that goes on with the prompt's last
-    message is one message with that."""
+def _written_conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
+    """Return the conversation for the template: a first turn that continues the prompt's last message is
+    joined with that message."""
     messages = conversation(rules, episode)
-    first = len(episode.sample.prompt) + len(episode.opened.messages)
-    prefill = prefill_of(messages[:first])
+    prompt_length = len(episode.sample.prompt) + len(episode.opened.messages)
+    prefill = prefill_of(messages[:prompt_length])
     if not episode.turns or not prefill:
         return messages
 
-    begun = messages[first - 1]
-    turn = messages[first]
-    written = rules.chat.decode(episode.turns[0].ids)
-    space = written[: len(written) - len(written.lstrip())]
+    begun_message = messages[prompt_length - 1]
+    turn = messages[prompt_length]
+    written_text = rules.chat.decode(episode.turns[0].ids)
+    leading_space = written_text[: len(written_text) - len(written_text.lstrip())]
+
     text, thought = split_thought(rules, prefill)
     if thought and not episode.read[0].errors:
         thought = thought.removeprefix(think_tags(rules.parse).open).lstrip()
-        turn = replace(turn, content=text + turn.content, reasoning=thought + space + turn.reasoning)
+        turn = replace(turn, content=text + turn.content, reasoning=thought + leading_space + turn.reasoning)
     else:
-        content = prefill + space + turn.content.lstrip()
-        turn = replace(turn, content=content, reasoning=turn.reasoning or begun.reasoning)
-    return (*messages[: first - 1], turn, *messages[first + 1 :])
+        content = prefill + leading_space + turn.content.lstrip()
+        turn = replace(turn, content=content, reasoning=turn.reasoning or begun_message.reasoning)
+
+    return (*messages[: prompt_length - 1], turn, *messages[prompt_length + 1 :])
 
 
-def taught(rules: Rules, episode: Episode, asked: Generate) -> tuple[int, ...]:
-    """The turn's prefix as the teacher reads it: the first message of its row says more. Empty: as it is."""
+def taught(rules: Rules, episode: Episode, command: Generate) -> tuple[int, ...]:
+    """Return the turn's prefix for the teacher, for whom the first message of the row says more. Empty: the
+    teacher reads the same prefix."""
     if not rules.privilege:
         return ()
-    if begun := next((turn for turn in episode.turns if turn.row == asked.row), None):
-        return begun.taught + asked.ids[len(begun.context) :]
-    first, *others = _shown(rules, episode)
-    truth = json.loads(episode.sample.ground_truth)
-    told = rules.privilege.replace("{ground_truth}", truth if isinstance(truth, str) else json.dumps(truth))
-    messages = (replace(first, content=f"{told}\n\n{first.content}"), *others)
+    if first_turn := next((turn for turn in episode.turns if turn.row == command.row), None):
+        return first_turn.taught + command.ids[len(first_turn.context) :]
+
+    first_message, *later_messages = _written_conversation(rules, episode)
+    ground_truth = json.loads(episode.sample.ground_truth)
+    if not isinstance(ground_truth, str):
+        ground_truth = json.dumps(ground_truth)
+
+    privileged_text = rules.privilege.replace("{ground_truth}", ground_truth)
+    messages = (
+        replace(first_message, content=f"{privileged_text}\n\n{first_message.content}"),
+        *later_messages,
+    )
+
     return rules.chat.prompt_ids(messages, episode.opened.tools)
 
 
-def _row(episode: Episode, asked: Generate) -> tuple[int, ...]:
-    """The tokens that the turn extends; none where it begins a row."""
-    return episode.rows[asked.row] if asked.row < len(episode.rows) else ()
+def _row_ids(episode: Episode, command: Generate) -> tuple[int, ...]:
+    """Return the tokens that the turn extends; no tokens if the turn begins a row."""
+    return episode.rows[command.row] if command.row < len(episode.rows) else ()
 
 
 def _shorten_messages(rules: Rules, messages: Sequence[Message]) -> tuple[Message, ...]:

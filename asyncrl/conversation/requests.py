@@ -1,4 +1,5 @@
-"""Describes the requests of an agent, the rows and places of their answers, and limits that refuse them."""
+"""Describes the requests of an agent, the rows and placements of the answers, and limits that refuse
+requests."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ import msgspec
 from asyncrl.conversation.chat import Chat
 from asyncrl.types import EpisodeEnd, Message, Turn
 
-CHARACTERS = 16  # of a token, at most, on average: more text than that is too long whatever its tokens are
-LONG = 16_384  # characters that take some 5 ms to tokenise
-NEAR = 8  # ids that are decoded again with those behind them: they may share a character
+CHARACTERS_PER_TOKEN = 16  # of a long text, at most: longer text exceeds any limit of tokens
+LONG_TEXT_CHARACTERS = 16_384  # tokenising this many characters takes some 5 ms
+OVERLAP_IDS = 8  # ids that are decoded again with new ids: neighbours may share a character
 
 TextPrompt = str | tuple[int, ...]
 
 
 class AgentRequest(msgspec.Struct, frozen=True):
     """A request of an agent for answers. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the
-    run's. `stops`: texts in front of which the answer ends. `agent`: who asks.
-    `prompt`: a text, or ids, that the model continues without a template; `messages` are for display."""
+    run's limit. `stops`: texts in front of which the answer ends. `agent`: the name of the agent. `prompt`: a
+    text, or ids, that the model continues without a template; `messages` are for display."""
 
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
@@ -32,13 +33,14 @@ class AgentRequest(msgspec.Struct, frozen=True):
 
 
 Untrained = Callable[[AgentRequest], bool]
-"""Tells a side request, whose turn is not trained."""
+"""Returns True for a side request, whose turn is not trained."""
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The place of an answer to a request. Sample at most `max_new_tokens` after `ids`, of which `context` is
-    new; `messages` are those that `ids` show. A row gets its number when its first turn is done (None: it has
-    none yet); `session` names it from the start. `attempt`: the number of the request's try."""
+    """The row and prompt of an answer to a request. Sample at most `max_new_tokens` after `ids`, which end
+    with the new ids `context`; `ids` show the conversation `messages`. A row gets a number when the first
+    turn is done (None: no turn is done yet); `session` names the row from the start. `attempt`: the number of
+    the request's try."""
 
     request: AgentRequest
     session: int
@@ -52,12 +54,12 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class TokenRow(msgspec.Struct, frozen=True):
-    """`last`, the row's newest turn, answers `request`; `messages` and `ids` end with it. (The
-    message of a turn that ended at a text has that text, too, as its ids do; the agent got what is before.)
-    `busy`: a request is extending the row. `undelivered`: the client left before it got the last turn.
-    `read`: the agent has made the same request anew since, so that it must have read the last turn.
-    `attempt`: the number of the try that got the last turn; 0 for a first one.
-    `untrained`: it is of side requests."""
+    """A row of an episode. `last`, the newest turn, answers `request`; `messages` and `ids` end with that
+    turn. (If a stop text ended the turn, the message here includes the stop text, as the ids do; the agent
+    got the text before.) `busy`: a request is extending the row. `undelivered`: the client left before
+    getting the last turn. `read`: the agent has made the same request anew since, so the last turn must have
+    been read. `attempt`: the number of the try that got the last turn; 0 for the first try. `untrained`: the
+    row belongs to side requests."""
 
     request: AgentRequest
     session: int
@@ -72,103 +74,122 @@ class TokenRow(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A request that a limit forbids. If the agent gives up after it, the episode ends so. Of a row that is
-    full: `tokens` it would have, at least about, and `most` that it may have."""
+    """The refusal of a request that a limit forbids. If the agent then gives up, the episode ends with `end`.
+    For a full row: about the `tokens` that the row would have, and the `max_tokens` that a row may have."""
 
     end: EpisodeEnd
     detail: str
     tokens: int = 0
-    most: int = 0
+    max_tokens: int = 0
 
 
-def same_message(ours: Message, theirs: Message) -> bool:
-    """True if an agent's message is the recorded one. Clients change messages of the model: white space
-    around the content, the spelling of arguments and defaults among them, the reasoning left out."""
-    if ours.role != "assistant":
-        return ours == theirs
+def same_message(our_message: Message, their_message: Message) -> bool:
+    """Return True if an agent's message is the recorded message. Clients change messages of the model: white
+    space around the content, the spelling and the defaults of arguments, the reasoning left out."""
+    if our_message.role != "assistant":
+        return our_message == their_message
+
     return (
-        theirs.role == ours.role
-        and theirs.content.strip() == ours.content.strip()
-        and theirs.reasoning.strip() in ("", ours.reasoning.strip())
-        and len(theirs.tool_calls) == len(ours.tool_calls)
+        their_message.role == our_message.role
+        and their_message.content.strip() == our_message.content.strip()
+        and their_message.reasoning.strip() in ("", our_message.reasoning.strip())
+        and len(their_message.tool_calls) == len(our_message.tool_calls)
         and all(
-            a.name == b.name and (a.arguments == b.arguments or _filled_in(a.arguments, b.arguments))
-            for a, b in zip(ours.tool_calls, theirs.tool_calls, strict=True)
+            our_call.name == their_call.name
+            and (
+                our_call.arguments == their_call.arguments
+                or _filled_in(our_call.arguments, their_call.arguments)
+            )
+            for our_call, their_call in zip(our_message.tool_calls, their_message.tool_calls, strict=True)
         )
     )
 
 
-def _filled_in(ours: str, theirs: str) -> bool:
-    """Tell if the arguments are the same, or the same and further ones: the client's defaults."""
-    made = json.loads(ours)
-    shown = json.loads(theirs)
-    both = isinstance(made, dict) and isinstance(shown, dict)
-    return bool(made == shown or (both and made.items() <= shown.items()))
+def _filled_in(our_text: str, their_text: str) -> bool:
+    """Return True if the client's arguments are the same, perhaps with further ones: the client's
+    defaults."""
+    our_arguments = json.loads(our_text)
+    their_arguments = json.loads(their_text)
+    are_objects = isinstance(our_arguments, dict) and isinstance(their_arguments, dict)
+    return bool(
+        our_arguments == their_arguments or (are_objects and our_arguments.items() <= their_arguments.items())
+    )
 
 
-def limit_reached(end: EpisodeEnd, what: str, most: int) -> Refusal:
-    return Refusal(end, f"the episode has had its {most} {what} (rollout.max_{what})")
+def limit_reached(end: EpisodeEnd, counted: str, limit: int) -> Refusal:
+    return Refusal(end, f"the episode has had its {limit} {counted} (rollout.max_{counted})")
 
 
-def row_is_full(most: int, tokens: int, what: str) -> Refusal:
+def row_is_full(max_tokens: int, tokens: int, explanation: str) -> Refusal:
     """Refuse a full row in the words by which clients know that the context is full."""
-    detail = f"This model's maximum context length is {most} tokens (rollout.max_tokens); {what}"
-    return Refusal(EpisodeEnd.LENGTH, detail, tokens, most)
+    detail = f"This model's maximum context length is {max_tokens} tokens (rollout.max_tokens); {explanation}"
+    return Refusal(EpisodeEnd.LENGTH, detail, tokens, max_tokens)
 
 
 def characters_of(message: Message) -> int:
     texts = [message.content, message.reasoning, message.name, message.tool_call_id]
     texts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
-    return CHARACTERS + sum(map(len, texts))
+    return CHARACTERS_PER_TOKEN + sum(map(len, texts))
 
 
-def short(messages: Sequence[Message], characters: int = 0) -> bool:
-    """True for messages, and so many characters more, that may be tokenised on the event loop."""
-    return characters + sum(map(characters_of, messages)) < LONG
+def is_short(messages: Sequence[Message], characters: int = 0) -> bool:
+    """Return True if messages, with so many characters more, may be tokenised on the event loop."""
+    return characters + sum(map(characters_of, messages)) < LONG_TEXT_CHARACTERS
 
 
-def common(ours: tuple[Message, ...], theirs: tuple[Message, ...]) -> int:
-    """Count the messages that both begin with."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((n for n, pair in enumerate(pairs) if not same_message(*pair)), min(len(ours), len(theirs)))
+def count_common(our_messages: tuple[Message, ...], their_messages: tuple[Message, ...]) -> int:
+    """Count the messages that both conversations begin with."""
+    message_pairs = zip(our_messages, their_messages, strict=False)
+    return next(
+        (number for number, pair in enumerate(message_pairs) if not same_message(*pair)),
+        min(len(our_messages), len(their_messages)),
+    )
 
 
 # -- prompts without a template: texts, or ids, that the model continues ------------------------------------
 
 
 class TextRows:
-    """Keeps the texts of rows, and decodes only what is new: all of 20,000 ids would take some 5 ms."""
+    """Keeps the texts of rows, and decodes only new ids: decoding 20,000 ids would take some 5 ms."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._known: dict[int, tuple[int, str]] = {}  # by session: a number of ids, and their text
+        self._known_texts: dict[int, tuple[int, str]] = {}  # by session: a number of ids, and their text
 
-    def rest(self, prompt: TextPrompt, rows: Iterable[tuple[int, TokenRow]]) -> tuple[int | None, TextPrompt]:
-        """Find the row that the prompt continues, and what it adds; None, and all of it, if there is none. It
-        is the longest of those that the prompt begins with. A text never begins with a row that ends with the
-        end of a turn: no text has that token."""
-        found = None
-        size = 0
-        for number, row in rows:
-            ended = isinstance(prompt, str) and row.ids[-1] in self._chat.stop_ids
-            if row.request.prompt is None or ended:
+    def find_continued_row(
+        self, prompt: TextPrompt, rows: Iterable[tuple[int, TokenRow]]
+    ) -> tuple[int | None, TextPrompt]:
+        """Find the row that the prompt continues, and the continuation; None, and the whole prompt, if the
+        prompt continues no row. The row is the longest row that the prompt begins with. A text never begins
+        with a row that ends with the end of a turn: no text has that token."""
+        continued_row = None
+        matched_length = 0
+        for row_number, row in rows:
+            row_ended = isinstance(prompt, str) and row.ids[-1] in self._chat.stop_ids
+            if row.request.prompt is None or row_ended:
                 continue
-            shown: Any = self._text(row.session, row.ids) if isinstance(prompt, str) else row.ids
-            if isinstance(prompt, str) and not prompt.startswith(shown):  # its beginning is the tokenizer's
-                shown = shown.removeprefix(self._chat.decode(self._chat.text_ids("", True)))
-            if len(shown) > size and prompt[: len(shown)] == shown:
-                found = number
-                size = len(shown)
-        return found, prompt[size:]
 
-    def _text(self, session: int, ids: tuple[int, ...]) -> str:
-        count, text = self._known.get(session, (0, ""))
-        if count < len(ids):
+            row_prefix: Any = self._row_text(row.session, row.ids) if isinstance(prompt, str) else row.ids
+            # The tokenizer may have begun the row with added ids: compare without their text.
+            if isinstance(prompt, str) and not prompt.startswith(row_prefix):
+                row_prefix = row_prefix.removeprefix(self._chat.decode(self._chat.text_ids("", True)))
+
+            if len(row_prefix) > matched_length and prompt[: len(row_prefix)] == row_prefix:
+                continued_row = row_number
+                matched_length = len(row_prefix)
+
+        return continued_row, prompt[matched_length:]
+
+    def _row_text(self, session: int, ids: tuple[int, ...]) -> str:
+        known_count, text = self._known_texts.get(session, (0, ""))
+        if known_count < len(ids):
             decode = self._chat.decode
-            start = max(0, count - NEAR)
-            near = decode(ids[start:count])
-            both = decode(ids[start:])
-            whole = both.startswith(near) and not near.endswith("\ufffd")  # no character is split there
-            text = text + both[len(near) :] if whole else decode(ids)
-            self._known[session] = len(ids), text
+            overlap_start = max(0, known_count - OVERLAP_IDS)
+            overlap_text = decode(ids[overlap_start:known_count])
+            overlap_and_new = decode(ids[overlap_start:])
+            # No character is split between old and new ids.
+            is_aligned = overlap_and_new.startswith(overlap_text) and not overlap_text.endswith("\ufffd")
+            text = text + overlap_and_new[len(overlap_text) :] if is_aligned else decode(ids)
+            self._known_texts[session] = len(ids), text
+
         return text

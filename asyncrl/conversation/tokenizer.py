@@ -1,8 +1,8 @@
-"""Texts as tokens: the tokenizer of a model directory, as its tokenizer.json says; texts encoded chunk by
-chunk, so that a history which is rendered again is mostly looked up; texts cut to a number of tokens.
+"""Loads the tokenizer of a model directory by tokenizer.json, encodes texts chunk by chunk, so that most of a
+history which is rendered again is looked up, and cuts texts to a number of tokens.
 
-A tokenizer splits a text at its added tokens before anything else. So a chunk that begins with one is read as
-it is in the whole text, whatever stands before.
+A tokenizer splits a text at added tokens before anything else. So a chunk that begins with an added token has
+the same ids alone and in the whole text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.values import encodable
 
 Cut = Literal["head", "middle", "tail"]
-TEXTS = (
+TEST_TEXTS = (
     "What is 12 plus 30 in total?",
     "  indented\n\n\ttwice;\r\n x = f(1e-9, 'it''s') # 1234567",
     "Größe, naïve, œuvre, ﬁn, ½ · Đặng Thị",
@@ -31,147 +31,189 @@ TEXTS = (
 
 
 def load_tokenizer(path: str) -> Any:
-    """The Hugging Face tokenizer in a directory. ConfigError if there is none, or if it reads or writes some
-    text otherwise than its tokenizer.json.
+    """Load the Hugging Face tokenizer in a directory. ConfigError if there is no tokenizer, or if it reads or
+    writes some text otherwise than tokenizer.json.
 
-    Not by AutoTokenizer, which trusts `tokenizer_class` and `model_type`: a byte-level vocabulary whose
-    configuration says LlamaTokenizerFast becomes one of SentencePiece, which loses all spaces.
+    AutoTokenizer is not used, since it trusts `tokenizer_class` and `model_type`: a byte-level vocabulary
+    whose configuration says LlamaTokenizerFast becomes a SentencePiece vocabulary, which loses all spaces.
     """
     import tokenizers
     from transformers import PreTrainedTokenizerFast  # takes a second
 
     try:
         with users_code():  # the library is in Rust, and panics
-            loaded: Any = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-            own = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
-    except Exception as error:  # of tokenizers it is a bare Exception
+            loaded_tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            file_tokenizer = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises a bare Exception
         raise ConfigError(
             f"{path}: no usable tokenizer ({one_line(error)}); it needs a tokenizer.json, which "
             "save_pretrained(...) of a tokenizer of transformers writes"
         ) from error
-    special = [token for token in loaded.all_special_tokens if own.token_to_id(token) is not None]
-    for text in (*TEXTS, " ".join(special)):
-        ids = own.encode(text, add_special_tokens=False).ids
-        words = loaded.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if loaded.encode(text, add_special_tokens=False) != ids:
-            found = "reads"
-        elif words != own.decode(ids, skip_special_tokens=False):
-            found = "writes"
+
+    special_tokens = [
+        token
+        for token in loaded_tokenizer.all_special_tokens
+        if file_tokenizer.token_to_id(token) is not None
+    ]
+    for text in (*TEST_TEXTS, " ".join(special_tokens)):
+        ids = file_tokenizer.encode(text, add_special_tokens=False).ids
+        decoded_text = loaded_tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+        if loaded_tokenizer.encode(text, add_special_tokens=False) != ids:
+            deviation = "reads"
+        elif decoded_text != file_tokenizer.decode(ids, skip_special_tokens=False):
+            deviation = "writes"
         else:
             continue
+
         raise ConfigError(
-            f"{path}: the tokenizer as transformers loads it {found} {text!r} otherwise than tokenizer.json; "
-            "remove what changes it from tokenizer_config.json, or save it anew with save_pretrained(...)"
+            f"{path}: the tokenizer as transformers loads it {deviation} {text!r} otherwise than "
+            "tokenizer.json; remove what changes it from tokenizer_config.json, or save it anew with "
+            "save_pretrained(...)"
         )
-    return loaded
+
+    return loaded_tokenizer
 
 
 # -- chunk by chunk ----------------------------------------------------------------------------------
 
 
-LONGEST = 4096  # characters of a chunk that is kept
-KEPT = 8192  # chunks: some 16 MB as a rule, at most 160 MB
+MAX_CHUNK_CHARACTERS = 4096  # characters of the longest chunk whose ids are cached
+CACHED_CHUNKS = 8192  # chunks whose ids are cached: some 16 MB as a rule, at most 160 MB
 
 
 class ChunkEncoder:
-    """`encoder(text)`: its ids, none added. `tokens`: the added tokens at which texts may be split."""
+    """Encodes texts, `encoder(text)`, without special tokens. `split_tokens`: the added tokens at which texts
+    may be split."""
 
-    def __init__(self, tokenizer: Tokenizer, tokens: Iterable[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, split_tokens: Iterable[str]) -> None:
         self._tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()  # not every tokenizer has it
-        # Found before the text is normalised, in any place, and without what stands before it.
-        found = (str(one) for one in added if not (one.normalized or one.single_word or one.lstrip))
-        splitting = {*found} & {*tokens}
-        longer = [str(token) for token in added]
-        alone = [token for token in splitting if not any(_overlap(token, other) for other in longer)]
-        self._begins = (
-            re.compile("|".join(map(re.escape, sorted(alone, key=len, reverse=True)))) if alone else None
+        added_tokens = getattr(
+            tokenizer, "added_tokens_decoder", {}
+        ).values()  # not every tokenizer has this table
+        # Exact tokens match before the text is normalised, anywhere, and without the white space before them.
+        exact_tokens = (
+            str(added_token)
+            for added_token in added_tokens
+            if not (added_token.normalized or added_token.single_word or added_token.lstrip)
         )
-        self._kept = lru_cache(maxsize=KEPT)(self._ids)
+
+        splitting_tokens = {*exact_tokens} & {*split_tokens}
+        added_texts = [str(token) for token in added_tokens]
+        unambiguous_tokens = [
+            token
+            for token in splitting_tokens
+            if not any(_may_overlap(token, added_text) for added_text in added_texts)
+        ]
+
+        self._chunk_pattern = (
+            re.compile("|".join(map(re.escape, sorted(unambiguous_tokens, key=len, reverse=True))))
+            if unambiguous_tokens
+            else None
+        )
+
+        self._cached_ids = lru_cache(maxsize=CACHED_CHUNKS)(self._encode_chunk)
 
     def __call__(self, text: str) -> tuple[int, ...]:
-        starts = [found.start() for found in self._begins.finditer(text)] if self._begins else []
+        chunk_starts = (
+            [match.start() for match in self._chunk_pattern.finditer(text)] if self._chunk_pattern else []
+        )
         ids: list[int] = []
-        for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
-            ids += self._kept(text[start:end]) if end - start <= LONGEST else self._ids(text[start:end])
+        for start, end in zip([0, *chunk_starts], [*chunk_starts, len(text)], strict=True):
+            ids += (
+                self._cached_ids(text[start:end])
+                if end - start <= MAX_CHUNK_CHARACTERS
+                else self._encode_chunk(text[start:end])
+            )
+
         return tuple(ids)
 
-    def _ids(self, chunk: str) -> array[int]:
+    def _encode_chunk(self, chunk: str) -> array[int]:
         return array("I", self._tokenizer.encode(chunk, add_special_tokens=False) if chunk else ())
 
 
-def _overlap(token: str, other: str) -> bool:
-    """True if `other` may match at or across the start of `token`."""
-    return token != other and (token in other or any(other.endswith(token[:n]) for n in range(1, len(token))))
+def _may_overlap(token: str, longer_token: str) -> bool:
+    """True if `longer_token` may match at or across the start of `token`."""
+    return token != longer_token and (
+        token in longer_token or any(longer_token.endswith(token[:length]) for length in range(1, len(token)))
+    )
 
 
 # -- cut to a number of tokens -----------------------------------------------------------------------
 
 
-CHARACTERS = 16  # per token: text beyond that is never tokenised, so that megabytes cost no time
-COMMON = 4  # characters per token of most texts: tried first
-PARTIAL = "\ufffd"  # what the bytes of a character that was cut decode to
-NOTE = "\n[... {} characters cut ...]\n"
+CHARACTERS_PER_TOKEN = 16  # at most: longer text is never tokenised, so that megabytes cost no time
+USUAL_CHARACTERS_PER_TOKEN = 4  # of most texts: tried first
+REPLACEMENT_CHARACTER = "\ufffd"  # the bytes of a cut character decode to this
+CUT_NOTE = "\n[... {} characters cut ...]\n"
 
 
-def shorten(tokenizer: Tokenizer, text: str, limit: int, where: Cut, missing: int = 0) -> str:
+def shorten(tokenizer: Tokenizer, text: str, limit: int, cut: Cut, missing_characters: int = 0) -> str:
     """At most `limit` tokens of the text: all of it, or what is left when its head, middle or tail is cut,
-    with a note of how many characters are missing (where the limit leaves room for one). `missing`:
-    characters that the caller has cut out of the middle before."""
+    with a note of how many characters are missing (where the limit leaves room for one).
+    `missing_characters`: characters that the caller has cut out of the middle before."""
     text = encodable(text)
-    if _fits(tokenizer, text, limit):
+    if _fits_limit(tokenizer, text, limit):
         return text
-    note = NOTE
-    room = limit - _count(tokenizer, NOTE.format(len(text)))
-    if room <= 0:  # one end only: both together could make a control token
-        note = ""
-        room = limit
-        where = "tail" if where == "middle" else where
-    while room > 0:
-        first = {"head": 0, "middle": room - room // 2, "tail": room}[where]
-        head, tail = _ends(tokenizer, text, first, room - first)
-        short = head + note.format(len(text) + missing - len(head) - len(tail)) + tail
-        excess = _count(tokenizer, short) - limit
-        if excess <= 0:
-            return short
-        room -= excess  # the parts together have more tokens than apart
+
+    cut_note = CUT_NOTE
+    free_tokens = limit - _count_tokens(tokenizer, CUT_NOTE.format(len(text)))
+    if free_tokens <= 0:  # one end only: both ends together could make a control token
+        cut_note = ""
+        free_tokens = limit
+        cut = "tail" if cut == "middle" else cut
+
+    while free_tokens > 0:
+        head_tokens = {"head": 0, "middle": free_tokens - free_tokens // 2, "tail": free_tokens}[cut]
+        head, tail = _head_and_tail(tokenizer, text, head_tokens, free_tokens - head_tokens)
+        shortened_text = head + cut_note.format(len(text) + missing_characters - len(head) - len(tail)) + tail
+        excess_tokens = _count_tokens(tokenizer, shortened_text) - limit
+        if excess_tokens <= 0:
+            return shortened_text
+        free_tokens -= excess_tokens  # head and tail together have more tokens than apart
+
     return ""
 
 
-def _count(tokenizer: Tokenizer, text: str) -> int:
+def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _fits(tokenizer: Tokenizer, text: str, limit: int) -> bool:
-    """True if the whole text may be shown. Of one that is far too long, only the beginning is tokenised."""
+def _fits_limit(tokenizer: Tokenizer, text: str, limit: int) -> bool:
+    """Return True if the whole text may be shown. If the text is far too long, only the start is
+    tokenised."""
     if len(text.encode()) <= limit:
         return True  # no token is shorter than a byte
-    size = COMMON * limit
-    if size < len(text) and _count(tokenizer, text[:size]) > limit:
+    probed_characters = USUAL_CHARACTERS_PER_TOKEN * limit
+    if probed_characters < len(text) and _count_tokens(tokenizer, text[:probed_characters]) > limit:
         return False
-    return len(text) <= CHARACTERS * limit and _count(tokenizer, text) <= limit
+    return len(text) <= CHARACTERS_PER_TOKEN * limit and _count_tokens(tokenizer, text) <= limit
 
 
-def _ends(tokenizer: Tokenizer, text: str, first: int, last: int) -> tuple[str, str]:
-    """About the first and the last so many tokens of the text, never half a character."""
-    head = _tokens(tokenizer, text, first, from_end=False)[:first]
-    tail = _tokens(tokenizer, text, last, from_end=True)
-    shown = len(_decode(tokenizer, head).rstrip(PARTIAL))
-    rest = len(_decode(tokenizer, tail[max(0, len(tail) - last) :]).lstrip(PARTIAL))
-    return text[:shown], text[max(shown, len(text) - rest) :]
+def _head_and_tail(tokenizer: Tokenizer, text: str, head_count: int, tail_count: int) -> tuple[str, str]:
+    """Return about `head_count` first and `tail_count` last tokens of the text, never half a character."""
+    head_ids = _end_tokens(tokenizer, text, head_count, from_end=False)[:head_count]
+    tail_ids = _end_tokens(tokenizer, text, tail_count, from_end=True)
+    head_length = len(_decode_ids(tokenizer, head_ids).rstrip(REPLACEMENT_CHARACTER))
+    tail_length = len(
+        _decode_ids(tokenizer, tail_ids[max(0, len(tail_ids) - tail_count) :]).lstrip(REPLACEMENT_CHARACTER)
+    )
+    return text[:head_length], text[max(head_length, len(text) - tail_length) :]
 
 
-def _tokens(tokenizer: Tokenizer, text: str, count: int, *, from_end: bool) -> list[int]:
-    """Tokens of one end of the text that is long enough for `count` of them, if the text is."""
-    size = COMMON * count
+def _end_tokens(tokenizer: Tokenizer, text: str, count: int, *, from_end: bool) -> list[int]:
+    """Return the tokens of one end of the text: at least `count`, if the text has enough tokens."""
+    part_length = USUAL_CHARACTERS_PER_TOKEN * count
     while True:
-        part = text[max(0, len(text) - size) :] if from_end else text[:size]
-        ids = tokenizer.encode(part, add_special_tokens=False)
-        if len(ids) >= count or size >= min(len(text), CHARACTERS * count):
+        text_part = text[max(0, len(text) - part_length) :] if from_end else text[:part_length]
+        ids = tokenizer.encode(text_part, add_special_tokens=False)
+        if len(ids) >= count or part_length >= min(len(text), CHARACTERS_PER_TOKEN * count):
             return ids
-        size *= 2
+        part_length *= 2
 
 
-def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+def _decode_ids(tokenizer: Tokenizer, ids: list[int]) -> str:
     text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text

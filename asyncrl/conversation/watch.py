@@ -1,9 +1,11 @@
-"""The text of a turn while it is sampled: does it end at a text, and what may be read of it already.
+"""Watches the text of a turn that is being sampled: finds the stop text, and streams the text that is
+certain.
 
-    ids so far --decode what is new--> text --a stop text in it?--> the turn ends with this id
-                                        └--what is certain of its content and reasoning--> on_text
+    ids so far --decode new ids--> text --a stop text in it?--> the turn ends with this id
+                                        └--certain content and reasoning--> on_text
 
-A turn that ends at a text keeps the whole token in which the text ends: every id of the row was sampled.
+A turn that ends at a stop text keeps the whole token in which the stop text ends: every id of the row was
+sampled.
 """
 
 from __future__ import annotations
@@ -16,44 +18,49 @@ from asyncrl.conversation.parsers.base import CallFormat, think_tags
 from asyncrl.errors import users_code
 
 OnText = Callable[[str, str], None]
-"""Called with the new text of a turn's reasoning and of its content; both together are never empty."""
+"""A function of the new text of a turn's reasoning and content, of which at least one is not empty."""
 
-_UNFINISHED = "\ufffd"  # at the end of a text: a character of which not all bytes are there
-_BYTES = 8  # tokens after which bytes that make no character are text all the same
-_MARKS = "<[{"  # a call begins with one of these in every format
-_MARK = 64  # characters within which a mark is known to begin a call, or not
-_SHARE = 256  # a text is parsed again when it has grown by 1 / _SHARE, so that all parses are n log n
+_PARTIAL_CHARACTER = "\ufffd"  # ends a text whose last character lacks bytes
+_MAX_PARTIAL_TOKENS = 8  # tokens after which incomplete bytes count as text
+_CALL_STARTS = "<[{"  # in every format, a call begins with one of these characters
+_MAX_MARK_CHARACTERS = 64  # after this many characters a mark has begun a call, or is text
+_GROWTH_DIVISOR = 256  # a text is parsed again after growing by 1 / _GROWTH_DIVISOR: all parses are n log n
 
 
-def before(text: str, stops: Iterable[str]) -> str:
-    """The text in front of the first of `stops` in it; all of it if there is none."""
-    found = [at for at in map(text.find, stops) if at >= 0]
-    return text[: min(found)] if found else text
+def text_before(text: str, stops: Iterable[str]) -> str:
+    """Return the text in front of the first of the texts `stops`; the whole text if it contains none."""
+    positions = [position for position in map(text.find, stops) if position >= 0]
+    return text[: min(positions)] if positions else text
 
 
 class GrowingText:
-    """The text of ids that come one by one. Only the last few are decoded again: they may share a
+    """The text of ids that come one by one. Only the last few ids are decoded again: neighbours may share a
     character, or begin with a space that a tokenizer drops at the beginning of a text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.text = ""
         self._decode = decode
-        self._from = self._read = 0
+        self._decode_start = 0
+        self._read_count = 0
 
     def grow(self, ids: Sequence[int]) -> None:
-        """Take in the ids after those read before."""
-        known = self._decode(ids[self._from : self._read])
-        text = self._decode(ids[self._from :])
-        whole = not text.endswith(_UNFINISHED) or len(ids) - self._read >= _BYTES
-        if whole and len(text) > len(known):
-            self.text += text[len(known) :]
-            self._from = self._read
-            self._read = len(ids)
+        """Read the ids after the first `_read_count` ids."""
+        known_text = self._decode(ids[self._decode_start : self._read_count])
+        decoded_text = self._decode(ids[self._decode_start :])
+        is_complete = (
+            not decoded_text.endswith(_PARTIAL_CHARACTER)
+            or len(ids) - self._read_count >= _MAX_PARTIAL_TOKENS
+        )
+
+        if is_complete and len(decoded_text) > len(known_text):
+            self.text += decoded_text[len(known_text) :]
+            self._decode_start = self._read_count
+            self._read_count = len(ids)
 
 
 class TurnWatch:
-    """A `Watch` (engines/base.py) of one turn: ends it at the first of the texts `stops`. `prompt`: the end
-    of the turn's prompt; `on_text`, if given, is called as the turn grows."""
+    """A `Watch` (engines/base.py) of one turn, which ends at the first of the texts `stops`. `prompt`: the
+    end of the turn's prompt; `on_text`, if given, is called as the turn grows."""
 
     def __init__(
         self,
@@ -66,59 +73,70 @@ class TurnWatch:
         self._rules = rules
         self._tools = tools
         self._stops = stops
-        self._prompt = prompt
+        self._prompt_end = prompt
         self._on_text = on_text
-        self._longest = max(map(len, stops), default=0)
-        self._count = 0
-        self._text = GrowingText(rules.chat.decode)
-        self._parsed = 0
+        self._longest_stop = max(map(len, stops), default=0)
+
+        self._id_count = 0
+        self._growing_text = GrowingText(rules.chat.decode)
+        self._parsed_length = 0
         self._reasoning = ""
         self._content = ""
         parser = rules.parse
-        self._own = isinstance(parser, CallFormat) and not tools  # then its text has no marks but of thoughts
-        self._held_back = (*stops, *think_tags(parser))
+
+        # Without calls only tags of thoughts are special.
+        self._never_calls = isinstance(parser, CallFormat) and not tools
+        self._held_back_texts = (*stops, *think_tags(parser))
 
     def __call__(self, ids: Sequence[int]) -> bool:
-        if len(ids) <= self._count:  # the ids since then were lost
-            self._text = GrowingText(self._rules.chat.decode)
-        self._count = len(ids)
-        known = len(self._text.text)
-        self._text.grow(ids)
-        text = self._text.text
-        since = max(0, known - self._longest + 1)
-        ended = any(text.find(stop, since) >= 0 for stop in self._stops)
-        if self._on_text is not None and not ended:
-            self._tell(text[: self._certain(text)], self._on_text)
-        return ended
+        if len(ids) <= self._id_count:  # an engine was lost, and with it the newest ids
+            self._growing_text = GrowingText(self._rules.chat.decode)
 
-    def _certain(self, text: str) -> int:
-        """Count the characters of the text that are neither the beginning of a stop text nor, perhaps, of a
-        tag or a call."""
-        size = min(len(text) - _overlap(text, held) for held in self._held_back)
-        if not self._own:
-            marks = [text.rfind(mark, max(0, len(text) - _MARK)) for mark in _MARKS]
-            size = min([size, *(at for at in marks if at >= 0)])
-        return size
+        self._id_count = len(ids)
+        known_length = len(self._growing_text.text)
+        self._growing_text.grow(ids)
+        text = self._growing_text.text
+        search_start = max(0, known_length - self._longest_stop + 1)
+        turn_ended = any(text.find(stop, search_start) >= 0 for stop in self._stops)
+        if self._on_text is not None and not turn_ended:
+            self._report_text(text[: self._certain_length(text)], self._on_text)
 
-    def _tell(self, text: str, on_text: OnText) -> None:
-        if len(text) - self._parsed <= len(text) // _SHARE:
+        return turn_ended
+
+    def _certain_length(self, text: str) -> int:
+        """Count the characters of the text that cannot belong to a stop text, a tag or a call at the end."""
+        certain_length = min(len(text) - _overlap(text, held_text) for held_text in self._held_back_texts)
+        if not self._never_calls:
+            mark_positions = [
+                text.rfind(mark, max(0, len(text) - _MAX_MARK_CHARACTERS)) for mark in _CALL_STARTS
+            ]
+            certain_length = min(
+                [certain_length, *(position for position in mark_positions if position >= 0)]
+            )
+
+        return certain_length
+
+    def _report_text(self, text: str, on_text: OnText) -> None:
+        if len(text) - self._parsed_length <= len(text) // _GROWTH_DIVISOR:
             return
-        self._parsed = len(text)
+
+        self._parsed_length = len(text)
         try:
             with users_code():
-                parsed = parse_turn(self._rules.parse, text, self._tools, self._prompt)
-        except Exception:  # a parser of the user's; that of a whole turn is reported
+                parsed = parse_turn(self._rules.parse, text, self._tools, self._prompt_end)
+        except Exception:  # a parser of the user; its error on the whole turn is reported later
             self._on_text = None
             return
-        new = parsed.reasoning.removeprefix(self._reasoning), parsed.content.removeprefix(self._content)
-        grown = parsed.reasoning.startswith(self._reasoning) and parsed.content.startswith(self._content)
-        if grown and any(new):
+
+        new_texts = parsed.reasoning.removeprefix(self._reasoning), parsed.content.removeprefix(self._content)
+        has_grown = parsed.reasoning.startswith(self._reasoning) and parsed.content.startswith(self._content)
+        if has_grown and any(new_texts):
             self._reasoning = parsed.reasoning
             self._content = parsed.content
-            on_text(*new)
+            on_text(*new_texts)
 
 
-def _overlap(text: str, held: str) -> int:
-    """The length of the longest end of the text that is a beginning of `held`, but not all of it."""
-    most = min(len(text), len(held) - 1)
-    return next((size for size in range(most, 0, -1) if text.endswith(held[:size])), 0)
+def _overlap(text: str, held_text: str) -> int:
+    """The length of the longest end of the text that is a beginning of `held_text`, but not all."""
+    max_length = min(len(text), len(held_text) - 1)
+    return next((length for length in range(max_length, 0, -1) if text.endswith(held_text[:length])), 0)

@@ -1,6 +1,7 @@
-"""The parts of a run's episodes, from its configuration, and what can be wrong with them before the start.
+"""Makes the parts of a run's episodes from the configuration, and checks the parts before the start.
 
-The launcher's checks, a worker and the commands over recorded episodes use them. Nothing here imports torch.
+The launcher's checks, workers and the commands over recorded episodes use the parts. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import Message, Sample
 from asyncrl.weights.model_files import read_json
 
-CHECKED = 256  # conversations that are written before the start, which takes less than a second
+MAX_CHECKED_DEMONSTRATIONS = 256  # conversations checked before the start, in less than a second
 
 
 class EpisodeParts:
-    """The parts that all episodes of a run share. Each is made when it is first asked for, and kept: all
-    checks of a launcher share one object, as do all episodes of a worker. ConfigError names the key or
-    the file.
+    """The parts that all episodes of a run share. Each part is made at the first use, and kept: all checks of
+    a launcher share one object, as do all episodes of a worker. ConfigError names the key or the file.
 
-    `config` must name a model directory. Shapings may be registered by the files of other keys of
-    `algorithm`: compose the recipe before `reward` is asked for.
+    `config` must name a model directory. Files of other keys of `algorithm` may register shapings: compose
+    the recipe before the first use of `reward`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -61,26 +61,30 @@ class EpisodeParts:
 
     @cached_property
     def environment(self) -> Callable[[], Environment] | None:
-        """The factory of the episodes' environments, where `rollout.environment` names one."""
-        named = self.config.rollout.environment
-        return load_environment(named) if named else None
+        """Return the factory of the episodes' environments; None without `rollout.environment`."""
+        environment_name = self.config.rollout.environment
+        return load_environment(environment_name) if environment_name else None
 
     @cached_property
     def agent(self) -> Agent | None:
-        """The agent program, where `rollout.agent` names one."""
-        named = self.config.rollout.agent
+        """Return the agent; None without `rollout.agent`."""
+        agent_name = self.config.rollout.agent
         reward = self.config.rollout.reward
-        agent = load_agent(named) if named else None
-        silent = isinstance(agent, Command) and agent.harness.stdin != "sample" and agent.harness.name
-        if silent and "agent" in ([reward] if isinstance(reward, str) else reward):
+        agent = load_agent(agent_name) if agent_name else None
+
+        silent_harness = isinstance(agent, Command) and agent.harness.stdin != "sample" and agent.harness.name
+        if silent_harness and "agent" in ([reward] if isinstance(reward, str) else reward):
             raise ConfigError(
-                f"rollout.reward is agent, and rollout.agent {silent} returns no score; set another reward"
+                f"rollout.reward is agent, and rollout.agent {silent_harness} returns no score; "
+                "set another reward"
             )
+
         return agent
 
     @cached_property
     def untrained(self) -> Untrained:
-        """Tells the side requests of `rollout.untrained_agents`, and those that no adapter answers."""
+        """Return the function that recognises side requests: requests of `rollout.untrained_agents`, and
+        requests that no adapter answers."""
         untrained = load_untrained(self.config.rollout.untrained_agents)
         config = self.config
         if not config.agents or config.model.lora_rank:
@@ -89,7 +93,7 @@ class EpisodeParts:
 
     @cached_property
     def parser(self) -> Parser:
-        """The parser of tool calls, `rollout.parser`."""
+        """Return the parser of tool calls, `rollout.parser`."""
         return load_parser(self.config.rollout.parser)
 
     @cached_property
@@ -97,61 +101,67 @@ class EpisodeParts:
         """Return the tokenizer, with the chat template of the model or `model.template`."""
         config = self.config
         tokenizer = load_tokenizer(config.model.path)
-        options = config.model.template_args
+        template_options = config.model.template_args
         if config.model.template:
             tokenizer.chat_template = config.model.template
-        names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
-        if unread := sorted(options.keys() - names):
+
+        template_names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+        if unread_options := sorted(template_options.keys() - template_names):
             raise ConfigError(
-                f"model.template_args: the chat template does not read {unread[0]!r}; correct the "
+                f"model.template_args: the chat template does not read {unread_options[0]!r}; correct the "
                 "name, or leave it out"
             )
+
         today = first_day(Path(config.run_dir) / config.name)
-        ends = _ends(Path(config.model.path) / "generation_config.json")
+        stop_ids = _generation_stop_ids(Path(config.model.path) / "generation_config.json")
         try:
-            return Chat(tokenizer, today, options, ends)
+            return Chat(tokenizer, today, template_options, stop_ids)
         except ConfigError as error:
             key = "model.template" if config.model.template else config.model.path
             raise ConfigError(f"{key}: {error}") from error
 
     @cached_property
     def rules(self) -> Rules:
-        """The chat template, the parser and the limits: what the episode machine needs."""
-        apart = bool(self.config.agents)
-        return Rules(self.chat, self.parser, self.config.rollout, apart, self.config.kl.prompt)
+        """Return the rules of the episode machine: the chat template, the parser and the limits."""
+        rows_apart = bool(self.config.agents)
+        return Rules(self.chat, self.parser, self.config.rollout, rows_apart, self.config.kl.prompt)
 
     def load(self, *names: str) -> EpisodeParts:
-        """Make these, or all of them: what is wrong with a name or a file is found here."""
+        """Make the named parts, or all parts, to find faults of names and files."""
         for name in names or ("rules", "toolbox", "reward", "environment", "agent", "untrained"):
             getattr(self, name)
         return self
 
     async def close(self) -> None:
-        """Close the tools and the reward processes that were made. Later uses make them again."""
-        made = [self.__dict__.pop(name, None) for name in ("toolbox", "reward")]
-        await asyncio.gather(*(part.close() for part in made if part is not None))
+        """Close the tools and the reward processes that were made. A later use makes new ones."""
+        used_parts = [self.__dict__.pop(name, None) for name in ("toolbox", "reward")]
+        await asyncio.gather(*(part.close() for part in used_parts if part is not None))
 
 
-def _ends(path: Path) -> list[int]:
-    """The ids with which generation ends, by a model's generation_config.json, which need not be there.
-    ConfigError for one that cannot be read: its turns would end elsewhere than the model was trained to."""
-    found: Any = read_json(path).get("eos_token_id") if path.is_file() else None
-    ends = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(type(end) is int for end in ends):
+def _generation_stop_ids(path: Path) -> list[int]:
+    """Return the ids that end generation by a model's generation_config.json, which need not exist.
+    ConfigError for an unreadable file: turns would end elsewhere than the model was trained to."""
+    eos_ids: Any = read_json(path).get("eos_token_id") if path.is_file() else None
+    if eos_ids is None:
+        return []
+
+    stop_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    if not all(type(stop_id) is int for stop_id in stop_ids):
         raise ConfigError(
-            f"{path}: eos_token_id is {found!r}, and must be an id or a list of ids; correct it"
+            f"{path}: eos_token_id is {eos_ids!r}, and must be an id or a list of ids; correct it"
         )
-    return ends
+    return stop_ids
 
 
 def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
-    """Write the tools and the first prompt of the data as the model will read them; ConfigError where the
-    template cannot, or cannot write the messages that answer a turn. Returns warnings about what it does."""
+    """Render the tools and the first prompt of the data as the model will read them; ConfigError if the
+    template cannot write them, or the messages that answer a turn. Return warnings about the template."""
     rollout = parts.config.rollout
     chat = parts.chat
     tools = parts.toolbox.tools
-    if rollout.agent:  # its requests bring their own tools, and begin a new row wherever they must
+    if rollout.agent:  # requests of an agent bring tools, and may begin new rows
         return []
+
     for name, tool in tools.items():
         try:
             chat.prompt_ids((Message("user", "?"),), (tool.schema_text,))
@@ -159,51 +169,63 @@ def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
             raise ConfigError(
                 f"rollout.tools: the model cannot be shown the tool {name!r}, change its signature: {error}"
             ) from error
-    if not rollout.environment:  # its first message follows the prompt
+
+    if not rollout.environment:  # the environment's first message follows the prompt
         try:
             chat.prompt_ids(prompt, tuple(tool.schema_text for tool in tools.values()))
         except ConfigError as error:
             raise ConfigError(f"data.train: sample 0: {error}; change the prompt") from error
-    roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment)
-    return chat.check(rollout.history, roles, shown=tools.keys() <= shown_calls(parts, prompt))
+
+    roles = []
+    if rollout.tools:
+        roles.append("tool")
+    if rollout.environment:
+        roles.append("user")
+    return chat.check_history(rollout.history, roles, calls_shown=tools.keys() <= shown_calls(parts, prompt))
 
 
-def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], rows: int) -> None:
-    """Hold the ids of rendered prompts, or conversations, against the `rows` of the model's embedding.
+def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], embedding_rows: int) -> None:
+    """Hold the ids of rendered prompts, or conversations, against the `embedding_rows` of the model's
+    embedding.
 
-    Tokenizers may have more tokens than the embedding has rows, as long as nothing writes them. Raises
-    ConfigError, which names the sample, for one that does, and for a model that cannot end a turn.
+    Tokenizers may have more tokens than the embedding has rows, as long as nothing writes the extra tokens.
+    ConfigError for a sample that does, and for a model that cannot end a turn.
     """
     chat = parts.chat
-    beyond = chat.tokens_beyond(rows)
-    if not beyond:
+    missing_tokens = chat.tokens_beyond(embedding_rows)
+    if not missing_tokens:
         return
+
     advice = (
-        f"the embedding of {parts.config.model.path} has {rows} rows; run "
+        f"the embedding of {parts.config.model.path} has {embedding_rows} rows; run "
         "model.resize_token_embeddings(len(tokenizer)) and save the model"
     )
-    if chat.stop_ids and min(chat.stop_ids) >= rows:
+    if chat.stop_ids and min(chat.stop_ids) >= embedding_rows:
         raise ConfigError(
             f"model.path: only the token {min(chat.stop_ids)} or a higher one ends a turn, but {advice}"
         )
 
-    needs_text = chat.splits_at(beyond)
+    needs_text = chat.splits_at(missing_tokens)
     # Arguments of calls and extra_info are JSON text, where some characters are escaped.
-    escaped = [
-        json.dumps(token, ensure_ascii=is_ascii)[1:-1] for token in beyond for is_ascii in (True, False)
+    escaped_tokens = [
+        json.dumps(token, ensure_ascii=is_ascii)[1:-1]
+        for token in missing_tokens
+        for is_ascii in (True, False)
     ]
-    spellings = {*beyond, *escaped}
+
+    spellings = {*missing_tokens, *escaped_tokens}
     for sample in samples:
-        text = _written_text(sample)
-        written_by_text = any(spelling in text for spelling in spellings) or not needs_text
+        sample_text = _written_text(sample)
+        written_by_text = any(spelling in sample_text for spelling in spellings) or not needs_text
         if sample is not samples[0] and not written_by_text:
             continue
-        highest = max(_rendered_ids(parts, sample), default=0)
-        if highest >= rows:
-            token = next(token for token, number in beyond.items() if number == highest)
+
+        highest_id = max(_rendered_ids(parts, sample), default=0)
+        if highest_id >= embedding_rows:
+            token = next(token for token, token_id in missing_tokens.items() if token_id == highest_id)
             raise ConfigError(
-                f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest}), but {advice}, "
-                "or remove the token from the prompt or the chat template"
+                f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest_id}), but "
+                f"{advice}, or remove the token from the prompt or the chat template"
             )
 
 
@@ -217,34 +239,37 @@ def _written_text(sample: Sample) -> str:
 
 
 def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:
-    """Return the ids that the model reads of a sample; where an environment or an agent writes the prompt, of
-    a short one."""
+    """Return the ids that the model reads of a sample, or the ids of a short prompt if an environment or an
+    agent writes the prompt."""
     rollout = parts.config.rollout
     schemas = parts.toolbox.schemas(sample)
+
     if sample.demonstration:
         turns = demonstrated(parts.rules, sample, schemas)
-        return (
-            () if isinstance(turns, Fail) else chain.from_iterable(rows_of(turns))
-        )  # a Fail is refused later
+        if isinstance(turns, Fail):
+            return ()  # the sample is refused later
+        return chain.from_iterable(rows_of(turns))
+
     if rollout.environment or rollout.agent:
         return parts.chat.prompt_ids((Message("user", "?"),), schemas)
+
     return parts.chat.prompt_ids(sample.prompt, schemas)
 
 
 def shown_calls(parts: EpisodeParts, prompt: tuple[Message, ...]) -> set[str]:
-    """Return the tools called in the prompt's worked examples, that is, turns of the model in it."""
+    """Return the tools called in the prompt's worked examples: the turns of the model in the prompt."""
     tools = parts.toolbox.tools
     schemas = tuple(tool.schema_text for tool in tools.values())
-    said = [message.content for message in prompt if message.role == "assistant"]
-    turns = [parse_turn(parts.parser, text, schemas) for text in said]
-    return {call.name for turn in turns for call in turn.calls} & tools.keys()
+    model_texts = [message.content for message in prompt if message.role == "assistant"]
+    parsed_turns = [parse_turn(parts.parser, text, schemas) for text in model_texts]
+    return {call.name for parsed_turn in parsed_turns for call in parsed_turn.calls} & tools.keys()
 
 
 def check_demonstrations(parts: EpisodeParts, key: str, samples: Sequence[Sample]) -> None:
-    """Write up to CHECKED conversations, spread over the data, as the run will. ConfigError for one that
-    cannot be learned. Prompts are passed over."""
-    every = -(-len(samples) // CHECKED)
-    for sample in filter(lambda sample: sample.demonstration, samples[::every]):
-        found = demonstrated(parts.rules, sample, parts.toolbox.schemas(sample))
-        if isinstance(found, Fail):
-            raise ConfigError(f"{key}, sample {sample.row}: {found.detail}")
+    """Render up to MAX_CHECKED_DEMONSTRATIONS conversations, spread over the data, as the run will.
+    ConfigError for a conversation that cannot be learned. Prompts are passed over."""
+    stride = -(-len(samples) // MAX_CHECKED_DEMONSTRATIONS)
+    for sample in filter(lambda sample: sample.demonstration, samples[::stride]):
+        turns = demonstrated(parts.rules, sample, parts.toolbox.schemas(sample))
+        if isinstance(turns, Fail):
+            raise ConfigError(f"{key}, sample {sample.row}: {turns.detail}")

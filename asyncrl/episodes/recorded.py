@@ -1,7 +1,8 @@
-"""Recorded episodes are read from a run, which may be under way, and scored again, perhaps by another reward.
+"""Reads recorded episodes from a run, which may be under way, and scores them again, perhaps by another
+reward.
 
-The conversation is made of the recorded turns and their replies. What was not recorded is not there: what an
-agent program or an environment said before the first turn.
+The conversation consists of the recorded turns and replies. Messages that an agent program or an environment
+sent before the first turn were not recorded, and are missing.
 """
 
 from __future__ import annotations
@@ -37,83 +38,107 @@ from asyncrl.wire.messages.worker import Failed, Finished
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-ANY_TOOL = '{"type": "function", "function": {"name": "", "parameters": {}}}'  # as templates see it
+# Stands for the tools of agents, which are not recorded.
+ANY_TOOL_SCHEMA = '{"type": "function", "function": {"name": "", "parameters": {}}}'
 
 
 def turns_of(frames: Sequence[bytes]) -> list[Turn]:
-    """The turns of an Assign: two frames each, the turn and what answered it (empty: not recorded).
-    ProtocolError when they cannot be read."""
+    """Decode the turns of an Assign: two frames each, the turn and the replies (empty: not recorded).
+    ProtocolError for unreadable frames."""
     pairs = zip_longest(frames[::2], frames[1::2], fillvalue=b"")
-    read = [(decode_turn(turn), decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs]
+    answered_turns = [
+        (decode_turn(turn), decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs
+    ]
     replace = msgspec.structs.replace
-    return [replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in read]
+
+    return [
+        replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in answered_turns
+    ]
 
 
 def kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
-    """The first turns of an episode, as far as they are kept, and why others are missing."""
+    """Return the first turns of an episode that are still stored, and why later turns are missing ('': none
+    is)."""
     try:
         frames = list(reader.frames(episode.uid, episode.turns))
-        kept = next((at for at, frame in enumerate(frames[::2]) if not frame), episode.turns)
-        why = "its turns are not kept any more: set a larger store.keep_bytes"
-        return turns_of(frames[: 2 * kept]), "" if kept == episode.turns else why
+        kept_count = next((index for index, frame in enumerate(frames[::2]) if not frame), episode.turns)
+        reason = "its turns are not kept any more: set a larger store.keep_bytes"
+        if kept_count == episode.turns:
+            reason = ""
+        return turns_of(frames[: 2 * kept_count]), reason
     except AsyncrlError as error:  # deleted since the index was read, or damaged
         return [], str(error)
 
 
 def kept_result(reader: RunReader, uid: str, turns: int) -> Any:
-    """What the reward saw as `result` of an episode of so many turns, side requests included."""
-    *_, last = reader.frames(uid, turns, ("result",))
-    return msgspec.json.decode(last) if last else None
+    """Return the `result` that the reward saw of an episode of so many turns, side requests included."""
+    *_, result_frame = reader.frames(uid, turns, ("result",))
+    return msgspec.json.decode(result_frame) if result_frame else None
 
 
 def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
-    """The samples of an evaluation, and its episodes that are over. Raises StoreError and ConfigError."""
+    """Return the samples of an evaluation, and the finished episodes. Raises StoreError and ConfigError."""
     samples = Samples.open(samples_path(run_dir, "test"))
-    found = list[Judged]()
+    judged_episodes = list[Judged]()
     decode = msgspec.msgpack.Decoder(Finished | Failed).decode
+
     with closing(RunReader.open(run_dir)) as reader:
         for uid, record in reader.held_out(uid_prefix(0)):
-            one = decode(record)
-            which = HeldOut.of(uid)
-            source = samples[which.row].data_source
-            over = isinstance(one, Finished)
-            more = (one.result, one.stats, answer_of(one.result, one.notes)) if over else (None,)
-            found.append(Judged(which, source, *more))
-    return samples, found
+            message = decode(record)
+            held_out = HeldOut.of(uid)
+            source = samples[held_out.row].data_source
+            if isinstance(message, Finished):
+                answer = answer_of(message.result, message.notes)
+                judged_episodes.append(Judged(held_out, source, message.result, message.stats, answer))
+            else:
+                judged_episodes.append(Judged(held_out, source, result=None))
+
+    return samples, judged_episodes
 
 
-def judged_turns(reader: RunReader, one: Judged) -> tuple[Turn, ...]:
-    """The trained turns of an episode of an evaluation that did not fail."""
-    assert one.stats is not None
-    count = one.stats.turns + one.stats.untrained_turns
-    return trained(turns_of(list(reader.frames(one.which.uid, count))))
+def judged_turns(reader: RunReader, judged: Judged) -> tuple[Turn, ...]:
+    """Return the trained turns of an episode of an evaluation that did not fail."""
+    assert judged.stats is not None
+    turn_count = judged.stats.turns + judged.stats.untrained_turns
+    return trained(turns_of(list(reader.frames(judged.which.uid, turn_count))))
 
 
 def credited(
     config: RunConfig, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rewards and advantages of its trained tokens, before the batch scales them; None where the advantage
-    also reads what models compute."""
+    """Return the rewards and advantages of an episode's trained tokens, before the batch scales the
+    advantages. The advantages are None if they also depend on values that models compute."""
     advantage = credit_of(config)
-    tokens = [len(turn.ids) for turn in turns if not turn.untrained]
-    turn = np.repeat(np.arange(len(tokens)), tokens)
-    rewards, (siblings, place) = token_rewards(episode.result, turn), baseline.siblings(episode)
+    token_counts = [len(turn.ids) for turn in turns if not turn.untrained]
+    turn_of_token = np.repeat(np.arange(len(token_counts)), token_counts)
+    rewards = token_rewards(episode.result, turn_of_token)
+    siblings, sibling_index = baseline.siblings(episode)
     if advantage.critic or advantage.whole_group:
         return rewards, None
-    compared = rewards, turn, baseline.issued, place, None, baseline.greedy
-    return rewards, by_token(CreditInput(episode.result, siblings, *compared), advantage)
+
+    advantage_input = CreditInput(
+        own=episode.result,
+        siblings=siblings,
+        rewards=rewards,
+        turn=turn_of_token,
+        issued=baseline.issued,
+        place=sibling_index,
+        greedy=baseline.greedy,
+    )
+    return rewards, by_token(advantage_input, advantage)
 
 
 async def regrade(
     parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd, calls: int, result: Any
 ) -> EpisodeResult:
-    """Score the trained turns among these, as `reward_input` has them. Raises RewardError."""
+    """Score the trained turns of an episode again. Raises RewardError."""
     turns = trained(turns)
-    earned = await parts.reward.score(reward_input(parts, sample, turns, end, calls, result))
-    ended = scored(turns, end, shaped(parts.rules, parts.reward, earned, turns, end))
-    if not isinstance(ended, Done):
-        raise RewardError(ended.detail)
-    return ended.result
+    reward_result = await parts.reward.score(reward_input(parts, sample, turns, end, calls, result))
+    outcome = scored(turns, end, shaped(parts.rules, parts.reward, reward_result, turns, end))
+    if not isinstance(outcome, Done):
+        raise RewardError(outcome.detail)
+
+    return outcome.result
 
 
 def reward_input(
@@ -124,22 +149,28 @@ def reward_input(
     calls: int,
     result: Any = None,
 ) -> RewardInput:
-    """Make what a reward sees of an episode with these turns, this end, number of calls and result. The
-    conversation of an agent is that of its last turn. Its tools were not recorded: with calls it had some."""
+    """Make the input of a reward from an episode's turns, end, number of calls and result. The conversation
+    of an agent is the row of the last turn. The agent's tools were not recorded: with calls there were
+    some."""
     rules = parts.rules
-    shown = tuple(turns)
+    shown_turns = tuple(turns)
+
     if rules.config.agent:
-        schemas: tuple[str, ...] = (ANY_TOOL,) if calls else ()
-        shown = tuple(turn for turn in turns if turn.row == turns[-1].row)
+        schemas: tuple[str, ...] = (ANY_TOOL_SCHEMA,) if calls else ()
+        shown_turns = tuple(turn for turn in turns if turn.row == turns[-1].row)
     else:
         schemas = parts.toolbox.schemas(sample)
-    # What an environment opens with follows the prompt.
+
+    # The first messages of an environment follow the prompt.
     prefill = "" if rules.config.agent or rules.config.environment else prefill_of(sample.prompt)
-    read = tuple(read_turn(rules, turn, schemas, prefill="" if turn.index else prefill) for turn in shown)
-    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown, read=read)
+    parsed_turns = tuple(
+        read_turn(rules, turn, schemas, prefill="" if turn.index else prefill) for turn in shown_turns
+    )
+    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown_turns, read=parsed_turns)
+
     return RewardInput(
         sample=sample,
-        answer=read[-1].content,
+        answer=parsed_turns[-1].content,
         messages=conversation(rules, episode),
         turns=len(turns),
         tool_calls=calls,

@@ -1,4 +1,4 @@
-"""The reward of one episode: all its parts at once, each with a deadline, and its shaping.
+"""Computes the reward of an episode: all parts at once, each with a deadline, and the shaping.
 
     RewardInput ──┬─► in the loop (async, or quick) ─────┐
                   └─► RewardPool: child processes (sync) ┴──► combine ──► RewardResult
@@ -34,20 +34,29 @@ class EpisodeReward:
         self._shapings = shapings
         self._pools = [_pool(reward) for reward in rewards]
 
-    async def score(self, given: RewardInput) -> RewardResult:
-        """The weighted sum of all rewards of one episode. RewardError if one fails, with its name where there
-        are several; of the first of them it has the reason."""
-        pairs = zip(self.rewards, self._pools, strict=True)
-        parts = await asyncio.gather(*(self._part(reward, pool, given) for reward, pool in pairs))
-        named = list(zip(self.rewards, parts, strict=True))
-        if failed := [(reward.name, part) for reward, part in named if isinstance(part, RewardError)]:
-            told = "; ".join(f"{name}: {error}" if len(parts) > 1 else str(error) for name, error in failed)
-            raise RewardError(told, failed[0][1].reason)
-        results = [
-            (reward.name, reward.weight, part) for reward, part in named if isinstance(part, RewardResult)
+    async def score(self, reward_input: RewardInput) -> RewardResult:
+        """Return the weighted sum of all rewards of an episode. RewardError if rewards fail, with the reason
+        of the first failure, and with the names of the failed rewards if there are several rewards."""
+        reward_pools = zip(self.rewards, self._pools, strict=True)
+        outcomes = await asyncio.gather(
+            *(self._reward_outcome(reward, pool, reward_input) for reward, pool in reward_pools)
+        )
+        named_outcomes = list(zip(self.rewards, outcomes, strict=True))
+        if failures := [
+            (reward.name, outcome) for reward, outcome in named_outcomes if isinstance(outcome, RewardError)
+        ]:
+            message = "; ".join(
+                f"{name}: {error}" if len(outcomes) > 1 else str(error) for name, error in failures
+            )
+            raise RewardError(message, failures[0][1].reason)
+
+        weighted_results = [
+            (reward.name, reward.weight, outcome)
+            for reward, outcome in named_outcomes
+            if isinstance(outcome, RewardResult)
         ]
         try:
-            return combine(results)
+            return combine(weighted_results)
         except ValueError as error:
             raise RewardError(one_line(error)) from error
 
@@ -56,11 +65,11 @@ class EpisodeReward:
         """Seconds after which `score` has returned or raised."""
         return self._timeout * (1 + PATIENCE * max(1.0, *(reward.own_deadline for reward in self.rewards)))
 
-    def shape(self, given: ShapingInput) -> float:
-        """Return what is added to the reward of an episode. Raises RewardError."""
+    def shape(self, shaping_input: ShapingInput) -> float:
+        """Return the shaping that is added to the reward of an episode. Raises RewardError."""
         try:
             with users_code():
-                return shape(self._shapings, given)
+                return shape(self._shapings, shaping_input)
         except Exception as error:
             raise RewardError(f"algorithm.shaping: {describe(error)}") from error
 
@@ -69,28 +78,28 @@ class EpisodeReward:
         await asyncio.gather(*(pool.close() for pool in self._pools if pool is not None))
         await close_sessions()
 
-    async def _part(
-        self, reward: Reward, pool: RewardPool | None, given: RewardInput
+    async def _reward_outcome(
+        self, reward: Reward, pool: RewardPool | None, reward_input: RewardInput
     ) -> RewardResult | RewardError:
-        """The result of one reward, or why there is none."""
-        seconds = self._timeout * (1 + PATIENCE * reward.own_deadline)
+        """Return the result of one reward, or the error."""
+        time_limit = self._timeout * (1 + PATIENCE * reward.own_deadline)
         try:
             if pool is not None:
-                return await pool.call(given, seconds)
-            return await call_user(partial(_in_loop, reward, given), seconds)
+                return await pool.call(reward_input, time_limit)
+            return await call_user(partial(_evaluate_in_loop, reward, reward_input), time_limit)
         except RewardError as error:
             return error
-        except CallTimeout as late:
-            return RewardError(f"no reward within {seconds:g} s{late.last_wait}")
+        except CallTimeout as timeout:
+            return RewardError(f"no reward within {time_limit:g} s{timeout.last_wait}")
         except Exception as error:
             return RewardError(describe(error))
 
 
-async def _in_loop(reward: Reward, given: RewardInput) -> RewardResult | RewardError:
-    """The reward's errors are described here, so that they differ from those of `call_user`."""
+async def _evaluate_in_loop(reward: Reward, reward_input: RewardInput) -> RewardResult | RewardError:
+    """Evaluate a reward, and describe its errors here: errors of `call_user` are described otherwise."""
     try:
         with users_code():
-            return await evaluate(reward.function, given)
+            return await evaluate(reward.function, reward_input)
     except RewardError as error:
         return error
     except Exception as error:
@@ -104,23 +113,24 @@ def _pool(reward: Reward) -> RewardPool | None:
 
 
 def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
-    """The rows as the model read and wrote them."""
-    texts = [rules.chat.decode(ids) for ids in rows_of(turns)]
-    if len(texts) < 2:
-        return "".join(texts)
-    return "\n".join(f"=== row {number} ===\n{text}" for number, text in enumerate(texts))
+    """Return the text of the rows, with all tokens that the model read and wrote."""
+    row_texts = [rules.chat.decode(ids) for ids in rows_of(turns)]
+    if len(row_texts) < 2:
+        return "".join(row_texts)
+    return "\n".join(f"=== row {row_number} ===\n{text}" for row_number, text in enumerate(row_texts))
 
 
 def shaped(
-    rules: Rules, reward: EpisodeReward, earned: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
+    rules: Rules, reward: EpisodeReward, reward_result: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
 ) -> RewardResult:
-    """The reward of an episode that trains. Raises RewardError."""
+    """Add the shaping to the reward of an episode that trains. Raises RewardError."""
     limits = rules.config
-    given = ShapingInput(
-        score=earned.score,
+    shaping_input = ShapingInput(
+        score=reward_result.score,
         tokens=sum(len(turn.ids) for turn in turns),
         turns=len(turns),
         end=end,
         limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
     )
-    return msgspec.structs.replace(earned, shaping=reward.shape(given))
+
+    return msgspec.structs.replace(reward_result, shaping=reward.shape(shaping_input))

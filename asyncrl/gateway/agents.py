@@ -1,4 +1,4 @@
-"""Loads agents: functions of the user, or programs (programs.py), that lead episodes by an endpoint."""
+"""Loads agents: functions of the user, or programs (programs.py), that lead episodes through an endpoint."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from asyncrl.gateway.programs import COMMAND, Command, Harness
 from asyncrl.registry import Call, Registry, bind, built, load_object, make, single
 
 Agent = Callable[..., Any]
-"""`(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine of that. What it returns is
-the `result` that reward functions see. Keyword-only parameters are its options. A class whose instances are
-called like this is an agent as well: its constructor takes the options, and refuses them with ConfigError;
+"""A function `(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine function. Reward
+functions see the returned value as `result`. Keyword-only parameters are options. A class whose instances are
+called like this is an agent as well: the constructor takes the options, and refuses options with ConfigError;
 all episodes of a worker share one instance."""
 
-ASKED = Call("def untrained(request: AgentRequest) -> bool", ("request",))
-CALL = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoint"))
+UNTRAINED_SIGNATURE = Call("def untrained(request: AgentRequest) -> bool", ("request",))
+AGENT_SIGNATURE = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoint"))
 
 
 class AgentError(AsyncrlError):
-    """Says that the agent program failed, or a function of the user about its requests."""
+    """An agent program failed, or a function of the user about the agent's requests."""
 
 
 agents: Registry[Agent | Harness] = Registry("agent")
@@ -35,27 +35,32 @@ for harness in harnesses.HARNESSES:
 
 
 def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:
-    """Make the agent of a registered name, `module:function` or `file.py:function`, with its options.
+    """Make the agent of a registered name, `module:function` or `file.py:function`, with options. A
     ConfigError begins with `where`."""
-    found, (name, options) = agents.load(plugin, where), single(plugin, where)
-    if not isinstance(found, Harness):
-        return make(found, options, f"{where}.{name}", CALL)
-    program: Agent = built(bind(partial(Command, found), options, f"{where}.{name}"), f"{where}.{name}")
+    agent = agents.load(plugin, where)
+    name, options = single(plugin, where)
+    if not isinstance(agent, Harness):
+        return make(agent, options, f"{where}.{name}", AGENT_SIGNATURE)
+    program: Agent = built(bind(partial(Command, agent), options, f"{where}.{name}"), f"{where}.{name}")
     return program
 
 
 def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents") -> Untrained:
-    """Tell side requests: by the names of agents, globs among them, and by functions of the user
-    (`module:function`, `file.py:function`) of a request. ConfigError that begins with `where`; AgentError
-    that does, where a function raises."""
+    """Return a function that recognises side requests: by the names of agents, which may be globs, and by
+    functions of the user (`module:function`, `file.py:function`) of a request. A ConfigError begins with
+    `where`, as does the AgentError when a function raises."""
     functions = {
-        name: make(load_object(name, where), {}, f"{where} {name!r}", ASKED) for name in names if ":" in name
+        name: make(load_object(name, where), {}, f"{where} {name!r}", UNTRAINED_SIGNATURE)
+        for name in names
+        if ":" in name
     }
+
     globs = [name for name in names if ":" not in name]
 
     def untrained(request: AgentRequest) -> bool:
         if any(fnmatchcase(request.agent, glob) for glob in globs):
             return True
+
         for name, function in functions.items():
             try:
                 with users_code():
@@ -63,6 +68,7 @@ def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents"
                         return True
             except Exception as error:
                 raise AgentError(f"{where} {name!r}: {describe(error)}") from error
+
         return False
 
     return untrained

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, as far as a policy under training can serve them."""
+"""Serves OpenAI's chat completions, as far as a policy under training can."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect."""
+    """The body of a request. Other fields have no effect."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     model: ModelName | None = None
@@ -79,95 +79,104 @@ class ChatRequest(msgspec.Struct, frozen=True):
     stream_options: StreamOptions | None = None
 
 
-REFUSED = {"functions": "use tools", "top_logprobs": "only the sampled token's log-prob is known"}
+UNSUPPORTED_FIELDS = {"functions": "use tools", "top_logprobs": "only the sampled token's log-prob is known"}
 
 
 def read(body: bytes) -> ChatExchange:
-    """ApiError for an invalid request, or an unsupported option."""
-    return ChatExchange(read_body(body, ChatRequest, REFUSED))
+    """Read a request. ApiError for an invalid request, or an unsupported option."""
+    return ChatExchange(read_body(body, ChatRequest, UNSUPPORTED_FIELDS))
 
 
 DIALECT = ApiDialect(read, openai_error)
 
 
-def _message(sent: ChatMessage) -> Message:
-    calls = [(call.function, call.id or "") for call in sent.tool_calls or ()]
+def _message(chat_message: ChatMessage) -> Message:
+    calls = [(call.function, call.id or "") for call in chat_message.tool_calls or ()]
     return Message(
-        sent.role,
-        text_of(sent.content),
+        chat_message.role,
+        text_of(chat_message.content),
         tuple(tool_call(function.name, function.arguments or "", wire_id) for function, wire_id in calls),
-        sent.tool_call_id or "",
-        sent.name or "",
-        sent.reasoning_content or "",
+        chat_message.tool_call_id or "",
+        chat_message.name or "",
+        chat_message.reasoning_content or "",
     )
 
 
 @dataclass
 class ChatExchange:
-    """See `Exchange`. ApiError for a message or a tool that no template can write."""
+    """An `Exchange` of chat completions. ApiError for a message or a tool that no template can write."""
 
     request: ChatRequest
-    ask: AgentRequest = field(init=False)
+    agent_request: AgentRequest = field(init=False)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sent = self.request
-        limits = [most for most in (sent.max_tokens, sent.max_completion_tokens) if most is not None]
-        self.ask = agent_request(
-            map(_message, sent.messages),
-            sent.tools or (),
-            model=sent.model,
-            choice=sent.tool_choice,
-            most=min(limits, default=None),
-            stops=stops_of(sent.stop),
-        )
-        self.count = sent.n or 1
-        self._head = head("chat.completion.chunk")
-        self._logprobs = _logprobs if sent.logprobs else lambda reply: None
-        self._streamed = [StreamedText(("reasoning_content", "content")) for _ in range(self.count)]
+        chat_request = self.request
+        token_limits = [
+            limit
+            for limit in (chat_request.max_tokens, chat_request.max_completion_tokens)
+            if limit is not None
+        ]
 
-    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
-        return {**head("chat.completion"), **answers(replies, _content, self._logprobs)}
+        self.agent_request = agent_request(
+            map(_message, chat_request.messages),
+            chat_request.tools or (),
+            model=chat_request.model,
+            tool_choice=chat_request.tool_choice,
+            max_tokens=min(token_limits, default=None),
+            stops=stops_of(chat_request.stop),
+        )
+
+        self.count = chat_request.n or 1
+        self._chunk_head = answer_head("chat.completion.chunk")
+        self._write_logprobs = _token_logprobs if chat_request.logprobs else lambda reply: None
+        self._streamed_texts = [StreamedText(("reasoning_content", "content")) for _ in range(self.count)]
+
+    def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
+        return {
+            **answer_head("chat.completion"),
+            **answer_fields(replies, _choice_message, self._write_logprobs),
+        }
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
         for index in range(self.count):
-            yield self._delta(index, {"role": "assistant", "content": ""})
+            yield self._delta_event(index, {"role": "assistant", "content": ""})
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
-        for key, text in self._streamed[index].add(reasoning, content):
-            yield self._delta(index, {key: text})
+        for key, text in self._streamed_texts[index].add_streamed(reasoning, content):
+            yield self._delta_event(index, {key: text})
 
     def ping(self) -> Iterator[Event]:
         return iter(())
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
-        """Stream what was not streamed yet, one chunk per call, the end."""
+        """Stream the text not streamed yet, one chunk per call, the end."""
         for index, reply in enumerate(replies):
-            yield from self.delta(index, *self._streamed[index].rest(reply.message))
-            for number, call in enumerate(calls_of(reply)):
-                yield self._delta(index, {"tool_calls": [{"index": number, **call.openai()}]})
-            yield self._delta(index, {}, finish_of(reply), self._logprobs(reply))
+            yield from self.delta(index, *self._streamed_texts[index].unstreamed_texts(reply.message))
+            for call_number, call in enumerate(calls_of(reply)):
+                yield self._delta_event(index, {"tool_calls": [{"index": call_number, **call.openai()}]})
+            yield self._delta_event(index, {}, finish_of(reply), self._write_logprobs(reply))
         if self.request.stream_options is not None and self.request.stream_options.include_usage:
-            yield "", {**self._head, "choices": [], "usage": usage_of(replies)}
+            yield "", {**self._chunk_head, "choices": [], "usage": usage_of(replies)}
 
-    def _delta(
-        self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
+    def _delta_event(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
     ) -> Event:
-        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-        return "", {**self._head, "choices": [choice]}
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        return "", {**self._chunk_head, "choices": [choice]}
 
 
-def head(kind: str, prefix: str = "chatcmpl") -> dict[str, Any]:
-    """The fields with which each answer, and each event of a stream, begins."""
-    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": MODEL}
+def answer_head(object_kind: str, id_prefix: str = "chatcmpl") -> dict[str, Any]:
+    """Make the first fields of an answer, or of an event of a stream."""
+    return {"id": new_id(id_prefix), "object": object_kind, "created": int(time.time()), "model": MODEL}
 
 
-def answers(
+def answer_fields(
     replies: Sequence[AgentReply],
     content: Callable[[AgentReply], dict[str, Any]],
     logprobs: Callable[[AgentReply], Any],
 ) -> dict[str, Any]:
-    """Write the choices of a whole answer, each with its own fields by `content`, and its usage."""
+    """Write the choices of a full answer, each with the fields that `content` makes, and the usage."""
     choices = [
         {
             "index": index,
@@ -177,34 +186,39 @@ def answers(
         }
         for index, reply in enumerate(replies)
     ]
+
     return {"choices": choices, "usage": usage_of(replies)}
 
 
-def _content(reply: AgentReply) -> dict[str, Any]:
+def _choice_message(reply: AgentReply) -> dict[str, Any]:
     message = reply.message
-    found: dict[str, Any] = {"content": message.content or (None if message.tool_calls else "")}
+    message_fields: dict[str, Any] = {"content": message.content or (None if message.tool_calls else "")}
     if message.reasoning:
-        found["reasoning_content"] = message.reasoning
+        message_fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        found["tool_calls"] = [call.openai() for call in calls_of(reply)]
-    return {"message": {"role": "assistant", **found, "refusal": None}}
+        message_fields["tool_calls"] = [call.openai() for call in calls_of(reply)]
+    return {"message": {"role": "assistant", **message_fields, "refusal": None}}
 
 
 def finish_of(reply: AgentReply) -> str:
-    """The reason why the answer ended, in OpenAI's words."""
+    """Return the reason why the answer ended, in OpenAI's words."""
     if reply.turn.stop is StopReason.LENGTH:
         return "length"
     return "tool_calls" if reply.message.tool_calls else "stop"
 
 
 def usage_of(replies: Sequence[AgentReply]) -> dict[str, int]:
-    """The answers to one request have its prompt in common."""
-    read = replies[0].prompt_tokens
-    written = sum(len(reply.turn.ids) for reply in replies)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    """Count tokens; the answers to one request share the prompt."""
+    prompt_tokens = replies[0].prompt_tokens
+    completion_tokens = sum(len(reply.turn.ids) for reply in replies)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
-def _logprobs(reply: AgentReply) -> dict[str, Any]:
+def _token_logprobs(reply: AgentReply) -> dict[str, Any]:
     """Write log-probs of all tokens, markup of calls and the end of turn included."""
     return {
         "content": [

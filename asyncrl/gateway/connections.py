@@ -1,12 +1,12 @@
-"""Limits what the connections of all listeners take together, so that nobody keeps agents away.
+"""Limits connections and loop time over all listeners, so that no client keeps agents away.
 
 A connection is a stranger until a request on it has shown a known key; strangers are closed after
 HEADER_SECONDS. When there are too many, the oldest connection of the episode with the most is closed. A
 stranger counts for the episode of its listener; at the worker's own listener for none. A known connection
 counts for the episode whose key it showed last, until that episode ends.
 
-What an episode sends costs the worker's loop time, whatever it is: one-byte chunks, broken requests, large
-JSON. An episode that takes more than its share is not read from until its share has grown again.
+All input of an episode costs the worker's loop time: one-byte chunks, broken requests, large JSON. The
+connections of an episode that takes more than its share are not read until the share has grown again.
 """
 
 from __future__ import annotations
@@ -26,57 +26,58 @@ from aiohttp import web
 T = TypeVar("T")
 
 HEADER_SECONDS = 10.0
-UNREAD_SECONDS = 5.0  # after an answer; a connection that is reset later was idle, and the answer read
-STRANGERS = 256
-KNOWN = 4096
-READ_BYTES = 1 << 15  # of a connection that are read and parsed at once
-LOOP_SHARE = 0.25  # of the loop's time, for all episodes together that are held
+UNREAD_SECONDS = 5.0  # after an answer; a later reset means that the client has read the answer
+MAX_STRANGERS = 256
+MAX_KNOWN = 4096
+READ_BYTES = 1 << 15  # bytes of a connection that are read and parsed at once
+LOOP_FRACTION = 0.25  # fraction of the loop's time for all held episodes together
 LOOP_BURST = 0.5  # seconds of the loop's time that an episode may take at once
-HELD_SECONDS = 0.05  # for which nothing is read of an episode that took too much, at least
-MOST_HELD_SECONDS = 10.0  # after which it is decided anew whether the episode is held
-# Of the loop's time, for what is not measured: an accepted connection, a request (its start, and its answer's
-# way out), a byte that is received.
+HELD_SECONDS = 0.05  # shortest time that an episode is held
+MOST_HELD_SECONDS = 10.0  # longest time until the hold of an episode is decided anew
+# Estimates of loop time that is not measured, in seconds: for an accepted connection, for a request (the
+# start, and sending the answer), for a received byte.
 CONNECTION_SECONDS = 2e-4
 REQUEST_SECONDS = 1e-4
 BYTE_SECONDS = 1e-9
 
 
 class _LoopTime:
-    """Time of the loop that a running episode has left: seconds of CPU, which grow with LOOP_SHARE. While it
+    """The loop time that a running episode has left: seconds of CPU, which grow with LOOP_FRACTION. While it
     is not `released`, it is held: nothing is read of its connections, and none of its requests is decoded."""
 
     def __init__(self) -> None:
-        self.left = LOOP_BURST
-        self._updated = time.monotonic()
+        self.seconds_left = LOOP_BURST
+        self._updated_at = time.monotonic()
         self.released = asyncio.Event()
         self.released.set()
-        self.timer: asyncio.TimerHandle | None = None  # while it is held: until that is decided anew
-        self._timeouts: dict[asyncio.Timeout, float] = {}  # with their seconds
+        # While the episode is held, the timer runs until the hold is decided anew.
+        self.release_timer: asyncio.TimerHandle | None = None
+        self._timeouts: dict[asyncio.Timeout, float] = {}  # timeouts with seconds
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         return not self.released.is_set()
 
-    def take(self, seconds: float, share: float) -> None:
-        """Take so many seconds. `share`: what it has got of each second since the last call."""
+    def spend_seconds(self, seconds: float, fraction: float) -> None:
+        """Spend so many seconds. `fraction`: the part of each second that was earned since the last call."""
         now = time.monotonic()
-        left = min(LOOP_BURST, self.left + (now - self._updated) * share) - seconds
-        self.left = max(left, -MOST_HELD_SECONDS * share)
-        self._updated = now
+        seconds_left = min(LOOP_BURST, self.seconds_left + (now - self._updated_at) * fraction) - seconds
+        self.seconds_left = max(seconds_left, -MOST_HELD_SECONDS * fraction)
+        self._updated_at = now
 
-    def hold(self) -> None:
+    def hold_episode(self) -> None:
         self.released.clear()
         self._restart_timeouts()
 
-    def release(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
+    def release_episode(self) -> None:
+        if self.release_timer is not None:
+            self.release_timer.cancel()
         self.released.set()
         self._restart_timeouts()
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """TimeoutError after so many seconds, which begin anew with each release."""
+        """Raise TimeoutError after so many seconds, which begin anew with each release."""
         async with asyncio.timeout(None) as timeout:
             self._timeouts[timeout] = seconds
             self._restart_timeouts()
@@ -89,89 +90,96 @@ class _LoopTime:
         now = asyncio.get_running_loop().time()
         for timeout, seconds in self._timeouts.items():
             if not timeout.expired():
-                timeout.reschedule(None if self.held else now + seconds)
+                timeout.reschedule(None if self.is_held else now + seconds)
 
 
 class Connections:
-    """Makes the protocols of connections from those of `make`, which have no limits."""
+    """Makes connection protocols with limits from the protocols of `make`, which have no limits."""
 
     def __init__(self, make: Callable[[], web.RequestHandler]) -> None:
-        self._make = make
-        self._strangers: dict[asyncio.BaseProtocol, _Bounded] = {}  # the oldest first
-        self._known: dict[asyncio.BaseProtocol, _Bounded] = {}
-        self._loop_times: dict[object, _LoopTime] = {}  # of the episodes that run
-        self.received = memoryview(bytearray(READ_BYTES))  # what any connection has just received
+        self._make_handler = make
+        self._strangers: dict[asyncio.BaseProtocol, _LimitedConnection] = {}  # oldest first
+        self._known_connections: dict[asyncio.BaseProtocol, _LimitedConnection] = {}
+        self._loop_times: dict[object, _LoopTime] = {}  # by running episode
+        # One buffer for all connections: the bytes that a connection has just received.
+        self.receive_buffer = memoryview(bytearray(READ_BYTES))
 
-    def of(self, episode: object = None) -> Callable[[], asyncio.BufferedProtocol]:
-        """Return the factory of a listener's protocols. `episode`: the only one that it serves; None: all."""
-        return lambda: _Bounded(self, self._make(), episode)
+    def protocol_factory(self, episode: object = None) -> Callable[[], asyncio.BufferedProtocol]:
+        """Return the protocol factory of a listener. `episode`: the only episode served; None: all
+        episodes."""
+        return lambda: _LimitedConnection(self, self._make_handler(), episode)
 
-    def begin(self, episode: object) -> None:
-        """Count what this episode takes from now on."""
+    def begin_episode(self, episode: object) -> None:
+        """Count the loop time of this episode from now on."""
         self._loop_times[episode] = _LoopTime()
 
-    def trust(self, request: web.Request, episode: object) -> bool:
-        """Note that the connection has shown the key of this episode. False if its listener is another's."""
-        connection = self._known.get(request.protocol) or self._strangers.get(request.protocol)
+    def trust_connection(self, request: web.Request, episode: object) -> bool:
+        """Note that a connection has shown the key of this episode. False if the listener serves another."""
+        connection = self._known_connections.get(request.protocol) or self._strangers.get(request.protocol)
         if connection is None or connection.episode not in (None, episode):
             return False
 
-        connection.forget_answer()  # the client has read the answer before
+        connection.forget_answer()  # a further request shows that the client has read the previous answer
         connection.owner = episode
-        connection.hold(self._is_held(episode))
+        connection.hold_reading(self._is_held(episode))
+
         if self._strangers.pop(request.protocol, None):
             connection.become_known()
-            self._known[request.protocol] = connection
-            if len(self._known) > KNOWN:
-                _close_one(self._known)
+            self._known_connections[request.protocol] = connection
+            if len(self._known_connections) > MAX_KNOWN:
+                _close_oldest(self._known_connections)
+
         return True
 
-    def answered(self, request: web.Request, lose: Callable[[], None]) -> None:
-        """An answer was written. `lose` is called if the client closes the connection without reading it."""
-        connection = self._known.get(request.protocol)
+    def note_answer(self, request: web.Request, lose: Callable[[], None]) -> None:
+        """Note that an answer was written. `lose` is called if the client closes the connection unread."""
+        connection = self._known_connections.get(request.protocol)
         if connection is not None and connection.owner is not None:
             connection.remember_answer(lose)
 
-    def end(self, episode: object) -> None:
-        """Close the connections of the episode's own listeners, and let go of the episode: clients keep their
-        connections to the worker's listener for long. Its requests that wait to be decoded go on."""
-        self._loop_times.pop(episode).release()
-        for connection in (*self._strangers.values(), *self._known.values()):
+    def end_episode(self, episode: object) -> None:
+        """Close the connections of the episode's own listeners, and forget the episode: clients keep
+        connections to the worker's listener for long. Requests that wait to be decoded go on."""
+        self._loop_times.pop(episode).release_episode()
+        for connection in (*self._strangers.values(), *self._known_connections.values()):
             if connection.episode is episode:
                 connection.transport.abort()
             if connection.owner is episode:
                 connection.owner = None
                 connection.forget_answer()
-                connection.hold(False)
+                connection.hold_reading(False)
 
     @contextmanager
-    def charged(self, episode: object) -> Iterator[None]:
-        """Count the loop's time that the body takes, in which it does not wait, for this episode."""
+    def charging_episode(self, episode: object) -> Iterator[None]:
+        """Charge this episode for the loop time of the body, which does not wait."""
         started = time.thread_time()
         try:
             yield
         finally:
-            self.take(episode, time.thread_time() - started)
+            self.charge_episode(episode, time.thread_time() - started)
 
-    async def answer(self, request: web.Request, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, which answers a request, once the episode of its connection is not held, and count
-        the loop's time for that episode, or for the one whose key `work` finds."""
-        connection = self._known.get(request.protocol) or self._strangers.get(request.protocol)
-        if connection is None:  # it was closed
+    async def answer_request(self, request: web.Request, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, which answers a request, once the connection's episode is not held, and charge the
+        loop time to that episode, or to the episode whose key `work` finds."""
+        connection = self._known_connections.get(request.protocol) or self._strangers.get(request.protocol)
+        if connection is None:  # the connection was closed
             return await work
 
         try:
             await self.until_released(connection.owner)
-            self.take(connection.owner, REQUEST_SECONDS)
-            return await self._charging(connection, work)
+            self.charge_episode(connection.owner, REQUEST_SECONDS)
+            return await self._charge_steps(connection, work)
         finally:
             work.close()
 
     @coroutine
-    def _charging(self, connection: _Bounded, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """Await `work`, and count the loop's time of each of its steps for the owner of the connection."""
+    def _charge_steps(
+        self, connection: _LimitedConnection, work: Coroutine[Any, Any, T]
+    ) -> Generator[Any, Any, T]:
+        """Await `work`, and charge the loop time of each step to the owner of the connection."""
         steps = work.__await__()
         step: Callable[[], Any] = partial(next, steps)
+
         while True:
             started = time.thread_time()
             try:
@@ -179,105 +187,109 @@ class Connections:
             except StopIteration as end:
                 return cast(T, end.value)
             finally:
-                self.take(connection.owner, time.thread_time() - started)
+                self.charge_episode(connection.owner, time.thread_time() - started)
+
             try:
                 yield awaited
                 step = partial(next, steps)
             except BaseException as error:
                 step = partial(steps.throw, error)
 
-    def take(self, episode: object, seconds: float) -> None:
-        """Count so much of the loop's time for an episode (of none, or of one that has ended, nothing is
-        counted). One that took too much is held: nothing is read of its connections until its share has grown
-        again."""
+    def charge_episode(self, episode: object, seconds: float) -> None:
+        """Charge loop time to an episode (nothing is counted for None or an ended episode). An episode that
+        took too much is held: its connections are not read until its share has grown again."""
         loop_time = self._loop_times.get(episode)
         if loop_time is None:
             return
 
-        loop_time.take(seconds, self._share(loop_time))
-        if loop_time.left < 0 and not loop_time.held:
-            loop_time.hold()
+        loop_time.spend_seconds(seconds, self._loop_fraction(loop_time))
+        if loop_time.seconds_left < 0 and not loop_time.is_held:
+            loop_time.hold_episode()
             self._wait_for_share(episode, loop_time)
-            self._hold(episode, True)
+            self._hold_connections(episode, True)
 
-    def _share(self, loop_time: _LoopTime) -> float:
-        """Return the share of the loop's time that an episode gets: those that are held have one together."""
-        if not loop_time.held:
-            return LOOP_SHARE
-        return LOOP_SHARE / sum(other.held for other in self._loop_times.values())
+    def _loop_fraction(self, loop_time: _LoopTime) -> float:
+        """Return the fraction of the loop's time that an episode gets: all held episodes share one
+        fraction."""
+        if not loop_time.is_held:
+            return LOOP_FRACTION
+        return LOOP_FRACTION / sum(other_time.is_held for other_time in self._loop_times.values())
 
     def _wait_for_share(self, episode: object, loop_time: _LoopTime) -> None:
-        wait = min(MOST_HELD_SECONDS, max(HELD_SECONDS, -loop_time.left / self._share(loop_time)))
-        loop_time.timer = asyncio.get_running_loop().call_later(wait, self._release, episode, loop_time)
+        debt_seconds = -loop_time.seconds_left / self._loop_fraction(loop_time)
+        wait = min(MOST_HELD_SECONDS, max(HELD_SECONDS, debt_seconds))
+        loop = asyncio.get_running_loop()
+        loop_time.release_timer = loop.call_later(wait, self._release, episode, loop_time)
 
     def _release(self, episode: object, loop_time: _LoopTime) -> None:
-        loop_time.take(0.0, self._share(loop_time))
-        if loop_time.left < 0:  # it was charged meanwhile, or owes more than MOST_HELD_SECONDS bring
+        loop_time.spend_seconds(0.0, self._loop_fraction(loop_time))
+        if loop_time.seconds_left < 0:  # charged meanwhile, or owes more than MOST_HELD_SECONDS earn
             self._wait_for_share(episode, loop_time)
             return
 
-        loop_time.release()
-        self._hold(episode, False)
+        loop_time.release_episode()
+        self._hold_connections(episode, False)
 
     async def until_released(self, episode: object) -> None:
-        """Wait until the episode may take more of the loop's time, or has ended. Its requests go on one after
-        the other: each may make the next one wait again."""
+        """Wait until the episode may take more of the loop's time, or has ended. Requests go on one after the
+        other: each request may make the next request wait again."""
         loop_time = self._loop_times.get(episode)
-        while loop_time is not None and loop_time.held:
+        while loop_time is not None and loop_time.is_held:
             await loop_time.released.wait()
 
     @asynccontextmanager
-    async def timeout(self, episode: object, seconds: float) -> AsyncIterator[None]:
-        """TimeoutError after so many seconds, which begin anew each time that the episode is released."""
+    async def reading_timeout(self, episode: object, seconds: float) -> AsyncIterator[None]:
+        """Raise TimeoutError after so many seconds, which begin anew whenever the episode is released."""
         async with self._loop_times[episode].timeout(seconds):
             yield
 
-    def _hold(self, episode: object, held: bool) -> None:
-        for connection in (*self._strangers.values(), *self._known.values()):
+    def _hold_connections(self, episode: object, is_held: bool) -> None:
+        for connection in (*self._strangers.values(), *self._known_connections.values()):
             if connection.owner is episode:
-                connection.hold(held)
+                connection.hold_reading(is_held)
 
     def _is_held(self, episode: object) -> bool:
         loop_time = self._loop_times.get(episode)
-        return loop_time is not None and loop_time.held
+        return loop_time is not None and loop_time.is_held
 
-    def opened(self, connection: _Bounded) -> None:
-        if len(self._strangers) >= STRANGERS:
-            _close_one(self._strangers)
+    def note_opened(self, connection: _LimitedConnection) -> None:
+        if len(self._strangers) >= MAX_STRANGERS:
+            _close_oldest(self._strangers)
         self._strangers[connection.inner] = connection
-        self.take(connection.owner, CONNECTION_SECONDS)
-        connection.hold(self._is_held(connection.owner))
+        self.charge_episode(connection.owner, CONNECTION_SECONDS)
+        connection.hold_reading(self._is_held(connection.owner))
 
-    def closed(self, connection: _Bounded) -> None:
+    def note_closed(self, connection: _LimitedConnection) -> None:
         self._strangers.pop(connection.inner, None)
-        self._known.pop(connection.inner, None)
+        self._known_connections.pop(connection.inner, None)
 
 
-def _close_one(connections: dict[asyncio.BaseProtocol, _Bounded]) -> None:
+def _close_oldest(by_protocol: dict[asyncio.BaseProtocol, _LimitedConnection]) -> None:
     """Close the oldest connection of the episode with the most."""
-    by_owner = Counter(connection.owner for connection in connections.values())
+    by_owner = Counter(connection.owner for connection in by_protocol.values())
     owner = by_owner.most_common(1)[0][0]
-    oldest = next(inner for inner, connection in connections.items() if connection.owner is owner)
-    connections.pop(oldest).transport.abort()
+    oldest = next(inner for inner, connection in by_protocol.items() if connection.owner is owner)
+    by_protocol.pop(oldest).transport.abort()
 
 
-class _Bounded(asyncio.BufferedProtocol):
-    """Hands everything to `inner`, READ_BYTES at most at once. `episode`: that of its listener; `owner`: the
-    one that it counts for; None: for none, or that one has ended."""
+class _LimitedConnection(asyncio.BufferedProtocol):
+    """Passes all data to `inner`, at most READ_BYTES at once. `episode`: the listener's episode; `owner`: the
+    episode that the connection counts for (None: for no episode, or the episode has ended)."""
 
     transport: asyncio.Transport
-    stranger_timer: asyncio.TimerHandle | None = None  # until a stranger is closed; not while it is held
-    lose: Callable[[], None] | None = None  # takes note that the last answer was not read
-    answer_timer: asyncio.TimerHandle | None = None  # until the last answer counts as read
+    stranger_timer: asyncio.TimerHandle | None = None  # closes a stranger; stopped while the stranger is held
+    note_loss: Callable[[], None] | None = None  # called if the last answer was not read
+    answer_timer: asyncio.TimerHandle | None = None  # runs until the last answer counts as read
 
-    def __init__(self, all_of_them: Connections, inner: web.RequestHandler, episode: object) -> None:
-        self._all = all_of_them
+    def __init__(self, connections: Connections, inner: web.RequestHandler, episode: object) -> None:
+        self._connections = connections
         self.inner = inner
         self.episode = episode
         self.owner = episode
-        self._held = False
-        self._paused = False
-        self._stranger = True
+
+        self._is_held = False
+        self._is_paused = False
+        self._is_stranger = True
         self.eof_received = inner.eof_received  # type: ignore[method-assign]
         self.pause_writing = inner.pause_writing  # type: ignore[method-assign]
         self.resume_writing = inner.resume_writing  # type: ignore[method-assign]
@@ -286,26 +298,26 @@ class _Bounded(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         self._limit_stranger()
-        self._all.opened(self)
-        self.inner.connection_made(cast(asyncio.Transport, _Transport(self)))
+        self._connections.note_opened(self)
+        self.inner.connection_made(cast(asyncio.Transport, _LimitedTransport(self)))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._all.received
+        return self._connections.receive_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._all.take(self.owner, nbytes * BYTE_SECONDS)
-        with self._all.charged(self.owner):
-            self.inner.data_received(bytes(self._all.received[:nbytes]))
+        self._connections.charge_episode(self.owner, nbytes * BYTE_SECONDS)
+        with self._connections.charging_episode(self.owner):
+            self.inner.data_received(bytes(self._connections.receive_buffer[:nbytes]))
 
-    def hold(self, held: bool) -> None:
+    def hold_reading(self, is_held: bool) -> None:
         """Read nothing until this is called with False."""
-        if held is not self._held:
-            self._held = held
+        if is_held is not self._is_held:
+            self._is_held = is_held
             self._read_or_wait()
             self._limit_stranger()
 
     def become_known(self) -> None:
-        self._stranger = False
+        self._is_stranger = False
         self._limit_stranger()
 
     def _limit_stranger(self) -> None:
@@ -313,27 +325,27 @@ class _Bounded(asyncio.BufferedProtocol):
         if self.stranger_timer is not None:
             self.stranger_timer.cancel()
             self.stranger_timer = None
-        if self._stranger and not self._held:
+        if self._is_stranger and not self._is_held:
             loop = asyncio.get_running_loop()
             self.stranger_timer = loop.call_later(HEADER_SECONDS, self.transport.abort)
 
-    def pause(self, paused: bool) -> None:
-        """Stop or resume reading for `inner`, which has unread data."""
-        self._paused = paused
+    def pause_inner_reading(self, is_paused: bool) -> None:
+        """Stop or resume reading, as `inner` demands when data waits there."""
+        self._is_paused = is_paused
         self._read_or_wait()
 
     def _read_or_wait(self) -> None:
-        if self._held or self._paused:
+        if self._is_held or self._is_paused:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
 
     def remember_answer(self, lose: Callable[[], None]) -> None:
-        self.lose = lose
+        self.note_loss = lose
         self.answer_timer = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self._assume_read)
 
     def forget_answer(self) -> None:
-        self.lose = None
+        self.note_loss = None
         if self.answer_timer is not None:
             self.answer_timer.cancel()
             self.answer_timer = None
@@ -342,38 +354,38 @@ class _Bounded(asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return  # with an empty buffer, whatever was in it: `connection_lost` is about to decide
 
-        lose = self.lose
+        lose = self.note_loss
         self.forget_answer()
-        if lose is not None and (self._held or self.transport.get_write_buffer_size() > 0):
+        if lose is not None and (self._is_held or self.transport.get_write_buffer_size() > 0):
             self.remember_answer(lose)  # the client still reads, or its reset is not read
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.become_known()  # nothing is to be closed any more
-        self._all.closed(self)
-        if self.lose is not None and (exc is not None or _was_reset(self.transport)):
-            self.lose()
+        self.become_known()  # stops the timer: the connection is closed
+        self._connections.note_closed(self)
+        if self.note_loss is not None and (exc is not None or _was_reset(self.transport)):
+            self.note_loss()
         self.forget_answer()
         self.inner.connection_lost(exc)
 
 
 def _was_reset(transport: asyncio.Transport) -> bool:
-    """True if the peer closed the connection before it had read all."""
+    """Return True if the peer closed the connection before reading everything."""
     connection = transport.get_extra_info("socket")
     return connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 
 
-class _Transport:
-    """Hand to `inner` as its transport: reading stops when `inner` pauses it, and resumes only if the episode
-    is not held, too."""
+class _LimitedTransport:
+    """The transport of `inner`: reading stops when `inner` pauses reading, and resumes only if the episode is
+    not held either."""
 
-    def __init__(self, bounded: _Bounded) -> None:
+    def __init__(self, bounded: _LimitedConnection) -> None:
         self._bounded = bounded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bounded.transport, name)
 
     def pause_reading(self) -> None:
-        self._bounded.pause(True)
+        self._bounded.pause_inner_reading(True)
 
     def resume_reading(self) -> None:
-        self._bounded.pause(False)
+        self._bounded.pause_inner_reading(False)

@@ -1,8 +1,8 @@
-"""Reads and writes what the APIs of the gateway share: `Exchange`, a request and its answers in the words of
-one of them; errors; the forms of tools and texts.
+"""Holds the parts that the APIs of the gateway share: `Exchange`, a request and its answers in the words of
+an API; errors; the forms of tools and texts.
 
-Sampling parameters of a request are ignored: the run has its own. What asks for a certain form of the answer
-is a hint, for the same reason: a grammar would change the distribution that log-probs are of.
+Sampling parameters of a request are ignored: the run sets sampling. Parameters for the form of the answer are
+hints, for the same reason: a grammar would change the distribution behind the log-probs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 T = TypeVar("T")
 
 MODEL = "policy"
-PICTURE = "[a picture was here: this model reads text only]"
-IGNORED = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-LIMITS = {EpisodeEnd.LENGTH: "context_length_exceeded"}  # codes of limits that have a usual one
-_OURS = re.compile(r"(.*)-t\d+", re.DOTALL)  # ids of tool calls as we give them out
-_ids = itertools.count()
+PICTURE_NOTE = "[a picture was here: this model reads text only]"
+IGNORED_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
+LIMIT_CODES = {EpisodeEnd.LENGTH: "context_length_exceeded"}  # usual error codes of limits
+_OUR_CALL_ID = re.compile(r"(.*)-t\d+", re.DOTALL)  # ids of tool calls that clients get
+_id_numbers = itertools.count()
 
 
 class ApiError(AsyncrlError):
@@ -51,8 +59,8 @@ class ApiError(AsyncrlError):
 
 
 class AgentReply(msgspec.Struct, frozen=True):
-    """A turn of the model for an agent, its message, and the number of tokens in its prompt. `decode`: of the
-    tokenizer. `stopped_at`: the stop text at which it ended."""
+    """A turn of the model for an agent, with the message and the number of prompt tokens. `decode`: the
+    tokenizer's. `stopped_at`: the stop text that ended the turn."""
 
     message: Message
     turn: Turn
@@ -74,39 +82,39 @@ class Listener(Protocol):
     """Hears of a request's answers while they are sampled."""
 
     def begun(self, prompt_tokens: int) -> None:
-        """The request has its place; its answers will be sampled, or are there."""
+        """The request was placed; the answers will be sampled, or exist already."""
 
     def delta(self, index: int, reasoning: str, content: str) -> None:
         """Answer `index` has grown by this text."""
 
 
 Event = tuple[str, dict[str, Any]]
-"""A server-sent event: its type ('' for none), and its data."""
+"""A server-sent event: the type ('' for none), and the data."""
 
 
-def written(events: Iterable[Event]) -> bytes:
-    """The bytes of events, for one write; a comment line if there are none."""
-    lines = [
+def encode_events(events: Iterable[Event]) -> bytes:
+    """Encode events for one write; without events, a comment line."""
+    event_texts = [
         (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
         for kind, data in events
     ]
-    return b"".join(lines) or b":\n\n"
+    return b"".join(event_texts) or b":\n\n"
 
 
 class Exchange(Protocol):
-    """A request of one of the APIs, and how that API answers it: as a whole, or as events. `left_out`: parts
-    that the model does not get, and why."""
+    """A request of an API, and the API's way to answer: in one piece, or as events. `left_out`: parts that
+    the model does not get, and why."""
 
     request: Any
-    ask: AgentRequest
+    agent_request: AgentRequest
     count: int
     left_out: dict[str, str]
 
-    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
+    def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
     def begin(self, prompt_tokens: int) -> Iterator[Event]: ...
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]: ...
     def ping(self) -> Iterator[Event]:
-        """The events that say that the turn goes on; where there are none, a comment line does."""
+        """Return events that show that the turn goes on; without events, a comment line shows it."""
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]: ...
 
@@ -122,28 +130,33 @@ class ApiDialect:
 
 @dataclass
 class StreamedText:
-    """Keeps what was streamed to a client of an answer that grows. `kinds`: the names that its reasoning and
-    its content have there."""
+    """Keeps the text of a growing answer that was streamed to a client. `kinds`: the API's names of reasoning
+    and content."""
 
     kinds: tuple[str, str]
     reasoning: str = ""
     content: str = ""
 
-    def add(self, reasoning: str, content: str) -> list[tuple[str, str]]:
-        """Keep what is streamed now, and return it with its kinds."""
+    def add_streamed(self, reasoning: str, content: str) -> list[tuple[str, str]]:
+        """Keep the text that is streamed now, and return the texts by kind."""
         self.reasoning += reasoning
         self.content += content
         return [(kind, text) for kind, text in zip(self.kinds, (reasoning, content), strict=True) if text]
 
-    def rest(self, message: Message) -> tuple[str, str]:
-        """Return what was not streamed yet of the whole reasoning and content. Content that turns out to be
-        quoted with its calls has the streamed text somewhere in it."""
-        return _after(self.reasoning, message.reasoning), _after(self.content, message.content)
+    def unstreamed_texts(self, message: Message) -> tuple[str, str]:
+        """Return the reasoning and content not streamed yet. Content that turns out to be quoted with calls
+        contains the streamed text somewhere."""
+        reasoning = _unstreamed_part(self.reasoning, message.reasoning)
+        content = _unstreamed_part(self.content, message.content)
+        return reasoning, content
 
 
-def _after(streamed: str, whole: str) -> str:
-    """Return all of it if it lacks what was streamed: a thought that ends without a beginning."""
-    return whole.partition(streamed)[2] if streamed and streamed in whole else whole
+def _unstreamed_part(streamed_text: str, full_text: str) -> str:
+    """Return the text after the streamed text; the full text if it lacks the streamed text (a thought that
+    ends without a beginning)."""
+    if not streamed_text or streamed_text not in full_text:
+        return full_text
+    return full_text.partition(streamed_text)[2]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -155,23 +168,25 @@ class ContentPart(msgspec.Struct, frozen=True):
 Limit = Annotated[int, Meta(ge=1)]
 
 
-SAMPLING = "is ignored: sampling is the run's (rollout.temperature)"
-HINT = "is a hint, but for tool_choice none: the model may answer otherwise"
-LOGGED = 200  # names of parameters, which agents choose
-FORMS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
-ModelName = Annotated[str, Meta(max_length=256)]  # any: it names the agent
+SAMPLING_EFFECT = "is ignored: sampling is the run's (rollout.temperature)"
+HINT_EFFECT = "is a hint, but for tool_choice none: the model may answer otherwise"
+MAX_LOGGED_FIELDS = 200  # names of fields that are logged, since agents choose names
+FORM_FIELDS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
+ModelName = Annotated[str, Meta(max_length=256)]  # any text: the name of the agent
 
 
-def read_body(body: bytes, kind: type[T], refused: Mapping[str, str]) -> T:
-    """The body of a request. ApiError where it is none, or has one of the fields `refused`, with what to do
-    instead."""
+def read_body(body: bytes, request_type: type[T], unsupported: Mapping[str, str]) -> T:
+    """Decode the body of a request. ApiError for an unreadable body, or with advice for the fields
+    `unsupported`."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        request = msgspec.json.decode(body, type=request_type)
     except UNDECODABLE as error:
         raise ApiError(400, f"the request cannot be read: {error}") from error
-    for name, instead in refused.items():
-        if getattr(request, name):
-            raise ApiError(400, f"not supported: {name}: {instead}", "unsupported_parameter")
+
+    for field_name, advice in unsupported.items():
+        if getattr(request, field_name):
+            raise ApiError(400, f"not supported: {field_name}: {advice}", "unsupported_parameter")
+
     return request
 
 
@@ -180,46 +195,57 @@ def agent_request(
     tools: Iterable[dict[str, Any]],
     *,
     model: str | None,
-    choice: Any,
-    most: int | None,
+    tool_choice: Any,
+    max_tokens: int | None,
     stops: Sequence[str] = (),
 ) -> AgentRequest:
-    """Make the request as the episode sees it, of messages with the client's ids. `choice`: of tools; `most`:
-    its limit of tokens. ApiError for what is no tool, and for a conversation that ends with the model's own
-    words."""
-    said = tuple(_own(messages))
-    if said and said[-1].role == "assistant":
+    """Make the request for the episode, of messages with the client's ids. `max_tokens`: the client's limit.
+    ApiError for invalid tools, and for a conversation that ends with the model's own words."""
+    conversation = tuple(_template_messages(messages))
+    if conversation and conversation[-1].role == "assistant":
         raise ApiError(
             400, "the last message is the model's: a text that it began is not continued; let a user's follow"
         )
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    schemas = () if kind == "none" else tuple(map(_tool, tools))
-    return AgentRequest(said, schemas, most, tuple(stops), model or MODEL)
+
+    choice_kind = tool_choice.get("type") if isinstance(tool_choice, dict) else tool_choice
+    schemas = () if choice_kind == "none" else tuple(map(_tool_schema, tools))
+    return AgentRequest(conversation, schemas, max_tokens, tuple(stops), model or MODEL)
 
 
-def _own(messages: Iterable[Message]) -> Iterator[Message]:
-    """The messages with roles and ids as templates know them. Replies to calls get the name of the tool,
+def _template_messages(messages: Iterable[Message]) -> Iterator[Message]:
+    """Yield messages with the roles and ids that templates know. Replies to calls get the name of the tool,
     which some templates write, from the call."""
-    names: dict[str, str] = {}
-    for one in messages:
-        names |= {call.id: call.name for call in one.tool_calls if call.id}
-        calls = tuple(replace(call, id=own_id(call.id)) for call in one.tool_calls)
-        role = "system" if one.role == "developer" else one.role
-        name = names.get(one.tool_call_id, one.name)
-        yield replace(one, role=role, tool_calls=calls, tool_call_id=own_id(one.tool_call_id), name=name)
+    tool_names: dict[str, str] = {}
+    for message in messages:
+        tool_names |= {call.id: call.name for call in message.tool_calls if call.id}
+        calls = tuple(replace(call, id=own_id(call.id)) for call in message.tool_calls)
+        role = "system" if message.role == "developer" else message.role
+        tool_name = tool_names.get(message.tool_call_id, message.name)
+        yield replace(
+            message, role=role, tool_calls=calls, tool_call_id=own_id(message.tool_call_id), name=tool_name
+        )
 
 
 def without_effect(body: bytes, request: Any) -> dict[str, str]:
-    """The fields of a body, of the first LOGGED, that do not do what they say, and what happens to them."""
-    told = dict.fromkeys(request.__struct_fields__, "") | dict.fromkeys(FORMS, HINT)
-    told |= dict.fromkeys(IGNORED, SAMPLING)
-    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    found = ((name, told.get(name, "has no effect")) for name in itertools.islice(given, LOGGED))
-    return {name: what for name, what in found if what and bytes(given[name]) not in (b"null", b'"auto"')}
+    """Return fields of a body, among the first MAX_LOGGED_FIELDS, that lack their usual effect, with the
+    effect."""
+    effects = dict.fromkeys(request.__struct_fields__, "") | dict.fromkeys(FORM_FIELDS, HINT_EFFECT)
+    effects |= dict.fromkeys(IGNORED_FIELDS, SAMPLING_EFFECT)
+    sent_fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    field_effects = (
+        (field_name, effects.get(field_name, "has no effect"))
+        for field_name in itertools.islice(sent_fields, MAX_LOGGED_FIELDS)
+    )
+
+    return {
+        field_name: effect
+        for field_name, effect in field_effects
+        if effect and bytes(sent_fields[field_name]) not in (b"null", b'"auto"')
+    }
 
 
-def _tool(schema: dict[str, Any]) -> str:
-    """Return a tool's schema as JSON text. ApiError if it is none."""
+def _tool_schema(schema: dict[str, Any]) -> str:
+    """Return a tool's schema as JSON text. ApiError if the schema describes no function."""
     function = schema.get("function")
     if schema.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
         raise ApiError(400, 'a tool is {"type": "function", "function": {"name": ...}}')
@@ -227,41 +253,45 @@ def _tool(schema: dict[str, Any]) -> str:
 
 
 def text_of(content: str | list[ContentPart] | None) -> str:
-    """The text of a message, with a note where there is a picture. ApiError for other content."""
+    """Return the text of a message, with a note for each picture. ApiError for other content."""
     if content is None or isinstance(content, str):
         return content or ""
-    known = ("text", "refusal", "image", "image_url")
-    if other := [part.type for part in content if not part.type.endswith(known)]:
-        raise ApiError(400, f"content of type {other[0]!r} is not supported; send text")
-    pictures = ("image", "image_url")
-    return "".join(PICTURE if part.type.endswith(pictures) else part.text or part.refusal for part in content)
+
+    supported_types = ("text", "refusal", "image", "image_url")
+    if unsupported_types := [part.type for part in content if not part.type.endswith(supported_types)]:
+        raise ApiError(400, f"content of type {unsupported_types[0]!r} is not supported; send text")
+
+    picture_types = ("image", "image_url")
+    return "".join(
+        PICTURE_NOTE if part.type.endswith(picture_types) else part.text or part.refusal for part in content
+    )
 
 
 def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:
-    """A call that a client sends back. ApiError if its arguments are no JSON object."""
+    """Read a call that a client sends back. ApiError if the arguments are no JSON object."""
     try:
-        found = json.loads(arguments or "{}")
+        parsed_arguments = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        parsed_arguments = None
+    if not isinstance(parsed_arguments, dict):
         raise ApiError(400, f"the arguments of a call of {name!r} are no JSON object")
     return ToolCall(name, arguments or "{}", wire_id)
 
 
 def own_id(wire_id: str) -> str:
-    """The id as the model's format has it."""
-    match = _OURS.fullmatch(wire_id)
+    """Return the id in the model's format."""
+    match = _OUR_CALL_ID.fullmatch(wire_id)
     return match[1] if match else wire_id
 
 
 def model(name: str = MODEL) -> dict[str, Any]:
-    """The policy, whatever name a client has for it."""
+    """Describe the policy under any name that a client uses."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "asyncrl"}
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other answer of this process has."""
-    return f"{prefix}-{next(_ids)}"
+    """Make an id that no other answer of this process has."""
+    return f"{prefix}-{next(_id_numbers)}"
 
 
 def stops_of(stop: str | Sequence[str] | None) -> Sequence[str]:
@@ -269,5 +299,5 @@ def stops_of(stop: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def calls_of(reply: AgentReply) -> list[ToolCall]:
-    """The calls with the ids that clients get: parsers number the calls of each turn anew."""
+    """Return the calls with the ids that clients get: parsers number the calls of each turn anew."""
     return [replace(call, id=f"{call.id}-t{reply.turn.index}") for call in reply.message.tool_calls]

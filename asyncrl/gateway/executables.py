@@ -1,5 +1,5 @@
-"""Checks, before the start, that a program can be executed in the place of an episode. Nothing of it is run:
-what the kernel would look for is looked for there.
+"""Checks, before the start, that a program can be executed in the workspace of an episode. Nothing is run:
+the checks look for the files that the kernel would look for.
 
     cli.js ──#!──► /usr/bin/env node ──PATH──► /usr/local/bin/node ──ELF──► /lib64/ld-linux-x86-64.so.2
 """
@@ -14,31 +14,33 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import Protocol
 
-HEAD_BYTES = 4096  # of a program: its first line, or the headers of an executable file
-MAX_STEPS = 5  # from a script to its interpreter, as the kernel
+HEAD_BYTES = 4096  # read of a program: the first line, or the headers of an executable file
+MAX_STEPS = 5  # from a script to its interpreter, as many as the kernel takes
 MACHINES = {
     "x86_64": (62, 3),
     "aarch64": (183, 40),
-}  # by `uname -m`: ELF machines that run there, the own first
-BINARY_FORMATS = "/proc/sys/fs/binfmt_misc"  # what else the kernel runs, by emulators and the like
+}  # by `uname -m`: ELF machine numbers that run there
+BINARY_FORMATS = (
+    "/proc/sys/fs/binfmt_misc"  # lists further formats that the kernel runs, by emulators for example
+)
 PROGRAM_INTERPRETER = 3  # the type of a program header that names a loader
 
 
 class ProgramFiles(Protocol):
-    """The files that a program of an episode sees."""
+    """Access to the files that a program of an episode sees."""
 
     async def look_up(self, name: str, search_path: str) -> str:
-        """Find the path of an executable file by its name; '' if there is none."""
+        """Find the path of an executable file by name; '' if there is none."""
 
     async def problem(self, path: str) -> str:
-        """Say why a path cannot be executed: 'is missing', 'is a directory', …; '' if it can."""
+        """Return why a path cannot be executed: 'is missing', 'is a directory', …; '' if nothing is wrong."""
 
     async def head(self, path: str) -> bytes:
-        """Read the first HEAD_BYTES; b'' where they cannot be read."""
+        """Read the first HEAD_BYTES; b'' if the file cannot be read."""
 
 
 async def why_not_executable(program: str, files: ProgramFiles, search_path: str) -> str:
-    """Say why this program, a path or a name, cannot be executed; '' if nothing speaks against it."""
+    """Return why this program, a path or a name, cannot be executed; '' if nothing is wrong."""
     path = program if "/" in program else await files.look_up(program, search_path)
     subject = f"{program!r}"
     for _ in range(MAX_STEPS):
@@ -50,8 +52,9 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         head = await files.head(path)
         if head.startswith(b"\x7fELF"):
             return await _elf_problem(subject, path, head, files)
+
         if not head.startswith(b"#!"):
-            if not head or _runs_other_formats():  # it can be executed without being readable
+            if not head or _runs_other_formats():  # an unreadable file can be executable
                 return ""
             return f"{subject} is neither a binary nor a script; begin it with a line such as #!/bin/sh"
 
@@ -59,6 +62,7 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         line = os.fsdecode(first_line.partition(b"\0")[0])
         if newline and line.endswith("\r"):
             return f"the first line of {path}, {'#!' + line!r}, ends with a carriage return; write it without"
+
         interpreter, *arguments = re.split(r"[ \t]+", line.strip(" \t"), maxsplit=1)
         if not interpreter:
             return f"the first line of {path} names no interpreter"
@@ -66,18 +70,20 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         named_by = f", which the first line of {path} names,"
         subject = f"the interpreter {interpreter!r}{named_by}"
         path = interpreter
-        started = _started_by_env(*arguments) if PurePath(interpreter).name == "env" else ""
-        if started:
+
+        env_program = _started_by_env(*arguments) if PurePath(interpreter).name == "env" else ""
+        if env_program:
             if trouble := await files.problem(interpreter):
                 return f"{subject} {trouble}"
-            subject = f"{started!r}{named_by}"
-            path = started if "/" in started else await files.look_up(started, search_path)
+            subject = f"{env_program!r}{named_by}"
+            path = env_program if "/" in env_program else await files.look_up(env_program, search_path)
+
     return f"more than {MAX_STEPS} scripts name each other as interpreters, the last one {path!r}"
 
 
 def _started_by_env(argument: str = "") -> str:
-    """Return what `env` is to run: it gets all behind its name as one word, unless that begins with -S.
-    Return '' for what only `env` itself can tell: with other options, PATH=, $, escapes and comments."""
+    """Return the program that `env` runs: everything after `env` is one word, unless it begins with -S.
+    Return '' if only `env` itself can tell: with other options, PATH=, $, escapes and comments."""
     words = [argument]
     if argument.startswith(("-S", "--split-string")):
         text = argument.removeprefix("--split-string").removeprefix("-S").lstrip("=")
@@ -85,11 +91,13 @@ def _started_by_env(argument: str = "") -> str:
             words = [] if re.search(r"[$\\#]", text) else shlex.split(text)
         except ValueError:
             return ""
+
     for word in words:
         if word.startswith(("-", "PATH=")):
             return ""
         if "=" not in word:
             return word
+
     return ""
 
 
@@ -101,37 +109,46 @@ def _runs_other_formats() -> bool:
 
 
 async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles) -> str:
-    """Say why an executable file cannot be started: it is of another machine, or its loader is missing."""
+    """Return why an executable file cannot be started: built for another machine, or without its loader."""
     this_machine = os.uname().machine
     is_64_bit = head[4:5] == b"\x02"
-    order = ">" if head[5:6] == b"\x02" else "<"
+    byte_order = ">" if head[5:6] == b"\x02" else "<"
     try:
-        (machine,) = struct.unpack_from(f"{order}H", head, 18)
+        (machine,) = struct.unpack_from(f"{byte_order}H", head, 18)
         if machine not in MACHINES.get(this_machine, (machine,)):
             if _runs_other_formats():
                 return ""
-            other = f"another architecture (ELF machine {machine})"
-            return f"{subject} is built for {other}; this machine is {this_machine}"
-        loader = _loader(head, is_64_bit, order)
-    except struct.error:  # headers that lie further behind
+            built_for = f"another architecture (ELF machine {machine})"
+            return f"{subject} is built for {built_for}; this machine is {this_machine}"
+
+        loader = _loader(head, is_64_bit, byte_order)
+    except struct.error:  # the headers lie beyond the head
         return ""
+
     if loader and (trouble := await files.problem(loader)):
         return f"the loader {loader!r}, which {path} needs, {trouble}"
+
     return ""
 
 
-def _loader(head: bytes, is_64_bit: bool, order: str) -> str:
-    """Return the path of the loader; '' if there is none, or its path lies further behind."""
+def _loader(head: bytes, is_64_bit: bool, byte_order: str) -> str:
+    """Return the path of the loader; '' if there is none, or the path lies beyond the head."""
     size_format = "Q" if is_64_bit else "I"
     headers_at, sizes_at, offset_at, length_at = (32, 54, 8, 32) if is_64_bit else (28, 42, 4, 16)
-    (headers_start,) = struct.unpack_from(f"{order}{size_format}", head, headers_at)
-    header_size, header_count = struct.unpack_from(f"{order}HH", head, sizes_at)
-    for number in range(header_count):
-        start = headers_start + number * header_size
-        (kind,) = struct.unpack_from(f"{order}I", head, start)
-        if kind == PROGRAM_INTERPRETER:
-            (offset,) = struct.unpack_from(f"{order}{size_format}", head, start + offset_at)
-            (length,) = struct.unpack_from(f"{order}{size_format}", head, start + length_at)
-            is_read = offset + length <= len(head)
-            return os.fsdecode(head[offset : offset + length].partition(b"\0")[0]) if is_read else ""
+    (headers_start,) = struct.unpack_from(f"{byte_order}{size_format}", head, headers_at)
+    header_size, header_count = struct.unpack_from(f"{byte_order}HH", head, sizes_at)
+    for header_number in range(header_count):
+        header_start = headers_start + header_number * header_size
+        (header_type,) = struct.unpack_from(f"{byte_order}I", head, header_start)
+        if header_type == PROGRAM_INTERPRETER:
+            (path_offset,) = struct.unpack_from(f"{byte_order}{size_format}", head, header_start + offset_at)
+            (path_length,) = struct.unpack_from(f"{byte_order}{size_format}", head, header_start + length_at)
+            path_is_read = path_offset + path_length <= len(head)
+
+            return (
+                os.fsdecode(head[path_offset : path_offset + path_length].partition(b"\0")[0])
+                if path_is_read
+                else ""
+            )
+
     return ""

@@ -1,5 +1,5 @@
-"""Coding agents as people run them, without a screen and with all tools permitted: data for
-`programs.Command`. Beside them, functions for `rollout.untrained_agents`."""
+"""Describes coding agents as people run them, without a screen and with all tools permitted, for
+`programs.Command`, and defines functions for `rollout.untrained_agents`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ CLAUDE_CODE = Harness(
         "ANTHROPIC_BASE_URL": "{anthropic_url}",
         "ANTHROPIC_API_KEY": "{key}",
         "ANTHROPIC_MODEL": "{model}",
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",  # a sub-agent may ask for one of these
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",  # a sub-agent may ask for another model
         "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
         "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
-        "API_TIMEOUT_MS": "86400000",  # or it asks again after five minutes; an engine may sleep for longer
-        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "86400000",  # the same: it counts no more than 30 pings
-        "CLAUDE_CODE_PRINT_BG_WAIT_CEILING_MS": "86400000",  # or it ends before sub-agents that take as long
+        "API_TIMEOUT_MS": "86400000",  # or Claude Code repeats after five minutes; an engine may sleep longer
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "86400000",  # likewise: Claude Code counts at most 30 pings
+        "CLAUDE_CODE_PRINT_BG_WAIT_CEILING_MS": "86400000",  # or the agent ends before slow sub-agents
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
-        "ENABLE_TOOL_SEARCH": "false",  # or a tool that is found changes the prompt, which begins a row
-        "IS_SANDBOX": "1",  # or it refuses to work for root
+        "ENABLE_TOOL_SEARCH": "false",  # or a found tool changes the prompt, and a row begins
+        "IS_SANDBOX": "1",  # or Claude Code refuses to work for root
     },
     resident_mb=300,
     tested="2.1.332",
@@ -50,7 +50,7 @@ wire_api = "responses"
     tested="0.171.0",
 )
 
-OPENCODE = Harness(  # it asks the model `small` for titles
+OPENCODE = Harness(  # opencode asks the model `small` for titles
     name="opencode",
     line="opencode run",
     environment={
@@ -88,7 +88,7 @@ QWEN_CODE = Harness(
         "OPENAI_BASE_URL": "{base_url}",
         "OPENAI_API_KEY": "{key}",
         "OPENAI_MODEL": "{model}",
-        "QWEN_STREAM_IDLE_TIMEOUT_MS": "0",  # or it repeats a turn that takes 4 minutes: it hears no comments
+        "QWEN_STREAM_IDLE_TIMEOUT_MS": "0",  # or qwen repeats turns of 4 minutes: comments do not count
         "QWEN_STREAM_MAX_LIFETIME_MS": "0",
     },
     files={
@@ -109,10 +109,10 @@ MINI_SWE_AGENT = Harness(
     environment={
         "OPENAI_BASE_URL": "{base_url}",
         "OPENAI_API_KEY": "{key}",
-        "MSWEA_CONFIGURED": "true",  # or it asks for settings
+        "MSWEA_CONFIGURED": "true",  # or mini asks for settings
         "MSWEA_COST_TRACKING": "ignore_errors",  # the model has no price
-        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # or it repeats what a limit refused, for minutes
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it is fetched
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # or mini repeats refused requests for minutes
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or the map is fetched
     },
     stdin="nothing",
     resident_mb=200,
@@ -124,9 +124,9 @@ HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE, MINI_SWE_AGENT)
 
 
 def is_tool_of_claude_code(request: AgentRequest) -> bool:
-    """Recognise a request without tools, which one of Claude Code's tools sends: a search of the web (nobody
-    searches, so the model would learn to invent results) or a summary of a page. Sub-agents and compactions
-    have tools."""
+    """Recognise a request without tools, sent by a tool of Claude Code: a search of the web (nobody searches,
+    so the model would learn to invent results) or a summary of a page. Sub-agents and compactions have
+    tools."""
     return not request.tools
 
 

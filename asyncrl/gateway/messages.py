@@ -1,9 +1,9 @@
-"""Anthropic's Messages API, as far as agents use it that keep their history themselves (Claude Code does):
-the same turns as by chat completions, read from blocks and written as blocks.
+"""Serves Anthropic's Messages API for agents that keep the history themselves, as Claude Code does: the same
+turns as by chat completions, read from blocks and written as blocks.
 
     thinking, text, tool_use ... (one turn of the model) , tool_result ... , text (its replies)
 
-A tool without a schema is one that Anthropic would run: it is left out. Fields that ask for what there is not
+A tool without a schema would be run by Anthropic, and is left out. Fields about features that asyncrl lacks
 (caches, betas, budgets of thoughts) have no effect.
 """
 
@@ -21,7 +21,7 @@ from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.completions import MAX_STOPS, Stop
 from asyncrl.gateway.exchange import (
     MODEL,
-    PICTURE,
+    PICTURE_NOTE,
     AgentReply,
     ApiDialect,
     ApiError,
@@ -37,10 +37,12 @@ from asyncrl.gateway.exchange import (
 )
 from asyncrl.types import EpisodeEnd, Message, StopReason
 
-BILLING = "x-anthropic-billing-header:"  # a function of the prompt: with it, no two tasks share a prefix
-BILLED = "is left out: prompts of other tasks differ in it"
-SIGNATURE = "asyncrl"  # of thoughts: clients send it back, nobody checks it
-ERRORS = {
+BILLING_HEADER = (
+    "x-anthropic-billing-header:"  # depends on the prompt: with this header, no two tasks share a prefix
+)
+BILLING_EFFECT = "is left out: prompts of other tasks differ in it"
+THOUGHT_SIGNATURE = "asyncrl"  # signs thoughts: clients send the signature back, nobody checks it
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
@@ -49,12 +51,12 @@ ERRORS = {
     410: "invalid_request_error",
     413: "request_too_large",
 }
-PICTURES = ("image", "document")  # types of blocks that a model of text cannot read
+UNREADABLE_TYPES = ("image", "document")  # types of blocks that a model of text cannot read
 
 
 class ContentBlock(msgspec.Struct, frozen=True):
-    """One block of a message, of any type. `source`: of a document, or of a `search_result`, as `title` is;
-    `tool_name`: of a `tool_reference`."""
+    """One block of a message, of any type. `source` belongs to a document or a `search_result`, `title` to a
+    `search_result`, `tool_name` to a `tool_reference`."""
 
     type: str
     text: str | None = None
@@ -70,10 +72,11 @@ class ContentBlock(msgspec.Struct, frozen=True):
     tool_name: str = ""
 
 
-Content = str | list[ContentBlock] | dict[str, Any] | None  # an object: a result of a tool that is not ours
+# A dict is a result of a tool that Anthropic runs.
+Content = str | list[ContentBlock] | dict[str, Any] | None
 
 
-class Said(msgspec.Struct, frozen=True):
+class SentMessage(msgspec.Struct, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock] | None = None
 
@@ -86,9 +89,9 @@ class OfferedTool(msgspec.Struct, frozen=True):
 
 
 class MessagesRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect."""
+    """The body of a request. Other fields have no effect."""
 
-    messages: Annotated[list[Said], Meta(min_length=1)]
+    messages: Annotated[list[SentMessage], Meta(min_length=1)]
     system: str | list[ContentBlock] | None = None
     model: ModelName | None = None
     tools: list[OfferedTool] | None = None
@@ -100,8 +103,8 @@ class MessagesRequest(msgspec.Struct, frozen=True):
 
 
 def read(body: bytes) -> MessagesExchange:
-    """Read a request. ApiError for an invalid one, and for one of a conversation that we should have kept:
-    Anthropic's clients know that code, and send all messages again."""
+    """Read a request. ApiError for an invalid request, and for a request that continues a stored
+    conversation: Anthropic's clients know that code, and send all messages again."""
     request = read_body(body, MessagesRequest, {})
     if request.thread is not None:
         text = "'thread': no conversation is kept here; send all messages (tool runners: thread=False)"
@@ -110,12 +113,12 @@ def read(body: bytes) -> MessagesExchange:
 
 
 def write_error(error: ApiError) -> dict[str, Any]:
-    """Write an error in Anthropic's form. A full row is refused in Anthropic's words, on which Claude Code
-    makes its history shorter and goes on."""
-    kind = ERRORS.get(error.status, "api_error")
+    """Write an error in Anthropic's form. A full row is refused in Anthropic's words: on these words Claude
+    Code shortens the history and goes on."""
+    kind = ERROR_TYPES.get(error.status, "api_error")
     message = str(error)
     if error.refusal is not None and error.refusal.end is EpisodeEnd.LENGTH:
-        message = f"prompt is too long: {error.refusal.tokens} tokens > {error.refusal.most} maximum"
+        message = f"prompt is too long: {error.refusal.tokens} tokens > {error.refusal.max_tokens} maximum"
     details = {"details": {"error_code": error.code}} if error.code else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
@@ -132,154 +135,181 @@ def _blocks(content: Content) -> list[ContentBlock]:
     return content if isinstance(content, list) else []
 
 
-def _text(blocks: Sequence[ContentBlock]) -> str:
-    """The text of blocks, a line or more each; a note where there is a picture. ApiError for other blocks."""
+def _blocks_text(blocks: Sequence[ContentBlock]) -> str:
+    """Return the text of blocks, each on new lines; a note replaces a picture. ApiError for other blocks."""
     texts = []
     for block in blocks:
-        if block.type in PICTURES:
-            texts.append(_document(block.source))
+        if block.type in UNREADABLE_TYPES:
+            texts.append(_document_text(block.source))
         elif block.type == "text":
             texts.append(block.text or "")
         elif block.type == "tool_reference":
             texts.append(block.tool_name)
         elif block.type == "search_result":
-            found = block.title or "", str(block.source or ""), _text(_blocks(block.content))
-            texts.append("\n".join(found))
+            result_texts = block.title or "", str(block.source or ""), _blocks_text(_blocks(block.content))
+            texts.append("\n".join(result_texts))
         else:
             raise ApiError(400, f"a block of type {block.type!r} is not supported here; send text")
+
     return "\n".join(texts)
 
 
-def _document(source: Any) -> str:
-    """The text of a document that is a text; else the note."""
+def _document_text(source: Any) -> str:
+    """Return the text of a text document; for any other document the note about pictures."""
     match source:
         case {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)}:
             return text
         case {"type": "content", "content": list(blocks)}:
             texts = [block.get("text") if isinstance(block, dict) else None for block in blocks]
-            return "\n".join(text if isinstance(text, str) else PICTURE for text in texts)
-    return PICTURE
+            return "\n".join(text if isinstance(text, str) else PICTURE_NOTE for text in texts)
+    return PICTURE_NOTE
 
 
-def _turns(said: Sequence[Said]) -> Iterator[Message]:
-    for one in said:
-        blocks = _blocks(one.content)
-        if one.role == "assistant":
+def _conversation_messages(sent_messages: Sequence[SentMessage]) -> Iterator[Message]:
+    for message in sent_messages:
+        blocks = _blocks(message.content)
+        if message.role == "assistant":
             calls = [block for block in blocks if block.type == "tool_use"]
             yield Message(
                 "assistant",
                 "".join(block.text or "" for block in blocks if block.type == "text"),
-                tuple(tool_call(one.name, json.dumps(one.input or {}), one.id) for one in calls),
+                tuple(tool_call(call.name, json.dumps(call.input or {}), call.id) for call in calls),
                 reasoning="".join(block.thinking or "" for block in blocks if block.type == "thinking"),
             )
             continue
+
         for block in blocks:
             if block.type == "tool_result":
-                text = _text(_blocks(block.content))
+                text = _blocks_text(_blocks(block.content))
                 text = f"Error: {text}" if block.is_error and not text.startswith("Error") else text
                 yield Message("tool", text, tool_call_id=block.tool_use_id)
-        if rest := [block for block in blocks if block.type != "tool_result"]:
-            yield Message(one.role, _text(rest))
+
+        if spoken_blocks := [block for block in blocks if block.type != "tool_result"]:
+            yield Message(message.role, _blocks_text(spoken_blocks))
 
 
 @dataclass
 class MessagesExchange:
-    """See `Exchange`. There is one answer. ApiError for a block or a tool that no template can write."""
+    """An `Exchange` of the Messages API with one answer. ApiError for a block or a tool that no template can
+    write."""
 
     request: MessagesRequest
-    ask: AgentRequest = field(init=False)
+    agent_request: AgentRequest = field(init=False)
     count: int = 1
 
     def __post_init__(self) -> None:
-        sent = self.request
-        given = _text(_blocks(sent.system)).split("\n")
-        lines = [line for line in given if not line.startswith(BILLING)]
-        text = "\n".join(lines)
-        billed = len(lines) < len(given)
-        system = [Message("system", text)] if text else []
-        own = [tool for tool in sent.tools or () if tool.input_schema is not None]
-        others = [tool.type or tool.name for tool in sent.tools or () if tool.input_schema is None]
-        self.left_out = {f"a tool {name!r}": "has no schema and is left out" for name in others}
-        if billed:
-            self.left_out["a billing header"] = BILLED
-        self.ask = agent_request(
-            [*system, *_turns(sent.messages)],
-            [_tool(tool) for tool in own],
-            model=sent.model,
-            choice=sent.tool_choice,
-            most=sent.max_tokens,
-            stops=sent.stop_sequences or (),
-        )
-        self._id = new_id("msg")
-        self._streamed = StreamedText(("thinking", "text"))
-        self._open = ""  # the kind of the newest block: thinking, text
-        self._at = -1  # the number of the newest block
+        messages_request = self.request
+        system_lines = _blocks_text(_blocks(messages_request.system)).split("\n")
+        unbilled_lines = [line for line in system_lines if not line.startswith(BILLING_HEADER)]
+        system_text = "\n".join(unbilled_lines)
+        has_billing = len(unbilled_lines) < len(system_lines)
+        system_messages = [Message("system", system_text)] if system_text else []
 
-    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
+        callable_tools = [tool for tool in messages_request.tools or () if tool.input_schema is not None]
+        hosted_tools = [
+            tool.type or tool.name for tool in messages_request.tools or () if tool.input_schema is None
+        ]
+        self.left_out = {f"a tool {name!r}": "has no schema and is left out" for name in hosted_tools}
+        if has_billing:
+            self.left_out["a billing header"] = BILLING_EFFECT
+
+        self.agent_request = agent_request(
+            [*system_messages, *_conversation_messages(messages_request.messages)],
+            [_function_tool(tool) for tool in callable_tools],
+            model=messages_request.model,
+            tool_choice=messages_request.tool_choice,
+            max_tokens=messages_request.max_tokens,
+            stops=messages_request.stop_sequences or (),
+        )
+
+        self._message_id = new_id("msg")
+        self._streamed_text = StreamedText(("thinking", "text"))
+        self._open_kind = ""  # the kind of the newest block: thinking, text
+        self._block_index = -1  # the number of the newest block
+
+    def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         [reply] = replies
         message = reply.message
         content = list[dict[str, Any]]()
+
         if message.reasoning:
-            content.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
+            content.append(
+                {"type": "thinking", "thinking": message.reasoning, "signature": THOUGHT_SIGNATURE}
+            )
+
         if message.content or not message.tool_calls:
             content.append({"type": "text", "text": message.content})
+
         content += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
             for call in calls_of(reply)
         ]
-        return {**self._message(reply.prompt_tokens), "content": content, **_end(reply), **_usage(reply)}
+
+        return {
+            **self._message_head(reply.prompt_tokens),
+            "content": content,
+            **_stop_fields(reply),
+            **_usage_fields(reply),
+        }
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
-        yield _event("message_start", message=self._message(prompt_tokens))
+        yield _event("message_start", message=self._message_head(prompt_tokens))
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
-        for kind, text in self._streamed.add(reasoning, content):
-            yield from self._begun(kind)
-            yield self._delta(f"{kind}_delta", **{kind: text})
+        for kind, text in self._streamed_text.add_streamed(reasoning, content):
+            yield from self._begin_block(kind)
+            yield self._delta_event(f"{kind}_delta", **{kind: text})
 
     def ping(self) -> Iterator[Event]:
         yield _event("ping")
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
-        """Stream what was not streamed yet, one block per call, the end."""
+        """Stream the text not streamed yet, one block per call, the end."""
         [reply] = replies
-        yield from self.delta(0, *self._streamed.rest(reply.message))
-        if self._at < 0 and not reply.message.tool_calls:
-            yield from self._begun("text")
-        yield from self._closed()
+        yield from self.delta(0, *self._streamed_text.unstreamed_texts(reply.message))
+        if self._block_index < 0 and not reply.message.tool_calls:
+            yield from self._begin_block("text")
+
+        yield from self._end_block()
         for call in calls_of(reply):
-            self._at += 1
+            self._block_index += 1
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            yield _event("content_block_start", index=self._at, content_block=block)
-            yield self._delta("input_json_delta", partial_json=call.arguments)
-            yield _event("content_block_stop", index=self._at)
-        yield _event("message_delta", delta=_end(reply), **_usage(reply))
+            yield _event("content_block_start", index=self._block_index, content_block=block)
+            yield self._delta_event("input_json_delta", partial_json=call.arguments)
+            yield _event("content_block_stop", index=self._block_index)
+
+        yield _event("message_delta", delta=_stop_fields(reply), **_usage_fields(reply))
         yield _event("message_stop")
 
-    def _begun(self, kind: str) -> Iterator[Event]:
-        """The block's beginning, if it is new; the end of the one before it."""
-        if kind == self._open:
+    def _begin_block(self, kind: str) -> Iterator[Event]:
+        """End the previous block and begin a block of this kind, unless such a block is open."""
+        if kind == self._open_kind:
             return
-        yield from self._closed()
-        self._open = kind
-        self._at += 1
-        more = {"signature": ""} if kind == "thinking" else {}
-        yield _event("content_block_start", index=self._at, content_block={"type": kind, kind: "", **more})
 
-    def _closed(self) -> Iterator[Event]:
-        """The end of the newest block."""
-        if not self._open:
+        yield from self._end_block()
+        self._open_kind = kind
+        self._block_index += 1
+        extra_fields = {"signature": ""} if kind == "thinking" else {}
+        yield _event(
+            "content_block_start",
+            index=self._block_index,
+            content_block={"type": kind, kind: "", **extra_fields},
+        )
+
+    def _end_block(self) -> Iterator[Event]:
+        """End the newest block."""
+        if not self._open_kind:
             return
-        if self._open == "thinking":
-            yield self._delta("signature_delta", signature=SIGNATURE)
-        yield _event("content_block_stop", index=self._at)
+        if self._open_kind == "thinking":
+            yield self._delta_event("signature_delta", signature=THOUGHT_SIGNATURE)
+        yield _event("content_block_stop", index=self._block_index)
 
-    def _delta(self, kind: str, **what: str) -> Event:
-        return _event("content_block_delta", index=self._at, delta={"type": kind, **what})
+    def _delta_event(self, kind: str, **text_fields: str) -> Event:
+        return _event("content_block_delta", index=self._block_index, delta={"type": kind, **text_fields})
 
-    def _message(self, prompt_tokens: int) -> dict[str, Any]:
+    def _message_head(self, prompt_tokens: int) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self._message_id,
             "type": "message",
             "role": "assistant",
             "model": self.request.model or MODEL,
@@ -294,13 +324,16 @@ def _event(kind: str, **data: Any) -> Event:
     return kind, {"type": kind, **data}
 
 
-def _tool(tool: OfferedTool) -> dict[str, Any]:
+def _function_tool(tool: OfferedTool) -> dict[str, Any]:
     """Write a tool as chat completions do."""
-    said = {"description": tool.description} if tool.description else {}
-    return {"type": "function", "function": {"name": tool.name, **said, "parameters": tool.input_schema}}
+    description = {"description": tool.description} if tool.description else {}
+    return {
+        "type": "function",
+        "function": {"name": tool.name, **description, "parameters": tool.input_schema},
+    }
 
 
-def _end(reply: AgentReply) -> dict[str, Any]:
+def _stop_fields(reply: AgentReply) -> dict[str, Any]:
     match reply.turn.stop:
         case StopReason.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -309,5 +342,5 @@ def _end(reply: AgentReply) -> dict[str, Any]:
     return {"stop_reason": "tool_use" if reply.message.tool_calls else "end_turn", "stop_sequence": None}
 
 
-def _usage(reply: AgentReply) -> dict[str, Any]:
+def _usage_fields(reply: AgentReply) -> dict[str, Any]:
     return {"usage": {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.turn.ids)}}

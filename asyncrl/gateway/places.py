@@ -1,11 +1,11 @@
-"""A place for each episode of a program: a directory to work in, a HOME and a TMPDIR that no other one has.
+"""Makes a workspace for each episode of a program: a directory to work in, a separate HOME and TMPDIR.
 
-    /sandbox/{work,home,tmp}                                   in a sandbox, with which it ends
-    the task's directory, /sandbox/{home,tmp}                  in that of a sample's task, in its image
-    /var/tmp/asyncrl-UID/place-TOKEN/{work,…}                  without one
+    /sandbox/{work,home,tmp}                                   in a sandbox, and removed with the sandbox
+    the task's directory, /sandbox/{home,tmp}                  in the sandbox of a sample's task, in its image
+    /var/tmp/asyncrl-UID/place-TOKEN/{work,…}                  without a sandbox
 
-The latter is removed when the episode is over. A killed worker leaves it, and the next worker removes it. Not
-in /tmp: Codex does not install its helpers there.
+A workspace without a sandbox is removed when the episode is over; the next worker removes workspaces of a
+killed worker. The directory is not in /tmp, where Codex does not install its helpers.
 """
 
 from __future__ import annotations
@@ -39,40 +39,41 @@ from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 from asyncrl.values import MAX_RESULT
 
-PARENT = f"/var/tmp/asyncrl-{os.getuid()}"
-PREFIX = "place-"  # of the names of directories
-ISOLATED = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
-MAKE_SECONDS = 60.0  # for three directories, on a busy machine
-CHECK_SECONDS = 60.0  # for a look at a file, on a busy machine
-LOOK_UP = """IFS=:; set -f; for directory in $1; do
+WORKSPACES_DIRECTORY = f"/var/tmp/asyncrl-{os.getuid()}"
+WORKSPACE_PREFIX = "place-"  # begins the names of workspace directories
+REQUIRED_ISOLATION = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
+MAKE_SECONDS = 60.0  # for making three directories, on a busy machine
+CHECK_SECONDS = 60.0  # for looking at a file, on a busy machine
+LOOK_UP_SCRIPT = """IFS=:; set -f; for directory in $1; do
   if [ -f "$directory/$2" ] && [ -x "$directory/$2" ]; then printf "%s" "$directory/$2"; break; fi
 done"""
-PROBLEM = """if [ -d "$1" ]; then echo is a directory
+PROBLEM_SCRIPT = """if [ -d "$1" ]; then echo is a directory
 elif [ -h "$1" ] && [ ! -e "$1" ]; then echo is a link to a file that is not there
 elif [ ! -e "$1" ]; then echo is not there
 elif [ ! -x "$1" ]; then echo is not executable; fi"""
-ANSWER = "asyncrl answer:"  # printed before what a script prints
-PARTS = ("home", "tmp")
-CREDENTIALS = (
+ANSWER_MARK = "asyncrl answer:"  # printed before the output of a script
+OWN_DIRECTORIES = ("home", "tmp")
+CREDENTIAL_NAMES = (
     *(".netrc", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".git-credentials", ".pypirc", ".npmrc", ".env"),
     *("auth.json", ".credentials.json", "*token", "*tokens", "*token.*", "*tokens.*"),
     *("id_rsa*", "id_ed25519*", "*.pem"),
 )
-"""Names of files and directories in which logins lie."""
-MAX_ERROR = 1 << 16  # bytes of stderr that are kept
-FAST_READS = 256  # of an output, each of what is there, 64 KiB at most; then a pause follows each
-PAUSE = 0.01  # seconds
-MAX_COMPLAINT = 300  # characters
-FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback
-INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python\d")
+"""Patterns for names of files and directories that may hold logins."""
+MAX_ERROR_BYTES = 1 << 16  # bytes of stderr that are kept
+FAST_READS = 256  # reads of an output, each at most 64 KiB; after that a pause follows each read
+PAUSE_SECONDS = 0.01  # after each further read
+MAX_COMPLAINT_CHARACTERS = 300  # of an error line that is quoted
+# A frame of a Python traceback.
+TRACEBACK_FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)
+INSTALLED_PATH = re.compile(r"/(site|dist)-packages/|/lib/python\d")
 
 Streams = tuple[int, int, int]
 """Descriptors of a program's standard input, output and error."""
 
 
-class OpenPlace:
-    """Runs programs in the directory `work` without a sandbox: they can do what the user can. `root`: the
-    directory of `home` and `tmp`. `endpoint`: as programs reach it."""
+class LocalWorkspace:
+    """Runs programs in the directory `work` without a sandbox, with all rights of the user. `root`: the
+    directory of `home` and `tmp`. `endpoint`: the endpoint for programs."""
 
     task = None
 
@@ -91,7 +92,7 @@ class OpenPlace:
         return shutil.which(name, path=search_path) or ""
 
     async def problem(self, path: str) -> str:
-        return _problem(Path(path))
+        return _execution_problem(Path(path))
 
     async def head(self, path: str) -> bytes:
         with suppress(OSError), open(path, "rb") as file:  # noqa: ASYNC230
@@ -99,8 +100,8 @@ class OpenPlace:
         return b""
 
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
-        """Run a program in `work` until it ends, and return its exit code. It and its descendants are killed
-        when this is cancelled, or the worker dies. The streams are closed here once the program has them."""
+        """Run a program in `work` to the end, and return the exit code. The program and its descendants are
+        killed on cancellation, or when the worker dies. The streams are closed here after the start."""
         stdin, stdout, stderr = streams
         try:
             process = await asyncio.create_subprocess_exec(
@@ -117,17 +118,18 @@ class OpenPlace:
         finally:
             for descriptor in streams:
                 os.close(descriptor)
-        ended = asyncio.ensure_future(process.wait())
+
+        process_ended = asyncio.ensure_future(process.wait())
         try:
-            return await asyncio.shield(ended)
+            return await asyncio.shield(process_ended)
         finally:
-            if not ended.done():
+            if not process_ended.done():
                 with suppress(ProcessLookupError):
                     kill(process.pid)
-                await asyncio.wait([ended], timeout=2 * KILL_SECONDS)
+                await asyncio.wait([process_ended], timeout=2 * KILL_SECONDS)
 
 
-def _problem(path: Path) -> str:
+def _execution_problem(path: Path) -> str:
     if path.is_dir():
         return "is a directory"
     if not path.exists():
@@ -135,9 +137,9 @@ def _problem(path: Path) -> str:
     return "" if os.access(path, os.X_OK) else "is not executable"
 
 
-class SandboxPlace:
-    """Does the same in a sandbox, where programs can read only programs and what is shown, or an image.
-    `task`: the sandbox that it is, where the sample has a task."""
+class SandboxWorkspace:
+    """Runs programs in a sandbox, where they can read only programs and shown paths, or an image. `task`: the
+    task's sandbox, if the sample has a task."""
 
     def __init__(self, jail: Jail, endpoint: Endpoint, task: TaskSandbox | None) -> None:
         self.root = jail.home
@@ -150,15 +152,16 @@ class SandboxPlace:
         await self._jail.write_file(f"{self.root}/{path}", text.encode(errors="replace"))
 
     async def look_up(self, name: str, search_path: str) -> str:
-        return await self._shell(LOOK_UP, search_path, name)
+        return await self._shell(LOOK_UP_SCRIPT, search_path, name)
 
     async def problem(self, path: str) -> str:
-        return await self._shell(PROBLEM, path)
+        return await self._shell(PROBLEM_SCRIPT, path)
 
     async def head(self, path: str) -> bytes:
         with suppress(SandboxError):
             return (await self._jail.read_file(path))[:HEAD_BYTES]
-        printed = await self._shell(f'od -An -v -tx1 -N{HEAD_BYTES} "$1"', path)  # the file is large
+        # The file is too large for `read_file`.
+        printed = await self._shell(f'od -An -v -tx1 -N{HEAD_BYTES} "$1"', path)
         try:
             return bytes.fromhex(printed)
         except ValueError:  # there is no `od`
@@ -167,127 +170,161 @@ class SandboxPlace:
     async def _shell(self, script: str, *arguments: str) -> str:
         """Return what a script of the sandbox's shell prints; '' if it fails. What the shell itself has to
         say is in the output, too, before ANSWER."""
-        lines = (shlex.join(("set", "--", *arguments)), f"echo {ANSWER}", f"{{ {script}\n}} 2>/dev/null")
-        ran = await self._jail.run("shell", "\n".join(lines), CHECK_SECONDS)
-        return ran.output.rpartition(ANSWER)[2].strip("\n") if ran.ending is RunEnding.DONE else ""
+        script_lines = (
+            shlex.join(("set", "--", *arguments)),
+            f"echo {ANSWER_MARK}",
+            f"{{ {script}\n}} 2>/dev/null",
+        )
+
+        script_result = await self._jail.run("shell", "\n".join(script_lines), CHECK_SECONDS)
+        if script_result.ending is not RunEnding.DONE:
+            return ""
+        return script_result.output.rpartition(ANSWER_MARK)[2].strip("\n")
 
     async def run(self, words: Sequence[str], environment: Mapping[str, str], streams: Streams) -> int:
         result = await self._jail.execute(Program(words, environment, self.work), streams)
         if result.ending is RunEnding.OVER:
-            most = self._jail.limits.resident
+            max_mb = self._jail.limits.resident
             raise CommandError(
-                f"it took more than {most} MiB with its files, and was killed; raise memory_mb"
+                f"it took more than {max_mb} MiB with its files, and was killed; raise memory_mb"
             )
-        if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # which no code inside can do
-            why = "its sandbox ended"
+
+        if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # code inside cannot cause these endings
+            cause = "its sandbox ended"
             if result.ending is RunEnding.STARVED:
-                why = (
+                cause = (
                     "its sandbox was ended because this machine was nearly out of memory; lower rollout.slots"
                 )
-            raise SetupError(f"task {self.task.task.name}: {why}") if self.task else CommandError(why)
+            raise SetupError(f"task {self.task.task.name}: {cause}") if self.task else CommandError(cause)
+
         return result.status
 
 
-EpisodePlace = OpenPlace | SandboxPlace
+EpisodeWorkspace = LocalWorkspace | SandboxWorkspace
 
 
 @asynccontextmanager
-async def open_place(endpoint: Endpoint) -> AsyncIterator[OpenPlace]:
-    """Make a place, which is removed in the end. CommandError where it cannot be made."""
+async def open_local_workspace(endpoint: Endpoint) -> AsyncIterator[LocalWorkspace]:
+    """Make a workspace, which is removed at the end. CommandError if it cannot be made."""
     with ExitStack() as stack:
         with CommandError.instead_of(OSError, text="no place for the episode could be made"):
-            root = stack.enter_context(emptying.own_directory(_parent(), PREFIX))
-            for part in ("work", *PARTS):
-                os.mkdir(f"{root}/{part}", 0o700)
+            root = stack.enter_context(emptying.own_directory(_workspaces_directory(), WORKSPACE_PREFIX))
+            for directory in ("work", *OWN_DIRECTORIES):
+                os.mkdir(f"{root}/{directory}", 0o700)
+
         try:
-            yield OpenPlace(root, endpoint)
+            yield LocalWorkspace(root, endpoint)
         finally:
             await in_thread(stack.close, "place")
 
 
 @asynccontextmanager
-async def sandbox_place(
+async def open_sandbox_workspace(
     endpoint: Endpoint, limits: SandboxLimits, show: Iterable[str], task: Task | None = None
-) -> AsyncIterator[SandboxPlace]:
-    """Make a place in a sandbox, whose only network is the endpoint (without a key none is served).
-    CommandError where it cannot be made, SetupError where that of a task cannot."""
-    ours = TaskSandbox(task, limits, ISOLATED, show, True) if task else None
-    jail = ours.jail if ours else Jail(limits, require=ISOLATED, show=show, listen=True)
+) -> AsyncIterator[SandboxWorkspace]:
+    """Make a workspace in a sandbox, whose only network is the endpoint (without a key no endpoint is
+    served). CommandError if the workspace cannot be made; SetupError if the workspace of a task cannot be
+    made."""
+    task_sandbox = TaskSandbox(task, limits, REQUIRED_ISOLATION, show, True) if task else None
+    jail = (
+        task_sandbox.jail
+        if task_sandbox
+        else Jail(limits, require=REQUIRED_ISOLATION, show=show, listen=True)
+    )
+
     try:
-        await (ours or jail).start()
+        await (task_sandbox or jail).start()
         assert jail.listener is not None
         with jail.listener:
-            served = await endpoint.through(jail.listener) if endpoint.api_key else endpoint
-        place = SandboxPlace(jail, served, ours)
-        parts = shlex.join((place.work, *(f"{place.root}/{part}" for part in PARTS)))
-        made = await jail.run("shell", f"mkdir -p {parts}", MAKE_SECONDS)
-        if made.ending is not RunEnding.DONE:
-            why = f"no place could be made in its sandbox: {made.output.strip() or made.ending}"
-            raise SetupError(f"task {task.name}: {why}") if task else CommandError(why)
-        yield place
+            served_endpoint = await endpoint.serve_on(jail.listener) if endpoint.api_key else endpoint
+
+        workspace = SandboxWorkspace(jail, served_endpoint, task_sandbox)
+        directories = shlex.join((workspace.work, *(f"{workspace.root}/{part}" for part in OWN_DIRECTORIES)))
+
+        mkdir_result = await jail.run("shell", f"mkdir -p {directories}", MAKE_SECONDS)
+        if mkdir_result.ending is not RunEnding.DONE:
+            reason = (
+                f"no place could be made in its sandbox: {mkdir_result.output.strip() or mkdir_result.ending}"
+            )
+            raise SetupError(f"task {task.name}: {reason}") if task else CommandError(reason)
+
+        yield workspace
     finally:
         await jail.close()
 
 
-# -- talking to a program: its input, and the end of what it prints ------------------------------------------
+# -- running a program: the input, and the end of the output ------------------------------------------------
 
 
-async def talk(
-    words: Sequence[str], place: EpisodePlace, environment: Mapping[str, str], given: bytes = b""
+async def run_program(
+    words: Sequence[str],
+    workspace: EpisodeWorkspace,
+    environment: Mapping[str, str],
+    stdin_bytes: bytes = b"",
 ) -> list[str]:
-    """Run a program in a place, and return the last lines of its output. CommandError, with the last line of
-    its errors, if it fails."""
-    (stdin, feed), (read_out, stdout), (read_err, stderr) = (os.pipe() for _ in range(3))
-    out = asyncio.ensure_future(_tail(read_out, MAX_RESULT))
-    err = asyncio.ensure_future(_tail(read_err, MAX_ERROR))
-    fed = asyncio.ensure_future(_feed(feed, given))
+    """Run a program in a workspace, and return the last lines of the output. CommandError, with the last line
+    of stderr, if the program fails."""
+    (stdin, stdin_feed), (stdout_pipe, stdout), (stderr_pipe, stderr) = (os.pipe() for _ in range(3))
+    stdout_tail = asyncio.ensure_future(_read_tail(stdout_pipe, MAX_RESULT))
+    stderr_tail = asyncio.ensure_future(_read_tail(stderr_pipe, MAX_ERROR_BYTES))
+    input_fed = asyncio.ensure_future(_write_input(stdin_feed, stdin_bytes))
     try:
-        status = await place.run(words, environment, (stdin, stdout, stderr))
-    finally:  # all of its processes have ended, and so do the pipes
-        await asyncio.wait([fed, out, err], timeout=KILL_SECONDS)
+        status = await workspace.run(words, environment, (stdin, stdout, stderr))
+    finally:  # all processes of the program have ended, and so do the pipes
+        await asyncio.wait([input_fed, stdout_tail, stderr_tail], timeout=KILL_SECONDS)
+
     if status:
-        raise CommandError(f"{words[0]} ended with code {status}: {_complaint(err.result()) or 'no message'}")
-    return out.result()
+        raise CommandError(
+            f"{words[0]} ended with code {status}: {_last_complaint(stderr_tail.result()) or 'no message'}"
+        )
+
+    return stdout_tail.result()
 
 
-async def _feed(descriptor: int, given: bytes) -> None:
+async def _write_input(descriptor: int, stdin_bytes: bytes) -> None:
     connect = asyncio.get_running_loop().connect_write_pipe
     writer, _ = await connect(asyncio.BaseProtocol, os.fdopen(descriptor, "wb", 0))
-    writer.write(given)
-    writer.close()  # when all of it is read, or nobody can read it
+    writer.write(stdin_bytes)
+    writer.close()  # once all bytes are read, or nobody can read them
 
 
-async def _tail(descriptor: int, limit: int) -> list[str]:
+async def _read_tail(descriptor: int, limit: int) -> list[str]:
     """Read a pipe to its end, and return the lines in its last `limit` bytes."""
     stream = asyncio.StreamReader()
-    kept = bytearray()
+    tail_bytes = bytearray()
     protocol = partial(asyncio.StreamReaderProtocol, stream)
     await asyncio.get_running_loop().connect_read_pipe(protocol, os.fdopen(descriptor, "rb", 0))
-    reads = 0
+    read_count = 0
+
     while data := await stream.read(1 << 16):
-        reads += 1
-        if reads > FAST_READS:  # else endless output would take a core
-            await asyncio.sleep(PAUSE)
-        kept += data
-        if len(kept) > 2 * limit:  # not each time: it would copy all that is kept
-            del kept[:-limit]
-    return kept[-limit:].decode(errors="replace").strip().splitlines()
+        read_count += 1
+        if read_count > FAST_READS:  # without pauses endless output would take a core
+            await asyncio.sleep(PAUSE_SECONDS)
+        tail_bytes += data
+        if len(tail_bytes) > 2 * limit:  # not after each read: cutting copies the tail
+            del tail_bytes[:-limit]
+
+    return tail_bytes[-limit:].decode(errors="replace").strip().splitlines()
 
 
-def _complaint(lines: Sequence[str]) -> str:
-    """Return the last line; for a Python traceback, with the innermost place in a user's file."""
+def _last_complaint(lines: Sequence[str]) -> str:
+    """Return the last line; for a Python traceback, with the innermost position in a user's file."""
     if not lines:
         return ""
-    above = "\n".join(lines[:-1]).rpartition("Traceback (most recent call last):")[2]
-    frames = [frame for frame in FRAME.findall(above) if not INSTALLED.search(frame[0])]
-    raised = frames and lines[-2].startswith(" ")
-    return lines[-1].strip()[:MAX_COMPLAINT] + (
-        f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if raised else ""
+
+    traceback_text = "\n".join(lines[:-1]).rpartition("Traceback (most recent call last):")[2]
+    frames = [
+        frame for frame in TRACEBACK_FRAME.findall(traceback_text) if not INSTALLED_PATH.search(frame[0])
+    ]
+    in_user_code = frames and lines[-2].startswith(" ")
+
+    return lines[-1].strip()[:MAX_COMPLAINT_CHARACTERS] + (
+        f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if in_user_code else ""
     )
 
 
 def result_in(line: str) -> Any:
-    """Read the number or object in the last line; None for any other text."""
+    """Read the number or object in a line; None for any other text."""
     with suppress(ValueError, RecursionError):
         value = msgspec.json.decode(line)
         if isinstance(value, dict | int | float) and not isinstance(value, bool):
@@ -299,37 +336,40 @@ def result_in(line: str) -> Any:
 
 
 def check_sandbox() -> None:
-    """Check that a sandbox can isolate a program on this machine. ConfigError if it cannot."""
+    """Check that a sandbox can isolate a program on this machine. ConfigError if not."""
     try:
-        check_isolation(" ".join(ISOLATED))
+        check_isolation(" ".join(REQUIRED_ISOLATION))
     except ConfigError as error:
-        why = f"{error}: set sandbox: none, and the model can read and write what you can"
-        raise ConfigError(f"sandbox: jail cannot be: {why}") from error
+        advice = f"{error}: set sandbox: none, and the model can read and write what you can"
+        raise ConfigError(f"sandbox: jail cannot be: {advice}") from error
 
 
 @cache
-def _parent() -> str:
-    """Make the directory of all places of this user, and remove those whose worker was killed."""
-    emptying.make_private(PARENT)
-    emptying.sweep(PARENT, PREFIX)
-    return PARENT
+def _workspaces_directory() -> str:
+    """Make the directory of all workspaces of this user, and remove workspaces of killed workers."""
+    emptying.make_private(WORKSPACES_DIRECTORY)
+    emptying.sweep(WORKSPACES_DIRECTORY, WORKSPACE_PREFIX)
+    return WORKSPACES_DIRECTORY
 
 
 def check_tree(files: str, allow: Sequence[str]) -> None:
-    """Check a tree of files. ConfigError if it is no directory, or if it has files whose names suggest logins
-    and that no path or glob of `allow` names."""
+    """Check a tree of files. ConfigError if `files` is no directory, or contains files whose names suggest
+    logins and that no path or glob of `allow` names."""
     if not Path(files).is_dir():
         raise ConfigError(f"files {files!r}: no such directory")
-    unlisted = (path for path in _credentials(files) if not any(fnmatchcase(path, glob) for glob in allow))
-    if found := sorted(unlisted):
+
+    unlisted_paths = (
+        path for path in _credential_files(files) if not any(fnmatchcase(path, glob) for glob in allow)
+    )
+    if credential_paths := sorted(unlisted_paths):
         raise ConfigError(
-            f"files {files!r}: the model could read {', '.join(found)}, which may hold logins; remove them, "
-            f"or set allow: {found[0]}"
+            f"files {files!r}: the model could read {', '.join(credential_paths)}, which may hold "
+            f"logins; remove them, or set allow: {credential_paths[0]}"
         )
 
 
-def _credentials(files: str) -> Iterator[str]:
-    for top, directories, names in os.walk(files):
-        for name in (*directories, *names):
-            if any(fnmatchcase(name.lower(), pattern) for pattern in CREDENTIALS):
+def _credential_files(files: str) -> Iterator[str]:
+    for top, directories, file_names in os.walk(files):
+        for name in (*directories, *file_names):
+            if any(fnmatchcase(name.lower(), pattern) for pattern in CREDENTIAL_NAMES):
                 yield os.path.relpath(os.path.join(top, name), files)

@@ -1,10 +1,10 @@
-"""Programs that lead episodes: the user's own (`command`), and coding agents as people run them (harnesses).
+"""Runs programs that lead episodes: the user's programs (`command`), and coding agents (harnesses).
 
-    sample, or prompt ──stdin──► program in a place of its own ──stdout──► its last line, a `command`'s result
+    sample, or prompt ──stdin──► program in a workspace ──stdout──► the last line, a `command`'s result
 
-What a program can read, the model that leads it may read: the sample comes without its ground truth, the
-environment without keys, and HOME is the episode's own. It and its descendants are killed when the episode is
-over or the worker has died.
+The model may read everything that its program can read: the sample comes without the ground truth, the
+environment without keys, and each episode has a separate HOME. The program and its descendants are killed
+when the episode is over or the worker has died.
 """
 
 from __future__ import annotations
@@ -31,49 +31,50 @@ from asyncrl.data.task_sandboxes import LIMITS, RESULT_SECONDS
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway.executables import why_not_executable
-from asyncrl.gateway.lines import CommandError, fill, fill_word, located, script_of, words_of
+from asyncrl.gateway.lines import CommandError, fill, fill_word, script_of, with_absolute_paths, words_of
 from asyncrl.gateway.places import (
-    EpisodePlace,
+    EpisodeWorkspace,
     check_sandbox,
     check_tree,
-    open_place,
+    open_local_workspace,
+    open_sandbox_workspace,
     result_in,
-    sandbox_place,
-    talk,
+    run_program,
 )
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.child import inherited
 from asyncrl.isolation.sandbox.needs import needed_by
 from asyncrl.types import Sample
 
-INSTALL = "install it, or set program to its path"
-STARTS = 2  # at once, for each CPU
-SPARE_SECONDS = RESULT_SECONDS + 5.0  # at the end of an episode, to collect what changed
-VERSION_SECONDS = 60.0  # to say it, on a busy machine and from a cold disk
-VERSION = re.compile(r"\d+\.\d+([\w.+-]*\w)?")
-NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no environment variable can have these
-NOT_PASSED = {
-    "none": re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME"),  # the user's own, with logins
-    "jail": re.compile("XDG_.*|HOME|TMPDIR|HF_.*|TORCH_HOME|SSL_CERT_.*|REQUESTS_CA_BUNDLE"),  # not there
+INSTALL_ADVICE = "install it, or set program to its path"
+STARTS_PER_CPU = 2  # programs that may start at once, for each CPU
+SPARE_SECONDS = RESULT_SECONDS + 5.0  # seconds at the end of an episode, to collect the changes
+VERSION_SECONDS = 60.0  # for a program to print the version, on a busy machine and from a cold disk
+VERSION_NUMBER = re.compile(r"\d+\.\d+([\w.+-]*\w)?")
+UNWRITABLE_CHARACTERS = re.compile("[\0\ud800-\udfff]")  # no environment variable can contain these
+# By sandbox, variables that name directories with the user's logins, or directories that a jail lacks.
+WITHHELD_VARIABLES = {
+    "none": re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME"),
+    "jail": re.compile("XDG_.*|HOME|TMPDIR|HF_.*|TORCH_HOME|SSL_CERT_.*|REQUESTS_CA_BUNDLE"),
 }
 
 
 class TimeUp(CommandError):
-    """Ends an episode whose agent has used up its time: as `timeout`, scored for its turns."""
+    """Ends an episode whose agent has used up the time: the end is `timeout`, and the turns are scored."""
 
 
-Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
+CommandLine = Annotated[str, msgspec.Meta(pattern=r"\S")]
 NO_FILES: Mapping[str, str] = {}
-MAX_HOME_FILES = 1 << 20  # bytes of all together
-NOWHERE = Endpoint("http://127.0.0.1:9/v1", "")
+MAX_HOME_FILE_BYTES = 1 << 20  # bytes of all files together
+NO_ENDPOINT = Endpoint("http://127.0.0.1:9/v1", "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
     """Describes a program that leads episodes. `line`, the values of `environment` and the texts of `files`
-    (by their paths in HOME) have placeholders, see lines.py. `stdin`: what the program reads there; it gives
-    a result only if that is the sample. `resident_mb`: the memory that it and its children usually take.
-    `version`: the option that prints its version; `tested`: the version that was tested."""
+    (by path in HOME) have placeholders, see lines.py. `stdin`: the standard input of the program, which gives
+    a result only if it reads the sample. `resident_mb`: the usual memory of the program and its children.
+    `version`: the option that prints the version; `tested`: the version that was tested."""
 
     name: str
     line: str = ""
@@ -95,30 +96,30 @@ COMMAND = Harness(
 
 
 class Command:
-    """Runs `line` and `arguments`, a command (without a shell), in a place of each episode's own, with a copy
-    of the tree `files`; files with logins in it are refused unless `allow` names them. `home_files`: texts
-    with placeholders that are written into its HOME first, by their paths there. A first word `python` is the
-    run's own interpreter, with the run's packages; `program` is the path of another program for the first
-    word. The program gets those entries of the sample's `extra_info` (which may hold the answer) that the
-    option names, and those environment variables that say where programs and libraries are (PATH, LANG, …)
-    or that `env` names: `NAME`, or `NAME=value`. Commas separate several values of an option.
+    """Runs `line` and `arguments`, a command (without a shell), in a separate workspace for each episode,
+    with a copy of the tree `files`; files with logins are refused unless `allow` names the files.
+    `home_files`: texts with placeholders that are written into HOME first, by path. A first word `python` is
+    the run's interpreter, with the run's packages; `program` is the path of another program for the first
+    word. The program gets the entries of the sample's `extra_info` (which may hold the answer) that the
+    option names, and the environment variables that locate programs and libraries (PATH, LANG, …) or that
+    `env` names: `NAME`, or `NAME=value`. Commas separate several values of an option.
 
-    `sandbox`: `jail` or `none`. In a jail a program can read its place, the system's programs, its own files
-    and the paths in `show`, and reach only its endpoint. Limits: `memory_mb` of all processes with their
-    files, `processes` (threads included), `disk_mb`; 0 is the default. `setup_seconds`: time
-    until the first request, in which at most `starts` episodes of a worker may be (0: two per CPU);
-    `seconds`: time from then on (0: as long as the episode).
+    `sandbox`: `jail` or `none`. In a jail a program can read the workspace, the system's programs, the
+    program's own files and the paths in `show`, and reach only the endpoint. Limits: `memory_mb` of all
+    processes and files, `processes` (threads included), `disk_mb`; 0 is the default. `setup_seconds`: time
+    until the first request; at most `starts` episodes of a worker may be in this phase at once (0: two per
+    CPU). `seconds`: time from the first request on (0: as long as the episode).
 
-    A sample with a task (data/tasks.py) has its place in the task's image, with the sizes and seconds that
-    the task states. The program is the image's, if it has one of that name; else the one of this machine. Its
-    result has the changes of the task's workspace, however it ended.
-    ConfigError for options that cannot be used."""
+    A sample with a task (data/tasks.py) runs in the task's image, with the sizes and seconds of the task. The
+    program of the image is used, if the image has a program of that name; else the program of this machine.
+    The result has the changes of the task's directory, however the program ended. ConfigError for options
+    that cannot be used."""
 
     def __init__(
         self,
         harness: Harness = COMMAND,
         *,
-        line: Line = "",
+        line: CommandLine = "",
         extra_info: str = "",
         program: str = "",
         arguments: str = "",
@@ -137,241 +138,314 @@ class Command:
     ) -> None:
         if not (line or harness.line):
             raise ConfigError("option 'line' is missing; set rollout.agent.command.line")
+
         self.harness = harness
-        self._extra_info = _names(extra_info)
-        words = words_of(line or harness.line) + words_of(arguments, "arguments")
-        self._named = words[0]
-        self._searched = "" if "/" in (program or self._named) else program or self._named
-        self._words = located([program or words[0], *words[1:]])
+        self._extra_info_names = _split_names(extra_info)
+        line_words = words_of(line or harness.line) + words_of(arguments, "arguments")
+        self._program_name = line_words[0]
+        self._name_on_path = "" if "/" in (program or self._program_name) else program or self._program_name
+        self._command_words = with_absolute_paths([program or line_words[0], *line_words[1:]])
+
         self.sandbox = sandbox or harness.sandbox
-        found = shutil.which(self._words[0])
-        self._absent = "" if found else f"there is no program {program or self._named!r}"
-        if self._absent and self.sandbox == "none":  # else the image of a task may have it
-            raise ConfigError(f"line {line or harness.line!r}: {self._absent}; {INSTALL}")
+        program_path = shutil.which(self._command_words[0])
+        self._absence = "" if program_path else f"there is no program {program or self._program_name!r}"
+        if self._absence and self.sandbox == "none":  # in a jail, the image of a task may have the program
+            raise ConfigError(f"line {line or harness.line!r}: {self._absence}; {INSTALL_ADVICE}")
         if extra_info and harness.stdin != "sample":
             raise ConfigError(f"extra_info is for command: {harness.name} reads the prompt and nothing else")
         if files:
-            check_tree(files, _names(allow))
-        self._files = files and os.path.abspath(files)
+            check_tree(files, _split_names(allow))
+
+        self._file_tree = files and os.path.abspath(files)
         self._home_files = _checked_home_files({**harness.files, **home_files})
-        given = [name.partition("=") for name in _names(env)]
-        self._env = {name: value for name, equals, value in given if equals}
-        self._inherited = {name for name, equals, _ in given if not equals}
-        if NO_TEXT.search(env) or any(not name.strip() for name, *_ in given):
+        variables = [name.partition("=") for name in _split_names(env)]
+        self._set_variables = {name: value for name, equals, value in variables if equals}
+        self._inherited_names = {name for name, equals, _ in variables if not equals}
+        if UNWRITABLE_CHARACTERS.search(env) or any(not name.strip() for name, *_ in variables):
             raise ConfigError(f"env {env!r} has a NUL, a part of a character, or a value without a name")
-        chosen = {"resident": memory_mb, "processes": processes, "disk": disk_mb}
-        chosen = {name: most for name, most in chosen.items() if most}
+
+        chosen_limits = {"resident": memory_mb, "processes": processes, "disk": disk_mb}
+        chosen_limits = {name: limit for name, limit in chosen_limits.items() if limit}
+
         if self.sandbox == "jail":
             check_sandbox()
-            self._limits = LIMITS._replace(**chosen)
-            self._shown = _shown(self._words, self._files, _names(show))
-        elif chosen or show:
+            self._sandbox_limits = LIMITS._replace(**chosen_limits)
+            self._shown_paths = _paths_to_show(self._command_words, self._file_tree, _split_names(show))
+        elif chosen_limits or show:
             raise ConfigError("memory_mb, processes, disk_mb and show need a sandbox; set sandbox: jail")
+
         self._setup_seconds = setup_seconds
-        self._seconds = seconds
-        self._starts = asyncio.Semaphore(starts or STARTS * len(os.sched_getaffinity(0)))
+        self._run_seconds = seconds
+        self._start_slots = asyncio.Semaphore(starts or STARTS_PER_CPU * len(os.sched_getaffinity(0)))
 
     async def __call__(self, sample: Sample, endpoint: Endpoint) -> Any:
-        """Run the program for an episode, and return its result. CommandError on an exit code other than 0,
-        with the last line of stderr (and the place of a Python error), or if no request comes in time.
-        TimeUp after `seconds`. SetupError where the sandbox of the sample's task cannot be made."""
+        """Run the program for an episode, and return the result. CommandError on an exit code other than 0,
+        with the last line of stderr (and the position of a Python error), or if no request comes in time.
+        TimeUp after `seconds`. SetupError if the sandbox of the sample's task cannot be made."""
         task = task_of(sample)
         stop = asyncio.get_running_loop().create_future()
         now = endpoint.clock
-        until = now() + endpoint.seconds - min(SPARE_SECONDS, endpoint.seconds / 4) if task else math.inf
+        task_deadline = math.inf
+        if task:
+            task_deadline = now() + endpoint.seconds - min(SPARE_SECONDS, endpoint.seconds / 4)
+
         runs = list[asyncio.Future[Any]]()
         try:
-            async with self._starts:
-                both = self._run(sample, endpoint, task, stop), endpoint.wait_for_first_request()
-                running, asked = runs = [*map(asyncio.ensure_future, both)]
+            async with self._start_slots:
+                running = asyncio.ensure_future(self._run_program(sample, endpoint, task, stop))
+                first_request = asyncio.ensure_future(endpoint.wait_for_first_request())
+                runs += [running, first_request]
                 await asyncio.wait(runs, timeout=self._setup_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not (running.done() or asked.done()):
+
+            if not (running.done() or first_request.done()):
                 limit = f"setup_seconds ({self._setup_seconds:g} s)"
-                raise CommandError(f"{self._named} made no request within {limit}")
-            limits = self._seconds, task.seconds if task else 0.0, until - now()
-            seconds = min(most or math.inf for most in limits)
-            due = now() + seconds
-            while not running.done() and (left := due - now()) > 0:
-                await asyncio.wait([running], timeout=max(left, 0.05))  # the clock may stand
+                raise CommandError(f"{self._program_name} made no request within {limit}")
+
+            time_limits = self._run_seconds, task.seconds if task else 0.0, task_deadline - now()
+            seconds = min(time_limit or math.inf for time_limit in time_limits)
+            deadline = now() + seconds
+            while not running.done() and (seconds_left := deadline - now()) > 0:
+                await asyncio.wait([running], timeout=max(seconds_left, 0.05))  # the clock may pause
+
             if running.done():
                 return running.result()
-            late = TimeUp(f"{self._named} was ended after {seconds:g} s, as its time was up")
+
+            time_up = TimeUp(f"{self._program_name} was ended after {seconds:g} s, as its time was up")
             if task:
-                late.result = {"failed": f"its sandbox did not end the program within {SPARE_SECONDS:g} s"}
-                stop.set_result(late)
+                time_up.result = {"failed": f"its sandbox did not end the program within {SPARE_SECONDS:g} s"}
+                stop.set_result(time_up)
                 await asyncio.wait([running], timeout=SPARE_SECONDS)
-            raise (running.done() and running.exception()) or late
+
+            raise (running.done() and running.exception()) or time_up
         finally:
             for run in runs:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
 
     async def version(self, tasks: Sequence[Task] = ()) -> str:
-        """Ask a harness' program for its version, in a place without an endpoint, that of the first task if
-        there are some; '' for a `command`. CommandError, or SandboxError, where it cannot be run there;
-        SetupError where it cannot be in the places of all tasks."""
-        for other in tasks[1:]:
-            async with self._place(NOWHERE, other) as place:
-                await self._executable(place)
-        first = next(iter(tasks), None)
-        async with asyncio.timeout(VERSION_SECONDS), self._place(NOWHERE, first) as place:
-            program = await self._executable(place)
+        """Ask a harness' program for the version, in a workspace without an endpoint (of the first task, if
+        there are tasks); '' for a `command`. CommandError, or SandboxError, if the program cannot be run
+        there; SetupError if the program cannot be run in the workspace of some task."""
+        for task in tasks[1:]:
+            async with self._open_workspace(NO_ENDPOINT, task) as workspace:
+                await self._find_executable(workspace)
+
+        first_task = next(iter(tasks), None)
+        async with (
+            asyncio.timeout(VERSION_SECONDS),
+            self._open_workspace(NO_ENDPOINT, first_task) as workspace,
+        ):
+            program = await self._find_executable(workspace)
             words = [program, self.harness.version] if self.harness.tested else ["true"]
-            said = await talk(words, place, self._environment(place, self._values(place, "")))
-        found = VERSION.search("\n".join(said))
-        return found[0] if found else ""
+            environment = self._program_environment(workspace, self._placeholder_values(workspace, ""))
+            output_lines = await run_program(words, workspace, environment)
 
-    def _place(self, endpoint: Endpoint, task: Task | None) -> AbstractAsyncContextManager[EpisodePlace]:
-        if task and (self.sandbox == "none" or self._files):
-            other = "sandbox: none" if self.sandbox == "none" else "files"
-            raise SetupError(f"task {task.name} has an image, so {other} cannot be; leave it out")
+        version_match = VERSION_NUMBER.search("\n".join(output_lines))
+        return version_match[0] if version_match else ""
+
+    def _open_workspace(
+        self, endpoint: Endpoint, task: Task | None
+    ) -> AbstractAsyncContextManager[EpisodeWorkspace]:
+        if task and (self.sandbox == "none" or self._file_tree):
+            excluding_option = "sandbox: none" if self.sandbox == "none" else "files"
+            raise SetupError(f"task {task.name} has an image, so {excluding_option} cannot be; leave it out")
+
         if self.sandbox == "none":
-            return open_place(endpoint)
-        return sandbox_place(endpoint, self._limits, self._shown, task)
+            return open_local_workspace(endpoint)
 
-    async def _program(self, place: EpisodePlace) -> str:
-        """Find the program: in an image by its PATH, or this machine's, which is shown there."""
-        here = self._words[0]
-        if place.task is None:
-            if self._absent:
-                raise CommandError(f"{self._absent}; {INSTALL}")
-            return here
-        for name in filter(None, (self._searched, shutil.which(here) or here)):
-            if found := await place.task.find(name):
-                return found
-        why = "nor has this machine" if self._absent else f"and {here} of this machine cannot be shown there"
-        raise SetupError(f"the image has no program {self._named!r}, {why}; install it in the image")
+        return open_sandbox_workspace(endpoint, self._sandbox_limits, self._shown_paths, task)
 
-    async def _executable(self, place: EpisodePlace) -> str:
-        """Find the program as `_program` does. SetupError, or CommandError, also where it cannot be executed:
-        it is no program of this machine, or what its first line names is not there."""
-        program = await self._program(place)
-        search_path = self._environment(place, self._values(place, "")).get("PATH", os.defpath)
-        if trouble := await why_not_executable(program, place, search_path):
-            if place.task:
-                image = place.task.task.image
-                why = f"image {image} cannot run the program: {trouble}; correct the image"
-                raise SetupError(f"task {place.task.task.name}: {why}")
-            raise CommandError(trouble)
+    async def _find_program(self, workspace: EpisodeWorkspace) -> str:
+        """Find the program: in the PATH of an image, or on this machine, whose program is shown to the
+        sandbox."""
+        local_program = self._command_words[0]
+        if workspace.task is None:
+            if self._absence:
+                raise CommandError(f"{self._absence}; {INSTALL_ADVICE}")
+            return local_program
+
+        for name in filter(None, (self._name_on_path, shutil.which(local_program) or local_program)):
+            if image_program := await workspace.task.find(name):
+                return image_program
+
+        local_state = (
+            "nor has this machine"
+            if self._absence
+            else f"and {local_program} of this machine cannot be shown there"
+        )
+
+        raise SetupError(
+            f"the image has no program {self._program_name!r}, {local_state}; install it in the image"
+        )
+
+    async def _find_executable(self, workspace: EpisodeWorkspace) -> str:
+        """Find the program as `_find_program` does. SetupError, or CommandError, also if it cannot be
+        executed: it is built for another machine, or the interpreter in the first line is missing."""
+        program = await self._find_program(workspace)
+        search_path = self._program_environment(workspace, self._placeholder_values(workspace, "")).get(
+            "PATH", os.defpath
+        )
+        if problem := await why_not_executable(program, workspace, search_path):
+            if workspace.task:
+                image = workspace.task.task.image
+                explanation = f"image {image} cannot run the program: {problem}; correct the image"
+                raise SetupError(f"task {workspace.task.task.name}: {explanation}")
+            raise CommandError(problem)
+
         return program
 
-    async def _run(
+    async def _run_program(
         self, sample: Sample, endpoint: Endpoint, task: Task | None, stop: asyncio.Future[CommandError]
     ) -> Any:
         """Run the program until it ends, or until `stop` is done."""
         harness = self.harness
         prompt = "\n\n".join(message.content for message in sample.prompt)
-        given = {"sample": _written(sample, self._extra_info), "prompt": prompt.encode(errors="replace")}
-        async with self._place(endpoint, task) as place:
-            values = self._values(place, prompt)
-            words = [await self._program(place), *(fill_word(word, values) for word in self._words[1:])]
-            if any("{prompt_file}" in word for word in self._words):
-                await place.write("prompt", prompt)
+        stdin_texts = {
+            "sample": _sample_json(sample, self._extra_info_names),
+            "prompt": prompt.encode(errors="replace"),
+        }
+
+        async with self._open_workspace(endpoint, task) as workspace:
+            values = self._placeholder_values(workspace, prompt)
+            words = [
+                await self._find_program(workspace),
+                *(fill_word(word, values) for word in self._command_words[1:]),
+            ]
+            if any("{prompt_file}" in word for word in self._command_words):
+                await workspace.write("prompt", prompt)
+
             values["key"] = endpoint.api_key
             for path, text in self._home_files.items():
-                await place.write(f"home/{path}", fill(text, values))
-            environment = self._environment(place, values)
-            if self._files:
-                await talk(["cp", "-a", "--", f"{self._files}/.", "."], place, environment)
-            if sandbox := place.task:
+                await workspace.write(f"home/{path}", fill(text, values))
+
+            environment = self._program_environment(workspace, values)
+            if self._file_tree:
+                await run_program(["cp", "-a", "--", f"{self._file_tree}/.", "."], workspace, environment)
+            if sandbox := workspace.task:
                 stop.add_done_callback(lambda _: sandbox.jail.stop())
-            said = list[str]()
+
+            output_lines = list[str]()
             error = None
             try:
-                said = await talk(words, place, environment, given.get(harness.stdin, b""))
-            except CommandError as raised:
-                error = raised
-                if endpoint.api_key in str(raised) and endpoint.api_key:  # clients quote it
-                    error = CommandError(str(raised).replace(endpoint.api_key, "KEY"))
-            result: Any = result_in("".join(said[-1:])) if harness.stdin == "sample" else None
+                output_lines = await run_program(
+                    words, workspace, environment, stdin_texts.get(harness.stdin, b"")
+                )
+            except CommandError as command_error:
+                error = command_error
+                if endpoint.api_key in str(command_error) and endpoint.api_key:  # clients quote the key
+                    error = CommandError(str(command_error).replace(endpoint.api_key, "KEY"))
+
+            result: Any = result_in("".join(output_lines[-1:])) if harness.stdin == "sample" else None
             if sandbox:
-                told = {} if result is None else result if isinstance(result, dict) else {"score": result}
-                ours = ("changes", "failed", "ended")  # known to the sandbox, not to the program
-                result = {name: value for name, value in told.items() if name not in ours}
+                result_fields: dict[str, Any] = {}
+                if isinstance(result, dict):
+                    result_fields = result
+                elif result is not None:
+                    result_fields = {"score": result}
+
+                reserved_names = ("changes", "failed", "ended")  # known to the sandbox, not to the program
+                result = {name: value for name, value in result_fields.items() if name not in reserved_names}
                 result |= await sandbox.result()
+
         error = stop.result() if stop.done() else error
         if error is None:
             return result
+
         error.result = {**result, "ended": str(error)} if sandbox else result
         raise error
 
-    def _values(self, place: EpisodePlace, prompt: str) -> dict[str, str]:
+    def _placeholder_values(self, workspace: EpisodeWorkspace, prompt: str) -> dict[str, str]:
         """Return the values of all placeholders but the key."""
         return {
-            "base_url": place.endpoint.base_url,
-            "anthropic_url": place.endpoint.anthropic_url,
-            "model": place.endpoint.model,
-            "max_tokens": str(place.endpoint.max_tokens),
-            "workspace": place.work,
+            "base_url": workspace.endpoint.base_url,
+            "anthropic_url": workspace.endpoint.anthropic_url,
+            "model": workspace.endpoint.model,
+            "max_tokens": str(workspace.endpoint.max_tokens),
+            "workspace": workspace.work,
             "prompt": prompt,
-            "prompt_file": f"{place.root}/prompt",
+            "prompt_file": f"{workspace.root}/prompt",
         }
 
-    def _environment(self, place: EpisodePlace, values: Mapping[str, str]) -> dict[str, str]:
-        """Return its environment variables, with which it reaches the endpoint without a proxy."""
-        named = self._inherited
-        image = place.task.environment if place.task else None
-        own = {"PYTHONUSERBASE": site.getuserbase()} if image is None else dict(image)  # not in its HOME
-        own |= {
+    def _program_environment(self, workspace: EpisodeWorkspace, values: Mapping[str, str]) -> dict[str, str]:
+        """Return the program's environment variables; NO_PROXY lets the program reach the endpoint
+        directly."""
+        inherited_names = self._inherited_names
+        image_environment = workspace.task.environment if workspace.task else None
+        # The user's packages do not lie in the episode's HOME.
+        variables = (
+            {"PYTHONUSERBASE": site.getuserbase()} if image_environment is None else dict(image_environment)
+        )
+        variables |= {
             name: value
-            for name, value in inherited(named).items()
-            if name in named or (image is None and not NOT_PASSED[self.sandbox].fullmatch(name))
+            for name, value in inherited(inherited_names).items()
+            if name in inherited_names
+            or (image_environment is None and not WITHHELD_VARIABLES[self.sandbox].fullmatch(name))
         }
-        host = urlsplit(place.endpoint.base_url).hostname
-        no_proxy = ",".join(filter(None, (own.get("NO_PROXY") or own.get("no_proxy"), host)))
+
+        host = urlsplit(workspace.endpoint.base_url).hostname
+        no_proxy = ",".join(filter(None, (variables.get("NO_PROXY") or variables.get("no_proxy"), host)))
         return {
-            "HOME": f"{place.root}/home",
-            "TMPDIR": f"{place.root}/tmp",
-            **own,
+            "HOME": f"{workspace.root}/home",
+            "TMPDIR": f"{workspace.root}/tmp",
+            **variables,
             **dict.fromkeys(("NO_PROXY", "no_proxy"), no_proxy),
-            **{name: fill(text, values) for name, text in {**self.harness.environment, **self._env}.items()},
+            **{
+                name: fill(text, values)
+                for name, text in {**self.harness.environment, **self._set_variables}.items()
+            },
         }
 
 
-def _shown(words: list[str], files: str, show: Sequence[str]) -> list[str]:
-    """List what a sandbox shows: the program and its script, the tree `files`, and the paths in `show`."""
-    script = script_of(words)
-    shown = [*needed_by(words[0]), *(needed_by(words[script]) if script else ())]
-    shown += [str(Path(asyncrl.__file__).parent)] * (words[0] == sys.executable)  # a checkout's
+def _paths_to_show(words: list[str], files: str, show: Sequence[str]) -> list[str]:
+    """List the paths that a sandbox shows: the program and the script, the tree `files`, the paths in
+    `show`."""
+    script_index = script_of(words)
+    shown_paths = [*needed_by(words[0]), *(needed_by(words[script_index]) if script_index else ())]
+    if words[0] == sys.executable:
+        shown_paths.append(str(Path(asyncrl.__file__).parent))  # this package may lie in a checkout
+
     for option, path in [*(("show", path) for path in show), *([("files", files)] if files else [])]:
-        shown.append(os.path.abspath(os.path.expanduser(path)))
-        if not os.path.exists(shown[-1]):
+        shown_paths.append(os.path.abspath(os.path.expanduser(path)))
+        if not os.path.exists(shown_paths[-1]):
             raise ConfigError(f"{option} {path!r}: no such file or directory")
-        if os.path.realpath(shown[-1]) in ("/", "/dev", "/etc", "/proc"):
+        if os.path.realpath(shown_paths[-1]) in ("/", "/dev", "/etc", "/proc"):
             raise ConfigError(f"{option} {path!r}: a sandbox has its own; name what is in it")
-    return shown
+
+    return shown_paths
 
 
 def _checked_home_files(files: Mapping[str, str]) -> Mapping[str, str]:
-    """Return texts by their paths in HOME. ConfigError for a path that leads out of it, or into another one
-    of the files, and for texts that are too large or cannot be written."""
+    """Return texts by path in HOME. ConfigError for a path that leads out of HOME, or into another file, and
+    for texts that are too large or cannot be written."""
     for path, text in files.items():
         parts = path.split("/")
-        if any(part in ("", ".", "..") for part in parts) or NO_TEXT.search(path):
+        if any(part in ("", ".", "..") for part in parts) or UNWRITABLE_CHARACTERS.search(path):
             raise ConfigError(f"home_files {path!r} is no path of a file in HOME, such as .config/agent.toml")
-        if inner := [other for other in files if other.startswith(f"{path}/")]:
-            raise ConfigError(f"home_files {path!r} cannot be a file: {inner[0]!r} lies below it")
-        if NO_TEXT.search(text):
+        if paths_below := [other_path for other_path in files if other_path.startswith(f"{path}/")]:
+            raise ConfigError(f"home_files {path!r} cannot be a file: {paths_below[0]!r} lies below it")
+        if UNWRITABLE_CHARACTERS.search(text):
             raise ConfigError(f"home_files {path!r} contains a NUL or a lone surrogate")
-    if (size := sum(len(text.encode()) for text in files.values())) > MAX_HOME_FILES:
-        why = f"home_files has {size} bytes, more than the {MAX_HOME_FILES} allowed"
-        raise ConfigError(f"{why}; put large files into the image, or show them")
+
+    if (size := sum(len(text.encode()) for text in files.values())) > MAX_HOME_FILE_BYTES:
+        size_problem = f"home_files has {size} bytes, more than the {MAX_HOME_FILE_BYTES} allowed"
+        raise ConfigError(f"{size_problem}; put large files into the image, or show them")
+
     return files
 
 
-def _written(sample: Sample, names: Sequence[str]) -> bytes:
-    """Write the sample as JSON, with these entries of its extra_info, and without its ground truth."""
-    extra = msgspec.json.decode(sample.extra_info)
+def _sample_json(sample: Sample, names: Sequence[str]) -> bytes:
+    """Write the sample as JSON, with the entries `names` of extra_info, and without the ground truth."""
+    extra_info = msgspec.json.decode(sample.extra_info)
     return msgspec.json.encode(
         {
             "row": sample.row,
             "data_source": sample.data_source,
             "ability": sample.ability,
             "prompt": sample.prompt,
-            "extra_info": {name: extra[name] for name in names if name in extra},
+            "extra_info": {name: extra_info[name] for name in names if name in extra_info},
         }
     )
 
 
-def _names(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,11 +1,11 @@
-"""OpenAI's Responses API, as far as agents use it that keep their history themselves (openai-agents does, by
-default): the same turns as by chat completions, read from items and written as items.
+"""Serves OpenAI's Responses API for agents that keep the history themselves, as openai-agents does by
+default: the same turns as by chat completions, read from items and written as items.
 
     reasoning, message, function_call ... (one turn of the model) , function_call_output ... (its replies)
 
 Nothing is stored: `previous_response_id`, conversations and references to items are refused. To the model all
-tools are functions: those of a namespace have its name in front of theirs, and a free-form tool has its text
-as the one argument. Tools that OpenAI would run are left out.
+tools are functions: names of tools in a namespace begin with the namespace, and a free-form tool has the text
+as the only argument. Tools that OpenAI would run are left out.
 """
 
 from __future__ import annotations
@@ -41,32 +41,44 @@ from asyncrl.gateway.exchange import (
 )
 from asyncrl.types import Message, StopReason, ToolCall
 
-TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}  # events of an item's text
-FUNCTION = ("description", "parameters", "strict")  # parts of a function, beside its name
-TEXT = "input"  # the argument of a free-form tool
-FREE_FORM = {"type": "object", "properties": {TEXT: {"type": "string"}}, "required": [TEXT]}
-NOTHING = ("error", "incomplete_details", "previous_response_id", "temperature", "top_p", "usage")  # to say
+TEXT_EVENTS = {"reasoning": "reasoning_text", "message": "output_text"}  # events of an item's text
+FUNCTION_PARTS = ("description", "parameters", "strict")  # parts of a function, beside its name
+TEXT_ARGUMENT = "input"  # the argument of a free-form tool
+FREE_FORM_SCHEMA = {
+    "type": "object",
+    "properties": {TEXT_ARGUMENT: {"type": "string"}},
+    "required": [TEXT_ARGUMENT],
+}
+# Fields that are null in every response.
+NULL_FIELDS = (
+    "error",
+    "incomplete_details",
+    "previous_response_id",
+    "temperature",
+    "top_p",
+    "usage",
+)
 
-Text = str | list[ContentPart] | None
+ItemText = str | list[ContentPart] | None
 
 
 class Item(msgspec.Struct, frozen=True):
-    """Holds an item of the input."""
+    """An item of the input."""
 
     type: str = "message"
     role: str = ""
-    content: Text = None
+    content: ItemText = None
     summary: list[ContentPart] | None = None
     call_id: str = ""
     name: str = ""
     namespace: str | None = None
     arguments: str = "{}"
     input: str = ""
-    output: Text = None
+    output: ItemText = None
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect."""
+    """The body of a request. Other fields have no effect."""
 
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
@@ -83,7 +95,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
     prompt: Any = None
 
 
-REFUSED = {
+UNSUPPORTED_FIELDS = {
     "previous_response_id": "responses are not kept; send the whole input",
     "conversation": "none is kept; send the whole input",
     "background": "wait for the answer",
@@ -92,51 +104,60 @@ REFUSED = {
 
 
 def read(body: bytes) -> ResponsesExchange:
-    """ApiError for an invalid request, or an unsupported option."""
-    return ResponsesExchange(read_body(body, ResponsesRequest, REFUSED))
+    """Read a request. ApiError for an invalid request, or an unsupported option."""
+    return ResponsesExchange(read_body(body, ResponsesRequest, UNSUPPORTED_FIELDS))
 
 
 DIALECT = ApiDialect(read, openai_error)
 
 
 def _messages(items: Sequence[Item]) -> Iterator[Message]:
-    """Items of the model that follow each other are one message, in the order of `Exchange`'s items."""
-    own: Message | None = None  # the model's message so far
+    """Yield the messages of items. Successive items of the model become one message."""
+    model_message: Message | None = None  # the model's message so far
     for item in items:
         if item.type == "web_search_call":
-            continue  # of a tool that is not ours: what it found is in the texts
-        begins = item.type == "reasoning" or (item.type == "message" and item.role == "assistant")
-        called = item.type in ("function_call", "custom_tool_call")
-        follows = item.type == "message" and own and not own.content and not own.tool_calls
-        if own is not None and not (called or (begins and follows)):
-            yield own
-            own = None
+            continue  # a tool that OpenAI runs: the results are in the texts
+
+        begins_message = item.type == "reasoning" or (item.type == "message" and item.role == "assistant")
+        is_call = item.type in ("function_call", "custom_tool_call")
+        may_follow = (
+            item.type == "message"
+            and model_message
+            and not model_message.content
+            and not model_message.tool_calls
+        )
+
+        if model_message is not None and not (is_call or (begins_message and may_follow)):
+            yield model_message
+            model_message = None
+
         match item.type:
             case "reasoning":
-                own = Message("assistant", reasoning=text_of(item.content) or text_of(item.summary))
+                model_message = Message("assistant", reasoning=text_of(item.content) or text_of(item.summary))
             case "message" if item.role == "assistant":
-                own = replace(own or Message("assistant"), content=text_of(item.content))
+                model_message = replace(model_message or Message("assistant"), content=text_of(item.content))
             case "function_call" | "custom_tool_call":
                 free_form = item.type == "custom_tool_call"
-                arguments = json.dumps({TEXT: item.input}) if free_form else item.arguments
-                call = tool_call(known_as(item.name, item.namespace or ""), arguments, item.call_id)
-                own = own or Message("assistant")
-                own = replace(own, tool_calls=(*own.tool_calls, call))
+                arguments = json.dumps({TEXT_ARGUMENT: item.input}) if free_form else item.arguments
+                call = tool_call(name_for_model(item.name, item.namespace or ""), arguments, item.call_id)
+                model_message = model_message or Message("assistant")
+                model_message = replace(model_message, tool_calls=(*model_message.tool_calls, call))
             case "function_call_output" | "custom_tool_call_output":
                 yield Message("tool", text_of(item.output), tool_call_id=item.call_id)
             case "message" if item.role:
                 yield Message(item.role, text_of(item.content))
             case _:
                 raise ApiError(400, f"an item of type {item.type!r} is not supported, or has no role")
-    if own is not None:
-        yield own
+
+    if model_message is not None:
+        yield model_message
 
 
 # -- tools -------------------------------------------------------------------------------------------
 
 
 class WireTool(NamedTuple):
-    """Holds a tool as the client knows it, and `function`, its schema for the model."""
+    """A tool as the client names it, and `function`, the schema for the model."""
 
     function: dict[str, Any]
     name: str
@@ -145,37 +166,45 @@ class WireTool(NamedTuple):
 
     def call(self, arguments: str) -> dict[str, Any]:
         """Return the parts of a call's item that depend on the tool."""
-        named = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
+        name_fields = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
         if not self.free_form:
-            return {"type": "function_call", **named, "arguments": arguments}
-        text = json.loads(arguments).get(TEXT)
-        return {"type": "custom_tool_call", **named, "input": text if isinstance(text, str) else arguments}
+            return {"type": "function_call", **name_fields, "arguments": arguments}
+
+        text = json.loads(arguments).get(TEXT_ARGUMENT)
+        return {
+            "type": "custom_tool_call",
+            **name_fields,
+            "input": text if isinstance(text, str) else arguments,
+        }
 
 
-def wire_tools(given: Any, namespace: str = "") -> Iterator[WireTool]:
-    """Read the tools of a request that the model can call. ApiError for what is no tool."""
-    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+def wire_tools(tool_list: Any, namespace: str = "") -> Iterator[WireTool]:
+    """Read the tools of a request that the model can call. ApiError for invalid tools."""
+    if not isinstance(tool_list, list) or not all(isinstance(tool, dict) for tool in tool_list):
         raise ApiError(400, f"the tools of the namespace {namespace!r} are no list of objects")
-    for tool in given:
+
+    for tool in tool_list:
         name = str(tool.get("name", ""))
-        function = {"name": known_as(name, namespace)}
+        function = {"name": name_for_model(name, namespace)}
+
         match tool.get("type"):
             case "function":
-                kept = {key: tool[key] for key in FUNCTION if key in tool}
-                yield WireTool(function | kept, name, namespace)
+                function_parts = {key: tool[key] for key in FUNCTION_PARTS if key in tool}
+                yield WireTool(function | function_parts, name, namespace)
             case "custom":
-                form = tool.get("format")
-                rules = form.get("definition") if isinstance(form, dict) else None
-                grammar = f"\nThe text has this form:\n{rules}" if rules else ""  # sampled freely, not by it
-                said = f"{tool.get('description', '')}{grammar}".strip()
-                free_form = {"description": said, "parameters": FREE_FORM}
+                text_format = tool.get("format")
+                grammar_text = text_format.get("definition") if isinstance(text_format, dict) else None
+                # The grammar is only shown: sampling is not constrained.
+                grammar = f"\nThe text has this form:\n{grammar_text}" if grammar_text else ""
+                description = f"{tool.get('description', '')}{grammar}".strip()
+                free_form = {"description": description, "parameters": FREE_FORM_SCHEMA}
                 yield WireTool(function | free_form, name, namespace, free_form=True)
             case "namespace":
                 yield from wire_tools(tool.get("tools") or [], name)
 
 
-def known_as(name: str, namespace: str) -> str:
-    """Return the name of a tool as the model sees it."""
+def name_for_model(name: str, namespace: str) -> str:
+    """Return the name of a tool for the model."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -184,160 +213,203 @@ def known_as(name: str, namespace: str) -> str:
 
 @dataclass
 class ResponsesExchange:
-    """See `Exchange`. There is one answer. ApiError for an item or a tool that no template can write."""
+    """An `Exchange` of the Responses API with one answer. ApiError for an item or a tool that no template can
+    write."""
 
     request: ResponsesRequest
-    ask: AgentRequest = field(init=False)
+    agent_request: AgentRequest = field(init=False)
     count: int = 1
 
     def __post_init__(self) -> None:
-        sent = self.request
-        items = [Item(role="user", content=sent.input)] if isinstance(sent.input, str) else sent.input
-        first = [Item(role="system", content=sent.instructions)] if sent.instructions else []
-        tools = list(wire_tools(sent.tools or []))
-        kinds = {str(tool.get("type")) for tool in sent.tools or ()} - {"function", "custom", "namespace"}
-        self.left_out = {f"a tool of type {kind!r}": "is left out" for kind in kinds}
-        self._tools = {tool.function["name"]: tool for tool in tools}
-        if twice := [tool for tool in tools if self._tools[tool.function["name"]] != tool]:
-            raise ApiError(400, f"two tools are {twice[0].function['name']!r} to the model; rename one")
-        self.ask = agent_request(
-            _messages((*first, *items)),
-            [{"type": "function", "function": tool.function} for tool in tools],
-            model=sent.model,
-            choice=sent.tool_choice,
-            most=sent.max_output_tokens,
-        )
-        self._id = new_id("resp")
-        self._created = int(time.time())
-        self._streamed = StreamedText(("reasoning", "message"))
-        self._open: list[str] = []  # the kinds of the items begun: reasoning, message
-        self._events = 0
+        responses_request = self.request
+        items = list[Item]()
+        if responses_request.instructions:
+            items.append(Item(role="system", content=responses_request.instructions))
+        if isinstance(responses_request.input, str):
+            items.append(Item(role="user", content=responses_request.input))
+        else:
+            items += responses_request.input
 
-    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
+        tools = list(wire_tools(responses_request.tools or []))
+        kinds = {str(tool.get("type")) for tool in responses_request.tools or ()}
+        hosted_kinds = kinds - {"function", "custom", "namespace"}
+        self.left_out = {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
+        self._tools_by_name = {tool.function["name"]: tool for tool in tools}
+        if same_names := [tool for tool in tools if self._tools_by_name[tool.function["name"]] != tool]:
+            raise ApiError(400, f"two tools are {same_names[0].function['name']!r} to the model; rename one")
+
+        self.agent_request = agent_request(
+            _messages(items),
+            [{"type": "function", "function": tool.function} for tool in tools],
+            model=responses_request.model,
+            tool_choice=responses_request.tool_choice,
+            max_tokens=responses_request.max_output_tokens,
+        )
+
+        self._response_id = new_id("resp")
+        self._created_at = int(time.time())
+        self._streamed_text = StreamedText(("reasoning", "message"))
+        self._begun_kinds: list[str] = []  # the kinds of the items begun: reasoning, message
+        self._event_count = 0
+
+    def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         [reply] = replies
         message = reply.message
-        kinds = [*self._open]  # what was streamed has its place already
+        kinds = [*self._begun_kinds]  # streamed items have a position already
         if message.reasoning and "reasoning" not in kinds:
             kinds.append("reasoning")
         if "message" not in kinds and (message.content or not message.tool_calls):
             kinds.append("message")
+
         texts_of = {"reasoning": message.reasoning, "message": message.content}
-        output = [self._item(kind, texts_of[kind]) for kind in kinds]
-        output += [self._call(number, call) for number, call in enumerate(calls_of(reply))]
-        cut = reply.turn.stop is StopReason.LENGTH
-        read = reply.prompt_tokens
-        written = len(reply.turn.ids)
+        output = [self._text_item(kind, texts_of[kind]) for kind in kinds]
+        output += [self._call_item(number, call) for number, call in enumerate(calls_of(reply))]
+
+        is_cut = reply.turn.stop is StopReason.LENGTH
+        prompt_tokens = reply.prompt_tokens
+        output_tokens = len(reply.turn.ids)
         usage = {
-            "input_tokens": read,
+            "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": written,
+            "output_tokens": output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": read + written,
+            "total_tokens": prompt_tokens + output_tokens,
         }
+
         return {
-            **self._response("incomplete" if cut else "completed"),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            **self._response_object("incomplete" if is_cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": output,
             "usage": usage,
         }
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
-        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._numbered_event("response.created", response=self._response_object("in_progress"))
         yield from self.ping()
 
     def ping(self) -> Iterator[Event]:
-        """Say again that it goes on: Codex waits for events, and takes no comment for one."""
-        yield self._event("response.in_progress", response=self._response("in_progress"))
+        """Show that the turn goes on: Codex waits for events, and ignores comments."""
+        yield self._numbered_event("response.in_progress", response=self._response_object("in_progress"))
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
-        for kind, text in self._streamed.add(reasoning, content):
-            yield from self._begun(kind)
-            yield self._text(kind, "delta", delta=text)
+        for kind, text in self._streamed_text.add_streamed(reasoning, content):
+            yield from self._begin_item(kind)
+            yield self._text_event(kind, "delta", delta=text)
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
-        """Stream what was not streamed yet, the ends of the items, one item per call, the end."""
+        """Stream the text not streamed yet, the ends of the items, one item per call, the end."""
         [reply] = replies
-        yield from self.delta(0, *self._streamed.rest(reply.message))
-        if not self._open and not reply.message.tool_calls:
-            yield from self._begun("message")
-        response = self.whole(replies)
-        yield from self._closed()
-        for at, item in enumerate(response["output"]):
+        yield from self.delta(0, *self._streamed_text.unstreamed_texts(reply.message))
+        if not self._begun_kinds and not reply.message.tool_calls:
+            yield from self._begin_item("message")
+
+        response = self.full_answer(replies)
+        yield from self._end_item()
+
+        for output_index, item in enumerate(response["output"]):
             if "call_id" in item:
-                yield from self._called(at, item)
-        cut = response["status"] == "incomplete"
-        yield self._event("response.incomplete" if cut else "response.completed", response=response)
+                yield from self._call_events(output_index, item)
 
-    def _begun(self, kind: str) -> Iterator[Event]:
-        """The item's beginning, if it is new; the end of the one before it."""
-        if kind in self._open:
+        is_cut = response["status"] == "incomplete"
+        yield self._numbered_event(
+            "response.incomplete" if is_cut else "response.completed", response=response
+        )
+
+    def _begin_item(self, kind: str) -> Iterator[Event]:
+        """End the previous item and begin an item of this kind, unless such an item has begun."""
+        if kind in self._begun_kinds:
             return
-        yield from self._closed()
-        self._open.append(kind)
-        item = {**self._item(kind, ""), "content": [], "status": "in_progress"}
-        at = len(self._open) - 1
-        yield self._event("response.output_item.added", output_index=at, item=item)
-        if kind == "message":
-            yield self._event("response.content_part.added", **self._part(kind), part=_output_text(""))
 
-    def _closed(self) -> Iterator[Event]:
-        """The end of the newest item."""
-        if not self._open:
+        yield from self._end_item()
+        self._begun_kinds.append(kind)
+        item = {**self._text_item(kind, ""), "content": [], "status": "in_progress"}
+        output_index = len(self._begun_kinds) - 1
+        yield self._numbered_event("response.output_item.added", output_index=output_index, item=item)
+
+        if kind == "message":
+            yield self._numbered_event(
+                "response.content_part.added", **self._text_position(kind), part=_output_text("")
+            )
+
+    def _end_item(self) -> Iterator[Event]:
+        """End the newest item."""
+        if not self._begun_kinds:
             return
-        kind = self._open[-1]
-        at = len(self._open) - 1
-        text = self._streamed.reasoning if kind == "reasoning" else self._streamed.content
-        yield self._text(kind, "done", text=text)
-        if kind == "message":
-            yield self._event("response.content_part.done", **self._part(kind), part=_output_text(text))
-        yield self._event("response.output_item.done", output_index=at, item=self._item(kind, text))
 
-    def _called(self, at: int, item: dict[str, Any]) -> Iterator[Event]:
-        part = "arguments"
-        kind = "function_call_arguments"
+        kind = self._begun_kinds[-1]
+        output_index = len(self._begun_kinds) - 1
+        text = self._streamed_text.reasoning if kind == "reasoning" else self._streamed_text.content
+        yield self._text_event(kind, "done", text=text)
+
+        if kind == "message":
+            yield self._numbered_event(
+                "response.content_part.done", **self._text_position(kind), part=_output_text(text)
+            )
+
+        yield self._numbered_event(
+            "response.output_item.done", output_index=output_index, item=self._text_item(kind, text)
+        )
+
+    def _call_events(self, output_index: int, item: dict[str, Any]) -> Iterator[Event]:
+        text_key = "arguments"
+        event_kind = "function_call_arguments"
+
         if item["type"] == "custom_tool_call":
-            part = "input"
-            kind = "custom_tool_call_input"
-        where = {"item_id": item["id"], "output_index": at}
-        text = item[part]
-        begun = {**item, part: "", "status": "in_progress"}
-        yield self._event("response.output_item.added", output_index=at, item=begun)
-        yield self._event(f"response.{kind}.delta", **where, delta=text)
-        yield self._event(f"response.{kind}.done", **where, name=item["name"], **{part: text})
-        yield self._event("response.output_item.done", output_index=at, item=item)
+            text_key = "input"
+            event_kind = "custom_tool_call_input"
 
-    def _event(self, kind: str, **data: Any) -> Event:
-        self._events += 1
-        return kind, {"type": kind, "sequence_number": self._events - 1, **data}
+        item_position = {"item_id": item["id"], "output_index": output_index}
+        text = item[text_key]
+        empty_item = {**item, text_key: "", "status": "in_progress"}
+        yield self._numbered_event("response.output_item.added", output_index=output_index, item=empty_item)
+        yield self._numbered_event(f"response.{event_kind}.delta", **item_position, delta=text)
+        yield self._numbered_event(
+            f"response.{event_kind}.done", **item_position, name=item["name"], **{text_key: text}
+        )
 
-    def _text(self, kind: str, step: str, **text: str) -> Event:
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        return self._event(f"response.{TEXTS[kind]}.{step}", **self._part(kind), **text, **more)
+        yield self._numbered_event("response.output_item.done", output_index=output_index, item=item)
 
-    def _part(self, kind: str) -> dict[str, Any]:
-        """Return the place of an item's text."""
-        item = self._item(kind, "")
-        return {"item_id": item["id"], "output_index": self._open.index(kind), "content_index": 0}
+    def _numbered_event(self, kind: str, **data: Any) -> Event:
+        self._event_count += 1
+        return kind, {"type": kind, "sequence_number": self._event_count - 1, **data}
 
-    def _item(self, kind: str, text: str) -> dict[str, Any]:
+    def _text_event(self, kind: str, event_step: str, **text: str) -> Event:
+        extra_fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return self._numbered_event(
+            f"response.{TEXT_EVENTS[kind]}.{event_step}", **self._text_position(kind), **text, **extra_fields
+        )
+
+    def _text_position(self, kind: str) -> dict[str, Any]:
+        """Return the position of an item's text."""
+        item = self._text_item(kind, "")
+        return {"item_id": item["id"], "output_index": self._begun_kinds.index(kind), "content_index": 0}
+
+    def _text_item(self, kind: str, text: str) -> dict[str, Any]:
         if kind == "reasoning":
             content = [{"type": "reasoning_text", "text": text}]
-            return {"id": f"rs_{self._id}", "type": kind, "summary": [], "content": content}
-        found = {"id": f"msg_{self._id}", "type": kind, "role": "assistant", "status": "completed"}
-        return {**found, "content": [_output_text(text)]}
+            return {"id": f"rs_{self._response_id}", "type": kind, "summary": [], "content": content}
 
-    def _call(self, number: int, call: ToolCall) -> dict[str, Any]:
-        tool = self._tools.get(call.name) or WireTool({}, call.name)
-        item_id = f"fc_{self._id}_{number}"
+        item_head = {
+            "id": f"msg_{self._response_id}",
+            "type": kind,
+            "role": "assistant",
+            "status": "completed",
+        }
+
+        return {**item_head, "content": [_output_text(text)]}
+
+    def _call_item(self, call_number: int, call: ToolCall) -> dict[str, Any]:
+        tool = self._tools_by_name.get(call.name) or WireTool({}, call.name)
+        item_id = f"fc_{self._response_id}_{call_number}"
         return {"id": item_id, "status": "completed", "call_id": call.id, **tool.call(call.arguments)}
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response_object(self, status: str) -> dict[str, Any]:
         request = self.request
         return {
-            **dict.fromkeys(NOTHING),
-            "id": self._id,
+            **dict.fromkeys(NULL_FIELDS),
+            "id": self._response_id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._created_at,
             "status": status,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,

@@ -1,7 +1,7 @@
-"""OpenAI's older completions: a text, or ids, that the model continues. No tools, and nothing is parsed.
+"""Serves OpenAI's older completions: the model continues a text, or ids. No tools, and nothing is parsed.
 
-A prompt that begins with all of a row, as text or as ids, continues that row. Of a stream the text comes at
-the end: what is a thought or a call is the client's to find out.
+A prompt that begins with a complete row, as text or as ids, continues that row. In a stream the text comes at
+the end: the client must find thoughts and calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from asyncrl.conversation.requests import AgentRequest
-from asyncrl.gateway.completions import MAX_CHOICES, MAX_STOPS, Stop, StreamOptions, answers, head
+from asyncrl.gateway.completions import (
+    MAX_CHOICES,
+    MAX_STOPS,
+    Stop,
+    StreamOptions,
+    answer_fields,
+    answer_head,
+)
 from asyncrl.gateway.exchange import (
     AgentReply,
     ApiDialect,
@@ -32,7 +39,7 @@ from asyncrl.types import Message
 
 
 class TextRequest(msgspec.Struct, frozen=True):
-    """The body of a request. Fields that are not here have no effect."""
+    """The body of a request. Other fields have no effect."""
 
     prompt: Any
     model: ModelName | None = None
@@ -47,12 +54,12 @@ class TextRequest(msgspec.Struct, frozen=True):
     best_of: Any = None
 
 
-REFUSED = {"echo": "the prompt is known to you", "suffix": "a text is only continued"}
+UNSUPPORTED_FIELDS = {"echo": "the prompt is known to you", "suffix": "a text is only continued"}
 
 
 def read(body: bytes) -> TextExchange:
-    """ApiError for an invalid request, or an unsupported option."""
-    request = read_body(body, TextRequest, REFUSED)
+    """Read a request. ApiError for an invalid request, or an unsupported option."""
+    request = read_body(body, TextRequest, UNSUPPORTED_FIELDS)
     if request.best_of not in (None, request.n or 1):
         raise ApiError(400, "not supported: best_of: use n", "unsupported_parameter")
     return TextExchange(request)
@@ -61,44 +68,54 @@ def read(body: bytes) -> TextExchange:
 DIALECT = ApiDialect(read, openai_error)
 
 
-def _prompt(given: Any) -> str | tuple[int, ...]:
-    """The one prompt of a request. ApiError if it has several, or something else."""
-    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
-        given = given[0]
-    if isinstance(given, str) and given:
-        return given
-    known = isinstance(given, list) and all(type(token) is int and token >= 0 for token in given)
-    if known and given:
-        return tuple(given)
+def _single_prompt(value: Any) -> str | tuple[int, ...]:
+    """Return the prompt of a request. ApiError for several prompts, or other values."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+
+    is_token_list = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+    if is_token_list and value:
+        return tuple(value)
+
     raise ApiError(400, "prompt is a text, or a list of token ids; send one, and not empty")
 
 
 @dataclass
 class TextExchange:
-    """See `Exchange`. ApiError for a prompt that is none."""
+    """An `Exchange` of text completions. ApiError for an invalid prompt."""
 
     request: TextRequest
-    ask: AgentRequest = field(init=False)
+    agent_request: AgentRequest = field(init=False)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sent = self.request
-        prompt = _prompt(self.request.prompt)
-        stops = stops_of(sent.stop)
-        said = [Message("user", prompt if isinstance(prompt, str) else "")]
-        ask = agent_request(said, (), model=sent.model, choice=None, most=sent.max_tokens, stops=stops)
-        self.ask = replace(ask, prompt=prompt)
-        self.count = sent.n or 1
-        self._head = head("text_completion", "cmpl")
-        self._logprobs = _logprobs if sent.logprobs else lambda reply: None
+        text_request = self.request
+        prompt = _single_prompt(self.request.prompt)
+        stops = stops_of(text_request.stop)
+        shown_messages = [Message("user", prompt if isinstance(prompt, str) else "")]
+        request = agent_request(
+            shown_messages,
+            (),
+            model=text_request.model,
+            tool_choice=None,
+            max_tokens=text_request.max_tokens,
+            stops=stops,
+        )
 
-    def whole(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
-        texts = answers(replies, lambda reply: {"text": reply.message.content}, self._logprobs)
-        return {**self._head, **texts}
+        self.agent_request = replace(request, prompt=prompt)
+        self.count = text_request.n or 1
+        self._answer_head = answer_head("text_completion", "cmpl")
+        self._write_logprobs = _token_logprobs if text_request.logprobs else lambda reply: None
+
+    def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
+        answer = answer_fields(replies, lambda reply: {"text": reply.message.content}, self._write_logprobs)
+        return {**self._answer_head, **answer}
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
         choices = [{"index": index, "text": "", "finish_reason": None} for index in range(self.count)]
-        yield "", {**self._head, "choices": choices}
+        yield "", {**self._answer_head, "choices": choices}
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
         return iter(())
@@ -107,16 +124,16 @@ class TextExchange:
         return iter(())
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
-        found = self.whole(replies)
-        asked = self.request.stream_options
-        if asked is None or not asked.include_usage:
-            del found["usage"]
-        yield "", found
+        answer = self.full_answer(replies)
+        stream_options = self.request.stream_options
+        if stream_options is None or not stream_options.include_usage:
+            del answer["usage"]
+        yield "", answer
 
 
-def _logprobs(reply: AgentReply) -> dict[str, Any]:
-    edges = [0]
+def _token_logprobs(reply: AgentReply) -> dict[str, Any]:
+    text_offsets = [0]
     for text in reply.texts:
-        edges.append(edges[-1] + len(text))
-    found = {"tokens": reply.texts, "token_logprobs": list(reply.turn.logprobs)}
-    return {**found, "top_logprobs": None, "text_offset": edges[:-1]}
+        text_offsets.append(text_offsets[-1] + len(text))
+    logprob_fields = {"tokens": reply.texts, "token_logprobs": list(reply.turn.logprobs)}
+    return {**logprob_fields, "top_logprobs": None, "text_offset": text_offsets[:-1]}

@@ -231,7 +231,7 @@ def _blocks(one: Message) -> Iterable[dict[str, Any]]:
         yield {"type": "tool_result", "tool_use_id": one.tool_call_id, "content": content}
         return
     if one.reasoning:
-        yield {"type": "thinking", "thinking": one.reasoning, "signature": messages.SIGNATURE}
+        yield {"type": "thinking", "thinking": one.reasoning, "signature": messages.THOUGHT_SIGNATURE}
     if one.content or not one.tool_calls:
         yield {"type": "text", "text": one.content}
     for call in one.tool_calls:

@@ -252,7 +252,7 @@ def test_a_long_turn_is_waited_for(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than the client waits for a silent stream."""
-    monkeypatch.setattr(server, "BEAT_SECONDS", 0.3)
+    monkeypatch.setattr(server, "HEARTBEAT_SECONDS", 0.3)
     bench = bench_of(name, lambda prompt: "all done", **options)
     generate = bench.engine.generate
 

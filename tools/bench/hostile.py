@@ -160,7 +160,7 @@ async def measured(kind: str, seconds: float, log: int) -> list[str]:
     await gateway.start()
     size_before = os.fstat(log).st_size
     async with gateway.admit(Host()) as hostile, gateway.admit(Host()) as other:
-        inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
+        inner = await hostile.serve_on(socket.create_server(("127.0.0.1", 0)))
         flooding = await _child("flood", inner, hostile.api_key, kind, seconds)
         assert flooding.stdout is not None
         await flooding.stdout.readline()  # it has made what it sends

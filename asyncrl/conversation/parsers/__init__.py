@@ -1,11 +1,11 @@
-"""Reads the tool calls that a model writes. A parser turns the text of a turn into calls; it never raises."""
+"""Reads the tool calls that a model writes. A parser turns the text of a turn into calls and never raises."""
 
-from asyncrl.conversation.parsers import harmony, pythonic, tagged  # they register themselves
+from asyncrl.conversation.parsers import harmony, pythonic, tagged  # these modules register parsers
 from asyncrl.conversation.parsers.base import Parsed, Parser, load_parser, parse_turn, parsers
 from asyncrl.conversation.parsers.json_calls import hermes
 
-# The first mark that a chat template contains says its format; the rarest marks come first. None: no parser.
-_MARKS: tuple[tuple[str, str | None], ...] = (
+# The first mark that a chat template contains tells the format; the rarest marks come first. None: no parser.
+_PARSER_MARKS: tuple[tuple[str, str | None], ...] = (
     ("start_tag => `<function`", None),  # Functionary v3.1, Llama 3.1 with tools of the user
     (">>>all", None),  # Functionary v3
     ("]<]minimax[>[", None),  # MiniMax-M3
@@ -33,5 +33,6 @@ _MARKS: tuple[tuple[str, str | None], ...] = (
 
 
 def detect(template: str) -> str | None:
-    """The parser that fits a chat template, as a hint for people; None if it does not say."""
-    return next((parser for mark, parser in _MARKS if mark in template), None)
+    """Return the parser that fits a chat template, as a hint for people; None if the template does not
+    tell."""
+    return next((parser for mark, parser in _PARSER_MARKS if mark in template), None)

@@ -1,4 +1,4 @@
-"""Reads what all call formats share: a turn is reasoning, then content with calls between it."""
+"""Reads the parts that all call formats share: a turn is reasoning, then content with calls in between."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.registry import Registry
 from asyncrl.types import ToolCall
 
-MAX_CALLS = 256  # of one turn; bounds the cost of a hostile text
+MAX_CALLS = 256  # calls of one turn; bounds the cost of a hostile text
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A turn, read. `content` is the text outside calls and reasoning; `errors` are one line per malformed
-    call; `reasoning` is what the model thought, where its format marks that."""
+    """A turn that was read. `content` is the text outside calls and reasoning; `errors` are one line per
+    malformed call; `reasoning` is the model's thought, if the format marks thoughts."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -32,13 +32,14 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 Parser = Callable[[str, tuple[str, ...]], Parsed]
-"""`(text, tools) -> Parsed`. `tools`: OpenAI schemas, as JSON text. It never raises."""
+"""A function `(text, tools) -> Parsed` that never raises. `tools`: OpenAI schemas, as JSON text."""
 
 parsers: Registry[Parser] = Registry("tool-call format")
 
 
 class RawCall(NamedTuple):
-    """A call before its arguments are checked. `id`: the model's own, if its format has one."""
+    """A call whose arguments are not checked yet. `id`: the id that the model wrote, if the format has
+    ids."""
 
     name: str
     arguments: dict[str, Any]
@@ -46,15 +47,16 @@ class RawCall(NamedTuple):
 
 
 class CallBlock(NamedTuple):
-    """The stretch [start, end) of the text that is no content: its calls, or what is wrong with them."""
+    """The part [start, end) of the text that is no content, with the calls or the faults found in that
+    part."""
 
     start: int
     end: int
-    found: tuple[RawCall | Malformed, ...] = ()
+    raw_calls: tuple[RawCall | Malformed, ...] = ()
 
 
 class Tags(NamedTuple):
-    """A pair of tags with something between them."""
+    """A pair of tags around a text."""
 
     open: str
     close: str
@@ -67,26 +69,27 @@ FindBlocks = Callable[[str], Iterable[CallBlock]]
 @dataclass(frozen=True)
 class CallFormat:
     """A parser. `blocks` finds the calls, in order, in the text after the reasoning, which is between the
-    tags `think`. `call_id` names the k-th call of a turn unless the model did."""
+    tags `think`. `call_id` formats the id of the k-th call of a turn unless the model wrote an id."""
 
     blocks: FindBlocks
     think: Tags = THINK
     call_id: str = "call_{}"
 
     def __call__(self, text: str, tools: tuple[str, ...] = ()) -> Parsed:
-        reasoning, rest = split_reasoning(text, self.think)
-        content: list[str] = []
-        found: list[RawCall | Malformed] = []
-        at = 0
-        for block in self.blocks(rest):
-            content.append(rest[at : block.start])
-            found += block.found
-            at = block.end
-            if len(found) > MAX_CALLS:
+        reasoning, spoken_text = split_reasoning(text, self.think)
+        content_parts: list[str] = []
+        raw_calls: list[RawCall | Malformed] = []
+        position = 0
+        for block in self.blocks(spoken_text):
+            content_parts.append(spoken_text[position : block.start])
+            raw_calls += block.raw_calls
+            position = block.end
+            if len(raw_calls) > MAX_CALLS:
                 break
         else:
-            content.append(rest[at:])
-        return assemble("".join(content).strip(), reasoning, found, tools, self.call_id)
+            content_parts.append(spoken_text[position:])
+
+        return assemble("".join(content_parts).strip(), reasoning, raw_calls, tools, self.call_id)
 
 
 def call_format(
@@ -95,44 +98,50 @@ def call_format(
     """Decorator: make a parser of a function that finds the blocks of calls, and register it."""
 
     def register(blocks: FindBlocks) -> CallFormat:
-        made = CallFormat(blocks, think, call_id)
-        parsers.register(name)(made)
-        return made
+        parser = CallFormat(blocks, think, call_id)
+        parsers.register(name)(parser)
+        return parser
 
     return register
 
 
-def load_parser(spec: str, where: str = "rollout.parser") -> Parser:
-    """Load a parser by registered name, `module:function` or `file.py:function`. ConfigError that begins with
-    `where`."""
-    found = parsers.load(spec, where)
+def load_parser(spec: str, config_key: str = "rollout.parser") -> Parser:
+    """Load a parser by registered name, `module:function` or `file.py:function`. A ConfigError begins with
+    `config_key`."""
+    parser = parsers.load(spec, config_key)
     try:
-        inspect.signature(found).bind("", ())
+        inspect.signature(parser).bind("", ())
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: {spec!r} is no parser; (text, tools) is expected") from None
-    return found
+        raise ConfigError(f"{config_key}: {spec!r} is no parser; (text, tools) is expected") from None
+    return parser
 
 
 def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = "") -> Parsed:
-    """Read a turn. Without `tools` nothing is a call: text that looks like one is content. If the `prompt`
-    ends by opening a thought, the turn is a thought until the model closes it. If the prompt ends by closing
-    one, a closing tag in the turn is content, unless the turn begins with it. A thought is never content: if
-    a parser that is no CallFormat found one beside a call in such text, the content is without the call's
-    text."""
+    """Read a turn. Without `tools` nothing is a call: text that looks like a call is content. If the `prompt`
+    ends by opening a thought, the turn is a thought until the model closes the thought. If the prompt ends by
+    closing a thought, a closing tag in the turn is content, unless the turn begins with the tag. A thought is
+    never content: if a parser that is no CallFormat finds a thought beside a call in a text without tools,
+    the content lacks the call's text."""
     think = think_tags(parser)
     prompt = prompt.rstrip()
-    thinks = text.lstrip().startswith(think.open)
-    if prompt.endswith(think.open) and not thinks:
+    begins_thought = text.lstrip().startswith(think.open)
+    if prompt.endswith(think.open) and not begins_thought:
         text = think.open + text
+
     if isinstance(parser, CallFormat):
-        if prompt.endswith(think.close) and not thinks:  # a tag that closes it again is no content
-            text = think.open + think.close * (not text.lstrip().startswith(think.close)) + text
+        if prompt.endswith(think.close) and not begins_thought:
+            # The turn begins after a closed thought. A tag that closes the thought again is no content.
+            closes_again = text.lstrip().startswith(think.close)
+            text = think.open + text if closes_again else think.open + think.close + text
+
         if not tools:
-            reasoning, rest = split_reasoning(text, think)
-            return Parsed(rest.strip(), reasoning=reasoning)
+            reasoning, content = split_reasoning(text, think)
+            return Parsed(content.strip(), reasoning=reasoning)
+
     parsed = parser(text, tools)
     if not tools and (parsed.calls or parsed.errors):
         return Parsed(parsed.content if parsed.reasoning else text, reasoning=parsed.reasoning)
+
     return parsed
 
 
@@ -142,83 +151,92 @@ def think_tags(parser: Parser) -> Tags:
 
 
 def split_reasoning(text: str, think: Tags) -> tuple[str, str]:
-    """Reasoning and the rest. Some models close what they did not open; reasoning that is not closed goes on
-    to the end."""
-    head, closed, rest = text.partition(think.close)
-    if not closed and not text.lstrip().startswith(think.open):
+    """Split a text into reasoning and the text after it. Some models close thoughts that were not opened;
+    reasoning that is not closed goes on to the end."""
+    head, closing_tag, text_after = text.partition(think.close)
+    if not closing_tag and not text.lstrip().startswith(think.open):
         return "", text
-    return head.replace(think.open, "", 1).strip(), rest
+    return head.replace(think.open, "", 1).strip(), text_after
 
 
 def assemble(
     content: str,
     reasoning: str,
-    found: list[RawCall | Malformed],
+    raw_calls: list[RawCall | Malformed],
     tools: tuple[str, ...],
     call_id: str = "call_{}",
 ) -> Parsed:
-    """Give the well-formed calls their ids, and each malformed one a line of `errors`."""
+    """Give an id to each well-formed call, and a line of `errors` to each malformed call."""
     calls: list[ToolCall] = []
     errors: list[str] = []
-    for item in found[:MAX_CALLS]:
+    for raw_call in raw_calls[:MAX_CALLS]:
         try:
-            if isinstance(item, Malformed):
-                raise item
-            name, arguments = as_json(item.name, with_types(item.name, item.arguments, tools))
-            calls.append(ToolCall(name, arguments, item.id or call_id.format(len(calls))))
+            if isinstance(raw_call, Malformed):
+                raise raw_call
+            name, arguments = as_json(raw_call.name, with_types(raw_call.name, raw_call.arguments, tools))
+            calls.append(ToolCall(name, arguments, raw_call.id or call_id.format(len(calls))))
         except Malformed as error:
             errors.append(str(error))
-    if len(found) > MAX_CALLS:
+
+    if len(raw_calls) > MAX_CALLS:
         errors.append(f"a turn may have {MAX_CALLS} tool calls; what follows was not read")
+
     return Parsed(content, tuple(calls), tuple(errors), reasoning)
 
 
 ReadCall = Callable[[str, int], tuple[RawCall | list[RawCall | Malformed], int]]
 
 
-def enclosed(text: str, tags: Tags, read: ReadCall, *sections: Tags) -> Iterator[CallBlock]:
-    """Calls between `tags`. `read(text, at)` returns the call that begins at `at`, or a list of them, and its
-    end, or raises Malformed. The tags of `sections` around all calls of a turn are optional: models forget
-    them."""
-    marks = (tags.open, *itertools.chain(*sections))
-    at, tag = first_of(text, 0, marks)
+def enclosed(text: str, tags: Tags, read_call: ReadCall, *sections: Tags) -> Iterator[CallBlock]:
+    """Find calls between `tags`. `read_call(text, at)` returns the call that begins at `at`, or a list of
+    calls, and the end, or raises Malformed. The tags of `sections` around all calls of a turn are optional:
+    models forget section tags."""
+    all_tags = (tags.open, *itertools.chain(*sections))
+    position, tag = first_of(text, 0, all_tags)
     while tag:
-        inside = at + len(tag)
+        inner_start = position + len(tag)
         if tag == tags.open:
-            block = _one_call(text, at, tags, read, marks)
+            block = _call_block(text, position, tags, read_call, all_tags)
         elif any(tag == section.open for section in sections) and not text.startswith(
-            tags.open, skip_space(text, inside)
+            tags.open, skip_space(text, inner_start)
         ):
-            end = first_of(text, inside, marks)[0]
-            block = CallBlock(at, end, (Malformed(f"{tag} must be followed by {tags.open}"),))
+            end = first_of(text, inner_start, all_tags)[0]
+            block = CallBlock(position, end, (Malformed(f"{tag} must be followed by {tags.open}"),))
         else:
-            block = CallBlock(at, inside)
+            block = CallBlock(position, inner_start)
+
         yield block
-        at, tag = first_of(text, block.end, marks)
+        position, tag = first_of(text, block.end, all_tags)
 
 
-def _one_call(text: str, at: int, tags: Tags, read: ReadCall, marks: tuple[str, ...]) -> CallBlock:
-    inside = at + len(tags.open)
+def _call_block(
+    text: str, position: int, tags: Tags, read_call: ReadCall, all_tags: tuple[str, ...]
+) -> CallBlock:
+    inner_start = position + len(tags.open)
     try:
-        call, end = read(text, inside)
-        found = (call,) if isinstance(call, RawCall) else tuple(call)
-        if text.startswith("/>", end - 2):  # a tag that closes itself
-            return CallBlock(at, end, found)
+        call, end = read_call(text, inner_start)
+        raw_calls = (call,) if isinstance(call, RawCall) else tuple(call)
+        if text.startswith("/>", end - 2):  # the opening tag closes itself
+            return CallBlock(position, end, raw_calls)
+
         end = skip_space(text, end)
         if text.startswith(tags.close, end):
-            return CallBlock(at, end + len(tags.close), found)
+            return CallBlock(position, end + len(tags.close), raw_calls)
         error = Malformed(f"only the call belongs between {tags.open} and {tags.close}")
     except Malformed as raised:
         error = raised
-    end, tag = first_of(text, inside, (*marks, tags.close))
+
+    end, tag = first_of(text, inner_start, (*all_tags, tags.close))
     if tag == tags.close:
-        return CallBlock(at, end + len(tag), (error,))
-    return CallBlock(at, end, (Malformed(f"a {tags.open} was not closed with {tags.close}"),))
+        return CallBlock(position, end + len(tag), (error,))
+
+    return CallBlock(position, end, (Malformed(f"a {tags.open} was not closed with {tags.close}"),))
 
 
-def first_of(text: str, at: int, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Find the first of the tags from `at` on: its place and itself; the end of the text and '' without."""
-    match = _any_of(tags).search(text, at)
+def first_of(text: str, start: int, tags: tuple[str, ...]) -> tuple[int, str]:
+    """Find the first of the tags from `start` on: its position and text; without a tag the end of the text
+    and ''."""
+    match = _any_of(tags).search(text, start)
     return (match.start(), match[0]) if match else (len(text), "")
 
 
@@ -230,7 +248,7 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
 _SPACE = re.compile(r"\s*")
 
 
-def skip_space(text: str, at: int) -> int:
-    """The first position from `at` on that is no white space."""
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
+def skip_space(text: str, start: int) -> int:
+    """Return the first position from `start` on that is no white space."""
+    match = _SPACE.match(text, start)
+    return match.end() if match else start

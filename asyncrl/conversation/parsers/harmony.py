@@ -1,4 +1,4 @@
-"""gpt-oss: a turn is a series of messages, each with a channel, and with a recipient if it is a call.
+"""Reads the format of gpt-oss: a turn is a series of messages, each with a channel; calls have a recipient.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.name
 <|constrain|>json<|message|>{...}<|call|>
@@ -27,8 +27,8 @@ class _HarmonyMessage(NamedTuple):
 
     @property
     def recipient(self) -> str:
-        found = _RECIPIENT.search(self.header)
-        return found[1] if found and found[0] != "to=user" else ""
+        match = _RECIPIENT.search(self.header)
+        return match[1] if match and match[0] != "to=user" else ""
 
     @property
     def reasoning(self) -> bool:
@@ -37,36 +37,44 @@ class _HarmonyMessage(NamedTuple):
 
 @parsers.register("harmony")
 def harmony(text: str, tools: tuple[str, ...] = ()) -> Parsed:
-    """Return a parser. The channels say what is content, so nothing depends on how the prompt ended."""
-    parts = _parts(text)
-    calls = [_call(part) for part in parts if part.recipient]
-    texts = [part for part in parts if not part.recipient]
-    content = _joined(part.body for part in texts if not part.reasoning)
-    return assemble(content, _joined(part.body for part in texts if part.reasoning), calls, tools)
+    """Parse a turn of gpt-oss. The channels mark content, so nothing depends on how the prompt ended."""
+    messages = _split_messages(text)
+    calls = [_read_call(message) for message in messages if message.recipient]
+    text_messages = [message for message in messages if not message.recipient]
+    content = _join_bodies(message.body for message in text_messages if not message.reasoning)
+    return assemble(
+        content, _join_bodies(message.body for message in text_messages if message.reasoning), calls, tools
+    )
 
 
-def _parts(text: str) -> list[_HarmonyMessage]:
-    """The messages of a turn. Text at its beginning without any tag is content."""
-    parts: list[_HarmonyMessage] = []
-    for number, chunk in enumerate(_END.split(text)):
+def _split_messages(text: str) -> list[_HarmonyMessage]:
+    """Split a turn into messages. Text at the beginning without any tag is content."""
+    messages: list[_HarmonyMessage] = []
+    for position, chunk in enumerate(_END.split(text)):
         header, tag, body = chunk.partition(_MESSAGE)
-        plain = number == 0 and not any(tag in chunk for tag in _TAGS) and not _RECIPIENT.search(chunk)
-        parts.append(_HarmonyMessage("", chunk) if plain else _HarmonyMessage(header, body if tag else None))
-    return parts
+        is_plain = position == 0 and not any(tag in chunk for tag in _TAGS) and not _RECIPIENT.search(chunk)
+        messages.append(
+            _HarmonyMessage("", chunk) if is_plain else _HarmonyMessage(header, body if tag else None)
+        )
+
+    return messages
 
 
-def _call(part: _HarmonyMessage) -> RawCall | Malformed:
-    name = part.recipient
-    if part.body is None:
+def _read_call(message: _HarmonyMessage) -> RawCall | Malformed:
+    name = message.recipient
+    if message.body is None:
         return Malformed(f"the call of {quote(name)} has no {_MESSAGE}")
+
     try:
-        arguments, end = object_at(part.body, 0, name)
+        arguments, end = object_at(message.body, 0, name)
     except Malformed as error:
         return error
-    if part.body[end:].strip():
+
+    if message.body[end:].strip():
         return Malformed(f"only the arguments of {quote(name)} belong between {_MESSAGE} and <|call|>")
+
     return RawCall(name, arguments)
 
 
-def _joined(bodies: Iterable[str | None]) -> str:
+def _join_bodies(bodies: Iterable[str | None]) -> str:
     return "\n".join(body.strip() for body in bodies if body and body.strip())

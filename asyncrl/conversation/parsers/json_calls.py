@@ -1,6 +1,6 @@
 """Reads formats that write calls as JSON, or nearly: Hermes, Llama 3, Mistral, Cohere, Gemma 4.
 
-And formats of a name with a JSON object: DeepSeek V3 and V3.1, Kimi K2.
+Also reads formats that write a name and a JSON object: DeepSeek V3 and V3.1, Kimi K2.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from asyncrl.conversation.parsers.values import Malformed, json_at, object_at, q
 _KNOWN_KEYS = {"arguments", "parameters", "id", "type", "tool_call_id"}
 
 
-def _object_call(value: Any, key: str, named: str = "name") -> RawCall:
-    """The call that a JSON object is. Its name is under `named`, its arguments under `key`; without it, there
-    are none."""
-    if not isinstance(value, dict) or not isinstance(value.get(named), str):
-        raise Malformed(f'a tool call must be an object with "{named}" and "{key}"')
-    name = value[named]
-    if unknown := sorted(value.keys() - {named, *_KNOWN_KEYS}):
-        raise Malformed(f'a tool call has "{named}" and "{key}", but {quote(name)} has {quote(unknown[0])}')
-    arguments = value.get(key, value.get("arguments", value.get("parameters", {})))
+def _object_call(value: Any, arguments_key: str, name_key: str = "name") -> RawCall:
+    """Read a JSON object as a call. The name is under `name_key`, the arguments are under `arguments_key`;
+    without that key, there are no arguments."""
+    if not isinstance(value, dict) or not isinstance(value.get(name_key), str):
+        raise Malformed(f'a tool call must be an object with "{name_key}" and "{arguments_key}"')
+
+    name = value[name_key]
+    if unknown_keys := sorted(value.keys() - {name_key, *_KNOWN_KEYS}):
+        raise Malformed(
+            f'a tool call has "{name_key}" and "{arguments_key}", '
+            f"but {quote(name)} has {quote(unknown_keys[0])}"
+        )
+
+    arguments = value.get(arguments_key, value.get("arguments", value.get("parameters", {})))
     if not isinstance(arguments, dict):
-        raise Malformed(f'the "{key}" of {quote(name)} must be an object')
+        raise Malformed(f'the "{arguments_key}" of {quote(name)} must be an object')
+
     return RawCall(name, arguments)
 
 
@@ -35,8 +41,8 @@ def _object_call(value: Any, key: str, named: str = "name") -> RawCall:
 _TOOL_CALL = Tags("<tool_call>", "</tool_call>")
 
 
-def _hermes_call(text: str, at: int) -> tuple[RawCall, int]:
-    value, end = json_at(text, at)
+def _hermes_call(text: str, start: int) -> tuple[RawCall, int]:
+    value, end = json_at(text, start)
     return _object_call(value, "arguments"), end
 
 
@@ -47,99 +53,107 @@ def hermes(text: str) -> Iterator[CallBlock]:
 
 # -- {"name": ..., "parameters": {...}}; {...} ---------------------------------------------------------
 
-_PYTHON = "<|python_tag|>"
-_KEYED = re.compile(r'\s*\{\s*"(?:name|parameters|arguments|type|function)"\s*:')
+_PYTHON_TAG = "<|python_tag|>"
+_CALL_OBJECT = re.compile(r'\s*\{\s*"(?:name|parameters|arguments|type|function)"\s*:')
 
 
 @call_format("llama3")
 def llama3(text: str) -> Iterator[CallBlock]:
-    """The calls follow the tag, or begin the turn. Other JSON at the beginning is an answer."""
-    first = _untagged(text)
-    if first:
-        yield first
-    at = text.find(_PYTHON, first.end if first else 0)
-    while at >= 0:
-        block = _sequence(text, at, at + len(_PYTHON))
+    """Find calls that follow the tag, or begin the turn. Any other JSON at the beginning is an answer."""
+    first_block = _untagged(text)
+    if first_block:
+        yield first_block
+
+    position = text.find(_PYTHON_TAG, first_block.end if first_block else 0)
+    while position >= 0:
+        block = _call_sequence(text, position, position + len(_PYTHON_TAG))
         yield block
-        at = text.find(_PYTHON, block.end)
+        position = text.find(_PYTHON_TAG, block.end)
 
 
 def _untagged(text: str) -> CallBlock | None:
-    if not _KEYED.match(text):
+    if not _CALL_OBJECT.match(text):
         return None
     try:
         value, _ = json_at(text, 0)
     except Malformed:
-        return _sequence(text, 0, 0)
-    return _sequence(text, 0, 0) if {"parameters", "arguments"} & value.keys() else None
+        return _call_sequence(text, 0, 0)
+    return _call_sequence(text, 0, 0) if {"parameters", "arguments"} & value.keys() else None
 
 
-def _sequence(text: str, start: int, at: int) -> CallBlock:
-    found: list[RawCall | Malformed] = []
-    more = True
-    while more:
+def _call_sequence(text: str, block_start: int, position: int) -> CallBlock:
+    raw_calls: list[RawCall | Malformed] = []
+    has_more = True
+    while has_more:
         try:
-            value, at = json_at(text, at)
+            value, position = json_at(text, position)
         except Malformed as error:
-            at = text.find(_PYTHON, at)
-            return CallBlock(start, at if at >= 0 else len(text), (*found, error))
+            position = text.find(_PYTHON_TAG, position)
+            return CallBlock(block_start, position if position >= 0 else len(text), (*raw_calls, error))
+
         try:
-            found.append(_object_call(value, "parameters"))
+            raw_calls.append(_object_call(value, "parameters"))
         except Malformed as error:
-            found.append(error)
-        following = skip_space(text, at)
-        more = text.startswith((";", "{"), following)
-        at = following + text.startswith(";", following) if more else at
-    return CallBlock(start, at, tuple(found))
+            raw_calls.append(error)
+
+        next_position = skip_space(text, position)
+        has_more = text.startswith((";", "{"), next_position)
+        position = next_position + text.startswith(";", next_position) if has_more else position
+
+    return CallBlock(block_start, position, tuple(raw_calls))
 
 
 # -- [TOOL_CALLS][{...}, ...] and [TOOL_CALLS]name[ARGS]{...} ------------------------------------------
 
-_CALLS = "[TOOL_CALLS]"
-_NAMED = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*([^\s\[\]{}]*)\s*)?\[ARGS\]")
+_TOOL_CALLS = "[TOOL_CALLS]"
+_NAMED_CALL = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*([^\s\[\]{}]*)\s*)?\[ARGS\]")
 _OWN_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 @call_format("mistral", think=Tags("[THINK]", "[/THINK]"), call_id="call{:05}")
 def mistral(text: str) -> Iterator[CallBlock]:
-    at = text.find(_CALLS)
-    while at >= 0:
-        inside = at + len(_CALLS)
+    position = text.find(_TOOL_CALLS)
+    while position >= 0:
+        inner_start = position + len(_TOOL_CALLS)
         try:
-            found, end = _mistral_calls(text, inside)
+            raw_calls, end = _mistral_calls(text, inner_start)
         except Malformed as error:
-            following = text.find(_CALLS, inside)
-            found = (error,)
-            end = following if following >= 0 else len(text)
-        yield CallBlock(at, end, found)
-        at = text.find(_CALLS, end)
+            next_position = text.find(_TOOL_CALLS, inner_start)
+            raw_calls = (error,)
+            end = next_position if next_position >= 0 else len(text)
+
+        yield CallBlock(position, end, raw_calls)
+        position = text.find(_TOOL_CALLS, end)
 
 
-def _mistral_calls(text: str, at: int) -> tuple[tuple[RawCall | Malformed, ...], int]:
-    if named := _NAMED.match(text, at):
-        arguments, end = object_at(text, named.end(), named[1])
-        return (RawCall(named[1], arguments, _own_id(named[2])),), end
-    value, end = json_at(text, at)
+def _mistral_calls(text: str, start: int) -> tuple[tuple[RawCall | Malformed, ...], int]:
+    if call_head := _NAMED_CALL.match(text, start):
+        arguments, end = object_at(text, call_head.end(), call_head[1])
+        return (RawCall(call_head[1], arguments, _own_id(call_head[2])),), end
+    value, end = json_at(text, start)
     if not isinstance(value, list) or not value:
-        raise Malformed(f"after {_CALLS} comes a list of calls, or name[ARGS] and an object")
+        raise Malformed(f"after {_TOOL_CALLS} comes a list of calls, or name[ARGS] and an object")
     return tuple(map(_listed_call, value)), end
 
 
 def listed_calls(text: str) -> tuple[RawCall | Malformed, ...]:
-    """The calls of a JSON list, which is the whole text."""
+    """Return the calls of a JSON list, which must be the whole text."""
     value, end = json_at(text, 0)
     if end < len(text) or not isinstance(value, list):
         raise Malformed("tool calls are a list of calls, and nothing else")
     return tuple(map(_listed_call, value))
 
 
-def _listed_call(value: Any, key: str = "arguments", named: str = "name") -> RawCall | Malformed:
+def _listed_call(value: Any, arguments_key: str = "arguments", name_key: str = "name") -> RawCall | Malformed:
     try:
-        call = _object_call(value, key, named)
+        call = _object_call(value, arguments_key, name_key)
     except Malformed as error:
         return error
-    given = value.get("tool_call_id", "")
-    return call._replace(id=_own_id(value.get("id")) or (str(given) if isinstance(given, str | int) else ""))
+
+    call_id = value.get("tool_call_id", "")
+    return call._replace(
+        id=_own_id(value.get("id")) or (str(call_id) if isinstance(call_id, str | int) else "")
+    )
 
 
 # -- <|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|> ---
@@ -150,8 +164,8 @@ def cohere(text: str) -> Iterator[CallBlock]:
     return enclosed(text, Tags("<|START_ACTION|>", "<|END_ACTION|>"), _cohere_calls)
 
 
-def _cohere_calls(text: str, at: int) -> tuple[list[RawCall | Malformed], int]:
-    value, end = json_at(text, at)
+def _cohere_calls(text: str, start: int) -> tuple[list[RawCall | Malformed], int]:
+    value, end = json_at(text, start)
     if not isinstance(value, list) or not value:
         raise Malformed('<|START_ACTION|> is followed by a list of calls with "tool_name" and "parameters"')
     return [_listed_call(item, "parameters", "tool_name") for item in value], end
@@ -174,30 +188,40 @@ def gemma4(text: str) -> Iterator[CallBlock]:
     return enclosed(text, _GEMMA, _gemma_call)
 
 
-def _gemma_call(text: str, at: int) -> tuple[RawCall, int]:
-    """Texts have quotes of their own, keys none, as in JavaScript; put into JSON's, the rest is JSON."""
-    head = _GEMMA_NAME.match(text, at)
-    if not head:
+def _gemma_call(text: str, start: int) -> tuple[RawCall, int]:
+    """Read a call of Gemma 4. Texts have special quotes, and keys have none, as in JavaScript; with JSON's
+    quotes, the arguments are JSON."""
+    call_head = _GEMMA_NAME.match(text, start)
+    if not call_head:
         raise Malformed(f"a call begins {_GEMMA.open}call:name{{")
-    written = list[str]()
-    depth = 0
-    end = head.end()
+
+    json_parts = list[str]()
+    nesting_depth = 0
+    end = call_head.end()
     for part in _GEMMA_PARTS.finditer(text, end):
         if part[0] == _GEMMA.open:
             break
+
         end = part.end()
-        kind = part.lastgroup
-        quoted = part["text"] if kind == "text" else part[0].strip() if kind == "key" else None
-        plain = "null" if part[0].strip() == "None" else part[0]
-        written.append(plain if quoted is None else json.dumps(quoted))
-        depth += (kind == "open") - (kind == "close")
-        if not depth:
+        part_kind = part.lastgroup
+        quoted_text = None
+
+        if part_kind == "text":
+            quoted_text = part["text"]
+        elif part_kind == "key":
+            quoted_text = part[0].strip()
+
+        plain_text = "null" if part[0].strip() == "None" else part[0]
+        json_parts.append(plain_text if quoted_text is None else json.dumps(quoted_text))
+        nesting_depth += (part_kind == "open") - (part_kind == "close")
+        if not nesting_depth:
             break
-    return RawCall(head[1], object_at("".join(written), 0, head[1])[0]), end
+
+    return RawCall(call_head[1], object_at("".join(json_parts), 0, call_head[1])[0]), end
 
 
 def _own_id(value: Any) -> str:
-    """Mistral's templates take ids of nine letters and digits only."""
+    """Return an id that Mistral's templates accept, nine letters and digits; '' for other values."""
     return value if isinstance(value, str) and _OWN_ID.fullmatch(value) else ""
 
 
@@ -210,18 +234,21 @@ _V31 = re.compile(r"\s*([^\s<]+)\s*<｜tool▁sep｜>")
 _FENCE = "```"
 
 
-def _deepseek_call(text: str, at: int) -> tuple[RawCall, int]:
-    """V3 writes the word "function", the name and a fenced object; V3.1 the name and the object."""
-    head = _V3.match(text, at) or _V31.match(text, at)
-    if not head:
+def _deepseek_call(text: str, start: int) -> tuple[RawCall, int]:
+    """Read a call. V3 writes the word "function", the name and a fenced object; V3.1 the name and the
+    object."""
+    call_head = _V3.match(text, start) or _V31.match(text, start)
+    if not call_head:
         raise Malformed(f"a call begins {_DEEPSEEK.open}name<｜tool▁sep｜>")
-    arguments, end = object_at(text, head.end(), head[1])
-    if head.re is _V3:
+
+    arguments, end = object_at(text, call_head.end(), call_head[1])
+    if call_head.re is _V3:
         end = skip_space(text, end)
         if not text.startswith(_FENCE, end):
-            raise Malformed(f"the arguments of {head[1]} must end with {_FENCE}")
+            raise Malformed(f"the arguments of {call_head[1]} must end with {_FENCE}")
         end += len(_FENCE)
-    return RawCall(head[1], arguments), end
+
+    return RawCall(call_head[1], arguments), end
 
 
 @call_format("deepseek")
@@ -236,12 +263,12 @@ _KIMI_ALL = Tags("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _KIMI_HEAD = re.compile(r"\s*((?:functions\.)?([^\s<:]+):\d+)\s*<\|tool_call_argument_begin\|>")
 
 
-def _kimi_call(text: str, at: int) -> tuple[RawCall, int]:
-    head = _KIMI_HEAD.match(text, at)
-    if not head:
+def _kimi_call(text: str, start: int) -> tuple[RawCall, int]:
+    call_head = _KIMI_HEAD.match(text, start)
+    if not call_head:
         raise Malformed(f"a call begins {_KIMI.open}functions.name:0<|tool_call_argument_begin|>")
-    arguments, end = object_at(text, head.end(), head[2])
-    return RawCall(head[2], arguments, head[1]), end
+    arguments, end = object_at(text, call_head.end(), call_head[2])
+    return RawCall(call_head[2], arguments, call_head[1]), end
 
 
 @call_format("kimi")

@@ -1,5 +1,5 @@
-"""Formats that write each argument between tags: Qwen3-Coder, Seed-OSS, GLM, MiniMax-M2, DeepSeek V3.2 and
-V4, Kimi K3. Each is a `TaggedCalls`."""
+"""Reads formats that write each argument between tags: Qwen3-Coder, Seed-OSS, GLM, MiniMax-M2, DeepSeek V3.2
+and V4, Kimi K3. Each format is a `TaggedCalls`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from asyncrl.conversation.parsers.values import Malformed, object_at, quote
 
 
 class TaggedCalls(NamedTuple):
-    """The form in which calls are written. `call`: the tags around one; `begins`: its beginning, for the
-    model; `head`: what follows the opening tag, with the `name`. `argument`: what precedes a value, with its
-    `key`, and `text` where the format says whether the value is text; if not, the tool's schema says it.
-    `value`: the tag that ends a value, and one that must not be in it. `sections`: optional tags around all
-    calls."""
+    """The form of calls. `call`: the tags around a call; `begins`: the beginning of a call, for errors;
+    `head`: the pattern after the opening tag, with the `name`. `argument`: the pattern before a value, with
+    the `key`, and with `text` if the format tells whether the value is text; else the tool's schema tells.
+    `value`: a tag that a value must not contain, and the tag that ends a value. `sections`: optional tags
+    around all calls."""
 
     call: Tags
     begins: str
@@ -39,44 +39,52 @@ class TaggedCalls(NamedTuple):
     objects: bool = False  # all arguments may be written as one JSON object
 
     def blocks(self, text: str) -> Iterator[CallBlock]:
-        return enclosed(text, self.call, self._read, *self.sections)
+        return enclosed(text, self.call, self._read_call, *self.sections)
 
-    def _read(self, text: str, at: int) -> tuple[RawCall, int]:
-        head = self.head.match(text, at)
-        if not head:
+    def _read_call(self, text: str, position: int) -> tuple[RawCall, int]:
+        head_match = self.head.match(text, position)
+        if not head_match:
             raise Malformed(f"a call begins {self.begins}")
-        name = head["name"].strip()
-        at = head.end()
-        arguments: dict[str, Any] = {}
-        if self.objects and text.startswith("{", skip_space(text, at)):
-            arguments, at = object_at(text, at, name)
-        while pair := self.argument.match(text, skip_space(text, at)):
-            at = self._add(arguments, name, text, pair)
-        return RawCall(name, arguments), at
 
-    def _add(self, arguments: dict[str, Any], name: str, text: str, pair: re.Match[str]) -> int:
-        """Read the value after `pair` into the arguments. Returns where it ends."""
-        key = pair["key"].strip()
-        end, tag = first_of(text, pair.end(), self.value)
+        name = head_match["name"].strip()
+        position = head_match.end()
+        arguments: dict[str, Any] = {}
+        if self.objects and text.startswith("{", skip_space(text, position)):
+            arguments, position = object_at(text, position, name)
+
+        while argument_match := self.argument.match(text, skip_space(text, position)):
+            position = self._add_argument(arguments, name, text, argument_match)
+
+        return RawCall(name, arguments), position
+
+    def _add_argument(
+        self, arguments: dict[str, Any], name: str, text: str, argument_match: re.Match[str]
+    ) -> int:
+        """Read the value after `argument_match` into the arguments. Return the end of the value."""
+        key = argument_match["key"].strip()
+        value_end, tag = first_of(text, argument_match.end(), self.value)
         if tag != self.value.close:
             raise Malformed(
                 f"the argument {quote(key)} of {quote(name)} was not closed with {self.value.close}"
             )
-        value = text[pair.end() : end]
+
+        value = text[argument_match.end() : value_end]
         if not key:
             raise Malformed(f"an argument of {quote(name)} has no name")
         if key in arguments:
             raise Malformed(f"the argument {quote(key)} of {quote(name)} is there twice")
-        said = pair.groupdict().get("text")
-        if said is None:
+
+        type_text = argument_match.groupdict().get("text")
+        if type_text is None:
             arguments[key] = Untyped(value.removeprefix("\n").removesuffix("\n") if self.lines else value)
-        elif said in ("true", "string"):
+        elif type_text in ("true", "string"):
             arguments[key] = value
-        elif (read := value_of(value, NO_TEXT)) == value:
+        elif (json_value := value_of(value, NO_TEXT)) == value:
             raise Malformed(f"the argument {quote(key)} of {quote(name)} is declared as JSON, but is none")
         else:
-            arguments[key] = read
-        return end + len(tag)
+            arguments[key] = json_value
+
+        return value_end + len(tag)
 
 
 _TOOL_CALL = Tags("<tool_call>", "</tool_call>")

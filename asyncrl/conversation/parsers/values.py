@@ -9,8 +9,8 @@ from typing import Any
 
 from asyncrl.values import encodable, is_deeper
 
-_WORDS = {"true": True, "false": False, "null": None}
-_LONGEST = 1 << 16  # Python's parser takes 2 us for a character
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_MAX_EXPRESSION_CHARACTERS = 1 << 16  # Python's parser takes 2 us for a character
 MAX_DEPTH = 64  # levels of nesting: later readers must not exceed the recursion limit either
 
 
@@ -18,7 +18,7 @@ class Malformed(ValueError):
     """A fault of a call, in one line that the model reads."""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -26,62 +26,68 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _no_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise Malformed(f"JSON has no {name}")
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_JSON = json.JSONDecoder(object_pairs_hook=_with_unique_keys, parse_constant=_refuse_constant)
 
 
-def json_at(text: str, at: int, what: str = "a tool call") -> tuple[Any, int]:
-    """The JSON value at `at`, and where it ends. Malformed if there is none, and for duplicate keys, NaN and
-    numbers of thousands of digits."""
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
+def json_at(text: str, position: int, subject: str = "a tool call") -> tuple[Any, int]:
+    """Read the JSON value at `position`, and return the value and its end. Malformed if there is no value,
+    and for duplicate keys, NaN and numbers of thousands of digits."""
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+
     try:
-        return _JSON.raw_decode(text, at)
+        return _JSON.raw_decode(text, position)
     except json.JSONDecodeError as error:
-        near = text[error.pos : error.pos + 20]
-        raise Malformed(f"{what} is not JSON: {error.msg} at {near!r}") from None
+        nearby_text = text[error.pos : error.pos + 20]
+        raise Malformed(f"{subject} is not JSON: {error.msg} at {nearby_text!r}") from None
     except RecursionError:
-        raise Malformed(f"{what} is not JSON: it is nested too deep") from None
+        raise Malformed(f"{subject} is not JSON: it is nested too deep") from None
     except ValueError as error:
-        raise Malformed(f"{what} is not JSON: {error}") from None
+        raise Malformed(f"{subject} is not JSON: {error}") from None
 
 
-def object_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
-    """The JSON object with the arguments of a call."""
-    value, end = json_at(text, at, f"what {quote(name)} is called with")
+def object_at(text: str, start: int, name: str) -> tuple[dict[str, Any], int]:
+    """Read the JSON object with the arguments of a call, and return the object and its end."""
+    value, end = json_at(text, start, f"what {quote(name)} is called with")
     if not isinstance(value, dict):
         raise Malformed(f"the arguments of {quote(name)} must be an object")
     return value, end
 
 
 def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
-    """A call's name and arguments as text that any JSON reader takes. Malformed if that is impossible."""
+    """Write a call's name and arguments as text that any JSON reader accepts. Malformed if that is
+    impossible."""
     if not name:
         raise Malformed("a tool call has no name")
     if is_deeper(arguments, MAX_DEPTH):
         raise Malformed(f"the arguments of {quote(name)} are nested deeper than {MAX_DEPTH} levels")
+
     try:
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        json_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:
         raise Malformed(f"the arguments of {quote(name)} have a number that JSON has not") from None
-    return encodable(name), encodable(written)
+
+    return encodable(name), encodable(json_text)
 
 
 def quote(text: str) -> str:
-    """A name in an error text: on one line, and short."""
-    return json.dumps(text[:60] + "…" * (len(text) > 60), ensure_ascii=False)
+    """Quote a name for an error text: on one line, and short."""
+    shortened = text if len(text) <= 60 else text[:60] + "…"
+    return json.dumps(shortened, ensure_ascii=False)
 
 
 # -- Python's literals, as models write them in calls ----------------------------------------------------
 
 
 def expression(text: str, problem: str) -> ast.expr:
-    """Return the syntax tree of `text`. Malformed, beginning with `problem`, if it is no expression."""
-    if len(text) > _LONGEST:
-        raise Malformed(f"{problem}: it has more than {_LONGEST} characters")
+    """Return the syntax tree of `text`. Malformed, beginning with `problem`, if the text is no expression."""
+    if len(text) > _MAX_EXPRESSION_CHARACTERS:
+        raise Malformed(f"{problem}: it has more than {_MAX_EXPRESSION_CHARACTERS} characters")
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown escapes in what the model wrote
@@ -92,32 +98,33 @@ def expression(text: str, problem: str) -> ast.expr:
 
 
 def literal(node: ast.expr) -> Any:
-    """Return the value of a literal, JSON's words included; Malformed if it is none, or has no JSON type."""
+    """Return the value of a literal, JSON's words included; Malformed for other nodes, and types JSON
+    lacks."""
     match node:
         case ast.Constant(value=str(text)):
-            return text.encode("utf-16", "surrogatepass").decode(
-                "utf-16", "replace"
-            )  # pairs, as JSON has them
+            # Join surrogate pairs, as JSON readers do.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         case ast.Constant(value=bool() | int() | float() | None as value):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
-        case ast.Name(id=word) if word in _WORDS:
-            return _WORDS[word]
+        case ast.Name(id=word) if word in _JSON_WORDS:
+            return _JSON_WORDS[word]
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):
-            return _dict([literal(key) if key else None for key in keys], list(map(literal, values)))
+            return _text_keyed([literal(key) if key else None for key in keys], list(map(literal, values)))
         case _:
             raise Malformed(f"{kind(node)} is no literal; arguments are strings, numbers, lists, objects")
 
 
 def kind(node: ast.expr) -> str:
-    """Return the kind of expression; its text could be as long as the turn."""
+    """Return the kind of an expression, for error texts: the expression itself could be as long as the
+    turn."""
     return f"an expression of kind {type(node).__name__}"
 
 
-def _dict(keys: list[Any], values: list[Any]) -> dict[str, Any]:
+def _text_keyed(keys: list[Any], values: list[Any]) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in keys):
         raise Malformed("the keys of an object must be strings")
     if len(set(keys)) < len(keys):

@@ -1,4 +1,4 @@
-"""Chat templates in place of a model's own: those that come with the package, and files of users."""
+"""Reads chat templates that replace a model's own: templates of this package, and files of users."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError, one_line
 
-_SHIPPED = {file.stem: file for file in Path(__file__).parent.glob("*.jinja")}
+_SHIPPED_TEMPLATES = {file.stem: file for file in Path(__file__).parent.glob("*.jinja")}
 
 
-def read_template(given: str, key: str) -> str:
-    """The text of the template that `key` names: a shipped one, a Jinja file, or a text already. '' for ''.
-    Raises ConfigError."""
-    if not given or "{{" in given or "{%" in given:
-        return given
+def read_template(template_spec: str, key: str) -> str:
+    """Return the text of the template that `template_spec`, the value of `key`, names: a shipped template, a
+    Jinja file, or a text already. '' for ''. Raises ConfigError."""
+    if not template_spec or "{{" in template_spec or "{%" in template_spec:
+        return template_spec
+
     try:
-        text = _SHIPPED.get(given, Path(given)).read_text(encoding="utf-8-sig")
+        text = _SHIPPED_TEMPLATES.get(template_spec, Path(template_spec)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        shipped = ", ".join(sorted(_SHIPPED))
+        shipped_names = ", ".join(sorted(_SHIPPED_TEMPLATES))
         raise ConfigError(
-            f"{key}: {given} cannot be read ({one_line(error)}); give a Jinja file, or one of: {shipped}"
+            f"{key}: {template_spec} cannot be read ({one_line(error)}); give a Jinja file, "
+            f"or one of: {shipped_names}"
         ) from None
+
     if "{{" not in text and "{%" not in text:
-        raise ConfigError(f"{key}: {given} is no Jinja template: nothing in it is in {{{{ }}}} or {{% %}}")
+        raise ConfigError(
+            f"{key}: {template_spec} is no Jinja template: nothing in it is in {{{{ }}}} or {{% %}}"
+        )
+
     return text

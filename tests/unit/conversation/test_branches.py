@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.conversation.branches import Branches
-from asyncrl.conversation.requests import CHARACTERS, AgentRequest, Placement, Refusal, same_message
+from asyncrl.conversation.requests import CHARACTERS_PER_TOKEN, AgentRequest, Placement, Refusal, same_message
 from asyncrl.conversation.turns import last_words, rows_of
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
@@ -25,7 +25,7 @@ TOOLS = ("",)  # there are tools; the prompt does not show them
 
 
 def placed(branches: Branches, *messages: Message, **options: Any) -> Placement:
-    place = branches.place(AgentRequest(messages, **options))
+    place = branches.place_request(AgentRequest(messages, **options))
     assert isinstance(place, Placement), place
     return place
 
@@ -147,7 +147,7 @@ def test_what_is_rendered_before_is_not_rendered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever asks for it: a count before the request, and each of its answers."""
-    monkeypatch.setattr("asyncrl.conversation.requests.LONG", 100)
+    monkeypatch.setattr("asyncrl.conversation.requests.LONG_TEXT_CHARACTERS", 100)
     branches = Branches(rules(chat=(chat := CountingChat(rewrites)), max_tokens=4096))
     request = AgentRequest((first,))
     if rendered == ["delta"] or rewrites:
@@ -164,7 +164,7 @@ def test_what_is_rendered_before_is_not_rendered_again(
 
 def test_a_long_text_without_a_template_is_tokenised_before_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the beginning of a row, and where it goes on."""
-    monkeypatch.setattr("asyncrl.conversation.requests.LONG", 100)
+    monkeypatch.setattr("asyncrl.conversation.requests.LONG_TEXT_CHARACTERS", 100)
     branches = Branches(rules(chat=(chat := CountingChat()), max_tokens=4096))
 
     def asked(prompt: str, new: int) -> Placement:
@@ -172,7 +172,7 @@ def test_a_long_text_without_a_template_is_tokenised_before_once(monkeypatch: py
         render = branches.rendering(request)
         assert render is not None and chat.rendered == []
         render()
-        found = branches.place(request)
+        found = branches.place_request(request)
         assert isinstance(found, Placement) and chat.rendered == ["text"] * new
         chat.rendered.clear()
         return found
@@ -247,7 +247,7 @@ def test_limits_refuse_and_name_the_end() -> None:
     ):
         branches = Branches(rules(**limits))
         say(branches, "4", USER)
-        refusal = branches.place(AgentRequest((Message("user", "a longer prompt"),)))
+        refusal = branches.place_request(AgentRequest((Message("user", "a longer prompt"),)))
         assert isinstance(refusal, Refusal)
         assert (refusal.end, branches.end) == (end, end)
 
@@ -256,7 +256,7 @@ def test_limits_refuse_and_name_the_end() -> None:
 def test_requests_under_way_count(limit: str) -> None:
     branches = Branches(rules(**{limit: 1}))
     placed(branches, USER)
-    assert isinstance(branches.place(AgentRequest((AGAIN,))), Refusal)
+    assert isinstance(branches.place_request(AgentRequest((AGAIN,))), Refusal)
 
 
 def test_several_answers_fit_a_limit_or_none_is_sampled() -> None:
@@ -269,9 +269,9 @@ def test_several_answers_fit_a_limit_or_none_is_sampled() -> None:
 
 def test_places_are_given_back_where_a_function_about_the_request_raises() -> None:
     def untrained(request: AgentRequest) -> bool:
-        return bool(branches._pending) and 1 / 0 > 0
+        return bool(branches._pending_placements) and 1 / 0 > 0
 
-    branches = Branches(rules(max_turns=2), untrained=untrained)
+    branches = Branches(rules(max_turns=2), is_untrained=untrained)
     for count in (2, 3):  # for the second answer there is a place under way
         with pytest.raises(ZeroDivisionError):
             branches.find(AgentRequest((USER,)), count)
@@ -281,7 +281,7 @@ def test_places_are_given_back_where_a_function_about_the_request_raises() -> No
 def test_an_agent_that_goes_on_after_a_refusal_is_not_held_to_it() -> None:
     branches = Branches(rules(max_tokens=10))
     say(branches, "4", USER)
-    assert isinstance(branches.place(AgentRequest((Message("user", "a longer prompt"),))), Refusal)
+    assert isinstance(branches.place_request(AgentRequest((Message("user", "a longer prompt"),))), Refusal)
     say(branches, "5", Message("user", "short"))
     assert branches.end is EpisodeEnd.DONE
 
@@ -301,7 +301,7 @@ def test_text_that_no_row_can_hold_is_refused_unread(monkeypatch: pytest.MonkeyP
     read: list[object] = []
     monkeypatch.setattr(FakeChat, "prompt_ids", lambda *given: read.append(given) or (1,))
     monkeypatch.setattr(FakeChat, "delta_ids", lambda *given: read.append(given) or (1,))
-    most = CHARACTERS * 100
+    most = CHARACTERS_PER_TOKEN * 100
     long = Message("user", "x" * most)
     call_ids = ToolCall("t", "{}", "x" * most)
     for ask in (
@@ -311,12 +311,12 @@ def test_text_that_no_row_can_hold_is_refused_unread(monkeypatch: pytest.MonkeyP
         AgentRequest((Message("user"),) * 101),
         AgentRequest((USER,), ("x" * (most + 1),)),
     ):
-        refusal = branches.place(ask)
+        refusal = branches.place_request(ask)
         assert isinstance(refusal, Refusal)
         assert refusal.end is EpisodeEnd.LENGTH
         assert "maximum context length is 100 tokens (rollout.max_tokens)" in refusal.detail
     assert read == []
-    placed(branches, Message("user", "x" * (most - CHARACTERS)))
+    placed(branches, Message("user", "x" * (most - CHARACTERS_PER_TOKEN)))
     assert len(read) == 1
 
 
@@ -332,10 +332,10 @@ def test_what_a_row_shows_is_no_news() -> None:
 
     branches = Branches(rules(max_tokens=100, chat=Dashes(rewrites=("user",))))
     said = say(branches, "x" * 50, USER)
-    assert len(said.content) > CHARACTERS * 100
+    assert len(said.content) > CHARACTERS_PER_TOKEN * 100
     assert placed(branches, USER, said, AGAIN).ids == (1, 2, 3)
     assert isinstance(
-        branches.place(AgentRequest((USER, Message("assistant", said.content + "!"), AGAIN))), Refusal
+        branches.place_request(AgentRequest((USER, Message("assistant", said.content + "!"), AGAIN))), Refusal
     )
 
 
@@ -466,9 +466,9 @@ def test_an_agent_that_does_not_repeat_itself_is_found_out() -> None:
 @pytest.mark.parametrize("before", [True, False])
 def test_a_recorded_turn_is_not_that_of_a_request_that_is_trained_otherwise_now(before: bool) -> None:
     """`untrained_agents` was changed in between: a row would have turns of both kinds."""
-    first = Branches(rules(), untrained=lambda request: before)
+    first = Branches(rules(), is_untrained=lambda request: before)
     say(first, "42", USER)
-    second = Branches(rules(), first.turns, untrained=lambda request: not before)
+    second = Branches(rules(), first.turns, is_untrained=lambda request: not before)
     with pytest.raises(ProtocolError, match="does not repeat its recorded turn 0"):
         second.recorded_turn(placed(second, USER))
 
@@ -511,7 +511,7 @@ def drive(branches: Branches, steps: list[tuple[int, int, str]]) -> tuple[list[P
     done: list[Placement] = []
     for action, which, text in steps:
         if action < 3:
-            found = branches.place(AgentRequest(known[-1 - which % len(known)], TOOLS))
+            found = branches.place_request(AgentRequest(known[-1 - which % len(known)], TOOLS))
             if isinstance(found, Placement):
                 waiting.append(found)
                 seen.append(found)
@@ -588,7 +588,7 @@ def converse(branches: Branches, plan: list[tuple[int, str, int]], lossy: bool) 
         for left in range(losses if lossy else 0, -1, -1):
             turn = branches.redeliver(ask)
             if turn is None:
-                place = branches.place(ask)
+                place = branches.place_request(ask)
                 assert isinstance(place, Placement)
                 turn = branches.recorded_turn(place) or branches.turn(place, generation(text))
                 branches.add(place, turn)

@@ -15,7 +15,7 @@ import yaml
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from asyncrl.conversation.chat import CACHED, Chat
+from asyncrl.conversation.chat import MAX_CACHED_CHARACTERS, Chat
 from asyncrl.errors import ConfigError
 from asyncrl.tools import load_tool
 from asyncrl.types import Message, ToolCall
@@ -116,7 +116,7 @@ def test_malformed_calls_have_a_place_in_the_history(name: str, fact: str) -> No
 
 @having("warnings")
 def test_warnings_before_a_run(name: str, fact: list[str]) -> None:
-    found = chat_of(name).check("fold", ["tool", "tool"])
+    found = chat_of(name).check_history("fold", ["tool", "tool"])
     assert len(found) == len(fact)
     assert all(part in line for part, line in zip(fact, found, strict=True))
 
@@ -134,17 +134,17 @@ def test_who_may_answer(name: str, role: str) -> None:
     chat = chat_of(name)
     message = Message(role, "so", tool_call_id=CALL.id, name=CALL.name)
     if role in family.refuses:
-        for ask in (lambda: chat.delta_ids((message,), 0), lambda: chat.check("fork", [role])):
+        for ask in (lambda: chat.delta_ids((message,), 0), lambda: chat.check_history("fork", [role])):
             with pytest.raises(ConfigError, match=f"refuses the roles .*{role}|shows nothing .*{role}"):
                 ask()
     elif role in family.appends:
         assert chat.delta_ids((message,), 0)
-        chat.check("append", [role])
+        chat.check_history("append", [role])
     else:
         assert chat.delta_ids((message,), 0) is None
-        assert any("begins a new row" in line for line in chat.check("fork", [role]))
+        assert any("begins a new row" in line for line in chat.check_history("fork", [role]))
         with pytest.raises(ConfigError, match=r"set rollout\.history=fork"):
-            chat.check("append", [role])
+            chat.check_history("append", [role])
 
 
 def test_prompts_have_tools_system_and_date() -> None:
@@ -177,7 +177,7 @@ def test_a_token_that_the_template_reads_and_the_tokenizer_lacks() -> None:
     """It would be left out without a word."""
     tokenizer = tokenizer_of.__wrapped__("qwen2.5")
     tokenizer.chat_template = "{{ bos_token }}" + str(tokenizer.chat_template)
-    (warning,) = Chat(tokenizer).check("append", ["user"])
+    (warning,) = Chat(tokenizer).check_history("append", ["user"])
     assert "reads bos_token, which the tokenizer lacks" in warning
 
 
@@ -268,7 +268,7 @@ def test_a_template_that_refuses_tools_serves_without_them() -> None:
     chat = Chat(Refusing(append_only))
     assert chat.delta_ids((Message("user", "so"),), ord(";"))
     with pytest.raises(ConfigError, match="no tools"):
-        chat.check("append", ["tool"])
+        chat.check_history("append", ["tool"])
 
 
 def test_a_control_token_is_one_id_or_none() -> None:
@@ -280,7 +280,7 @@ def test_a_control_token_is_one_id_or_none() -> None:
 
 
 def test_generation_ends_where_the_model_says_too() -> None:
-    assert Chat(Fake(append_only), ends=[7, ord(";")]).stop_ids == (ord(";"), ord("#"), 7)
+    assert Chat(Fake(append_only), extra_stop_ids=[7, ord(";")]).stop_ids == (ord(";"), ord("#"), 7)
 
 
 def test_end_of_turn_comes_from_the_template() -> None:
@@ -369,9 +369,9 @@ def test_a_reply_that_an_agent_sends_begins_no_turn() -> None:
 
 def test_long_replies_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = Chat(tokenizer_of("qwen2.5"))
-    for text, kept in (("x" * CACHED, 1), ("x" * (CACHED + 1), 1), ("y", 2)):
+    for text, kept in (("x" * MAX_CACHED_CHARACTERS, 1), ("x" * (MAX_CACHED_CHARACTERS + 1), 1), ("y", 2)):
         chat.delta_ids((Message("tool", text, name="f", tool_call_id="c"),), chat.stop_ids[0])
-        assert chat._delta.cache_info().currsize == kept
+        assert chat._cached_delta.cache_info().currsize == kept
 
 
 def test_megabytes_of_control_tokens_are_not_read_through() -> None:

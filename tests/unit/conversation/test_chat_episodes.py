@@ -187,7 +187,7 @@ def test_a_thought_that_is_closed_is_followed_by_calls_and_an_answer() -> None:
 
 def test_an_agent_gets_a_thought_that_was_cut_as_reasoning() -> None:
     branches = Branches(rules_of("deepseek-r1", history="fork"))
-    place = branches.place(AgentRequest(SAMPLE.prompt, (TOOL,)))
+    place = branches.place_request(AgentRequest(SAMPLE.prompt, (TOOL,)))
     assert isinstance(place, Placement)
     said = branches.add(place, branches.turn(place, wrote(f"I call {CALLING}", StopReason.LENGTH)))
     assert said == Message("assistant", reasoning=f"I call {CALLING}")

@@ -46,7 +46,7 @@ def test_thoughts_reach_a_template_that_reads_reasoning() -> None:
     chat = chat_of("solar")
     said = (QUESTION, Message("assistant", "Yes.", reasoning="Hm."), Message("tool", "so"))
     assert "<|think|>Hm.<|end|>" in chat.decode(chat.prompt_ids(said))
-    assert chat.check("fork", ["user"])[0].startswith("the chat template drops the reasoning")
+    assert chat.check_history("fork", ["user"])[0].startswith("the chat template drops the reasoning")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_user_who_ends_the_turn_and_a_tool_that_speaks_within_it() -> None:
     """Apertus: its `<|assistant_end|>` stands where a user speaks, and not where a tool replies."""
     chat = chat_of("apertus")
     assert chat.stop_ids[:2] == written(chat, "<|assistant_end|><|tools_suffix|>")
-    chat.check("fork", ["tool", "user"])
+    chat.check_history("fork", ["tool", "user"])
     call = ToolCall("f", '{"a": 1}', "c")
     said = (QUESTION, Message("assistant", "", (call,)), Message("tool", "rain", tool_call_id="c", name="f"))
     assert '[{"f": {"a": 1}}]<|tools_suffix|>[rain]' in chat.decode(chat.prompt_ids(said))
@@ -104,9 +104,11 @@ def test_the_first_token_after_a_line_break_ends_the_turn() -> None:
     chat = chat_of("apriel")
     [end] = written(chat, "<|end|>")
     assert chat.stop_ids[0] == end
-    assert "begins a new row" in chat.check("fork", ["user"])[0]
+    assert "begins a new row" in chat.check_history("fork", ["user"])[0]
 
 
 def test_calls_before_the_words_beside_them_are_shown() -> None:
     """Gemma 4 writes calls, replies, and then what the turn says."""
-    assert not any("shows no tool calls" in line for line in chat_of("gemma4").check("fork", ["tool"]))
+    assert not any(
+        "shows no tool calls" in line for line in chat_of("gemma4").check_history("fork", ["tool"])
+    )

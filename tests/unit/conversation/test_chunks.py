@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from asyncrl.conversation.tokenizer import KEPT, LONGEST, ChunkEncoder
+from asyncrl.conversation.tokenizer import CACHED_CHUNKS, MAX_CHUNK_CHARACTERS, ChunkEncoder
 from tests.fakes.families import FAMILIES, tokenizer_of
 
 PARTS = (
@@ -80,6 +80,6 @@ def test_a_history_that_grows_is_read_once() -> None:
         text += f"<|im_start|>user\nSure about {n}?<|im_end|>\n"
         encode(text)
     assert tokenizer.read < 1.5 * len(text)
-    long = "<|im_start|>" + "x" * LONGEST
+    long = "<|im_start|>" + "x" * MAX_CHUNK_CHARACTERS
     encode(long), encode(long)
-    assert encode._kept.cache_info().currsize < KEPT and tokenizer.read > 2 * len(long)
+    assert encode._cached_ids.cache_info().currsize < CACHED_CHUNKS and tokenizer.read > 2 * len(long)

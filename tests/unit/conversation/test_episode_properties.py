@@ -30,7 +30,7 @@ from asyncrl.conversation.commands import (
     TurnGenerated,
 )
 from asyncrl.conversation.episode import (
-    DROPPED,
+    DROPPED_REPLY,
     Episode,
     advance,
     begin,
@@ -313,7 +313,7 @@ def the_conversation_has_everything(play: Played) -> None:
         for turn in state.turns:
             expected += 1 + len(turn.replies) + (len(turn.observation.messages) if turn.observation else 0)
         assert len(shown) == expected
-        dropped = [message for message in shown if message.content == DROPPED]
+        dropped = [message for message in shown if message.content == DROPPED_REPLY]
         assert len(dropped) == state.folded
 
 
@@ -373,7 +373,7 @@ def an_agent_gets_the_same_rows_and_limits(play: Played) -> None:
         ends = EpisodeEnd
         match state.command:
             case Generate() as asked:
-                place = branches.place(AgentRequest(messages, state.opened.tools))
+                place = branches.place_request(AgentRequest(messages, state.opened.tools))
                 assert isinstance(place, Placement) and isinstance(event, TurnGenerated)
                 assert (place.ids, place.max_new_tokens) == (asked.ids, asked.max_new_tokens)
                 branches.add(place, branches.turn(place, event.generation))
@@ -381,11 +381,11 @@ def an_agent_gets_the_same_rows_and_limits(play: Played) -> None:
                 assert branches.end is EpisodeEnd.LENGTH
             case Score(end=ends.LENGTH | ends.MAX_ROWS | ends.MAX_TURNS as end):
                 more = (Message("user", "more"),) if end is ends.MAX_TURNS else ()
-                found = branches.place(AgentRequest(messages + more, state.opened.tools))
+                found = branches.place_request(AgentRequest(messages + more, state.opened.tools))
                 assert isinstance(found, Refusal) and found.end is branches.end is end
                 REFUSED.add(end)
             case Fail(reason=FailReason.PROMPT_TOO_LONG):
-                found = branches.place(AgentRequest(messages, state.opened.tools))
+                found = branches.place_request(AgentRequest(messages, state.opened.tools))
                 assert isinstance(found, Refusal)
                 assert found.end is EpisodeEnd.LENGTH
     shown = [(turn.index, turn.row, turn.context, turn.ids) for turn in play.last.turns]

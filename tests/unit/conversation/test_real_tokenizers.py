@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.conversation import templates
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.requests import AgentRequest, TextRows, TokenRow
-from asyncrl.conversation.tokenizer import TEXTS, load_tokenizer
+from asyncrl.conversation.tokenizer import TEST_TEXTS, load_tokenizer
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.gateway import completions, messages, responses
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
@@ -29,7 +29,7 @@ from tests.unit.conversation.test_chat import TODAY, TOOL
 pytestmark = pytest.mark.slow
 
 SAID = (
-    *(*TEXTS, "It is 42.", "x", "3.14159265", "a\n\nb\n", "def f(x):\n\treturn x\n", "1.\n2.\n", "..."),
+    *(*TEST_TEXTS, "It is 42.", "x", "3.14159265", "a\n\nb\n", "def f(x):\n\treturn x\n", "1.\n2.\n", "..."),
     *("```", "<b>bold</b> &amp; {% raw %}", "don't, won't", "ＡＢＣ", "ﷺ", "𝔘𝔫𝔦", "e\u0301 é", "a\u200bb"),
     "🏳\u200d🌈",
 )
@@ -237,7 +237,7 @@ def test_a_real_configuration_that_misnames_its_class() -> None:
     if not folder.is_dir():
         missing("deepseek-v3")
     tokenizer = load_tokenizer(str(folder))
-    assert tokenizer.decode(tokenizer.encode(TEXTS[0], add_special_tokens=False)) == TEXTS[0]
+    assert tokenizer.decode(tokenizer.encode(TEST_TEXTS[0], add_special_tokens=False)) == TEST_TEXTS[0]
 
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in FETCHED.glob("*") if path.is_dir()))
@@ -270,6 +270,6 @@ def test_the_text_of_a_row_that_grows_is_that_of_its_ids(folder: str) -> None:
             turn = Turn(0, (), tuple(ids[:count]), (0.0,) * count, (span,), StopReason.LENGTH)
             row = TokenRow(request, 0, (), tuple(ids[:count]), turn)
             prompt = chat.decode(row.ids) + "x"
-            found = growing.rest(prompt, [(0, row)])
-            assert found == TextRows(chat).rest(prompt, [(0, row)])
+            found = growing.find_continued_row(prompt, [(0, row)])
+            assert found == TextRows(chat).find_continued_row(prompt, [(0, row)])
             assert found == ((None, prompt) if row.ids[-1] in chat.stop_ids else (0, "x"))

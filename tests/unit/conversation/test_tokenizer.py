@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.conversation.tokenizer import TEXTS, load_tokenizer
+from asyncrl.conversation.tokenizer import TEST_TEXTS, load_tokenizer
 from asyncrl.errors import ConfigError
 from tests.fakes.families import tokenizer_of
 
@@ -34,7 +34,7 @@ def test_the_class_that_the_configuration_names_changes_nothing(model: Path) -> 
     assert " " not in wrong.decode(wrong.encode("What is 12 plus 30?"), skip_special_tokens=True)
     loaded = load_tokenizer(str(model))
     own = Tokenizer.from_file(str(model / "tokenizer.json"))
-    for text in (*TEXTS, "<｜User｜>What is 12 plus 30?<｜end▁of▁sentence｜>"):
+    for text in (*TEST_TEXTS, "<｜User｜>What is 12 plus 30?<｜end▁of▁sentence｜>"):
         ids = loaded.encode(text, add_special_tokens=False)
         assert ids == own.encode(text, add_special_tokens=False).ids
         assert loaded.decode(ids) == text

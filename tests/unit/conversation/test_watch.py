@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.conversation.parsers import Parsed, hermes, parsers
-from asyncrl.conversation.watch import GrowingText, TurnWatch, before
+from asyncrl.conversation.watch import GrowingText, TurnWatch, text_before
 from tests.fakes.chat import call, encode, rules
 
 TOOLS = ('{"type": "function", "function": {"name": "look"}}',)
@@ -42,7 +42,7 @@ def test_the_turn_ends_with_the_token_in_which_the_text_ends() -> None:
 
     watch = TurnWatch(rules(chat=Words()), (), ("\nObservation:", "never"), "", None)
     assert [watch(range(n)) for n in range(1, 6)] == [False, False, False, False, True]
-    assert before(pieces(range(5)), ("never", "\nObservation:")) == "Thought: a"
+    assert text_before(pieces(range(5)), ("never", "\nObservation:")) == "Thought: a"
 
 
 def test_ids_that_were_lost_are_not_in_the_text() -> None:

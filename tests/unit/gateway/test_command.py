@@ -188,23 +188,23 @@ async def test_endless_output_is_read_slowly(monkeypatch: pytest.MonkeyPatch) ->
         out, theirs = os.pipe()
         process = await asyncio.create_subprocess_exec("head", "-c", f"{size}", "/dev/zero", stdout=theirs)
         os.close(theirs)
-        await places._tail(out, 100)
+        await places._read_tail(out, 100)
         await process.wait()
         assert bool(pauses) is has_pauses
-    assert len(pauses) >= ((4 << 20) >> 16) - 4 and {*pauses} == {places.PAUSE}
+    assert len(pauses) >= ((4 << 20) >> 16) - 4 and {*pauses} == {places.PAUSE_SECONDS}
 
 
 async def test_all_that_is_kept_of_an_output_is_not_copied_with_each_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "PAUSE", 0)
+    monkeypatch.setattr(places, "PAUSE_SECONDS", 0)
 
     async def seconds(limit: int) -> float:
         out, theirs = os.pipe()
         process = await asyncio.create_subprocess_exec("head", "-c", "64M", "/dev/zero", stdout=theirs)
         os.close(theirs)
         started = time.process_time()
-        assert len((await places._tail(out, limit))[0]) == limit
+        assert len((await places._read_tail(out, limit))[0]) == limit
         took = time.process_time() - started
         await process.wait()
         return took

@@ -28,7 +28,7 @@ from tests.fakes.hosts import FakeHost, served
 @served
 async def test_strangers_keep_nobody_away(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of too many is closed, and each that shows no key in time; who has one stays."""
-    monkeypatch.setattr(connections, "STRANGERS", 20)
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 20)
     async with gateway.admit(FakeHost()) as endpoint, aiohttp.ClientSession() as session:
         where = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
@@ -51,7 +51,7 @@ async def test_strangers_keep_nobody_away(gateway: Gateway, monkeypatch: pytest.
 
 def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop accepts a hundred connections before it calls `connection_lost` of the first."""
-    monkeypatch.setattr(connections, "STRANGERS", 3)
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 3)
     aborted: list[int] = []
 
     class Opened(asyncio.Transport):
@@ -63,7 +63,7 @@ def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.
             aborted.append(self.number)
 
     async def main() -> None:
-        bounded = connections.Connections(lambda: Mock()).of()
+        bounded = connections.Connections(lambda: Mock()).protocol_factory()
         for number in range(8):
             bounded().connection_made(Opened(number))
 
@@ -133,7 +133,7 @@ async def test_an_episode_has_a_listener_of_its_own_in_another_namespace(gateway
 
     def agent(listener: socket.socket) -> None:
         async def main() -> None:  # in a loop of this thread
-            inner = await endpoint.through(listener)
+            inner = await endpoint.serve_on(listener)
             assert inner.base_url != endpoint.base_url
             said.append(pickle.loads(pickle.dumps(inner)))
             assert (await message(inner, "q"))["content"] == "42"
@@ -159,7 +159,7 @@ async def test_own_listeners_end_with_the_episode(gateway: Gateway) -> None:
         left = listening()
 
         async def agent() -> list[Endpoint]:
-            return [await endpoint.through(kept), await endpoint.through(left)]
+            return [await endpoint.serve_on(kept), await endpoint.serve_on(left)]
 
         first, second = await agents.call(agent)
         assert first.base_url != second.base_url
@@ -181,7 +181,7 @@ async def test_own_listeners_end_with_the_episode(gateway: Gateway) -> None:
         with pytest.raises(aiohttp.ClientConnectorError):
             await ask(one, "q")
     with pytest.raises(AsyncrlError, match="is over"):
-        await endpoint.through(listening())
+        await endpoint.serve_on(listening())
     agents.close()
 
 
@@ -189,9 +189,9 @@ async def test_own_listeners_end_with_the_episode(gateway: Gateway) -> None:
 async def test_strangers_are_bounded_on_all_listeners_together(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "STRANGERS", 4)
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 4)
     async with gateway.admit(FakeHost()) as endpoint:
-        inner = await endpoint.through(listening())
+        inner = await endpoint.serve_on(listening())
         where = [one.base_url[7:-3].split(":") for one in (endpoint, inner)]
         opened = [await asyncio.open_connection(*where[number % 2]) for number in range(10)]
         for reader, _ in opened[:6]:
@@ -206,10 +206,10 @@ async def test_an_agent_that_keeps_connections_keeps_nobody_away(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither with its key, nor, through its own listener, without."""
-    for name in ("STRANGERS", "KNOWN"):
+    for name in ("MAX_STRANGERS", "MAX_KNOWN"):
         monkeypatch.setattr(connections, name, 8)
     async with gateway.admit(FakeHost()) as greedy, gateway.admit(FakeHost()) as other:
-        where = [one.base_url[7:-3].split(":") for one in (await greedy.through(listening()), other)]
+        where = [one.base_url[7:-3].split(":") for one in (await greedy.serve_on(listening()), other)]
         asking = [
             f"GET /v1/models HTTP/1.1\r\nHost:\r\nx-api-key: {one.api_key}\r\n\r\n".encode()
             for one in (greedy, other)
@@ -286,8 +286,8 @@ async def test_an_idle_connection_that_is_reset_had_its_answer_read(
         assert await loop.sock_recv(client, 8192)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert (connection.lose is None) is reads
+        assert (connection.note_loss is None) is reads
         client.close()
-        while gateway._connections._known:  # noqa: ASYNC110
+        while gateway._connections._known_connections:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert len(host.lost) == (not reads)

@@ -60,9 +60,9 @@ def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
 def test_a_conversation_is_ours_in_every_dialect(messages: tuple[Message, ...]) -> None:
     for dialect in DIALECTS.values():
         found = dialect.asked(sent_back(messages), [LOOK], limit=7)
-        assert found.ask.messages == messages
-        assert [json.loads(tool) for tool in found.ask.tools] == [FUNCTION]
-        assert (found.ask.max_new_tokens, found.count) == (7, 1)
+        assert found.agent_request.messages == messages
+        assert [json.loads(tool) for tool in found.agent_request.tools] == [FUNCTION]
+        assert (found.agent_request.max_new_tokens, found.count) == (7, 1)
 
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -71,14 +71,16 @@ BRIEF = {"role": "developer", "content": "be brief"}
 
 def test_other_spellings_of_messages() -> None:
     body = {"messages": [BRIEF, {"role": "user", "content": PARTS}]}
-    asked = CHAT.read(json.dumps({**body, "max_tokens": 9, "max_completion_tokens": 7}).encode()).ask
+    asked = CHAT.read(
+        json.dumps({**body, "max_tokens": 9, "max_completion_tokens": 7}).encode()
+    ).agent_request
     assert asked.messages == (Message("system", "be brief"), Message("user", "ab"))
     assert asked.max_new_tokens == 7
     call = {"type": "function_call", "call_id": "call_0-t3", "name": "look", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "call_0-t3", "output": PARTS}
     answers = [{"role": "assistant", "content": text} for text in "78"]
     items = [BRIEF, call, output, *answers, call, output]
-    asked = RESPONSES.read(json.dumps({"input": items, "instructions": "be kind"}).encode()).ask
+    asked = RESPONSES.read(json.dumps({"input": items, "instructions": "be kind"}).encode()).agent_request
     assert asked.messages == (
         *(Message("system", "be kind"), Message("system", "be brief")),
         Message("assistant", "", CALLS[:1]),
@@ -86,16 +88,19 @@ def test_other_spellings_of_messages() -> None:
         *(Message("assistant", "7"), Message("assistant", "8", CALLS[:1])),
         Message("tool", "ab", tool_call_id="call_0", name="look"),
     )
-    assert RESPONSES.read(b'{"input": "q"}').ask.messages == (USER,)
+    assert RESPONSES.read(b'{"input": "q"}').agent_request.messages == (USER,)
 
 
 @every_dialect
 def test_what_a_client_sends_as_a_matter_of_course_is_fine(dialect: Dialect) -> None:
     common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "user": "me", "metadata": {}}
     asked = dialect.asked([USER], **common)
-    assert asked.ask == dialect.asked([USER]).ask
-    assert dialect.asked([USER], [LOOK], tool_choice="none").ask.tools == ()
-    assert dialect.asked([USER], [LOOK], tool_choice="auto").ask == dialect.asked([USER], [LOOK]).ask
+    assert asked.agent_request == dialect.asked([USER]).agent_request
+    assert dialect.asked([USER], [LOOK], tool_choice="none").agent_request.tools == ()
+    assert (
+        dialect.asked([USER], [LOOK], tool_choice="auto").agent_request
+        == dialect.asked([USER], [LOOK]).agent_request
+    )
 
 
 @every_dialect
@@ -103,9 +108,9 @@ def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
     request = dialect.asked([USER]).request
     body = b'{"model": "a", "stream": null, "seed": 1, "user": "me", "top_p": null, "tool_choice": "auto"}'
     found = exchange.without_effect(body, request)
-    assert found == {"seed": exchange.SAMPLING, "user": "has no effect"}
+    assert found == {"seed": exchange.SAMPLING_EFFECT, "user": "has no effect"}
     many = json.dumps({f"{number}": 1 for number in range(1000)}).encode()
-    assert len(exchange.without_effect(many, request)) == exchange.LOGGED
+    assert len(exchange.without_effect(many, request)) == exchange.MAX_LOGGED_FIELDS
 
 
 @every_dialect
@@ -113,14 +118,16 @@ def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
     form = {"schema": {"type": "object"}, "tool_choice": "required", "parallel_tool_calls": False}
     asked = dialect.asked([USER], [LOOK], **form)
     body = dialect.body([USER], [LOOK], **form)
-    assert asked.ask == dialect.asked([USER], [LOOK]).ask
+    assert asked.agent_request == dialect.asked([USER], [LOOK]).agent_request
     told = exchange.without_effect(json.dumps(body).encode(), asked.request)
-    assert set(told) == body.keys() & set(exchange.FORMS) and set(told.values()) == {exchange.HINT}
+    assert set(told) == body.keys() & set(exchange.FORM_FIELDS) and set(told.values()) == {
+        exchange.HINT_EFFECT
+    }
 
 
 def test_texts_to_stop_at() -> None:
     for stop, texts in (("a", ("a",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())):
-        assert CHAT.asked([USER], stop=stop).ask.stops == texts
+        assert CHAT.asked([USER], stop=stop).agent_request.stops == texts
 
 
 def content(kind: str) -> list[dict[str, Any]]:
@@ -226,7 +233,7 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
     said = Said(message.reasoning, message.content, calls, end, (5, 2))
     answer = reply(message, stop)
     asked = dialect.asked([USER])
-    assert dialect.whole(asked.whole([answer])) == said
+    assert dialect.whole(asked.full_answer([answer])) == said
     for bit_by_bit in (False, True):
         asked = dialect.asked([USER], stream=True)
         events = [*asked.begin(5)]
@@ -257,17 +264,17 @@ def test_what_was_streamed_otherwise_than_it_turned_out_goes_on(
 
 def test_log_probs_are_of_all_tokens() -> None:
     asked = CHAT.asked([USER], logprobs=True)
-    (choice,) = asked.whole([reply(Message("assistant", "4"), texts="xé")])["choices"]
+    (choice,) = asked.full_answer([reply(Message("assistant", "4"), texts="xé")])["choices"]
     second = choice["logprobs"]["content"][1]
     assert second == {"token": "é", "logprob": -0.25, "bytes": [0xC3, 0xA9], "top_logprobs": []}
-    (choice,) = CHAT.asked([USER]).whole([reply(Message("assistant", "4"))])["choices"]
+    (choice,) = CHAT.asked([USER]).full_answer([reply(Message("assistant", "4"))])["choices"]
     assert choice["logprobs"] is None
 
 
 def test_several_answers_have_their_numbers() -> None:
     asked = CHAT.asked([USER], n=2, stream=True)
     said = [reply(Message("assistant", text)) for text in ("a", "b")]
-    whole = asked.whole(said)
+    whole = asked.full_answer(said)
     assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "a"), (1, "b")]
     assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
     events = [*asked.begin(5), *asked.delta(1, "", "b"), *asked.end(said)]
@@ -285,14 +292,14 @@ def test_tools_of_responses_that_are_no_functions() -> None:
     space = {"type": "namespace", "name": "mail", "tools": [{"type": "function", **LOOK}, patch]}
     tools = [space, patch, {"type": "web_search"}]
     asked = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
-    names = [json.loads(tool)["function"]["name"] for tool in asked.ask.tools]
-    assert names == ["mail__look", "mail__patch", "patch"] and "start: x" in asked.ask.tools[2]
+    names = [json.loads(tool)["function"]["name"] for tool in asked.agent_request.tools]
+    assert names == ["mail__look", "mail__patch", "patch"] and "start: x" in asked.agent_request.tools[2]
     assert asked.left_out == {"a tool of type 'web_search'": "is left out"}
     text = '{"input": "a\\nb"}'
     names = [*(("mail__look", "{}"), ("patch", text)), ("mail__patch", text)]
     made = tuple(ToolCall(*named, f"call_{number}") for number, named in enumerate(names))
     answer = reply(Message("assistant", "", made))
-    output = asked.whole([answer])["output"]
+    output = asked.full_answer([answer])["output"]
     wanted = {"type": "function_call", "name": "look", "namespace": "mail", "arguments": "{}"}
     assert output[0].items() >= wanted.items()
     wanted = {"type": "custom_tool_call", "name": "patch", "input": "a\nb"}
@@ -307,8 +314,8 @@ def test_tools_of_responses_that_are_no_functions() -> None:
     ]
     items = [{"role": "user", "content": "q"}, *output, *replies]
     again = RESPONSES.read(json.dumps({"input": items, "tools": tools}).encode())
-    assert again.ask.messages[1] == Message("assistant", "", made)
-    assert [(one.name, one.tool_call_id) for one in again.ask.messages[2:]] == [
+    assert again.agent_request.messages[1] == Message("assistant", "", made)
+    assert [(one.name, one.tool_call_id) for one in again.agent_request.messages[2:]] == [
         ("mail__look", "call_0"),
         ("patch", "call_1"),
     ]
@@ -319,7 +326,7 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
     blocks = [{"type": "text", "text": "see"}, {"type": "image", "source": {}}]
     failed = {"type": "tool_result", "tool_use_id": "call_0-t3", "content": "no", "is_error": True}
     used = {"type": "tool_use", "id": "call_0-t3", "name": "look", "input": {}}
-    bill = {"type": "text", "text": f"{messages.BILLING} cc=1"}
+    bill = {"type": "text", "text": f"{messages.BILLING_HEADER} cc=1"}
     body = {
         "system": [bill, {"type": "text", "text": "be brief"}],
         "messages": [
@@ -332,15 +339,15 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
         "context_management": {},
     }
     asked = MESSAGES.read(json.dumps(body).encode())
-    assert asked.ask.messages == (
+    assert asked.agent_request.messages == (
         Message("system", "be brief"),
-        Message("user", f"see\n{exchange.PICTURE}"),
+        Message("user", f"see\n{exchange.PICTURE_NOTE}"),
         Message("assistant", "", CALLS[:1]),
         Message("tool", "Error: no", tool_call_id="call_0", name="look"),
         Message("user", "so?"),
         Message("system", "hurry"),
     )
-    assert len(asked.ask.tools) == 1
+    assert len(asked.agent_request.tools) == 1
     assert asked.left_out.keys() == {"a billing header", "a tool 'web_search_20250305'"}
 
 
@@ -359,25 +366,25 @@ def test_what_clients_leave_open_may_be_null() -> None:
         "tools": [{"name": "look", "description": None, "input_schema": {}, "type": None}],
     }
     options = dict.fromkeys(("system", "tool_choice", "stop_sequences", "max_tokens", "stream", "metadata"))
-    sent = [MESSAGES.read(json.dumps(body | more).encode()).ask for more in ({}, options)]
+    sent = [MESSAGES.read(json.dumps(body | more).encode()).agent_request for more in ({}, options)]
     assert sent[0] == sent[1]
     assert [one.content for one in sent[0].messages] == ["q", "", "", "", "so?"]
     assert sent[0].messages[1].tool_calls == (ToolCall("look", "{}", "call_0"),)
     call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}", "namespace": None}
     items = [{"role": "user", "content": "q"}, {"type": "reasoning", "summary": None}, call]
     answered = [*items, {"type": "function_call_output", "call_id": "c", "output": None}]
-    assert len(RESPONSES.read(json.dumps({"input": answered}).encode()).ask.messages) == 3
+    assert len(RESPONSES.read(json.dumps({"input": answered}).encode()).agent_request.messages) == 3
     bare = {"id": None, "function": {"name": "look", "arguments": None}}
     chat = [{"role": "assistant", "tool_calls": [bare]}, {"role": "user", "content": "q"}]
     options = {"stream_options": {"include_usage": None}}
-    found = CHAT.read(json.dumps({"messages": chat, **options}).encode()).ask.messages
+    found = CHAT.read(json.dumps({"messages": chat, **options}).encode()).agent_request.messages
     assert found[0].tool_calls == (ToolCall("look", "{}", ""),) and found[1] == USER
 
 
 def test_no_text_of_anthropics_clients_is_lost() -> None:
     """A billing header takes nothing along that stands behind it; a document of text is its text."""
-    asked = MESSAGES.asked([USER], system=f"{messages.BILLING} cc=1\nbe brief")
-    assert asked.ask.messages[0] == Message("system", "be brief")
+    asked = MESSAGES.asked([USER], system=f"{messages.BILLING_HEADER} cc=1\nbe brief")
+    assert asked.agent_request.messages[0] == Message("system", "be brief")
     assert "a billing header" in asked.left_out
     sources = [
         {"type": "text", "media_type": "text/plain", "data": "one"},
@@ -386,12 +393,12 @@ def test_no_text_of_anthropics_clients_is_lost() -> None:
         {"type": "base64", "data": "JVBE"},
     ]
     said = [{"role": "user", "content": [{"type": "document", "source": one} for one in sources]}]
-    (read,) = MESSAGES.read(json.dumps({"messages": said}).encode()).ask.messages
-    assert read.content == f"one\ntwo\nthree\n{exchange.PICTURE}\n{exchange.PICTURE}"
+    (read,) = MESSAGES.read(json.dumps({"messages": said}).encode()).agent_request.messages
+    assert read.content == f"one\ntwo\nthree\n{exchange.PICTURE_NOTE}\n{exchange.PICTURE_NOTE}"
     found = {"type": "web_search_tool_result", "tool_use_id": "a", "content": {"error_code": "x"}}
     own = [{"type": "server_tool_use", "id": "a", "name": "n"}, found, {"type": "text", "text": "hi"}]
     turns = [{"role": "assistant", "content": own}, {"role": "user", "content": "q"}]
-    assert MESSAGES.read(json.dumps({"messages": turns}).encode()).ask.messages[0].content == "hi"
+    assert MESSAGES.read(json.dumps({"messages": turns}).encode()).agent_request.messages[0].content == "hi"
 
 
 def test_what_does_no_harm_is_read_or_left_out() -> None:
@@ -399,20 +406,20 @@ def test_what_does_no_harm_is_read_or_left_out() -> None:
     found = {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "c"}]}
     result = {"type": "tool_result", "content": [{"type": "tool_reference", "tool_name": "look"}, found]}
     turns = [{"role": "user", "content": [result, found]}]
-    read = MESSAGES.read(json.dumps({"messages": turns}).encode()).ask.messages
+    read = MESSAGES.read(json.dumps({"messages": turns}).encode()).agent_request.messages
     assert [one.content for one in read] == ["look\nT\nS\nc", "T\nS\nc"]
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
     for asked in (
         CHAT.read(json.dumps({"messages": [refusal, BRIEF]}).encode()),
         RESPONSES.read(json.dumps({"input": [{"type": "web_search_call"}, refusal, BRIEF]}).encode()),
     ):
-        assert asked.ask.messages == (Message("assistant", "no"), Message("system", "be brief"))
+        assert asked.agent_request.messages == (Message("assistant", "no"), Message("system", "be brief"))
     thought = {"type": "reasoning", "summary": []}
     call = {"type": "web_search_call", "id": "ws", "action": {}}
     items = [thought, call, {"role": "assistant", "content": "so"}, {"role": "user", "content": "q"}]
-    assert len(RESPONSES.read(json.dumps({"input": items}).encode()).ask.messages) == 2  # one turn
+    assert len(RESPONSES.read(json.dumps({"input": items}).encode()).agent_request.messages) == 2  # one turn
     for fine in ({"best_of": 1, "echo": False}, {"n": 2, "best_of": 2}):
-        assert text_completions.read(json.dumps({"prompt": "a", **fine}).encode()).ask.prompt == "a"
+        assert text_completions.read(json.dumps({"prompt": "a", **fine}).encode()).agent_request.prompt == "a"
     for more in ({"best_of": 2}, {"echo": True}):
         with pytest.raises(ApiError, match="not supported"):
             text_completions.read(json.dumps({"prompt": "a", **more}).encode())
@@ -422,15 +429,15 @@ def test_a_free_form_text_that_is_none_is_written_as_the_model_wrote_it() -> Non
     tools = [{"type": "custom", "name": "patch"}]
     asked = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
     made = Message("assistant", "", (ToolCall("patch", '{"input": 5}', "call_0"),))
-    (item,) = asked.whole([reply(made)])["output"]
+    (item,) = asked.full_answer([reply(made)])["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", '{"input": 5}')
 
 
 def test_a_text_to_stop_at_is_named() -> None:
     asked = MESSAGES.asked([USER], stop_sequences=["a", "b"])
-    assert asked.ask.stops == ("a", "b")
+    assert asked.agent_request.stops == ("a", "b")
     answer = replace(reply(Message("assistant", "4"), StopReason.TEXT), stopped_at="b")
-    found = asked.whole([answer])
+    found = asked.full_answer([answer])
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "b")
 
 
@@ -455,10 +462,10 @@ def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
             text_completions.read(body)
         return
     asked = text_completions.read(body)
-    assert (asked.ask.prompt, asked.ask.max_new_tokens, asked.count) == (found, 3, 2)
+    assert (asked.agent_request.prompt, asked.agent_request.max_new_tokens, asked.count) == (found, 3, 2)
     texts = {"on": ("o", "n"), "off": ("of", "f")}
     answers = [reply(Message("assistant", text), texts=of) for text, of in texts.items()]
-    whole = asked.whole(answers)
+    whole = asked.full_answer(answers)
     assert [(one["index"], one["text"]) for one in whole["choices"]] == [(0, "on"), (1, "off")]
     assert whole["choices"][1]["logprobs"] == {
         "tokens": ["of", "f"],

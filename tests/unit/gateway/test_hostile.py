@@ -105,7 +105,7 @@ async def test_a_body_that_nobody_reads_ends_the_connection(
 ) -> None:
     """Too large by what it says, or as it comes; of a path that is not there; without a key. The rest is not
     read: the client can send no more than what buffers hold."""
-    monkeypatch.setattr(server, "MAX_BODY", 1000)
+    monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
     async with gateway.admit(FakeHost()) as endpoint:
         reader, writer = await asyncio.open_connection(*base_address(endpoint))
         large = {"Content_Length": str(10 << 30), "Content_Encoding": "gzip" * (said == "path")}
@@ -160,13 +160,13 @@ async def test_the_parts_of_a_request_are_bounded(
 def received(monkeypatch: pytest.MonkeyPatch) -> Counter[object]:
     """Count the bytes that the worker reads, by the owner of the connection at first."""
     counts = Counter[object]()
-    read = connections._Bounded.buffer_updated
+    read = connections._LimitedConnection.buffer_updated
 
-    def counting(self: connections._Bounded, nbytes: int) -> None:
+    def counting(self: connections._LimitedConnection, nbytes: int) -> None:
         counts[self.episode] += nbytes
         read(self, nbytes)
 
-    monkeypatch.setattr(connections._Bounded, "buffer_updated", counting)
+    monkeypatch.setattr(connections._LimitedConnection, "buffer_updated", counting)
     return counts
 
 
@@ -193,13 +193,13 @@ async def test_an_episode_that_takes_the_loop_is_held(
     """Of what it sends on 20 connections the worker reads what its share of the loop's time allows, here next
     to nothing; nor does it read of a new connection. Another episode is served meanwhile."""
     monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
-    monkeypatch.setattr(connections, "LOOP_SHARE", 1e-9)
+    monkeypatch.setattr(connections, "LOOP_FRACTION", 1e-9)
     async with gateway.admit(FakeHost()) as hostile:
-        inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
+        inner = await hostile.serve_on(socket.create_server(("127.0.0.1", 0)))
         streams = [await asyncio.open_connection(*base_address(inner)) for _ in range(20)]
         for _, writer in streams:
             writer.write(costly(hostile.api_key))
-        owner = gateway.admitted[hostile.api_key]
+        owner = gateway.running_episodes[hostile.api_key]
         while not gateway._connections._is_held(owner):  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -225,18 +225,18 @@ async def test_a_held_episode_goes_on(gateway: Gateway, monkeypatch: pytest.Monk
         held = 0
         for _ in range(10):
             assert (await ask(endpoint, "q" * 1000))[0] == 200
-            held += gateway._connections._is_held(gateway.admitted[endpoint.api_key])
+            held += gateway._connections._is_held(gateway.running_episodes[endpoint.api_key])
         assert held > 0
 
 
 def hold(gateway: Gateway, endpoint: Endpoint) -> None:
-    gateway._connections.take(gateway.admitted[endpoint.api_key], 1e6)
+    gateway._connections.charge_episode(gateway.running_episodes[endpoint.api_key], 1e6)
 
 
 def release(gateway: Gateway, endpoint: Endpoint) -> None:
     held = gateway._connections
-    episode = gateway.admitted[endpoint.api_key]
-    held.take(episode, -1e7)
+    episode = gateway.running_episodes[endpoint.api_key]
+    held.charge_episode(episode, -1e7)
     held._release(episode, held._loop_times[episode])
 
 
@@ -249,11 +249,11 @@ async def test_time_in_which_an_episode_is_held_counts_for_no_limit(
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(server, "READ_SECONDS", 0.2)
     async with gateway.admit(FakeHost()) as endpoint:
-        inner = await endpoint.through(socket.create_server(("127.0.0.1", 0)))
+        inner = await endpoint.serve_on(socket.create_server(("127.0.0.1", 0)))
         begun = [await asyncio.open_connection(*base_address(inner)) for _ in range(2)]
         for _, writer in begun:
             writer.write(request(endpoint.api_key, Content_Length="100"))
-        while gateway.admitted[endpoint.api_key].bodies._value > server.BODIES - 2:  # noqa: ASYNC110
+        while gateway.running_episodes[endpoint.api_key].body_slots._value > server.MAX_CONCURRENT_BODIES - 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
         hold(gateway, endpoint)
@@ -279,7 +279,7 @@ async def test_an_episode_is_held_for_a_bounded_time_before_it_is_decided_anew(g
         now = asyncio.get_running_loop().time()
         for each in (endpoint, other):
             hold(gateway, each)
-            timer = gateway._connections._loop_times[gateway.admitted[each.api_key]].timer
+            timer = gateway._connections._loop_times[gateway.running_episodes[each.api_key]].release_timer
             assert timer is not None and now < timer.when() < now + connections.MOST_HELD_SECONDS + 1
 
 
@@ -322,7 +322,7 @@ async def test_requests_without_a_body_are_charged_too(
     """Those that were read at once are answered one after the other, as the episode's share allows; so are
     those for paths and methods that are not there."""
     async with gateway.admit(FakeHost()) as hostile, gateway.admit(FakeHost()) as endpoint:
-        inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
+        inner = await hostile.serve_on(socket.create_server(("127.0.0.1", 0)))
         reader, writer = await asyncio.open_connection(*base_address(inner))
         monkeypatch.setattr(connections, "REQUEST_SECONDS", 1e6)
         writer.write(request(hostile.api_key, f"{line} HTTP/1.1") * 20)
@@ -342,9 +342,11 @@ async def test_costly_requests_of_an_episode_are_decoded_one_after_the_other(
     """Also those that had come at once, before the first was decoded."""
     host = FakeHost()
     async with gateway.admit(host) as hostile, gateway.admit(FakeHost()) as endpoint:
-        owner = gateway.admitted[hostile.api_key]
+        owner = gateway.running_episodes[hostile.api_key]
         streams = [await asyncio.open_connection(*base_address(hostile)) for _ in range(5)]
-        monkeypatch.setattr(server, "_check_parts", lambda body: gateway._connections.take(owner, 1000.0))
+        monkeypatch.setattr(
+            server, "_check_parts", lambda body: gateway._connections.charge_episode(owner, 1000.0)
+        )
         for number, (_, writer) in enumerate(streams):
             messages = [{"role": "user", "content": f"q{number}"}]
             body = json.dumps({"messages": messages, "max_tokens": 1})

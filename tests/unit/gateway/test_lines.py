@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Command, Endpoint
-from asyncrl.gateway.lines import MAX_ARGUMENT, CommandError, fill, fill_word, located, words_of
+from asyncrl.gateway.lines import (
+    MAX_ARGUMENT_BYTES,
+    CommandError,
+    fill,
+    fill_word,
+    with_absolute_paths,
+    words_of,
+)
 from asyncrl.types import Message, Sample
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
@@ -90,8 +97,8 @@ def test_a_placeholder_in_a_prompt_stays() -> None:
     ("word", "prompt", "why"),
     [
         ("{prompt}", "--help", "begins with '-'"),
-        ("{prompt}", "x" * (MAX_ARGUMENT + 1), "has more than"),
-        ("--task={prompt}", "é" * (MAX_ARGUMENT // 2 + 1), "has more than"),
+        ("{prompt}", "x" * (MAX_ARGUMENT_BYTES + 1), "has more than"),
+        ("--task={prompt}", "é" * (MAX_ARGUMENT_BYTES // 2 + 1), "has more than"),
         ("{prompt}", "a\0b", "has a NUL"),
     ],
 )
@@ -103,14 +110,14 @@ def test_a_prompt_that_is_no_argument_is_refused(word: str, prompt: str, why: st
 def test_paths_start_where_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text("")
-    assert located(["python", "-u", "agent.py", "agent.py"]) == [
+    assert with_absolute_paths(["python", "-u", "agent.py", "agent.py"]) == [
         sys.executable,
         "-u",
         str(tmp_path / "agent.py"),
         "agent.py",
     ]
-    assert located(["bin/agent", "agent.py"]) == [str(tmp_path / "bin/agent"), "agent.py"]
-    assert located(["sh", "-c", "agent.py x"]) == ["sh", "-c", "agent.py x"]
+    assert with_absolute_paths(["bin/agent", "agent.py"]) == [str(tmp_path / "bin/agent"), "agent.py"]
+    assert with_absolute_paths(["sh", "-c", "agent.py x"]) == ["sh", "-c", "agent.py x"]
 
 
 NASTY = (

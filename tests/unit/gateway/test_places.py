@@ -112,7 +112,7 @@ class NoisyJail:
 
 def test_warnings_of_a_shell_are_no_answers() -> None:
     async def main() -> None:
-        place = places.SandboxPlace(cast(Jail, NoisyJail()), ENDPOINT, None)
+        place = places.SandboxWorkspace(cast(Jail, NoisyJail()), ENDPOINT, None)
         assert await place.problem("/bin/sh") == ""
         assert await place.problem("/gone") == "is not there"
         assert await place.look_up("gone", "/bin") == ""
@@ -151,8 +151,10 @@ def test_what_a_killed_worker_leaves_is_removed_by_the_next(tmp_path: Path) -> N
     worker.wait()
     asyncio.run(gone(int(pid)))
     assert Path(here).is_dir()
-    places._parent.cache_clear()
-    with emptying.own_directory(str(PLACES), places.PREFIX) as alive:  # of this process, which lives
+    places._workspaces_directory.cache_clear()
+    with emptying.own_directory(
+        str(PLACES), places.WORKSPACE_PREFIX
+    ) as alive:  # of this process, which lives
         assert asyncio.run(Command(line="echo 1")(SAMPLE, ENDPOINT)) == 1
         assert not Path(here).parent.exists() and Path(alive).exists()
     assert not Path(alive).exists()
@@ -160,11 +162,11 @@ def test_what_a_killed_worker_leaves_is_removed_by_the_next(tmp_path: Path) -> N
 
 def test_a_directory_of_places_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
-    monkeypatch.setattr(places, "PARENT", str(tmp_path / "open"))
-    places._parent.cache_clear()
+    monkeypatch.setattr(places, "WORKSPACES_DIRECTORY", str(tmp_path / "open"))
+    places._workspaces_directory.cache_clear()
     with pytest.raises(PermissionError, match="is open to other users; remove it"):
-        places._parent()
-    places._parent.cache_clear()
+        places._workspaces_directory()
+    places._workspaces_directory.cache_clear()
 
 
 # -- in a sandbox ------------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ def test_a_program_that_takes_too_much_memory_is_killed() -> None:
 
 
 def test_a_place_that_cannot_be_made_in_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "PARTS", ("home", "../proc/such"))
+    monkeypatch.setattr(places, "OWN_DIRECTORIES", ("home", "../proc/such"))
     with pytest.raises(CommandError, match=r"no place could be made in its sandbox: mkdir: .*proc/such"):
         played_with(Command(line="true", sandbox="jail"))
 
@@ -322,7 +324,7 @@ async def test_a_programs_time_stands_while_the_episodes_does(monkeypatch: pytes
     async def wait_for_first_request(_: Endpoint) -> None: ...
 
     command = Command(line="true", seconds=0.001)
-    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command, "_run_program", run)
     monkeypatch.setattr(Endpoint, "wait_for_first_request", wait_for_first_request)
     monkeypatch.setattr(Endpoint, "clock", clock)
     assert await command(SAMPLE, ENDPOINT) == "whole"
@@ -349,7 +351,7 @@ async def test_so_many_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     command = Command(line="true", starts=1)
     both = [Asking(0), Asking(1)]
-    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command, "_run_program", run)
     playing = [asyncio.ensure_future(command(SAMPLE, one)) for one in both]  # type: ignore[arg-type]
     assert await begun.get() == 0
     for _ in range(100):

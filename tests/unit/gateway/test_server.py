@@ -28,7 +28,7 @@ every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALEC
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read bodies of 1,000 bytes at most."""
-    monkeypatch.setattr(server, "MAX_BODY", 1000)
+    monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
     monkeypatch.setattr(server, "LINGER_SECONDS", 0.05)
 
 
@@ -123,7 +123,8 @@ async def test_slow_bodies_of_one_episode_keep_no_other_waiting(gateway: Gateway
             await asyncio.Event().wait()
 
         asking = [
-            asyncio.create_task(fetch(slow, "/messages", data=body())) for _ in range(server.BODIES + 40)
+            asyncio.create_task(fetch(slow, "/messages", data=body()))
+            for _ in range(server.MAX_CONCURRENT_BODIES + 40)
         ]
         for _ in asking:
             await arrived.acquire()
@@ -174,7 +175,7 @@ async def test_a_stream_says_that_its_turn_goes_on(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
 ) -> None:
     """Clients take a silent stream for a dead one, and ask again; Codex counts events only, no comments."""
-    monkeypatch.setattr(server, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(server, "HEARTBEAT_SECONDS", 0.01)
     host = FakeHost(streamed="")
     host.gate.clear()
     async with gateway.admit(host) as endpoint, aiohttp.ClientSession() as session:
@@ -383,7 +384,7 @@ async def test_ignored_parameters_are_told_once(gateway: Gateway, caplog: pytest
 async def test_names_that_agents_choose_do_not_fill_the_log(
     gateway: Gateway, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "LOGGED", 3)
+    monkeypatch.setattr(exchange, "MAX_LOGGED_FIELDS", 3)
     async with gateway.admit(FakeHost()) as endpoint:
         for number in range(3):
             body = {

@@ -702,7 +702,7 @@ def test_what_is_durable_of_a_turn_is_kept_until_the_turn_is_posted(monkeypatch:
         asking = asyncio.ensure_future(ask(endpoint, "q"))
         assert await asyncio.to_thread(waits.wait, 30)
         asking.cancel()
-        while bench.shared.gateway.admitted[endpoint.api_key].running:  # noqa: ASYNC110
+        while bench.shared.gateway.running_episodes[endpoint.api_key].answer_tasks:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         full.clear()
         await message(endpoint, "q")
