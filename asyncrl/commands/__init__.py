@@ -23,6 +23,7 @@ class CommandParser(argparse.ArgumentParser):
             for word in words
             if word.startswith("--") and not any(name.startswith(word) for name in known)
         ]
+
         takes_keys = any(action.dest in ("overrides", "what") for action in self._actions)
         if foreign and takes_keys:
             from asyncrl.config.composition import refused_flags

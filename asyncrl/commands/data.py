@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--system", default="", help="system prompt; reasoning_gym: also one of its names")
     parser.add_argument("--config", default="{}", help="reasoning_gym: options of each task, a JSON object")
     args = parser.parse_args(argv)
+
     if args.name.startswith(GYM):
         splits = _reasoning_gym(args)
         reward = "reasoning_gym"
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
         reward = BENCHMARKS[args.name].reward
     else:
         raise ConfigError(f"{args.name} is no data set; there are {', '.join(BENCHMARKS)}, {GYM}TASK")
+
     print(json.dumps(write_splits(args.out, splits)))
     print(f"score it with 'rollout.reward={reward}'")
     return 0
@@ -65,24 +67,30 @@ def _benchmark(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, Sequ
     rng = random.Random(args.seed)
     one = not benchmark.held_out or Path(source).is_file()
     splits = {"train": "train"} if one else {"train": "train", "test": benchmark.held_out}
+
     found = dict[str, list[Row]]()
     for name, split in splits.items():
         found[name], left_out = rows_of(benchmark, source, split, args.instruction)
         if left_out:
             print(f"{split}: {left_out} rows without an answer that can be scored are left out")
+
     if one:
         rng.shuffle(found["train"])
         held_out = args.test or 0
         found = {"train": found["train"][held_out:], "test": found["train"][:held_out]}
+
     drawn = {name: _drawn(rng, rows, getattr(args, name)) for name, rows in found.items()}
+
     if args.system:
         rules = {"role": "system", "content": args.system}
         for rows in drawn.values():
             rows[:] = [row | {"prompt": [rules, *row["prompt"]]} for row in rows]
+
     if args.name == "hotpotqa":
         asked = {row["extra_info"].get("id") for rows in drawn.values() for row in rows}
         passages = (passages_of(source, benchmark.config, split, asked) for split in splits.values())
         _write_corpus(args.out / "corpus.jsonl", itertools.chain.from_iterable(passages))
+
     return dict(drawn)
 
 
@@ -109,15 +117,19 @@ def _reasoning_gym(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
         import reasoning_gym.utils
     except ImportError:
         raise ConfigError("reasoning-gym is not installed; pip install 'asyncrl[reasoning-gym]'") from None
+
     tasks = args.name.removeprefix(GYM).split(",")
     if unknown := [task for task in tasks if task not in reasoning_gym.factory.DATASETS]:
         raise ConfigError(f"{unknown[0]!r} is no task of reasoning-gym; its gallery lists them")
+
     with ConfigError.instead_of(
         msgspec.DecodeError, text=f"--config {args.config!r}: a JSON object of a task's options each"
     ):
         options: dict[str, dict[str, Any]] = msgspec.json.decode(args.config, type=dict[str, dict[str, Any]])
+
     prompts = reasoning_gym.utils.SYSTEM_PROMPTS
     system = prompts.get(args.system or "default", args.system)
+
     splits = dict[str, Sequence[Row]]()
     for split, seed in (("train", args.seed), ("test", args.seed + 1_000_003)):
         given: int | None = getattr(args, split)

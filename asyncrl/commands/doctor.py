@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
+
     from asyncrl.launch.checks import ALL, MACHINE, examine
     from asyncrl.launch.data import Inputs, Note
 
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> int:
             raise
         checks = MACHINE
         config = compose([*NO_MODEL, *options.overrides], options.config_dir)
+
     search_working_directory()
 
     def shown(findings: Iterable[Note]) -> Iterable[str]:
@@ -56,6 +58,7 @@ def main(argv: list[str]) -> int:
     levels = list(shown(examine(checks, Inputs(config))))
     counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warning", "error", "skipped"))
     print(f"\n{counts}")
+
     if checks is MACHINE:
         print("only the machine was checked; name model.path and data.train to have them checked, too")
     return 2 if "error" in levels else 0

@@ -76,16 +76,19 @@ def main(argv: list[str]) -> int:
     code, run_dir = evaluate(target, options)
     if code or run_dir is None:
         return code
+
     result = Result.read(run_dir)
     if not options.baseline:
         print_result(result)
         return 0
+
     for path in (Path(options.baseline), options.run_dir / options.baseline):
         if (path / "config.yaml").is_file() and not read_config(path).total_steps:
             break  # an evaluation that is there
     else:  # one of that model is run now, configured as the one of `target`
         other = find_target(options.baseline, options.run_dir)
         code, path = evaluate(other._replace(run_dir=target.run_dir), options)
+
     if code or path is None:
         return code
     baseline = Result.read(path)
@@ -108,12 +111,14 @@ def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | N
     """Run the episodes that are not over yet: the exit code, and the run; None after a dry run."""
     config = configuration(target, options)
     run_dir = Path(config.run_dir) / config.name
+
     if (run_dir / "config.yaml").is_file():
         before = read_config(run_dir)
         if before.total_steps or before.held_out_settings != config.held_out_settings:
             raise ConfigError(f"{run_dir}: is another run; choose another name=…")
     if read_summary(run_dir).get("outcome") == "completed" and not options.dry_run:
         return 0, run_dir
+
     search_working_directory()
     from asyncrl.launch.start import train
 
@@ -125,9 +130,11 @@ def find_target(given: str, runs: Path) -> Target:
     """A checkpoint's export, for a checkpoint or a run; else the model itself, which need not be here."""
     path = Path(given)
     checkpoint = path.name.startswith("step-") and (path / "manifest.json").is_file()
+
     if not (checkpoint or (path / "config.yaml").is_file() or (runs / given / "config.yaml").is_file()):
         _check_model(given, runs)
         return Target(given, None)
+
     checkpoints, step, run_dir = find_checkpoint(given, runs)
     export = Path(checkpoints.path(step)) / "hf"
     if not (export / "config.json").is_file():
@@ -168,6 +175,7 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     is evaluated, and how."""
     split = (one.partition("=") for one in options.overrides)
     given = [ALIASES.get(key, key) + equals + value for key, equals, value in split]
+
     fixed = [override("model.path", target.model), "total_steps=0"]
     if target.run_dir is not None:
         fixed += [override("run_dir", options.run_dir)]
@@ -175,11 +183,13 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     else:
         first = [ALL, "data.train=-", override("run_dir", options.run_dir)]
         composed = compose([*first, *given, *fixed], options.config_dir)
+
     config = _untrained(composed)
     from asyncrl.launch.models import resolve_models
     from asyncrl.launch.run_directory import begun_with
 
     config = resolve_models(config, begun_with(config))
+
     if not any(one.startswith("name=") for one in given):
         parts = Path(target.model).parts
         stem = f"{parts[-4]}-{parts[-2]}" if parts[-1] == "hf" and len(parts) > 3 else parts[-1]
@@ -223,6 +233,7 @@ def fingerprint(config: RunConfig) -> str:
     named = [plugin.rpartition(":")[0] or plugin for plugin in plugins]  # FILE.py:function
     data = [name for path in paths(config.data, "test") for name in named_files(path)]
     used = {*map(str, weight_files(config.model.path)), *data, *named}
+
     stats = [(os.path.basename(file), os.stat(file)) for file in sorted(used) if os.path.isfile(file)]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return blake2s(msgspec.json.encode((config.held_out_settings, files)), digest_size=4).hexdigest()
@@ -245,6 +256,7 @@ class Result(NamedTuple):
 
         samples, episodes = evaluated(run_dir)
         numbers = per_sample(episodes, threshold_of(read_config(run_dir), episodes))
+
         rows = sorted({one.which.row for one in episodes})
         found = {row: samples[row] for row in rows}
         tasks = {row: (one.data_source, task.name) for row, one in found.items() if (task := task_of(one))}
@@ -275,11 +287,13 @@ def write_result(result: Result, baseline: Result | None = None) -> dict[str, di
         raise ConfigError(
             f"{baseline.run_dir}: is of other samples than {result.run_dir}; give the same data=…"
         )
+
     found = summary(result.numbers, baseline.numbers if baseline else {})
     more = sizes(result.episodes) | losses(result.episodes)
     for task, values in result.tasks.items():
         more |= {f"val-task/{task}/{name}": value for name, value in values.items()}
     written = {**found, **{name: {"mean": value} for name, value in more.items()}}
+
     (result.run_dir / EVALUATION).write_bytes(
         msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
     )
@@ -290,19 +304,24 @@ def _print_table(result: Result, baseline: Result | None, found: dict[str, dict[
     shown = [name for name in found if name.startswith("val-core/")]
     if len({one.source for one in result.episodes}) == 1:  # `all` would say the same again
         shown = [name for name in shown if not name.startswith("val-core/all/")]
+
     lines: list[tuple[str, ...]] = [("", *COLUMNS[: 5 if baseline else 3])]
     for name in shown:
         if not (name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in found):  # `mean@k` says it
             lines.append((name.removeprefix("val-core/"), *_cells(found[name])))
+
     lines += [(name.removeprefix("val-core/"), f"{v:.4f}") for name, v in losses(result.episodes).items()]
+
     if result.tasks:
         columns = sorted(set().union(*result.tasks.values()))
         lines += [(), ("task", *columns)]
         for task, values in result.tasks.items():
             lines.append((task, *(f"{values[name]:.4f}" if name in values else "" for name in columns)))
+
     width = max(len(line[0]) for line in filter(None, lines))
     for first, *cells in (line or ("",) for line in lines):
         print(printable(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))).rstrip()))
+
     if failed := sum(one.result is None for one in result.episodes):
         print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")
     print(f"run: {result.run_dir.absolute()}")
@@ -315,6 +334,7 @@ def summary(numbers: PerSample, baseline: PerSample) -> dict[str, dict[str, Any]
     for (name, mean), values in zip(means(numbers).items(), numbers.values(), strict=True):
         low, high = interval([*values.values()])
         found[name] = {"mean": mean, "low": low, "high": high, "samples": len(values)}
+
         other = baseline.get(name, {})
         if pairs := [values[row] - other[row] for row in sorted(values.keys() & other.keys())]:
             low, high = interval(pairs)

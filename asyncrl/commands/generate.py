@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
     out = _out(options)
     options.overrides.insert(0, "validation.greedy=false")
     code, run_dir = evaluate(find_target(options.model, options.run_dir), options)
+
     if code or run_dir is None:
         return code
     from asyncrl.data import Samples, samples_path
@@ -62,6 +63,7 @@ def _out(options: argparse.Namespace) -> Path:
     named = [one for one in options.overrides if one.startswith(OUT)]
     options.overrides = [one for one in options.overrides if one not in named]
     path = Path(named[-1].removeprefix(OUT)).expanduser() if named else Path()
+
     if path.suffix not in (".parquet", ".jsonl"):
         missing = ConfigError(f"out={path if named else ''}: write out=FILE.parquet or out=FILE.jsonl")
         raise unknown_keys(options.overrides) or missing
@@ -83,6 +85,7 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
         if one.result is None or one.stats is None:
             return None, None, None, "failed", 0
         end = one.result.end
+
         given = reward_input(parts, sample, judged_turns(reader, one), end, one.stats.tool_calls)
         messages = msgspec.json.encode([message.openai() for message in given.messages])
         return given.answer, messages.decode(), one.result.score, str(end), one.result.tokens

@@ -32,21 +32,26 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--name", default="", help="import: its name; by default the file's")
     parser.add_argument("--over", default="", metavar="IMAGE", help="import: lay it over this one")
+
     for bound in msgspec.structs.fields(Bounds):
         (unit,) = bound.type.__metadata__
         text = f"import: refused whole above N {unit.description} ({bound.default})"
         parser.add_argument(f"--{bound.name}", type=int, default=bound.default, metavar="N", help=text)
     options = parser.parse_intermixed_args(argv)
+
     if options.action == "list":
         for digest, names in list_images().items():
             print(_line(digest, names))
         return 0
+
     if not options.given:
         parser.error(f"{options.action} takes a FILE, DIR or - to import, or a NAME to remove")
+
     if options.action == "remove":
         gone = remove_image(options.given)
         print(f"{options.given} is removed{'' if gone else '; its image has other names'}")
         return 0
+
     bounds = Bounds(**{name: getattr(options, name) for name in Bounds.__struct_fields__})
     name = options.name or Path(options.given).name.split(".")[0]
     image = import_image(options.given, "" if name == "-" else name, options.over, bounds)

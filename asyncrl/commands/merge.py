@@ -31,11 +31,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path, help="the directory to write, which is not there yet")
     parser.add_argument("--adapters", choices=("merged", "apart"), default="merged", help="where they go")
     options = parser.parse_args(argv)
+
     if options.out.exists():
         raise ConfigError(f"{options.out}: exists; choose another directory, or delete it")
+
     checkpoints, step, run_dir = find_checkpoint(options.checkpoint, options.run_dir)
     if damage := checkpoints.damage(step):
         raise ConfigError(f"{checkpoints.path(step)}: cannot be used: {damage}")
+
     work = options.out.with_name(f"{options.out.name}.writing")
     shutil.rmtree(work, ignore_errors=True)  # of a command that was killed
     work.mkdir(parents=True)
@@ -65,6 +68,7 @@ def find_checkpoint(given: str, runs: Path) -> tuple[Checkpoints, int, Path | No
 
     parent, _, last = given.rstrip("/").rpartition("/")
     number = last.removeprefix("step-")
+
     if last.startswith("step-") and number.isdigit():
         beside = Path(parent).resolve().parent
         checkpoints = Checkpoints(parent or ".")

@@ -89,11 +89,13 @@ class Measurements(msgspec.Struct, frozen=True):
         sampling = _sampling(spans, config)
         if not tokens or not sampling:
             raise ConfigError(f"{run_dir}: recorded no sampled turns; let the run go on, or name another")
+
         rows = latest(row for row in read_rows(run_dir) if "timing_s/step" in row)
         publish = sum(
             fmean([span.end - span.start for span in spans if span.name == name] or [0.0])
             for name in ("write_weights", "push")
         )
+
         load = EngineLoad(sampling, seconds / tokens)
         state = _state_bytes(config, run_dir)
         return cls(config, rows, recorded, load, publish, state)
@@ -107,10 +109,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tail", type=float, default=1.0, help="stretch what is longer than its median")
     parser.add_argument("--config-dir", type=Path, help="configuration groups of your own, for a probe")
     options = parser.parse_intermixed_args(argv)
+
     if options.tail <= 0:
         raise ConfigError(f"--tail {options.tail:g}: give a factor above 0; 1 leaves the tail as it is")
+
     names = [word for word in options.what if "=" not in word or Path(word, "config.yaml").is_file()]
     overrides = [word for word in options.what if word not in names]
+
     if names:
         found = [find_run(options.run_dir, name) for name in names]
         runs = [Measurements.of(path, recompose(path, [])) for path in found]
@@ -124,10 +129,12 @@ def main(argv: list[str]) -> int:
     first = runs[0]
     loads = [run.load for run in runs]
     rates = fit(first.config, first.rows, first.recorded, loads, first.publish_s, first.state_bytes)
+
     if options.shift is not None:
         rates = replace(rates, shift_s=options.shift, shift_source="as you say")
     if options.tail != 1:
         rates = replace(rates, recorded=stretched(rates.recorded, options.tail))
+
     same = options.tail == 1 and (not names or wanted == first.config)
     report(with_group_policy(wanted), rates, first.rows if same else (), options.devices)
     return 0
@@ -143,6 +150,7 @@ def probe(config: RunConfig) -> list[Measurements]:
     runs = Path(config.run_dir)  # whose disk has room for checkpoints
     runs.mkdir(parents=True, exist_ok=True)
     folder = tempfile.mkdtemp(prefix="plan-", dir=runs)
+
     found = []
     with ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -158,6 +166,7 @@ def probe(config: RunConfig) -> list[Measurements]:
                 observe=replace(config.observe, console="plain", trackers=[]),
             )
             print(f"probe: {PROBE_STEPS} steps with rollout.slots={short.rollout.slots}", flush=True)
+
             code = train(short, summary=False)
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
@@ -184,6 +193,7 @@ def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
     with closing(RunReader.open(run_dir)) as reader:
         groups = reader.groups()
         groups = groups[: len(groups) - round(NEWEST * len(groups))][-MOST_GROUPS:]
+
         for group in groups:
             episodes = []
             for episode in (e for e in reader.members(group.id) if e.stats.turns and not e.greedy):
@@ -233,6 +243,7 @@ def changed(config: RunConfig, keys: Keys) -> RunConfig | None:
     for key, value in keys.items():
         section, _, name = key.partition(".")
         tree[section][name] = value
+
     try:
         return parse(tree)
     except ConfigError:
@@ -275,12 +286,15 @@ def candidates(
     for split in [chosen] if chosen else splits(config, devices):
         for some in (slots // 2, slots, 2 * slots):
             attempt(split | {SLOTS: some, GROUPS: groups, BOUND: bound})
+
     if not tried:
         raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; give more")
+
     best = ranked(tried.values())[0][0]
     for batch in (groups // 2, groups, 2 * groups):
         for most in (bound // 2, bound, 2 * bound):
             attempt(best | {GROUPS: batch, BOUND: most})
+
     return ranked(tried.values())
 
 
@@ -303,15 +317,18 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
     key, tp = engine_key(config)
     held = (engines(config) * tp, config.trainer.ranks)
     devices = asked or (max(held) if config.shifts else sum(held))
+
     own = changed(config, {"engine.colocated": 0}) or config
     shared = asked >= tp and not config.engine.urls
     unsplit = shared or (config.shifts and not asked)
     if not (splits(own, devices) or unsplit):
         raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; give more")
+
     progress("simulating this configuration")
     predicted = predict(config, rates, seeds=SEEDS)
     progress("finding what limits it")
     saved = sorted(limits(config, rates, SEEDS).items(), key=lambda one: -one[1])
+
     columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
     for label, name, form in FIGURES:
@@ -326,15 +343,19 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
         f"an episode {1e3 * rates.episode_s:.3g} ms of training on one rank, a step {rates.commit_s:.3g} s "
         f"more, a push {rates.publish_s:.3g} s{note * rates.assumed}"
     )
+
     print("\nshare of a step's time that would be saved by twice as much of it, or twice as fast:")
     print("  " + ", ".join(f"{name} {share:z.0%}" for name, share in saved))
     print(f"limited by: {saved[0][0] if saved[0][1] > ALIKE else 'nothing alone'}")
+
     chosen = report_sharing(own, rates, devices) if shared else None
     if (shared and not chosen) or not splits(own, devices):
         return
+
     progress("trying other slots, batches and bounds" + " with that split" * bool(chosen))
     found = candidates(own, rates, devices, chosen)
     names = (key, "trainer.ranks", SLOTS, GROUPS, BOUND)
+
     print(f"\n{devices} devices; tokens/s within about {ALIKE:.0%} of the best first, by lag:")
     print(
         " ".join(f"{name.partition('.')[2]:>16}" for name in names)
@@ -346,6 +367,7 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
             + f"{one.tokens_per_s:>11.0f}{one.step_s:>8.3g}{one.lag:>6.2f}{one.masked:>8.1%}"
             + f"  trainer {one.trainer_idle:z.0%}, rollout {one.rollout_idle:z.0%}"
         )
+
     print("\n" + " ".join(f"{name}={found[0][0][name]}" for name in names))
 
 
@@ -367,11 +389,13 @@ def report_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None
         f"rank {t:.3g} s,\nboth changes of the devices {rates.shift_s:.3g} s ({rates.shift_source}):\n"
         f"devices   apart{HEAD} |    by shifts{HEAD} | elastic, at best"
     )
+
     for number in [*(n for n in map((1).__lshift__, range(16)) if n < devices), devices]:
         found = compare(work, number, rates.shift_s, tp)
         elastic = f"{found.elastic:.3g} ({-found.gain:.0%})" if found.apart else "-"
         sides = " | ".join(map(_figures, (found.apart, found.shifts)))
         print(f"{number:>7}{sides} | {elastic}", flush=True)
+
     print(_advice(found, key))
     split = {key: found.best.engines, "trainer.ranks": found.best.ranks}
     return split if found.best is found.apart else None
@@ -397,6 +421,7 @@ def _advice(found: Comparison, key: str) -> str:
     keys += f" engine.colocated={best.engines}" * (best is found.shifts)
     if found.apart is None or found.shifts is None:
         return f"take {keys}: these devices allow nothing else"
+
     gain = 1 - found.fastest / max(found.apart.forecast.step_s, found.shifts.forecast.step_s)
     why = (
         "no split keeps both sides as busy"

@@ -67,17 +67,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=_steps, default=(0, sys.maxsize), help="A..B; all by default")
     parser.add_argument("--out", type=Path, help="write a row per episode: FILE.parquet or FILE.jsonl")
     options = parser.parse_intermixed_args(argv)
+
     if options.out is not None and options.out.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"--out {options.out}: write FILE.parquet or FILE.jsonl")
     run_dir = find_run(options.run_dir, options.run)
     search_working_directory()
+
     config = recompose(run_dir, ["~rollout.reward", f"rollout.reward={options.reward}", *options.overrides])
     from asyncrl.launch.models import resolve_models
 
     rows, problems = asyncio.run(_regraded(resolve_models(config), run_dir, options.steps))
+
     if not rows:
         why = problems[-1] if problems else "no episode of these steps has its turns (store.keep_bytes)"
         raise ConfigError(f"{run_dir}: nothing could be scored: {why}")
+
     _print(rows, problems)
     if options.out is not None:
         write_rows(options.out, (msgspec.structs.asdict(row) for row in rows))
@@ -100,6 +104,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     from asyncrl.store.reader import RunReader
 
     recipe = compose(config)
+
     # No environment or agent: they need not be there any more.
     parts = EpisodeParts(config).load("rules", "toolbox", "reward")
     samples = Samples.open(samples_path(run_dir, "train"))
@@ -156,6 +161,7 @@ def _rows(
     scored = {uid for uid in turns if after[uid] is not before[uid]}
     needed = {group.members[number] for number in group.baseline}
     reads = ComparedParts(turns=recipe.advantage.turns, components=recipe.advantage.components)
+
     ordered = sorted(scored, key=lambda uid: before[uid].member)
     compared = [uid for uid in ordered if not before[uid].greedy]  # late members, too
 
@@ -197,10 +203,12 @@ def _print(rows: Sequence[Row], problems: Sequence[str]) -> None:
         for row in rows
         if row.advantage is not None and row.advantage_new is not None
     ]
+
     taught = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
     print(f"{len(rows)} episodes of {len({row.group for row in rows})} groups scored again")
     print(f"{'':32} {'recorded':>12} {'regraded':>12}")
     print(f"{'score, mean':32} {fmean(a for a, _ in scores):>12.4f} {fmean(b for _, b in scores):>12.4f}")
+
     if groups:
         parts = " ".join(f"{n:>6} {n / len(groups):>5.0%}" for n in taught)
         print(f"{f'groups that teach, of {len(groups)}':32} {parts}")

@@ -42,15 +42,18 @@ def main(argv: list[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)
     launches = launches_of(run_dir)
+
     with TemporaryDirectory() as place:  # as that step was trained, not as the run goes on now
         Path(place, "config.yaml").write_bytes(msgspec.yaml.encode(at(launches, options.step).config))
         config = recompose(Path(place), options.overrides)
+
     rows = {int(row["training/step"]): row for row in read_rows(run_dir) if "timing_s/step" in row}
     before = dict[str, float]()
     now = dict[str, float]()
     steps = list[int]()
     had = at(launches, options.step).config["trainer"]["micro_batch_tokens"]
     budget = config.trainer.micro_batch_tokens
+
     for step, now in _replayed(config, run_dir, options.step, 0 if budget == had else budget):
         if not before:
             print(f"{'step':>6} " + " ".join(f"{title:>24}" for title in TITLES))
@@ -58,6 +61,7 @@ def main(argv: list[str]) -> int:
         cells = [f"{row.get(name, '–')!s:>24}" for name in (LOSS, NORM) for row in (before, now)]
         print(f"{step:>6}", *cells, flush=True)
         steps.append(step)
+
     both = [name for name in now if name in before and name.startswith(SHOWN)]  # of the last step
     differing = [name for name in both if before[name] != now[name]]
     print(f"{len(both) - len(differing)} of {len(both)} metrics of the last step are as recorded")

@@ -26,6 +26,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="show diagnostics, too")
     parser.add_argument("--step", type=int, help="transcripts of this step; the last one by default")
     options = parser.parse_intermixed_args(argv)
+
     if options.action == "list":
         return list_runs(options.run_dir)
     if options.action == "transcripts":
@@ -59,8 +60,10 @@ def list_runs(directory: Path) -> int:
             summary = {}
             status = {}
             ended = "unreadable"
+
         if not summary and ended != "unreadable":  # under way, or killed: the metrics so far
             summary = summarize(some_rows(path, edge=WINDOW, most=WINDOW), flow={}, conserved=True)
+
         total = status.get("total_steps")
         of = f" of {total}" if total and ended != "completed" else ""
         steps = "evaluation" if total == 0 else f"step {summary.get('steps', '–')}{of}"
@@ -87,12 +90,15 @@ def transcripts(run_dir: Path, kind: str, step: int | None) -> int:
     """Print the episodes of a step that were kept as text."""
     paths = (run_dir / "transcripts" / kind).glob("step-*.jsonl")
     steps = {int(path.stem.partition("-")[2]): path for path in paths}
+
     if not steps:
         raise ConfigError(f"{run_dir}: has no {kind} transcripts")
+
     chosen = max(steps) if step is None else step
     if chosen not in steps:
         have = ", ".join(map(str, sorted(steps)))
         raise ConfigError(f"{run_dir}: no {kind} transcripts of step {chosen}; those that have some: {have}")
+
     for entry in read_lines(steps[chosen]):
         text = entry.pop("text", "")
         head = ", ".join(f"{key} {value}" for key, value in entry.items())

@@ -43,10 +43,12 @@ def ending(run_dir: Path) -> str:
         return "deleted"
     summary = read_summary(run_dir)
     status = read_status(run_dir)
+
     if error := summary.get("error") or status.get("error"):
         return f"{summary.get('outcome', 'failed')}: {error}"
     if "outcome" in summary or "code" in status:
         return str(summary.get("outcome", "ended"))
+
     if lives(run_dir):
         return ""
     return "killed: its launcher is gone, and wrote no end; resume=auto goes on from the last checkpoint"
@@ -74,17 +76,21 @@ def describe(run_dir: Path, ended: str, now: float) -> list[str]:
         return [
             f"{run_dir}: {ended or 'starts: its coordinator has not reported yet'}; logs: {run_dir / 'logs'}"
         ]
+
     age = now - status["time"]
     heard = f", silent for {duration(age)}" if age > SILENT and not ended else ""
     progress = f"step {status['step']} of {status['total_steps']}" if status["total_steps"] else NO_STEPS
     steps = f"{progress} after {clock(status['seconds'])}"
+
     gauges = status["gauges"]
     when = "last step" if status["metrics"] else "so far"
     numbers = (shown := ", ".join(figures(OF_STEP, gauges | status["metrics"]))) and f"{when}: {shown}"
+
     alerts = [] if ended else msgspec.convert(status.get("alerts", []), list[Alert])
     failed = unless_quoted(status["failed"], alerts)
     flow = flow_line(gauges) if status["total_steps"] else ""  # of an evaluation nothing is issued
     known = filter(None, (*(alert.line for alert in alerts), numbers, flow, failed))
+
     waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
     lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *known]
     return [*lines, "waits:", *waits] if waits else lines

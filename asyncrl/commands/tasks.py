@@ -74,8 +74,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each task")
     arguments = parser.parse_args(argv)
+
     if min(arguments.jobs, arguments.repeats) < 1:
         raise ConfigError("--jobs and --repeats are numbers from 1")
+
     folders = list(read_tasks(arguments.directory))
     return asyncio.run(check(folders, arguments.jobs, arguments.repeats, arguments.json))
 
@@ -99,6 +101,7 @@ async def check(folders: list[TaskFolder], jobs: int, repeats: int, as_json: boo
             faulty += bool(trial.faults)
             unnamed += [trial.task] * bool(trial.warnings)
             print(msgspec.json.encode(trial).decode() if as_json else trial.line(), flush=True)
+
     if not as_json:
         print(f"{len(folders) - faulty} of {len(folders)} tasks are as they should be")
         if unnamed:
@@ -122,6 +125,7 @@ async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Tr
         except AsyncrlError as error:
             trial.add_fault(f"{what}: {reason(error)}")
             break
+
         scores += [verdict.score for verdict in verdicts]
         trial.tests_seconds = verdicts[0].components.get("seconds", 0.0)
         if any(verdict.components.get("network") for verdict in verdicts) and "tests" not in trial.network:
@@ -166,10 +170,12 @@ async def solve(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -> None:
     if not (top / "solve.sh").is_file():
         raise ConfigError("there is no solution/solve.sh, so nobody knows whether the task can be solved")
     await sandbox.jail.apply(packed(pack(top, "solution/solve.sh")))
+
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder.solution.items())
     seconds = folder.task.seconds or SECONDS
     result = await sandbox.jail.run("shell", f"{variables} /solution/solve.sh", seconds)
     trial.solution_seconds = result.seconds
+
     if result.ending is not RunEnding.DONE:
         said = " ".join(result.output.split())[-SAID:]
         trial.add_fault(f"solution/solve.sh {result.ending} with {result.status}: {said}")

@@ -38,10 +38,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sample", type=Path, help="call: JSON file of the sample to open the tool with")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the factory")
     options = parser.parse_intermixed_args(argv)
+
     search_working_directory()
     arguments = _arguments(options.option)
+
     if options.action == "list":
         return list_tools(options.given, arguments)
+
     if len(options.given) not in (1, 2):
         parser.error("call takes a SPEC and, as one word, a JSON object")
     spec, text = (*options.given, "{}")[:2]
@@ -74,6 +77,7 @@ def call(spec: str, text: str, options: Mapping[str, Any], name: str = "", sampl
     if name not in found:
         has = f"has no tool {name!r}" if name else f"gives {len(found)} tools"
         raise ConfigError(f"{spec!r} {has}; choose one with --name: {names(found)}")
+
     row = _sample(sample) if sample else None
     reply = asyncio.run(call_tool(found[name], ToolCall(name, text), sample=row))
     print(reply.content)
@@ -107,6 +111,7 @@ def _print(spec: str, tool: Tool) -> None:
     body = tool.schema["function"]
     print(f"{tool.name}({outline(tool.schema)})" + (f"  [{spec}]" if spec != tool.name else ""))
     print(f"    {body.get('description') or 'no description'}")
+
     kind = "an object per episode" if tool.state else "a function"
     given = {key: getattr(tool, key) for key in SHOWN}
     changed = {key: v for key, v in given.items() if v != Tool.__dataclass_fields__[key].default}

@@ -64,6 +64,7 @@ def main(
     )
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
+
     try:
         config = compose(options.overrides, options.config_dir)
     except MissingKeyError as error:
@@ -71,6 +72,7 @@ def main(
             raise
         print(begin, file=sys.stderr)
         return 2
+
     search_working_directory()
     from asyncrl.launch.start import train
 

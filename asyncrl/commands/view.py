@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--port", type=int, default=0, help="a free one by default")
     parser.add_argument("--open", action="store_true", help="open the browser, too")
     options = parser.parse_intermixed_args(argv)
+
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: a port is a number from 1 to 65535, or 0 for a free one")
     paths = [find_run(options.run_dir, name) for name in options.runs or [""]]
@@ -44,6 +45,7 @@ def main(argv: list[str]) -> int:
     if (file := options.html) is None:
         asyncio.run(_serve(Views(paths, ending), options.port, options.open))
         return 0
+
     if file.suffix != ".html" or file.is_dir():
         raise ConfigError(f"{file}: give a name that ends with .html")
     exact = write(file, Views(paths, ending))

@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--url", default="", help="of a server that is there, as workers reach it")
     options = parser.parse_args(argv)
+
     token = sys.stdin.readline() if options.join == "-" else options.join
     endpoints, given = enrol(token)
     config = replace(configuration(given), run_dir=str(options.run_dir))
@@ -46,10 +47,12 @@ def main(argv: list[str]) -> int:
         config = with_server(config, options.url)
     elif options.url:
         raise ConfigError("--url: the token is for a worker; get one with asyncrl invite --role engine")
+
     place = RolePlace(given.role, given.index, config.launch.threads, TARGETS[given.role])
     joined = JoinedProcess(Ticket(ProcessSpec(place, given.incarnation), config, endpoints, given.started))
     for number in ENDING:
         signal.signal(number, lambda number, _: joined.role.signal(number))
+
     code, kept = joined.wait(shows=True)
     if kept:
         print(f"asyncrl: the run has not got all that {place.name} wrote: {kept}", file=sys.stderr)

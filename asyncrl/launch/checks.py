@@ -30,6 +30,7 @@ def examine(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
             failed.add(each.name)
             yield Note("skipped", f"not checked: it needs {lacking[0]}", each.name)
             continue
+
         try:
             for note in _notes(each, inputs):
                 yield note._replace(check=each.name)

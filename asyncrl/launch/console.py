@@ -53,17 +53,21 @@ class Console:
         """The state of the run, a few times a second."""
         before = self.state.status
         self.state.status = status
+
         news = [f"phase: {status.phase}"] if status.phase != before.phase else []
         failed = unless_quoted(status.failed, status.alerts)
         if failed and not before.failed:
             news.append(failed)
             self._cause = newest_cause(failed)
         news += self._new_alerts(status)
+
         now = time.monotonic()
         done = status.step + min(0.999, status.gauges.get(BATCH, 0.0))  # a whole batch is not yet a step
         self.state.progress.update(done, status.phase == "running", now)
+
         for line in news:
             self._line(line)
+
         often = not status.step or status.phase in ("starting", "stopping")
         if not news and now - self._line_at > (LINE_EVERY if often else 6 * LINE_EVERY):
             self._line(plain_line(self.state))
@@ -74,6 +78,7 @@ class Console:
         lines = [alert.line for name, alert in alerts.items() if name not in self._printed]
         lasting = {name: alert for name, alert in self._printed.items() if alert.level != "bad"}
         self._printed = lasting | alerts
+
         return [line.replace(f": {self._cause}", "") for line in lines] if self._cause else lines
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -85,6 +90,7 @@ class Console:
             )
             self._line(f"validation at step {step}: {', '.join(figures(HELD_OUT, metrics)) or why}")
             return
+
         self.state.committed(step, metrics)
         self._line(plain_line(self.state, waits=False))
 
@@ -160,6 +166,7 @@ def _keyboard(wanted: bool) -> Iterator[Callable[[], str]]:
             tty.setcbreak(file, termios.TCSANOW)
     except (OSError, ValueError, AttributeError, termios.error):
         before = None
+
     if before is None:
         yield _nothing
         return
@@ -191,6 +198,7 @@ class BackgroundFile:
         self._fd = file.fileno()
         self.encoding = file.encoding
         file.flush()
+
         self._held: list[str] = []
         self.writer = Background("terminal", MOST)
 
@@ -227,6 +235,7 @@ def open_terminal() -> Iterator[Terminal]:
     except (OSError, ValueError, AttributeError):  # closed, none, or a test's
         yield PipeSafeTerminal()
         return
+
     try:
         yield PipeSafeTerminal(file=file)  # type: ignore[arg-type]
     finally:

@@ -101,6 +101,7 @@ class ConsoleState:
         evaluation has none."""
         if not self.status.total_steps:
             return "evaluation"
+
         step = self.status.step
         share = self.status.gauges.get(BATCH, 0.0)
         first = f" ({share:.0%} of the first batch)" if not step and share else ""
@@ -110,6 +111,7 @@ class ConsoleState:
         """A step with its row, which is newer than the gauges."""
         gauges = {name: value for name, value in self.status.gauges.items() if name not in metrics}
         self.status = replace(self.status, step=step, gauges=gauges)
+
         self.metrics = metrics
         self.progress.update(step, True, time.monotonic())
         for name in metrics.keys() & TRACED:
@@ -133,6 +135,7 @@ def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segme
 
     top = lines(*_progress(state, width))
     room = max(0, height - len(top))
+
     if found := state.transcript:
         title = lines(_text([found.title], "bold"))[:2]
         end = max(0, room - len(title) - 1)  # of the text: that is where the answer is
@@ -143,15 +146,19 @@ def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segme
         known = (figure for figure in _figures(state) if figure not in state.history)
         curves = lines(_curves(state, width))
         cells = lines(Columns(figures(known, state.known), padding=(0, GAP, 0, 0), equal=True))
+
         wrong = lines(*(_alert(alert) for alert in status.alerts if alert.level in WRONG))
         failed = unless_quoted(status.failed, status.alerts)
         wrong += lines(_text([failed], "red")) if failed else []
         wrong = wrong[:FAILED]
         hints = lines(*(_alert(alert) for alert in status.alerts if alert.level not in WRONG))[:HINT]
+
         below = [*lines("waiting:"), *lines(_text(status.waits, "yellow"))[:WAITS]] if status.waits else []
         below += lines(Text(KEYS, "dim")) if keys else []
+
         fixed = len(wrong) + len(curves) + len(hints) + len(below)
         rest = [*wrong, *curves, *hints, *cells[: max(0, room - fixed)], *below]
+
     shown = [*top, *rest[:room]][:height]
     return Segments([part for line in shown for part in (*line, Segment.line())])
 
@@ -175,6 +182,7 @@ def _curves(state: ConsoleState, width: int) -> Table:
     newest = {name: value_of(name, state.history[name][-1]) for name in traced}
     gaps = 2  # columns between the three of the table
     taken = max(map(len, map(label, traced)), default=0) + max(map(len, newest.values()), default=0) + gaps
+
     for name in traced:
         curve = sparkline(state.history[name], max(1, min(MOST_CURVE, width - taken)))
         table.add_row(Text(label(name), "dim"), Text(curve, "cyan"), newest[name])
@@ -195,6 +203,7 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
     out. `waits`: with failures and who waits for what."""
     status = state.status
     line = f"[{state.status.phase}] {state.steps} | {state.times}"
+
     said = [f"{alert.name}: {alert.what}" for alert in status.alerts if alert.level != "advice"][:1]
     line += "".join(f" | {text[:SAID]}" for text in said)
     names = (name for name in _figures(state) if not name.startswith("val-core/"))
@@ -202,11 +211,13 @@ def plain_line(state: ConsoleState, waits: bool = True) -> str:
     named = f"waits: {'; '.join(status.waits)}" if status.waits else ""
     texts = (unless_quoted(status.failed, status.alerts), named) if waits else ()
     ends = list(filter(None, texts))
+
     each = 2 * (WIDEST - len(line)) // (2 * len(ends) + bool(known) or 1) - 3  # twice the figures' share
     kept = sum(min(len(text), each) + 3 for text in ends)
     for at, figure in enumerate(known):
         longer = f"{line}{', ' if at else ' | '}{figure}"
         line = longer if len(longer) + kept <= WIDEST else line
+
     each = (WIDEST - len(line)) // (len(ends) or 1) - 3
     return line + "".join(f" | {text if len(text) <= each else text[: each - 1] + '…'}" for text in ends)
 
@@ -224,9 +235,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     count = min(width, len(known))
     edges = [len(known) * at // count for at in range(count + 1)] if count else []
     means = [sum(known[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+
     least = min(means, default=0.0)
     most = max(means, default=0.0)
     span = most - least
+
     return "".join(
         LEVELS[min(len(LEVELS) - 1, int((mean - least) / span * len(LEVELS)))] if span else LEVELS[0]
         for mean in means

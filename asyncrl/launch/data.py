@@ -67,16 +67,20 @@ def check_data(parts: EpisodeParts) -> RunData:
     resumed run finds the samples that it was begun with. Raises ConfigError."""
     config = parts.config
     check_columns(config.data.columns)
+
     test, more = _check_split(parts, "test") if config.data.test else (None, [])
     train, warnings = (test, []) if test and not config.total_steps else _check_split(parts, "train")
+
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
             f"data.train: {len(train)} samples are less than one batch; lower "
             f"buffer.groups_per_batch ({config.buffer.groups_per_batch}) or add samples"
         )
+
     filtered_by = changes(config, FILTERED_BY) if config.data.filter_overlong else []
     check_same_data(train, stored(config, "data"), "; ".join(filtered_by))
     EpochOrder(train, config.data, config.seed)(0)
+
     truths, _ = describe_truths(parts.reward.rewards, train)
     return RunData(train, test, warnings + more, truths)
 
@@ -85,15 +89,19 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     from asyncrl.algorithms.recipe import imitates  # here: it takes a second
 
     config = parts.config
+
     needing = [reward.name for reward in parts.reward.rewards if reward.needs_truth]
     truth = f"rollout.reward {needing[0]}" if needing else ""
     demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
     layout = RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
+
     samples, warnings = prepare(config, split, layout, prompt_budgets(parts))
     _, unequalled = describe_truths(parts.reward.rewards, samples)
     warnings += [f"data.{split}: {line}" for line in unequalled]
+
     with ConfigError.instead_of(ConfigError, ValueError, text=f"data.{split}"):
         warnings += [f"data.{split}: {line}" for line in _check_tasks(parts, samples)]
+
     if not config.rollout.agent:  # which reads what its data says about tools by itself
         problems, ignored = check_sample_tools(parts.toolbox.tools, (sample.extra_info for sample in samples))
         if problems:
@@ -101,6 +109,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
                 f"data.{split}: {'; '.join(problems)}; add it to rollout.tools, or correct the data"
             )
         warnings += [f"data.{split}: {line}; ignored" for line in ignored]
+
     return samples, warnings
 
 
@@ -119,6 +128,7 @@ def prepare(
 
     read = (read_samples(config.data, path, split, layout, asked.see) for path in paths(config.data, split))
     fitting = (filter(fits, samples) for samples in read)
+
     try:
         with tempfile.TemporaryFile() as file:
             samples = Samples.write(file, fitting)
@@ -128,6 +138,7 @@ def prepare(
     except OSError as error:
         where = tempfile.gettempdir()
         raise ConfigError(f"{key}: no room for the samples in {where} ({error}); set TMPDIR") from error
+
     return samples, [f"{key}: {line}" for line in (*complaints, *asked.unmet(config))]
 
 
@@ -137,17 +148,22 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     rewards = parts.reward.rewards
     rollout = parts.config.rollout
     judged = any(reward.source.spec == TESTS for reward in rewards)
+
     if not (judged or any(map(task_of, samples))):  # 4 µs each
         return []
+
     unnamed = 0
     for sample in samples:
         tests = check_task(sample, judged)
         unnamed += tests is not None and not tests.named
     warnings = [f"{unnamed} of {len(samples)} tasks name no tests: {UNNAMED}"] if unnamed else []
+
     if other := [reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS]:
         raise ConfigError(f"rollout.reward {other[0]} cannot judge tasks; set rollout.reward={TESTS}")
+
     if rollout.agent or rollout.environment:
         return warnings
+
     states = {tool.state for tool in parts.toolbox.tools.values() if tool.state}
     leaving = sum(hasattr(getattr(state, "func", state), "result") for state in states)
     if judged and leaving != 1:
@@ -182,11 +198,13 @@ class PromptBudget:
         """Also counts it. A token is a byte of text at least, so most samples need not be rendered."""
         if self._fixed is None:
             self._fixed = self.fixed(sample)
+
         text = len(msgspec.msgpack.encode((sample.prompt, sample.extra_info if sample.demonstration else "")))
         found = 0
         if text + MESSAGE_TOKENS * len(sample.prompt) + self._fixed > self.limit:
             found = self.tokens(sample)
             self.measured += 1
+
         fits = found <= self.limit
         self.fitting = self.fitting + fits
         self.over = self.over + (not fits)
@@ -199,6 +217,7 @@ class PromptBudget:
         if sample.demonstration and any(map(_says_nothing, sample.prompt[sample.given :])):
             self.empty += 1
             return False
+
         if not filtered and self.measured >= MEASURED:
             self.unmeasured += 1
             return True
@@ -208,15 +227,19 @@ class PromptBudget:
         """Return what was found, in lines. Raises ConfigError if no sample is kept that fits."""
         none = not self.fitting and not self.unmeasured
         some = "all" if none and not self.empty else f"{self.over}" if filtered else f"at least {self.over}"
+
         size = f"more than {self.limit} tokens (the longest {self.longest})"
         over = f"{some} {self.kind} have {size}{self.meaning}"
         empty = f"{self.empty} {self.kind} have an empty message of the assistant"
+
         if none and (self.over or self.empty):
             advice = f"{over}; raise rollout.max_tokens" if self.over else f"{empty}, and there are no others"
             raise ConfigError(advice)
+
         fate = f"; {self.fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
         if filtered:
             fate = "; they were left out (data.filter_overlong)"
+
         return [f"{over}{fate}"] * bool(self.over) + [f"{empty}; they were left out"] * bool(self.empty)
 
 
@@ -306,6 +329,7 @@ class Inputs:
         if not isinstance(agent, Command):
             return {}
         name = agent.harness.name
+
         try:
             version = asyncio.run(agent.version(self.tasks[:IMAGES]))
             return {name: version} if agent.harness.tested else {}
@@ -343,6 +367,7 @@ class Inputs:
         rollout = self.config.rollout
         if rollout.environment or rollout.agent:
             return ()
+
         schemas = self.parts.toolbox.schemas(sample)
         if not sample.demonstration:
             return tuple(self.parts.rules.chat.prompt_ids(sample.prompt, schemas))

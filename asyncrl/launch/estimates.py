@@ -42,6 +42,7 @@ def sees_gpu(config: RunConfig) -> bool | None:
     """Tell whether torch sees a GPU on this machine; None on Ray, whose processes may be elsewhere."""
     if config.launch.kind == "ray":
         return None
+
     if not (is_imported("torch") or has_driver()):
         return False
     import torch
@@ -101,6 +102,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     trained = MASTER + MOMENTS
     exported = DTYPE_BYTES[config.model.dtype]
     size = parameters * ((exported if config.adapters else trained) + exported)  # adapters' base is frozen
+
     if own_critic(config):
         size += parameter_count(config.critic.path or config.model.path) * trained
     return size
@@ -112,18 +114,22 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     each = checkpoint_bytes(config)
     place = _place(config)
     room = f" of {sized(_free(place))} free in {place}" if place else ""
+
     ranks = ", ".join(
         f"{rank} of {agent}" if agent else str(rank) for agent, (rank, _) in config.adapters.items()
     )
     of = f"adapters of rank {ranks}" if ranks else "all weights trained"
+
     counts = config.model.dtype == "float32" and parameter_count(config.model.path) >= LEAST_TIMED
     note = ""
     if counts and on_gpu(config, gpu) is False:
         times = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
         note = f" (bfloat16 multiplies {times:.1f} times as fast on this CPU)" * (times > 1.1)
+
     size = _short(parameter_count(config.model.path))
     pause = config.checkpoint.pause
     when = f"every {pause} steps" if pause < config.total_steps else "at the end"
+
     return [
         f"model         {size} parameters, {of}, {config.model.dtype}{note}",
         f"checkpoints   {sized(each)} each, {when}; at most {kept} at once: {sized(kept * each)}{room}",
@@ -137,11 +143,13 @@ def describe_work(config: RunConfig, train: int, test: int, prompt: int) -> list
     steps = config.total_steps
     batch = config.buffer.groups_per_batch
     epochs = config.data.epochs
+
     ends = -(-epochs * train // batch)
     share = steps * batch / train
     warming = config.trainer.warmup_steps
     critic = config.critic.warmup_steps * own_critic(config)
     often = " and greedily" * held_out.greedy + f", every {held_out.every} steps," * (held_out.every > 0)
+
     lines = {
         f"data          {train:,} samples, {batch} a step: {share:.2g} passes in {steps} steps": True,
         f"              data.epochs={epochs} ends the run before, at step {ends}": 0 < ends < steps,
@@ -154,6 +162,7 @@ def describe_work(config: RunConfig, train: int, test: int, prompt: int) -> list
         f"warm-up       of the learning rate: {warming} steps (trainer.warmup_steps)": warming,
         f"warm-up       of the critic, the policy waits: {critic} steps (critic.warmup_steps)": critic,
     }
+
     return [line for line, applies in lines.items() if applies]
 
 
@@ -162,19 +171,24 @@ def describe_time(config: RunConfig, test: int, prompt: int) -> Iterator[str]:
     size = 2 * parameter_count(config.model.path)
     dtype = config.model.dtype
     held_out = config.validation
+
     if config.engine.remote or config.rollout.agent or size < 2 * LEAST_TIMED:
         return
+
     groups = config.buffer.groups_per_batch
     each = config.buffer.episodes_per_group
     written = groups * each * max(config.rollout.max_tokens - prompt, 1)
     asked = groups * prompt
     read = asked * (1 if config.trainer.packing == "tree" else each)
+
     passes = 3 + (1 / config.trainer.checkpointed_every if config.trainer.checkpointed_every else 0)
     training = size * (written + read) * passes / cpu_speed(dtype, 512) / config.trainer.ranks
     sampling = size * (written + asked) / cpu_speed(dtype, config.rollout.slots) / config.rollout.workers
+
     played = min(held_out.samples, test) * (held_out.episodes + held_out.greedy) / (groups * each)
     times = 2 + config.total_steps // (held_out.every or config.total_steps + 1)
     total = config.total_steps * max(training, sampling) + times * played * sampling
+
     yield (
         f"time          about {duration(total)}, a step {duration(training)} of training and "
         f"{duration(sampling)} of sampling side by side, if episodes fill rollout.max_tokens; by this CPU's "
@@ -199,6 +213,7 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
                 f"trainer.lr={config.trainer.lr:g} is far from the usual {usual:.1g} for {of}: less than "
                 f"{low:.1e} or more than {high:.1e} is probably a mistake (docs/models.md)"
             )
+
     needed = _kept(config) * checkpoint_bytes(config)
     place = _place(config)
     if place and needed > _free(place):
@@ -206,11 +221,13 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
             f"checkpoints need {sized(needed)} (checkpoint.keep and one being written), and "
             f"{place} has {sized(_free(place))} free; free some, or set checkpoint.directory"
         )
+
     if config.model.dtype == "bfloat16" and not multiplies_bfloat16(on_gpu(config, gpu)):
         yield (
             "model.dtype=bfloat16 takes many times the time of float32 on this machine, which has no "
             "instructions for it; set model.dtype=float32, or auto"
         )
+
     embedded = 0 if config.engine.remote else config.rollout.workers
     busy = config.launch.threads * (embedded + config.trainer.ranks)
     cores = len(os.sched_getaffinity(0))

@@ -30,6 +30,7 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
         names = [cuda.get_device_properties(index) for index in range(count)]
     except RuntimeError as error:
         raise ConfigError(f"torch cannot use the GPUs: {one_line(error)}; nvidia-smi may say more") from None
+
     if names:
         yield ok(f"CUDA {version.cuda}: " + ", ".join(f"{p.name}, {sized(p.total_memory)}" for p in names))
         if inputs.config.launch.kind == "local":  # Ray deals GPUs itself
@@ -52,12 +53,15 @@ def _why_unusable() -> str:
     major = newest.partition(".")[0]
     built = version.cuda
     fitting = f"a torch that is built for CUDA {major or 'of the driver'}"
+
     if not built:
         return f"it is built without CUDA; install {fitting}"
+
     both = f"it is built for CUDA {built}"
     both += f", and the driver ({driver}) runs CUDA {newest} at most" * bool(newest)
     if major and int(major) < int(built.partition(".")[0]):
         return f"{both}; install a driver for CUDA {built}, or {fitting}"
+
     with recorded() as failure:
         cuda.init()  # type: ignore[no-untyped-call]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
@@ -86,10 +90,12 @@ def _check_peers(config: RunConfig, count: int) -> Iterator[Note]:
     used = dealt(config, count)
     ranks = sorted({gpu for name in used if name.startswith(TRAINER) for gpu in used[name]})
     servers = [used[name] for name in used if name.startswith((ENGINE, SCORER))]
+
     across = {*product(ranks, chain(*servers))} if config.weights.transport != "disk" else set()
     within = {pair for group in (ranks, *servers) for pair in combinations(group, 2)}
     apart = {pair for pair in across | within if pair[0] != pair[1] and not can_device_access_peer(*pair)}
     text = f"GPUs {', '.join(f'{a}-{b}' for a, b in sorted(apart))} cannot read each other's memory"
+
     if apart:
         yield warning(
             f"{text} (nvidia-smi topo -p2p r): NCCL goes through /dev/shm, which is slower; if a run hangs "
@@ -126,9 +132,11 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
     stats = psutil.net_if_stats()
     ray = bool(config.launch.ray_address)
     far = config.engine.urls and not is_loopback(config.launch.host)
+
     others = {name: its for name, its in stats.items() if "loopback" not in its.flags}
     seen = ", ".join(f"{name}{' (down)' * (not its.isup)}" for name, its in others.items()) or "loopback only"
     usable = [name for name, its in stats.items() if its.isup and _means(named or UNSET, name)]
+
     problem = ""
     if named and not usable:
         problem = f"{INTERFACES}={named} matches none that is up ({seen}); correct it, or unset it"
@@ -136,6 +144,7 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
         problem = f"only loopback is left ({seen}): other machines cannot be reached; see {INTERFACES}"
     elif far and not named and len(usable) > 1:
         problem = f"NCCL may take any of {seen}; export {INTERFACES}=NAME here and for the servers"
+
     if not problem or not (ray or grouped(config)):
         yield ok(seen)
     elif named and not (usable or ray):

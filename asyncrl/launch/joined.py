@@ -64,6 +64,7 @@ class Ticket:
                 f"{socket.gethostname()}: the launcher's directory {self.cwd} is not on this machine; start "
                 "asyncrl in a directory that all machines have"
             )
+
         os.chdir(self.cwd or ".")
         os.environ.update(self.variables)
 
@@ -80,12 +81,14 @@ class JoinedProcess:
         run_dir = parent / name
         config = replace(ticket.config, run_dir=str(parent))
         own = run_dir / order.place.name  # what the process was told, and how far its files were sent
+
         with ConfigError.instead_of(OSError, text=f"run_dir: on {host} it cannot be written to"):
             self._claim = claim(parent, name, host)
             own.mkdir(parents=True, exist_ok=True)
             (own / "started").write_text(ticket.started)
             (own / "started").replace(run_dir / "started")  # other processes of the launch may read it now
             (own / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+
         self._own = own
         self._files = SentFiles(own, ticket)
         self.role = LocalSpawner(run_dir, ticket.endpoints, own)(order)
@@ -104,6 +107,7 @@ class JoinedProcess:
                 if time.monotonic() > sent_at + SEND_EVERY:
                     self._files.send()
                     sent_at = time.monotonic()
+
         if sent := self._files.send(last=True):
             (self._own / "config.yaml").unlink(missing_ok=True)
         self._files.link.close()
@@ -115,6 +119,7 @@ def shown(log: BinaryIO) -> bool:
     """Write what is new in a log to standard output; False if that is closed: the role goes on without."""
     if log.tell() > os.fstat(log.fileno()).st_size:  # a long log was cut
         log.seek(0, os.SEEK_END)
+
     try:
         sys.stdout.buffer.write(log.read())
         sys.stdout.flush()
@@ -135,6 +140,7 @@ class SentFiles:
         self._name = identity(place.role, place.index)
         self._last = f"logs/{place.name}.log"  # the file of which bytes were sent last
         self._patterns = [self._last, f"timeline/{place.name}.jsonl"]
+
         if place.role == TRAINER:
             self._patterns.append(f"ratios/step-*-{place.index}-*.jsonl")
         self._note, self.link = own / "sent.json", self._dialled()
@@ -151,6 +157,7 @@ class SentFiles:
         )
         if taken and last:
             taken = self._taken(self._last, b"", until, last)
+
         if not taken:
             self.link.close()
             self.link = self._dialled()
@@ -161,6 +168,7 @@ class SentFiles:
         found = (path for pattern in self._patterns for path in sorted(self._run_dir.glob(pattern)))
         paths = {str(path.relative_to(self._run_dir)): path for path in found}
         self._sent = {name: sent for name, sent in self._sent.items() if name in paths}
+
         for name, path in paths.items():
             with suppress(FileNotFoundError), path.open("rb") as file:  # old ratios are deleted
                 size = file.seek(0, os.SEEK_END)
@@ -173,6 +181,7 @@ class SentFiles:
         offset = self._sent.get(name, 0)
         self._last = name
         self.link.send(WrittenBytes(name, offset, last), (data,))
+
         while (left := until - time.monotonic()) > 0 and not self.link.refused:
             answer = None
             with suppress(ProtocolError):
@@ -182,6 +191,7 @@ class SentFiles:
                 with suppress(OSError):
                     replace_file(self._note, msgspec.json.encode(self._sent))
                 return True
+
         return False
 
     def _dialled(self) -> Link:
@@ -193,6 +203,7 @@ def claim(parent: Path, name: str, host: str) -> int:
     those beside it of this machine that no process has locked. Return the lock. Raises OSError."""
     while (lock := locked(parent)) is None:
         pass
+
     for other in parent.parent.glob(f"*-{host}"):
         with suppress(OSError):  # another process has just removed it
             if other != parent:

@@ -71,6 +71,7 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
 
         torch_version = version("torch")
         import asyncrl.episodes.parts  # noqa: F401 (now, without garbage collection)
+
     if failure:
         raise ConfigError(
             f"torch and transformers cannot be imported ({failure.line}); install asyncrl again"
@@ -105,15 +106,18 @@ def _sglang_of(program: str, needed: list[str]) -> Iterator[Note]:
     except (OSError, subprocess.SubprocessError) as error:
         yield warning(f"{program}: no version of sglang could be read ({_said(error)}); install it there")
         return
+
     found, *lines = done.stdout.strip().splitlines() or ["none"]
     known = ", ".join(PROTOCOLS)
     advice = f"{program} -m pip install sglang=={found}"
     if found not in PROTOCOLS:
         raise ConfigError(f"{program} has sglang {found}; install one of {known} there")
+
     for line in (line for line in lines if BROKEN in line):
         if line.startswith((KERNELS[0], SAVER)):
             raise ConfigError(f"sglang {found} cannot start on a GPU: {line}; {advice}")
         yield warning(f"sglang {found} is slower than it could be: {line}; {advice}")
+
     yield ok(f"{found} ({program})")
 
 
@@ -142,6 +146,7 @@ def check_loopback(inputs: Inputs) -> Iterator[Note]:
     address = own_address() if host == EVERY_ADDRESS else host
     text = f"launch.host: this machine does not reach itself at {address}"
     advice = "bring its loopback interface up: ip link set lo up"
+
     (port,) = free_ports(address, 0, 1)
     with (
         ConfigError.instead_of(OSError, text=text, advice=advice),
@@ -158,6 +163,7 @@ def check_files(inputs: Inputs) -> Iterator[Note]:
     keepers = config.engine.keepers + len(config.scorer_places)
     wanted = 3 * (config.rollout.workers + keepers + config.trainer.ranks)
     room = ROLE_FILES - 2 * SPARE
+
     text = f"{ROLE_FILES} per process of a run (ulimit -n: {FILES}, at most {HARD_FILES})"
     more = f"{text}: {wanted} connections to the coordinator have no room; raise the hard limit"
     yield ok(text) if wanted <= room else warning(more)
@@ -171,17 +177,20 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
     if not SHARED_MEMORY.is_dir():
         yield warning(f"{SHARED_MEMORY} is missing: weights go through the run directory, which is slower")
         return
+
     config = inputs.config
     weights = inputs.config.weights
     usage = shutil.disk_usage(SHARED_MEMORY)
     needed = space_needed(config, published_bytes(config))
     here = weights.transport == "disk" and weights.directory in ("auto", "shm")
     little = usage.total < LITTLE_SHARED
+
     text = f"{sized(usage.free)} of {sized(usage.total)} free"
     lacking = here and (needed > usage.free or (little and not needed))
     nccl = little and grouped(config)
     text += f", and the versions of the weights take {sized(needed) if needed else 'more'}" * lacking
     text += ", and NCCL wants 1 GB" * nccl
+
     if little and (lacking or nccl):
         elsewhere = "; or weights.directory=run, or a path on a fast disk" * lacking
         yield warning(f"{text}; in a container: docker run --shm-size=16g, or --ipc=host{elsewhere}")
@@ -200,11 +209,13 @@ def check_locks(inputs: Inputs) -> Iterator[Note]:
             raise ConfigError(
                 f"{where}: files cannot be locked ({error.strerror}); set run_dir=… to a local disk"
             ) from None
+
         try:
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield ok(f"hold in {where}")
             return
+
     raise ConfigError(f"{where}: a locked file can be locked again; set run_dir=… to a local disk")
 
 
@@ -224,9 +235,11 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
     rollout = inputs.config.rollout
     if not isinstance(agent, Command):
         return
+
     harness = agent.harness
     found = inputs.agent_version.get(agent.harness.name, "")
     where = f"rollout.agent.{harness.name}"
+
     if harness.tested not in ("", found):
         yield warning(f"{where}: version {found or 'unknown'} was not tried; {harness.tested} was")
     if agent.sandbox == "none":
@@ -234,6 +247,7 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
             f"{where}: with sandbox: none the model can read and write all that you can, such as files in "
             f"{os.path.expanduser('~')}, and use the network"
         )
+
     slots = rollout.workers * rollout.slots
     needed = slots * harness.resident_mb * 2**20
     memory = psutil.virtual_memory().total
@@ -242,6 +256,7 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
             f"{slots} slots (rollout.workers * rollout.slots) of {harness.name} take {sized(needed)}, "
             f"{harness.resident_mb} MB each, and this machine has {sized(memory)}; lower rollout.slots"
         )
+
     inside = "in a sandbox" if agent.sandbox == "jail" else "without a sandbox"
     yield ok(" ".join(filter(None, (harness.name, found, inside))))
 
@@ -257,6 +272,7 @@ def check_sandbox(inputs: Inputs) -> Iterator[Note]:
     except SandboxError as error:
         yield warning(f"does not start: {error}; tools and rewards that run code will not work")
         return
+
     if found.missing:
         lacking = ", ".join(found.missing)
         yield warning(f"cannot isolate {lacking} ({found.notes}); allow namespaces (docs/sandbox.md)")

@@ -35,13 +35,16 @@ def version_bytes(config: RunConfig) -> int:
     ranks = config.trainer.ranks
     copies = readers(config, ranks) + 1 + (config.weights.full_every > 1)
     shards = ranks // config.trainer.replicas
+
     whole = weight_shapes(config.model.path)
     parameters = adapter_count(config) if config.adapters_apart else sum(map(prod, whole.values()))
     size = DTYPE_BYTES[config.model.dtype]
+
     buckets = 0
     if config.weights.transport == "collective" and ranks > 1:
         largest_tensor = max((prod(shape) for shape in whole.values()), default=0) * size
         buckets = 2 * min(parameters * size, max(config.weights.bucket_bytes, largest_tensor))
+
     return copies * parameters * size // shards + buckets
 
 
@@ -54,6 +57,7 @@ def room(config: RunConfig, gpu: bool | None) -> int | None:
 
         devices = range(min(config.trainer.ranks, device_count()))
         return sum(int(get_device_properties(index).total_memory) for index in devices)
+
     return main_memory().total
 
 
@@ -64,10 +68,12 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
     there = room(config, gpu)
     place = ""
     more = "with GPUs, more trainer.ranks or trainer.offload_optimizer=true"
+
     if config.shifts and there is not None and there > (main := main_memory().total):
         there = main
         place = " of main memory, where they rest"
         more = "engine.colocated=0"
+
     if there is not None and needed > there:
         raise ConfigError(
             f"weights, gradients and optimizer state of the trainer take {sized(needed)}, and there are "
@@ -84,23 +90,29 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
     if failure:
         yield warning(f"the memory of a trainer rank is not estimated: {failure.line}")
         return
+
     ranks = config.trainer.ranks
     there = room(config, gpu)
     own = psutil.Process().memory_info().rss
     out = version_bytes(config)
+
     parts = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer}
     each = ", ".join(f"{name} {sized(size)}" for name, size in parts.items())
     micro = f"a micro-batch of {found.rows} x {found.length} tokens {sized(found.work)}"
+
     yield ok(
         f"memory        tensors of a trainer rank: {each}, {micro}, {sized(found.total)} in all; "
         f"its process takes about {sized(own)} beside them, and versions on their way out "
         f"{sized(out)} of main memory"
     )
+
     yield from recomputation
+
     if config.adapters:
         left_out = weight_shapes(config.model.path).keys() - linear_shapes(config.model.path)
         experts = any(".experts." in name for name in left_out)
         yield (warning if experts else ok)(f"adapters      {coverage(config.model.path)}")
+
     if config.versions_held:  # a server has as much room for each as for the largest
         size = adapter_count(config) * DTYPE_BYTES[config.model.dtype]
         held = config.adapters_held
@@ -109,6 +121,7 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
             f"              a version is {sized(size)}; a server, beside its weights, has room for {held} "
             f"adapters at once: {sized(held * size * max(of) // sum(of))}"
         )
+
     needed = ranks * (found.total if gpu else found.total + out)
     if there is not None and needed > there:
         yield warning(
@@ -148,10 +161,12 @@ def coverage(path: str) -> str:
     shapes = weight_shapes(path)
     adapted = linear_shapes(path)
     sizes = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
+
     for name, shape in shapes.items():
         parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
         if len(shape) > 1:
             sizes[name in adapted][".".join(parts[-2:])].append(prod(shape))
+
     total = sum(map(prod, shapes.values()))
     yes, no = (
         ", ".join(f"{len(n)} x {kind} ({sum(n) / total:.1%})" for kind, n in sizes[which].items())

@@ -51,6 +51,7 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}, scorers: b
         template=read_template(config.model.template, "model.template"),
         dtype=_dtype(config, begun.get("model.dtype")),
     )
+
     weights = config.weights
     if config.adapters_apart and config.engine.remote:
         if not served_modules(model.path):
@@ -61,6 +62,7 @@ def resolve_models(config: RunConfig, before: Mapping[str, Any] = {}, scorers: b
                 f"{key}: SGLang has no adapters for some layers, or experts, of {model.path}; set {instead}"
             )
         weights = replace(weights, adapters=True)  # also for those that join with servers of their own
+
     return replace(
         config,
         model=model,
@@ -89,12 +91,14 @@ def local_directory(given: str, key: str, before: str = "") -> str:
     run was begun with, which is kept if it is of the same repository."""
     if not given or Path(given).is_dir():
         return given
+
     hub = hub_model(given)
     kept = hub_model(before)
     if hub is None:
         raise ConfigError(
             f"{key}: {given} is no directory; give a Hugging Face model directory, or owner/name of the hub"
         )
+
     if kept is not None and kept.name == hub.name and hub.revision is None:
         hub = kept
     return fetch(hub, key)
@@ -145,26 +149,32 @@ def check_model(config: RunConfig) -> None:
             f"{path}: {len(missing)} of {len(files)} files of weights are missing, first {missing[0]}; "
             "fetch or save the model anew"
         )
+
     _check_width(path, settings)
+
     if config.kl.reference:
         from asyncrl.engines.sglang.server import check_vocabulary
 
         check_vocabulary(config, "kl.reference", config.kl.reference)
+
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(
             f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"
         )
+
     if not chat_template(config):
         raise ConfigError(
             f"{path}: no chat template; set model.template to a Jinja file, or to chatml_tools where the "
             "tokenizer has <|im_start|> and <|im_end|>"
         )
+
     longest = settings.get("max_position_embeddings", settings.get("n_positions"))  # GPT-2
     if isinstance(longest, int) and longest < config.rollout.max_tokens:
         raise ConfigError(
             f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({longest}); "
             "lower it"
         )
+
     heads = settings.get("num_attention_heads", settings.get("n_head"))  # GPT-2
     sharing = config.trainer.sequence_parallel
     if isinstance(heads, int) and heads % sharing:
@@ -180,6 +190,7 @@ def _check_width(path: Path, settings: dict[str, Any]) -> None:
     vocabulary = sizes.get("vocab_size", sizes.get("text_config.vocab_size"))
     matrices = (shape for shape in weight_shapes(str(path)).values() if len(shape) == 2)
     widths = {width for rows, width in matrices if rows == vocabulary}
+
     if widths and not any(value in widths for value in sizes.values() if isinstance(value, int)):
         hidden = sizes.get("hidden_size", sizes.get("text_config.hidden_size", "another size"))
         raise ConfigError(

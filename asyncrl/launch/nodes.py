@@ -52,6 +52,7 @@ class Placing:
         self._free = {node.id: node.free for node in nodes}  # GPUs that other runs leave to this one
         self._at: dict[str, str] = {}  # id of the machine of each process
         self._places = [place for unit in units for place in unit.places]
+
         for place in sorted(self._places, key=lambda place: (ORDER.index(place.role), place.index)):
             if self.choose(place, nodes) is None:
                 raise ConfigError(self._lack(place, nodes))
@@ -60,12 +61,14 @@ class Placing:
         """Choose a machine for a starting process: its previous one if it has room, else any other; None if
         none has room. A process that must stay where it was waits for room there."""
         had = self._at.pop(place.name, "")
+
         for node in nodes:
             self._free.setdefault(node.id, min(node.gpus, node.free + self._held(node)))
         fitting = [node for node in nodes if self._fits(place, node)]
         fitting = fitting or [node for node in nodes if stays(place) and node.id == had]
         if not fitting:
             return None
+
         chosen = min(fitting, key=lambda node: (node.id != had, *self._cost(place, node)))
         self._at[place.name] = chosen.id
         return chosen
@@ -82,6 +85,7 @@ class Placing:
         for name, gpus in config.launch.gpus.items():
             if name == role:
                 return gpus
+
         cuda = config.model.device == "cuda"
         if role == TRAINER and config.total_steps:
             return int(cuda or (config.model.device == "auto" and self._gpus_known))
@@ -125,6 +129,7 @@ class Placing:
         mine = Counter(
             self._at[one.name] for one in self._places if one.role == place.role and one.name in self._at
         )
+
         if place.role == TRAINER:
             return away, not mine[node.id], -left, node.address
         if self.gpus(place):
@@ -146,14 +151,17 @@ class Placing:
         else:
             where = "one machine"
             advice = "change trainer.ranks, or servers or tp of engine and scorers"
+
         if pool and not any(pool in node.resources for node in nodes):
             return (
                 f"launch.pools: {place.name} needs {pool!r}, which {where} must have; start Ray "
                 f"there with ray start --resources='{{\"{pool}\": 1}}'"
             )
+
         if pool:
             nodes = [node for node in nodes if pool in node.resources]
             where = f"{where} with {pool!r}"
+
         total = sum(map(self.gpus, self._places))
         sums = {role: sum(self.gpus(one) for one in self._places if one.role == role) for role in ORDER}
         listed = ", ".join(f"{role} {count:g}" for role, count in sums.items() if count)
@@ -174,12 +182,14 @@ def check_shared(config: RunConfig, nodes: Sequence[Node], here: str, dialled: s
     knows, checkpoints that only one of them has. `dialled`: the coordinator's host."""
     if len(nodes) < 2:
         return
+
     if is_loopback(dialled):
         own = next(node.address for node in nodes if node.id == here)
         raise ConfigError(
             f"launch.host: {dialled} is another machine on each of the {len(nodes)} of the cluster; set "
             f"launch.host={own}"
         )
+
     if len(placing.machines(TRAINER)) > 1 and not config.checkpoint.directory:
         raise ConfigError(
             "checkpoint.directory: trainer ranks are on several machines; set it to a path that all of them "

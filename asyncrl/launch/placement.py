@@ -54,13 +54,17 @@ def processes_of(config: RunConfig) -> tuple[Unit, ...]:
     threads = config.launch.threads
     gpus = 0 if config.engine.urls else config.engine.tp
     engines = [Unit(ENGINE, (_place(ENGINE, i, threads, gpus),)) for i in range(config.engine.keepers)]
+
     owners = (config.scorers[name] for name, _ in config.scorer_places)
     held = [0 if one.urls else one.tp for one in owners]
     engines += [Unit(SCORER, (_place(SCORER, i, threads, gpus),)) for i, gpus in enumerate(held)]
+
     workers = [Unit(ROLLOUT, (_place(ROLLOUT, i, threads),)) for i in range(config.rollout.workers)]
     ranks = tuple(_place(TRAINER, rank, threads) for rank in range(config.trainer.ranks))
+
     if not config.total_steps:
         ranks = (RolePlace(TRAINER, 0, threads, UNTRAINED),)
+
     return (Unit(COORDINATOR, (_place(COORDINATOR, 0, 1),)), *engines, *workers, Unit(TRAINER, ranks))
 
 
@@ -103,6 +107,7 @@ def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: 
     if device == "auto" and gpu is not None:
         device = "cuda" if gpu else "cpu"
     gpus = "" if gpu is False or config.engine.server_command else f" on {config.engine.tp} GPU(s)"
+
     rows = [("process", "count", "threads", "does")]
     does = {
         COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
@@ -113,6 +118,7 @@ def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: 
         if config.total_steps
         else "none: gives the engines the model as it is",
     }
+
     places = [place for unit in units for place in unit.places]
     used = dealt(config, count) if count else {}
     for role, text in does.items():
@@ -120,6 +126,7 @@ def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: 
         if mine:
             on = ", ".join(str(number) for place in mine for number in used.get(place.name, ()))
             rows.append((role, str(len(mine)), str(mine[0].threads), text + f" (GPUs {on})" * bool(on)))
+
     total = sum(place.threads for place in places)
     rows.append(("total", str(len(places)), str(total), f"launched by {config.launch.kind}"))
     return [f"{a:<12} {b:>5} {c:>8}  {d}" for a, b, c, d in rows]

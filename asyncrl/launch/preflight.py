@@ -68,6 +68,7 @@ def check_tensors(inputs: Inputs) -> Iterator[Note]:
         warnings = [
             check_checkpoint(path, f"{key} {path}", auto_class) for key, path, auto_class in checkpoints
         ]
+
     yield from map(warning, dict.fromkeys(filter(None, warnings)))
     yield ok(f"the files of {len(checkpoints)} model{'s' * (len(checkpoints) > 1)} fit their config.json")
 
@@ -83,10 +84,12 @@ def _checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
             ("critic.path", config.critic.path) if config.critic.path else ("model.path", config.model.path)
         )
         yield key, path, "AutoModel"
+
     for name, scorer in config.scorers.items():
         is_started_by_run = scorer.path and not scorer.urls
         if is_started_by_run and name != "reward":  # a reward model may be of a class that only SGLang has
             yield f"scorers.{name}.path", scorer.path, "AutoModelForCausalLM"
+
     for reward in inputs.parts.reward.rewards:
         if reward.source.spec == "classifier":
             path = os.path.expanduser(str(reward.source.options["path"]))
@@ -99,15 +102,18 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
     config = inputs.config
     if config.launch.kind != "ray" and (config.launch.pools or config.launch.gpus):
         raise ConfigError("launch.pools and launch.gpus are for Ray; set launch=ray, or leave them out")
+
     for role, gpus in config.launch.gpus.items():
         if (gpus > 1 and gpus % 1) or gpus != round(gpus, 4):
             raise ConfigError(
                 f"launch.gpus: Ray reserves no {gpus} GPUs for a process ({role}); give a whole number, or "
                 "less than 1 with at most 4 decimals"
             )
+
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
     check_trackers(config)
+
     count = config.engine.keepers * config.engine.tp if config.engine.remote else config.rollout.workers
     if config.shifts and (idle := config.trainer.ranks - count):
         yield warning(f"engine.colocated: {idle} of the trainer's devices are idle while engines sample")
@@ -118,6 +124,7 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
 def load_data(inputs: Inputs) -> Iterator[Note]:
     with _quiet():
         data = inputs.samples
+
     config = inputs.config
     of_some = config.scored_reference and not config.reader("")  # each teacher has sources of its own
     sources = {sample.data_source for sample in data.train} if of_some else set()
@@ -126,6 +133,7 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
             f"scorers: no teacher has the data source {untaught[0]} among its sources, and its turns would "
             "not be trained; name it there, or add a teacher without sources"
         )
+
     held_out = f", {len(data.test)} held out" if data.test is not None else ""
     yield ok(f"{len(data.train)} samples{held_out}")
     yield from map(warning, data.warnings)
@@ -158,6 +166,7 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
     compose(config)  # first: its files may register a shaping
     for part in ("toolbox", "environment", "agent", "reward", "parser"):
         getattr(parts, part)
+
     if not config.engine.remote and config.engine.name not in engines:
         factory = engines.load(config.engine.name)
         if config.shifts and isinstance(factory, type) and not hasattr(factory, "sleep"):
@@ -165,6 +174,7 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
                 f"engine.name: {config.engine.name} has no sleep, as engine.colocated needs; add sleep and "
                 "asleep, or set engine.colocated=0"
             )
+
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
 
 
@@ -183,9 +193,11 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
         check_token_ids(parts, "data.train", data.train, rows)
         if data.test is not None:
             check_token_ids(parts, "data.test", data.test, rows)
+
         if not imitates(inputs.config):
             yield from map(warning, check_chat(parts, data.train[0].prompt))
             return
+
         check_demonstrations(parts, "data.train", data.train)
         if data.test:
             check_demonstrations(parts, "data.test", data.test)
@@ -196,9 +208,11 @@ def describe_chat(inputs: Inputs) -> Iterator[Note]:
     """Show how turns end, and the first prompt exactly as the model reads it."""
     with _quiet():
         rules = inputs.parts.rules
+
     ends = rules.chat.stop_ids
     stops = ", ".join(f"{rules.chat.decode([end, end])} ({end})" for end in ends)
     yield ok(f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops or 'no token'}")
+
     if ids := inputs.prompt:
         count = f"the first prompt has {len(ids)} tokens of {inputs.config.rollout.max_tokens}"
         yield ok(f"{count}:\n{rules.chat.decode(ids)}")
@@ -218,21 +232,25 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
     from asyncrl.tools.toolbox import call_tool
 
     found = list[Note]()
+
     for name, tool in parts.toolbox.tools.items():
         call = ToolCall(name, msgspec.json.encode(_arguments(tool.schema["function"])).decode())
         reply = await call_tool(tool, call, parts.toolbox.timeout, sample)
         line = f"{name}({call.arguments}) replies {reply.content[:SHOWN]!r}"
         found.append(warning(f"{line}; perhaps its made-up arguments are why") if reply.error else ok(line))
+
     truth = json.loads(sample.ground_truth)
     reward = parts.reward
     right = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
     answers = [right] * (truth is not None) + [("no text", "")]
+
     if task_of(sample):  # what changed is judged, and no answer
         answers = []
         found.append(ok("the tests of tasks are tried by asyncrl tasks check"))
     elif any(text.startswith(SCORER) for text in texts(parts.config.rollout.reward)):
         answers = []
         found.append(ok("rewards are not tried: their scorer is not up"))
+
     try:
         for what, answer in answers:
             said = (*sample.prompt, Message("assistant", answer))
@@ -241,6 +259,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
                     f"{(await reward.score(RewardInput(sample, answer, said, transcript=answer))).score:g}"
                 )
                 score += " (it may look for a format around it)" * (score == "0" and bool(answer))
+
             why = f"rollout.reward fails for {what} as the answer to the first sample: {failure.line}"
             found.append(warning(why) if failure else ok(f"{what} as the answer scores {score}"))
     finally:
@@ -266,20 +285,24 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
     count = count_gpus(inputs.config)
     if config.model.device == "cuda" and sees_gpu(config) is False:
         raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
+
     used = placement.dealt(config, count) if count else {}
     ranks = sum(name.startswith(placement.TRAINER) for name in used)
     if ranks > count:
         raise ConfigError(
             f"trainer.ranks={ranks}: each needs a GPU of its own, and torch sees {count}; lower it"
         )
+
     roles = placement.ENGINE, placement.SCORER
     servers = Counter(gpu for name in used if name.startswith(roles) for gpu in used[name])
     shared = sorted(gpu for gpu in servers if servers[gpu] > 1 or gpu < ranks)
+
     if shared and not config.shifts and "mem-fraction-static" not in config.engine.server_args:
         yield warning(
             f"servers share GPUs {', '.join(map(str, shared))} with others, and each would take 0.85 of the "
             "memory; set engine.server_args={mem-fraction-static: 0.4} or less, or start fewer"
         )
+
     yield ok(f"model.device={inputs.config.model.device}, {inputs.config.model.dtype}")
 
 
@@ -314,12 +337,15 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     run_dir = run_directory(inputs.config)
     place = checkpoints_of(config, run_dir)
     database = run_dir / DATABASE
+
     if place.local and config.checkpoint.directory:
         creatable(Path(place.root), "checkpoint.directory")
+
     if database.exists() and database.stat().st_size:
         with closing(RunReader.open(run_dir)) as reader:
             known = reader.checkpoints()
             first = reader.covered
+
         if known and max(place.steps(), default=-1) < first:
             gone = f"{place.root}: the run's checkpoints, up to step {known[-1]}, are gone"
             if first:
@@ -330,6 +356,7 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
             f"checkpoint.directory: {place.root} holds checkpoints of a run of this name, of which there is "
             f"nothing in {run_dir}; choose another name=…, or restore that directory"
         )
+
     yield ok(config.checkpoint.directory or "in the run directory")
 
 
@@ -348,10 +375,12 @@ def outside_weights(config: RunConfig) -> list[Path]:
 
     run_dir = run_directory(config)
     own = {config.weights.directory} - {"auto", "shm", "run"}
+
     record = run_dir / PLACES
     lines = filter(OWN_NAME.match, record.read_text().splitlines() if record.exists() else ())
     earlier = [line.split("\t", 1) for line in lines]
     gone = (name for name, at in earlier if not os.path.exists(at) or os.path.samefile(at, run_dir))
+
     parents = (f"{SHARED_MEMORY}/asyncrl-", *(f"{at}/" for at in own))
     return [Path(at + name) for name in (own_name(run_dir, config.name), *gone) for at in parents]
 
@@ -380,6 +409,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     parser = config.rollout.parser
     slots = rollout.workers * rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
+
     if trains and slots > live:
         ahead = config.buffer.max_live_groups / config.buffer.groups_per_batch - 1
         yield warning(
@@ -387,6 +417,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay "
             "empty"
         )
+
     longest = rollout.rows * rollout.max_tokens
     budget = config.trainer.micro_batch_tokens
     if trains and longest > budget:
@@ -394,18 +425,22 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"an episode may have {longest} tokens (rollout.max_tokens, times max_rows), more than "
             f"trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, and needs the memory"
         )
+
     if gpu is False and engine.remote and not (engine.urls or engine.server_command):
         yield warning(
             "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
             "then engine=sglang_cpu"
         )
+
     if trains and not config.checkpoint.every and config.total_steps > CheckpointConfig().every:
         yield warning(
             "checkpoint.every=0: until the checkpoint at the end, or at a 1,000th step, all turns stay on "
             "the disk, what is known of them in memory, and a crash costs all steps since"
         )
+
     if gpu is False and config.trainer.offload_optimizer:
         yield warning("trainer.offload_optimizer has no effect on a CPU, where all is in main memory")
+
     calls = (rollout.tools or rollout.environment or rollout.agent) and parser in parsers
     fitting = detect(chat_template(config)) if calls else None
     if fitting not in (None, parser):
@@ -413,6 +448,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
             f"taken for text; set rollout.parser={fitting}"
         )
+
     unsure = calls and rollout.tools and not fitting and inputs.loaded  # or its check has failed
     if unsure and not shown_calls(inputs.parts, inputs.samples.train[0].prompt):
         yield warning(
@@ -420,6 +456,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your "
             "own (docs/parsers.md)"
         )
+
     if trains:
         yield from map(warning, estimates.cost_warnings(config, gpu))
 
@@ -445,6 +482,7 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
         prompt = len(inputs.prompt)
         train = len(inputs.samples.train)
         test = len(inputs.samples.test or ())
+
         yield from map(ok, estimates.describe_work(config, train, test, prompt))
         yield from map(ok, _describe_side_requests(inputs))
         yield from map(ok, estimates.describe_costs(config, gpu))

@@ -104,6 +104,7 @@ class LocalSpawner:
         path = log_path(self._run_dir, order.place.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         given = self._endpoints.given_to(order.place.role)
+
         with path.open("ab") as log, full_pipe(msgspec.msgpack.encode(given)) as told:
             process = subprocess.Popen(
                 wrapped(self._command(order), grace=math.inf),
@@ -113,6 +114,7 @@ class LocalSpawner:
                 env=self._environment(order),
                 start_new_session=True,
             )
+
         return LocalProcess(order.place.name, process, path)
 
     def _environment(self, order: ProcessSpec) -> dict[str, str]:

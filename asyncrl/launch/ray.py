@@ -57,8 +57,10 @@ class RoleActor:
         node, address = self.node()
         use_interface_of(address)
         ticket.enter()
+
         if node != here:
             return JoinedProcess(ticket).wait()
+
         process = LocalSpawner(run_directory(ticket.config), ticket.endpoints)(ticket.order)
         while (code := process.poll()) is None:
             time.sleep(LOOK)
@@ -85,6 +87,7 @@ class RayProcess:
         self._call = call
         self._log = log_path(spawner.run_dir, place.name)
         self._placing = spawner.placing
+
         self._since = time.monotonic()
         self._code: int | None = None
 
@@ -92,6 +95,7 @@ class RayProcess:
         if self._code is None and ray.wait([self._call], timeout=0)[0]:
             self._code = self._result()
             ray.kill(self._actor)  # it has returned or is lost: release its process
+
         if self._code is None and self._placed is not None:
             self._look()
         return self._code
@@ -162,6 +166,7 @@ class RaySpawner:
         place = order.place
         given = self._endpoints.given_to(place.role)
         ticket = Ticket(order, self._config, given, self._started, os.getcwd(), self._secrets)
+
         actor: Any = ray.remote(RoleActor).options(**self._options(place)).remote()  # type: ignore[attr-defined]
         placed = actor.node.remote()  # an actor makes its calls one after another, and the next one is long
         call = actor.run.remote(ticket, self._here)  # by Ray's own channel: runtime_env is logged
@@ -180,9 +185,11 @@ class RaySpawner:
         waits for one, also for one that joins the cluster."""
         pool = self.placing.pool(place)
         where: Any = "DEFAULT"
+
         if (node := self.placing.choose(place, machines())) is not None:
             # soft=True went to others that were just as free
             where = NodeAffinitySchedulingStrategy(node.id, soft=False)
+
         return {
             "num_cpus": 0,
             "num_gpus": self.placing.gpus(place),
@@ -210,6 +217,7 @@ def cluster(config: RunConfig) -> Iterator[str]:
             f"launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); "
             "correct it, or leave it empty to start one here"
         ) from None
+
     try:
         yield str(ray.get_runtime_context().get_node_id())
     finally:
@@ -239,6 +247,7 @@ def machines() -> list[Node]:
         for one in ray.nodes()
         if one["Alive"]
     ]
+
     return sorted(there, key=lambda node: node.address)
 
 

@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone
     ignore_endings()
     set_up_logging()
+
     try:
         search_working_directory()
         config = read_config(Path(options.run_dir))
@@ -60,13 +61,16 @@ def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints
     role = options.role
     index = options.index
     incarnation = options.incarnation
+
     more: dict[str, tuple[object, ...]] = {
         COORDINATOR: (incarnation,),
         SCORER: (index, incarnation, *config.scorer_places[index : index + 1]),
         TRAINER: (index, incarnation, options.rendezvous),
     }
+
     raise_file_limit()
     log.info("%s-%d starts, pid %d, incarnation %s", role, index, os.getpid(), incarnation)
+
     try:
         # On another machine a model of the hub is fetched into its cache.
         config = resolve_models(config, scorers=role == SCORER)
@@ -77,6 +81,7 @@ def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints
         except ImportError as error:  # of a broken installation: the launcher does not import torch
             log.exception("%s cannot be imported", module)
             raise ConfigError(f"{module} cannot be imported ({error}); install asyncrl again") from error
+
         code = int(run(config, endpoints, *more.get(role, (index, incarnation))))
     except ConfigError as error:
         log.error("%s", error)
@@ -87,6 +92,7 @@ def execute(options: argparse.Namespace, config: RunConfig, endpoints: Endpoints
     except BaseException:
         log.exception("%s-%d crashed", role, index)
         return CRASHED
+
     log.info("%s-%d ends with %d", role, index, code)
     return code
 
@@ -166,6 +172,7 @@ def leave(code: int, patience: float = 5.0) -> NoReturn:
 
     signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, patience)
+
     flush_sockets()
     logging.shutdown()
     sys.stdout.flush()

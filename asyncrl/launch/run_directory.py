@@ -60,12 +60,14 @@ def check_paths_are_text(config: RunConfig) -> None:
 def check_run_directory(config: RunConfig) -> None:
     """ConfigError unless it is writable, on a local disk, and new or to be resumed as `resume` says."""
     run_dir = run_directory(config)
+
     if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
         raise ConfigError(
             f"name: {config.name!r} is no directory name; choose one without '/' and line breaks"
         )
     if len(os.fsencode(config.name)) > NAME_BYTES:
         raise ConfigError(f"name: {config.name[:20]}… has more than {NAME_BYTES} bytes; choose a shorter one")
+
     exists = any((run_dir / name).exists() for name in EXISTING)
     if exists and config.resume == "never":
         raise ConfigError(
@@ -75,6 +77,7 @@ def check_run_directory(config: RunConfig) -> None:
         raise ConfigError(
             f"{run_dir}: resume=must, but there is no run to continue; correct name= or run_dir="
         )
+
     kind = file_system(creatable(run_dir, "run_dir"))
     if kind in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
@@ -116,6 +119,7 @@ def check_resumed(config: RunConfig) -> None:
                 f"{begun} {old!r} and would go on with {new!r}; set {key}={old}, or begin a new run with "
                 "another name=…"
             )
+
     _check_group_size(config, begun_with(config).get("algorithm", {}).get("advantage"))
     _check_model(config)
 
@@ -166,6 +170,7 @@ def _check_group_size(config: RunConfig, before: Any) -> None:
 
     now = config.algorithm.advantage
     began = f"algorithm.advantage of {run_directory(config) / 'config.yaml'}"
+
     if before not in (None, now) and credit_of(config).greedy != advantages.load(before, began).greedy:
         raise ConfigError(
             f"algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
@@ -198,11 +203,13 @@ def locked(config: RunConfig) -> Iterator[None]:
     with ExitStack() as held:
         with _writable(run_dir):
             held.enter_context(lock(run_dir, "run_dir"))
+
         where = config.checkpoint.directory
         elsewhere = Path(where, config.name)
         if where and "://" not in where and elsewhere.resolve() != run_dir.resolve():
             with suppress(OSError):  # it may be writable later
                 held.enter_context(lock(elsewhere, "checkpoint.directory"))
+
         try:
             with _writable(run_dir):
                 for name in ("summary.json", "status.json"):
@@ -222,6 +229,7 @@ def _write_config(path: Path, content: bytes) -> None:
     if path.exists() and path.read_bytes() == content:
         path.touch()
         return
+
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(content)
     fsync(temporary)
@@ -250,6 +258,7 @@ def lock(directory: Path, key: str) -> Iterator[None]:
                 f"{key}: another run with this name is using {directory} (process {file.read() or '?'}); "
                 f"stop it, or change name or {key}"
             )
+
         file.truncate(0)
         file.write(f"{os.getpid()} on {platform.node()}")
         file.flush()

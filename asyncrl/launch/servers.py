@@ -22,8 +22,10 @@ def check_servers(config: RunConfig) -> None:
     for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable and not os.environ.get(variable):
             raise ConfigError(f"engine.{key}: {variable} is not set; export it, or clear the key")
+
     if engine.remote:
         check_group_address(config)
+
     for scorer in [*dict(config.scorer_places), *[""] * engine.remote]:
         if config.serving(scorer).engine.urls:
             check_urls(config, scorer)
@@ -41,6 +43,7 @@ def _check_command(config: RunConfig) -> None:
             f"engine.server_command: {engine.server_command[0]} is no program; correct it "
             "(for CPU tests: make sglang-cpu)"
         )
+
     if not engine.server_command and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "engine.name, or scorers, need sglang, which is not installed here: for GPUs pip install "

@@ -74,6 +74,7 @@ class Session:
         self._on_step = on_step
         self._link = Link(endpoints.control, ToObserver, identity(OBSERVER, 0), endpoints.keys)
         self._admit = partial(admit, run_dir, endpoints)
+
         self._heard_at: float | None = None  # the coordinator's last message; None before the first
         self._began_at = 0.0
         self._signals = 0
@@ -98,6 +99,7 @@ class Session:
             finally:
                 self._supervisor.kill()
                 self._link.close()
+
         own = ending is self._outcome  # of a role that was lost: the coordinator does not know why
         if ending.code == FAILED and not own and self._end is not None and self._end.error:
             return RunOutcome(FAILED, self._end.error)
@@ -109,24 +111,29 @@ class Session:
         while True:
             self._listen(POLL)
             now = time.monotonic()
+
             if self._signals > 1:
                 self._supervisor.kill()
                 return RunOutcome(INTERRUPTED, f"killed by a second interrupt; {self._goes_on}")
             if self._signals and self._stop_by is None:
                 self._stop(RunOutcome(INTERRUPTED), "interrupted", now)
+
             ended = self._supervisor.tick(now)
             if ended is not None:
                 if self._outcome is None and ended.code != COMPLETED and self._coordinator_lives():
                     self._stop(ended, ended.error.partition("\n")[0], now)
                 elif self._outcome is None or not self._coordinator_lives():
                     return self._final_outcome(ended)
+
             self._check_trainer()
             self._admit(self._link)
+
             if self._stop_by is not None and now > self._stop_by:
                 if self._outcome is not None and not (self._asked and self._outcome.code == INTERRUPTED):
                     return self._outcome
                 limit = f"launch.stop_timeout ({self._config.stop_timeout:g} s)"
                 return RunOutcome(FAILED, f"not stopped within {limit}; killed")
+
             if self._stop_by is None and (overdue := self._watch(now)):
                 return overdue
 
@@ -136,6 +143,7 @@ class Session:
         if now >= self._hello_at:
             self._greet()
             self._hello_at = now + HELLO_EVERY
+
         try:
             received = self._link.receive(seconds)
             while received is not None:
@@ -153,6 +161,7 @@ class Session:
 
     def _handle(self, message: ToObserver) -> None:
         now = self._heard_at = time.monotonic()
+
         match message:
             case Status():
                 self._running = self._running or message.phase != "starting"
@@ -183,6 +192,7 @@ class Session:
         """Ask for an orderly end; a run that has not begun has nothing to save and is ended at once."""
         self._outcome = outcome
         self._begin_stop(now, self._config.stop_timeout if self._running else 0.0)
+
         if self._asked:
             self._save = not self._supervisor.lost(TRAINER)
             how = self._how if self._save else ""
@@ -208,6 +218,7 @@ class Session:
     def _final_outcome(self, ended: RunOutcome) -> RunOutcome:
         """The coordinator has ended: its outcome counts, unless we had decided on another one before."""
         self._listen(0.2)  # its last message may be on the way
+
         if self._outcome is None or ended.code not in (COMPLETED, FAILED):
             return ended
         if self._outcome.code == INTERRUPTED and ended.code != COMPLETED:
@@ -225,6 +236,7 @@ class Session:
             limit = f"{self._config.start_timeout:g} s (launch.start_timeout)"
             waited = f"no status of the coordinator after {silent:.0f} s, limit {limit}"
             return RunOutcome(FAILED, f"{waited}\n{path}:\n{log_tail(path)}")
+
         if (silent := now - self._heard_at) > self._config.stall_timeout:
             self._view.note(f"the coordinator has been silent for {duration(silent)}: replacing it")
             self._heard_at = now
@@ -241,6 +253,7 @@ class Session:
         if told and self._running and self._signals < 2 and not self._coordinator_lives():
             room = LEAVE_SECONDS if self._stop_by is None else max(0.0, self._stop_by - time.monotonic())
             self._await_exits(min(LEAVE_SECONDS, room))
+
         self._supervisor.kill()
         self._await_exits(KILL_RESERVE)
 
@@ -259,6 +272,7 @@ class Session:
             del before[signal.SIGHUP]
         for number in before:
             signal.signal(number, count)
+
         try:
             yield
         finally:
@@ -285,6 +299,7 @@ def ask_for_token(run_dir: Path, role: str, seconds: float = ANSWER_SECONDS) -> 
     path = run_dir / f"invite-{role}-{secrets.token_hex(4)}"  # others may ask at the same time
     os.mkfifo(path, 0o600)
     fifo = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
     try:
         ready, _, _ = select.select([fifo], [], [], seconds)
         if token := os.read(fifo, TOKEN_BYTES) if ready else b"":

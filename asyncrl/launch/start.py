@@ -41,22 +41,27 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
     if dry_run:
         return _dry_run(config)
     defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half
+
     inputs, warnings = checks.check(config)
     config = inputs.config
     data = inputs.samples
     versions = inputs.agent_version
     del inputs  # its tokenizer is needed no more
+
     run_dir = run_directory(config)
     units = placement.processes_of(config)
     changed = resumed_with(config)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
+
     with ExitStack() as stack:
         stack.enter_context(locked(config))
         data.save(run_dir)
         record_machine(run_dir, versions)
+
         _remove_outside_weights(config)  # of a launcher that was killed
         preflight.record_place(config)
         stack.callback(_remove_outside_weights, config)
+
         spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
         trackers = stack.enter_context(Trackers.open(config, run_dir))  # once no check can refuse the run
         console = stack.enter_context(
@@ -73,6 +78,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         )
         trains = config.total_steps > 0
         session = Session(config.launch, run_dir, endpoints, supervisor, console, on_row, trains)
+
         if changed:
             console.note(f"goes on with other keys: {changed}")
         for line in data.truths:
@@ -80,6 +86,7 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         for warning in warnings:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
+
         ending = session.run()
         write_status(run_dir, read_status(run_dir) | {"code": ending.code, "error": ending.error})
         trackers.summarize(read_summary(run_dir))
@@ -90,23 +97,29 @@ def _dry_run(config: RunConfig) -> int:
     """Run all checks and print the plan, what is to be read most last; or all errors."""
     inputs = Inputs(config)
     found = list(checks.examine(checks.ALL, inputs))
+
     if errors := [finding.text for finding in found if finding.level == "error"]:
         print(*(printable(f"asyncrl: {text}") for text in errors), sep="\n", file=sys.stderr)
         return BAD_INPUT
+
     shown = replace(inputs.config, model=replace(inputs.config.model, template=config.model.template))
     print("# what differs from the defaults (docs/configuration.md)")
     print(msgspec.yaml.encode(without_defaults(shown)).decode())
     print(f"run directory: {run_directory(shown)}\n")
+
     if changed := resumed_with(inputs.config):
         print(f"goes on with other keys: {changed}\n")
+
     units = placement.processes_of(shown)
     gpu = sees_gpu(shown)
     count = count_gpus(shown)
     print(*placement.describe(shown, units, gpu, count), sep="\n")
+
     printed = {each.name for each in checks.PLAN}
     for level, text, name in found:
         if level == "ok" and name in printed:
             print(f"{name:<14}{text}" if name == "sample" else text)
+
     for level, text, _ in found:
         if level == "warning":
             print(printable(f"warning: {text}"))
@@ -143,8 +156,10 @@ def conclude(
             write_summary(run_dir, summary)
         if failure:
             console.fail(f"summary.json is not complete: {failure.line}")
+
     if summary and config.total_steps and printed:
         print_summary(summary, run_dir)
+
     if error:
         console.fail(error)
     if not summary:

@@ -73,10 +73,12 @@ class SupervisedUnit:
         """
         ended = [(handle, code) for handle in self.handles if (code := handle.poll()) is not None]
         crashed = [(handle, code) for handle, code in ended if code != COMPLETED]
+
         if crashed or not ended:
             self.left_at = None
             said = [one for one in crashed if one[1] == TRY_AGAIN]  # of ranks: the others end because of it
             return next(iter(said or crashed), None)
+
         self.left_at = now if self.left_at is None else self.left_at
         return ended[0] if now - self.left_at > LEAVE_SECONDS else None
 
@@ -98,6 +100,7 @@ class Supervisor:
         self.units = [SupervisedUnit(unit) for unit in units]
         self.stopping = self.over = False
         self.step = 0  # of the run, as last reported
+
         self._spawn = spawn
         self._run_dir = run_dir
         self._restarts = restarts
@@ -150,10 +153,12 @@ class Supervisor:
         started = incarnation_of(self._launch, next(self._starts))
         unit.incarnation = self._launch if unit.plan.role == COORDINATOR else started
         self.over = self.over and unit.plan.role != COORDINATOR
+
         rendezvous = self._rendezvous(unit.plan, unit.incarnation)
         unit.handles = [
             self._spawn(ProcessSpec(place, unit.incarnation, rendezvous)) for place in unit.plan.places
         ]
+
         unit.retry_at = unit.left_at = None
 
     def _coordinator_ended(self, unit: SupervisedUnit) -> RunOutcome | None:
@@ -169,30 +174,38 @@ class Supervisor:
         """A process of the unit died: end the others too, and plan a restart while the budget lasts."""
         if self.over and unit.plan.role != COORDINATOR:
             return None
+
         for handle in unit.alive:
             handle.kill()
+
         how = describe_exit(code)
         log_file = log_path(self._run_dir, dead.name)
         said = ""
         if code > 0 or code == -signal.SIGABRT:  # of other signals its log does not say why
             said = cause_of_death(log_file, unit.incarnation, crashed=True)
+
         if code == BAD_INPUT:
             return RunOutcome(BAD_INPUT, f"{log_file}:\n{said}" if said else "")
+
         if self.stopping:
             if unit.plan.role == COORDINATOR:
                 ended = f"{dead.name} {how} while stopping{said and f': {said}'}"
                 return RunOutcome(FAILED, f"{ended}\n{self._tail(dead.name)}")
             return None
+
         if code == TRY_AGAIN:  # each time with less: it ends by itself
             unit.retry_at = now
             self._on_restart(f"{dead.name}: {said}; {unit.plan.name} is restarted")
             return None
+
         (before, step), unit.died = unit.died, (now, self.step)
         if now - before > SOUND_SECONDS and self.step > step:
             unit.restarts = 0
+
         if unit.restarts >= self._restarts:
             spent = f"{dead.name} {how}; its {self._restarts} restarts (launch.restarts) are spent"
             return RunOutcome(FAILED, f"{spent}{said and f': {said}'}\n{self._tail(dead.name)}")
+
         delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**unit.restarts)
         unit.restarts += 1
         unit.retry_at = now + delay

@@ -25,9 +25,11 @@ def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tup
     warnings = list[str]()
     truths = [json.loads(s.ground_truth) for s in islice(samples, LOOKED_AT) if not s.demonstration]
     of_kind = defaultdict[str, list[Any]](list)
+
     for truth in truths:
         if truth is not None:
             of_kind[KINDS[type(truth)]].append(truth)
+
     for reward in rewards:
         if reward.source.spec == TESTS or not (reward.needs_truth or ":" in reward.source.spec):
             continue
@@ -37,6 +39,7 @@ def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tup
             as_text = f", compared as {texts[0][:LONGEST]!r}" if texts and reward.compared else ""
             count = f"{len(members)} of the first {len(truths)} ground truths"
             lines.append(f"{beginning}: {count} are {kind}, such as {_short(members[0])}{as_text}")
+
         if unequalled := [truth for truth in truths if compared(reward, truth) == []]:
             count = f"{len(unequalled)} of the first {len(truths)} ground truths"
             fault = f"{beginning}: no answer can match {count}"

@@ -102,6 +102,7 @@ def compare(work: Callable[[int, int], Workload], devices: int, shift: float, tp
     if devices % tp == 0:
         own = replace(work(devices // tp, devices), shift=shift)
         shifts = played(devices // tp, own, sum(halves(own)) + shift)
+
     if not possible:
         return Comparison(None, shifts)
     best = descend(lambda n: apart(n).forecast.step_s, min(possible, key=lambda n: max(halves(split(n)))))

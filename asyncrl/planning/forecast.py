@@ -85,6 +85,7 @@ def recorded_turns(turns: Sequence[Turn], stats: EpisodeStats) -> tuple[Recorded
         + (turn.observation.seconds if turn.observation is not None else 0.0)
         for turn in turns
     ]
+
     rest = max(0.0, stats.seconds - sum(turn.seconds for turn in turns))
     scale = min(1.0, rest / total) if (total := sum(waits)) else 1.0
     waits = [wait * scale for wait in waits]
@@ -98,6 +99,7 @@ def fit_engine(loads: Sequence[EngineLoad]) -> tuple[float, float, bool]:
     if n.max() < DIFFER * n.min():
         token_s = float(seconds.mean())
         return FIXED * token_s, (1 - FIXED) * token_s / float(n.mean()), True
+
     share, base = np.polyfit(n, seconds, 1)
     if share < 0:
         return float(seconds.mean()), 0.0, False
@@ -127,14 +129,17 @@ def fit(
             f"too little was recorded to plan from: it needs {LEAST_ROWS} committed steps, and groups whose "
             "turns are kept (store.keep_bytes); let the run go on, or measure a probe"
         )
+
     rows = steady(rows)
     phases = [sum(row.get(f"timing_s/{name}", 0.0) for name in BY_EPISODE) for row in rows]
     waits = [sum(row.get(f"timing_s/{name}", 0.0) for name in WAITING) for row in rows]
     busy = [row["timing_s/step"] - waited for row, waited in zip(rows, waits, strict=True)]
+
     trajectories = _mean(rows, "trainer/trajectories")
     base, share, assumed = fit_engine(loads)
     shift_s = sum(_mean(rows, name) for name in ("shift/sleep_s", "timing_s/wake", "shift/wake_s"))
     source = f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE / 1e9:g} GB/s a rank"
+
     return Rates(
         recorded=recorded,
         base=base,
@@ -197,6 +202,7 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
     sampled = statistics.mean(
         sum(turn.tokens for turn in episode) for group in rates.recorded for episode in group
     )
+
     return Workload(
         buffer=buffer,
         slots=config.rollout.slots * config.rollout.workers,
@@ -231,6 +237,7 @@ def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> For
     steps = steps or min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // work.buffer.batch_size))
     with ConfigError.instead_of(ValueError, text="no step of this configuration can be predicted"):
         found = [step for seed in seeds for step in steady(Simulation(work, seed).run(steps))]
+
     names = ("seconds", "train", "rollout", "awake", "lag", "masked", "tokens")
     columns = ([getattr(step, name) for step in found] for name in names)
     seconds, train, rollout, awake, lag, masked, tokens = map(statistics.mean, columns)
@@ -243,6 +250,7 @@ def limits(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict
     twice as much of it. Of the same simulated runs, without and with the change."""
     work = workload(config, rates)
     longer = replace(work.buffer, max_staleness=work.buffer.max_staleness * 2 + 1)
+
     changes = {
         "engines": replace(work, base=work.base / 2, rate=work.rate * 2),
         "trainer": replace(work, train=work.train / 2, commit=work.commit / 2),
@@ -251,9 +259,11 @@ def limits(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict
         "buffer.max_staleness": replace(work, buffer=longer),
         "pushes of weights": replace(work, publish=work.publish / 2),
     }
+
     if work.shift is not None:
         changes["changes of the devices"] = replace(work, shift=work.shift / 2)
         del changes["pushes of weights"]  # they are a part of these
+
     now = simulate(work, seeds=seeds).step_s
     return {
         name: max(0.0, 1 - simulate(changed, seeds=seeds).step_s / now) for name, changed in changes.items()

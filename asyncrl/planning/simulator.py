@@ -107,6 +107,7 @@ class Simulation:
         self.w = workload
         self.now = 0.0
         self.random = Random(seed)
+
         keys = workload.buffer
         filters = workload.filtered > 0 and keys.episodes_per_group > 1
         keys = replace(keys, filter_zero_variance=filters, retire_pass_rate=1.0)
@@ -115,6 +116,7 @@ class Simulation:
         self.batches = Batches(self.buffer, workload.micro_tokens, flush=True, packing="packed")
         self.control = FlowControl(keys)
         self.crossings = Crossings(self.buffer, keys.max_staleness)
+
         self.steps: list[SimulatedStep] = []
         fill = keys.shift_fill
         shares = workload.shift is not None
@@ -180,10 +182,12 @@ class Simulation:
         at = min(ends, self._events[0][0] if self._events else math.inf)
         if at == math.inf:
             raise ValueError("the simulated run waits for nothing: its workload cannot fill a batch")
+
         self._served += rate * (at - self.now)
         self._busy += (at - self.now) * bool(sampling)
         self._sampled_at = at if sampling else self._sampled_at
         self.now = at
+
         if ends <= at:
             self._turn_ended(heapq.heappop(self._sampling)[2])
         else:
@@ -197,13 +201,16 @@ class Simulation:
         over = not self._changing
         if shifts is None or self.w.shift is None:
             return
+
         step = self.buffer.committed
         waits = not self._working
         outlook = self.batches.outlook(step, self._micro, self.w.ranks) if waits else NOTHING_ASKED
         idle = self.now - self._sampled_at
         seen = Situation(outlook, asked=waits, asleep=over, awake=over, resting=over, idle=idle)
+
         if not shifts.move(self.now, seen):
             return
+
         self._changed = True
         self._refused = (-1, 0)
         if shifts.shift in shifts.seconds:
@@ -222,9 +229,11 @@ class Simulation:
         for _, _, play in self._sampling:
             if play.turn_began == self._clock:  # it has waited for this
                 play.version = len(self._published)
+
         for group in self.buffer.live.values():
             if self._clock < group.deadline < math.inf:
                 self._tick_at(group.deadline)
+
         self._sampled_at = self.now
         self._look_again()
 
@@ -242,12 +251,15 @@ class Simulation:
         """Rule 1, then rule 2, as the coordinator follows them."""
         if not self._has_devices(Shift.ROLLOUT):
             return
+
         slots = self.w.slots
         version = len(self._published)
+
         while self.buffer.can_admit(slots - self._held - self.buffer.waiting, slots):
             self.buffer.admit(self.buffer.committed, self._clock)
         if not self.buffer.waiting:
             return
+
         for needed, episode in pending(self.buffer):
             if self._held >= slots:
                 return
@@ -259,6 +271,7 @@ class Simulation:
     def _begin(self, episode: EpisodeRecord, version: int) -> None:
         self._held += 1
         self.buffer.assign(episode, "", 0, version, self._clock)
+
         group = self.buffer.live[episode.group]
         random = self.random
         if group.id not in self._groups:
@@ -267,6 +280,7 @@ class Simulation:
                 self._tick_at(group.deadline)
         drawn, _ = self._groups[group.id]  # a group of more members than were recorded has some twice
         recorded = drawn[episode.member] if episode.member < len(drawn) else random.choice(drawn)
+
         self._sample(_Play(episode, recorded, self._clock))
 
     def _tick_at(self, at: float) -> None:
@@ -289,9 +303,11 @@ class Simulation:
         episode = play.episode
         play.turns.append((play.turn_began, self._clock, play.tokens))
         self.buffer.waiting_tokens.begin(episode.uid, self._clock, play.tokens)
+
         computed = max(tokens, round(tokens * self.w.computed))
         episode.extend(computed, tokens, play.version, len(self._published))
         self.buffer.touch(episode)
+
         wait = min(play.recorded[-play.left].wait, self.w.limit - (self._clock - play.began))
         play.left -= 1
         goes_on = self._sample if play.left and wait >= 0 else self._landed
@@ -303,10 +319,12 @@ class Simulation:
         episode = play.episode
         self._changed = True
         self._held -= 1
+
         lived = self._clock - play.began
         self._waited += lived - sum(ended - began for began, ended, _ in play.turns)
         self._lived += lived
         self._turns[episode.uid] = play.turns
+
         _, filtered = self._groups[episode.group]
         result = EpisodeResult(0.0 if filtered else float(episode.member))
         self.buffer.finish(episode, result, EpisodeStats(len(play.turns)), self._clock)
@@ -318,20 +336,24 @@ class Simulation:
         known = self.buffer.tally.states[State.READY], self.buffer.refills
         if self._working or known == self._refused or not self._has_devices(Shift.TRAIN):
             return
+
         uids = self.batches.plan(self.buffer.committed, self._micro, self.w.ranks)
         self._refused = (-1, 0) if uids is not None else known
         if uids is None:
             return
+
         self._working = True
         if not uids:
             self._worked += self.w.commit
             self._after(self.w.commit, self._commit)
             return
+
         self._micro += 1
         turns = np.array([turn for uid in uids for turn in self._turns.pop(uid)])
         sampled = turns[:, 1] - np.outer(PARTS, turns[:, 1] - turns[:, 0])
         versions = np.searchsorted(np.array(self._published), sampled, "right")
         self._lags.append((self.buffer.committed - versions, np.broadcast_to(turns[:, 2], versions.shape)))
+
         seconds = self.w.train * len(uids) / self.w.buffer.batch_size
         self._worked += seconds
         self._after(seconds, self._trained)
@@ -350,8 +372,10 @@ class Simulation:
         self.batches.commit(step + 1, self.batches.batches[step].uids)
         self.batches.retain(step + 1)
         self.buffer.changes()  # kept for a store, which there is not
+
         if self.shifts is None:
             self._after(self.w.publish, self._publish)
+
         lags, tokens = (np.concatenate([part[k].ravel() for part in self._lags]) for k in (0, 1))
         bound = self.buffer.config.max_staleness
         limit = self.buffer.live_limit
@@ -360,11 +384,13 @@ class Simulation:
         within = by_lag[: bound + 1].tolist()
         over = by_lag[bound + 1 :]
         masked = float(over.sum()) / total
+
         seconds = self.now - self._began
         awake = self._clock - self._clock_began
         self.steps.append(
             SimulatedStep(limit, seconds, self._worked, self._busy, awake, masked, tuple(within))
         )
+
         crossed = self.crossings.committed(masked, total, self._clock)
         if self.buffer.config.target_staleness == "auto":
             idle = 1 - self._worked / seconds
@@ -376,6 +402,7 @@ class Simulation:
             self.control.update(shares, grows and idle >= BUSY, idle * outside)
             self.buffer.live_limit = self.control.limit
             self.buffer.spare = self.control.spare(outside)
+
         self._lags = []
         self._began = self.now
         self._busy = 0.0
