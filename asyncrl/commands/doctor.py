@@ -27,12 +27,12 @@ NO_MODEL = ["model.path=none", "data.train=none"]  # of a configuration for chec
 
 
 def main(argv: list[str]) -> int:
-    parser = command_parser("doctor", HELP, run_dir="")
+    parser = command_parser("doctor", HELP, run_dir_help="")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
 
-    from asyncrl.launch.checks import ALL, MACHINE, examine
+    from asyncrl.launch.checks import ALL_CHECKS, MACHINE_CHECKS, collect_notes
     from asyncrl.launch.data import Inputs, Note
 
     checks = ALL
@@ -46,16 +46,16 @@ def main(argv: list[str]) -> int:
 
     search_working_directory()
 
-    def shown(findings: Iterable[Note]) -> Iterable[str]:
+    def print_notes(notes: Iterable[Note]) -> Iterable[str]:
         """The level of each, printed as soon as it is found."""
-        for level, text, check in findings:
-            first, _, more = printable(text).partition("\n")
-            print(f"{level:<8} {check:<14} {first}", flush=True)
-            if more:
-                print(indent(more, " " * 24, lambda line: True))
+        for level, text, subject in notes:
+            first_line, _, more_lines = printable(text).partition("\n")
+            print(f"{level:<8} {subject:<14} {first_line}", flush=True)
+            if more_lines:
+                print(indent(more_lines, " " * 24, lambda line: True))
             yield level
 
-    levels = list(shown(examine(checks, Inputs(config))))
+    levels = list(print_notes(examine(checks, Inputs(config))))
     counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warning", "error", "skipped"))
     print(f"\n{counts}")
 

@@ -25,7 +25,7 @@ Root file systems that sandboxes start from. Nothing is fetched, and no Dockerfi
 
 
 def main(argv: list[str]) -> int:
-    parser = command_parser("image", HELP, run_dir="")
+    parser = command_parser("image", HELP, run_dir_help="")
     parser.add_argument("action", choices=("import", "list", "remove"))
     parser.add_argument(
         "given", nargs="?", default="", metavar="FILE|DIR|-|NAME", help="what to import or remove"
@@ -41,29 +41,29 @@ def main(argv: list[str]) -> int:
 
     if options.action == "list":
         for digest, names in list_images().items():
-            print(_line(digest, names))
+            print(_image_line(digest, names))
         return 0
 
     if not options.given:
         parser.error(f"{options.action} takes a FILE, DIR or - to import, or a NAME to remove")
 
     if options.action == "remove":
-        gone = remove_image(options.given)
-        print(f"{options.given} is removed{'' if gone else '; its image has other names'}")
+        is_removed = remove_image(options.given)
+        print(f"{options.given} is removed{'' if is_removed else '; its image has other names'}")
         return 0
 
     bounds = Bounds(**{name: getattr(options, name) for name in Bounds.__struct_fields__})
     name = options.name or Path(options.given).name.split(".")[0]
     image = import_image(options.given, "" if name == "-" else name, options.over, bounds)
-    print(_line(image.digest, [name]))
+    print(_image_line(image.digest, [name]))
     return 0
 
 
-def _line(digest: str, names: list[str]) -> str:
+def _image_line(digest: str, names: list[str]) -> str:
     try:
         image = find_image(digest)
     except ConfigError as error:
         return str(error)
-    over = f"  over {Path(image.over[0]).parent.name[:19]}" if image.over else ""
+    base_text = f"  over {Path(image.over[0]).parent.name[:19]}" if image.over else ""
     name = " ".join(names) or "–"
-    return f"{name:<24} {digest}  {image.files:>7} files {image.size / 2**20:>8.1f} MiB{over}"
+    return f"{name:<24} {digest}  {image.files:>7} files {image.size / 2**20:>8.1f} MiB{base_text}"

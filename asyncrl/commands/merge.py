@@ -39,9 +39,9 @@ def main(argv: list[str]) -> int:
     if damage := checkpoints.damage(step):
         raise ConfigError(f"{checkpoints.path(step)}: cannot be used: {damage}")
 
-    work = options.out.with_name(f"{options.out.name}.writing")
-    shutil.rmtree(work, ignore_errors=True)  # of a command that was killed
-    work.mkdir(parents=True)
+    work_directory = options.out.with_name(f"{options.out.name}.writing")
+    shutil.rmtree(work_directory, ignore_errors=True)  # of a command that was killed
+    work_directory.mkdir(parents=True)
     try:
         if options.adapters == "merged" and run_dir is not None and read_config(run_dir).agents:
             raise ConfigError(f"{options.checkpoint}: agents have an adapter each; add --adapters apart")
@@ -50,32 +50,32 @@ def main(argv: list[str]) -> int:
                 raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")
             from asyncrl.trainer.checkpoint import write_adapters
 
-            write_adapters(checkpoints, step, read_config(run_dir), work)
+            write_adapters(checkpoints, step, read_config(run_dir), work_directory)
         else:
-            _copy_export(checkpoints, step, work)
-            _compare_export(work, checkpoints.path(step))
-        work.rename(options.out)
+            _copy_export(checkpoints, step, work_directory)
+            _compare_export(work_directory, checkpoints.path(step))
+        work_directory.rename(options.out)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work_directory, ignore_errors=True)
     print(f"{options.out}: the {'adapters' if options.adapters == 'apart' else 'model'} of step {step}")
     return 0
 
 
-def find_checkpoint(given: str, runs: Path) -> tuple[Checkpoints, int, Path | None]:
+def find_checkpoint(name: str, runs: Path) -> tuple[Checkpoints, int, Path | None]:
     """The place, the step, and the run's directory if it is known: of a checkpoint by its path or URL, or of
     the newest one of a run. ConfigError where there is none."""
     from asyncrl.store.checkpoints import Checkpoints, checkpoints_of
 
-    parent, _, last = given.rstrip("/").rpartition("/")
-    number = last.removeprefix("step-")
+    parent, _, last_part = name.rstrip("/").rpartition("/")
+    step_text = last_part.removeprefix("step-")
 
-    if last.startswith("step-") and number.isdigit():
-        beside = Path(parent).resolve().parent
+    if last_part.startswith("step-") and step_text.isdigit():
+        parent_directory = Path(parent).resolve().parent
         checkpoints = Checkpoints(parent or ".")
-        steps = [int(number)]
-        run_dir = beside if (beside / "config.yaml").is_file() else None
+        steps = [int(step_text)]
+        run_dir = parent_directory if (parent_directory / "config.yaml").is_file() else None
     else:
-        run_dir = find_run(runs, given)
+        run_dir = find_run(runs, name)
         checkpoints = checkpoints_of(read_config(run_dir), run_dir)
         steps = checkpoints.steps()
     if not steps:
@@ -85,12 +85,15 @@ def find_checkpoint(given: str, runs: Path) -> tuple[Checkpoints, int, Path | No
 
 def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
     """Each checkpoint has the merged model; see trainer/export.py."""
-    folder = "hf/"
-    names = [name for name in checkpoints.manifest(step).files if name.startswith(folder)]
+    export_prefix = "hf/"
+    names = [name for name in checkpoints.manifest(step).files if name.startswith(export_prefix)]
     if not names:
-        raise ConfigError(f"{checkpoints.path(step)}: has no model in its folder {folder}")
+        raise ConfigError(f"{checkpoints.path(step)}: has no model in its folder {export_prefix}")
     for name in names:
-        with checkpoints.open(step, name) as source, (out / name.removeprefix(folder)).open("wb") as target:
+        with (
+            checkpoints.open(step, name) as source,
+            (out / name.removeprefix(export_prefix)).open("wb") as target,
+        ):
             shutil.copyfileobj(source, target)
 
 

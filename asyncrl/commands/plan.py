@@ -42,9 +42,9 @@ Say what limits a run, and predict other settings of it, from what it measured a
 docs/planning.md says what is assumed, and how far predictions were off."""
 
 Keys = dict[str, int]
-SLOTS = "rollout.slots"
-GROUPS = "buffer.groups_per_batch"
-BOUND = "buffer.max_staleness"
+SLOTS_KEY = "rollout.slots"
+GROUPS_KEY = "buffer.groups_per_batch"
+STALENESS_KEY = "buffer.max_staleness"
 FIGURES = (
     ("seconds a step", "step_s", ".3g"),
     ("tokens/s within bound", "tokens_per_s", ".0f"),
@@ -53,19 +53,19 @@ FIGURES = (
     ("trainer idle", "trainer_idle", ".0%"),
     ("rollout idle", "rollout_idle", ".0%"),
 )
-MOST_GROUPS = 500  # the newest ones, that episodes are drawn from
-NEWEST = (
+MAX_GROUPS = 500  # the newest ones, that episodes are drawn from
+NEWEST_FRACTION = (
     0.1  # share of the groups that is left out: of those, the fast ones have landed, and the slow ones not
 )
 # steps of a probe; the second one has 1/FEWER of the slots
 PROBE_STEPS = 10
-FEWER = 4
-ROLES = ("rollout", "coordinator")  # whose timelines are read
-MOST_SPLITS = 8
-SHOWN = 10  # candidates
-HEAD = "  s/step  formula   lag  masked"
-SEEDS = (0, 1, 2)  # of the simulated runs of this configuration
-ALIKE = 0.03  # tokens/s that differ by less are alike: then the lower lag is better
+FEWER_SLOTS_DIVISOR = 4
+TIMELINE_ROLES = ("rollout", "coordinator")  # whose timelines are read
+MAX_SPLITS = 8
+SHOWN_CANDIDATES = 10  # candidates
+FIGURES_HEADER = "  s/step  formula   lag  masked"
+SIMULATION_SEEDS = (0, 1, 2)  # of the simulated runs of this configuration
+SIMILAR_FRACTION = 0.03  # tokens/s that differ by less are alike: then the lower lag is better
 
 
 class Measurements(msgspec.Struct, frozen=True):
@@ -84,21 +84,21 @@ class Measurements(msgspec.Struct, frozen=True):
         """ConfigError where there is too little."""
         from asyncrl.planning.forecast import EngineLoad
 
-        recorded, seconds, tokens = _episodes(run_dir)
-        spans = [span for file in files(run_dir) if file.role in ROLES for span in file.added()]
-        sampling = _sampling(spans, config)
+        recorded, seconds, tokens = _recorded_episodes(run_dir)
+        spans = [span for file in files(run_dir) if file.role in TIMELINE_ROLES for span in file.added()]
+        sampling = _concurrent_episodes(spans, config)
         if not tokens or not sampling:
             raise ConfigError(f"{run_dir}: recorded no sampled turns; let the run go on, or name another")
 
         rows = latest(row for row in read_rows(run_dir) if "timing_s/step" in row)
-        publish = sum(
+        publish_s = sum(
             fmean([span.end - span.start for span in spans if span.name == name] or [0.0])
             for name in ("write_weights", "push")
         )
 
-        load = EngineLoad(sampling, seconds / tokens)
-        state = _state_bytes(config, run_dir)
-        return cls(config, rows, recorded, load, publish, state)
+        engine_load = EngineLoad(sampling, seconds / tokens)
+        state_bytes = _state_bytes(config, run_dir)
+        return cls(config, rows, recorded, engine_load, publish_s, state_bytes)
 
 
 def main(argv: list[str]) -> int:
@@ -117,26 +117,35 @@ def main(argv: list[str]) -> int:
     overrides = [word for word in options.what if word not in names]
 
     if names:
-        found = [find_run(options.run_dir, name) for name in names]
-        runs = [Measurements.of(path, recompose(path, [])) for path in found]
-        wanted = recompose(found[0], overrides)
+        run_dirs = [find_run(options.run_dir, name) for name in names]
+        measurements = [Measurements.of(path, recompose(path, [])) for path in run_dirs]
+        wanted_config = recompose(run_dirs[0], overrides)
     else:
-        wanted = compose(overrides, options.config_dir)
-        runs = probe(wanted)
+        wanted_config = compose(overrides, options.config_dir)
+        measurements = probe(wanted_config)
     from asyncrl.algorithms.recipe import with_group_policy
-    from asyncrl.planning.forecast import fit, stretched
+    from asyncrl.planning.forecast import fit, stretch_tail
 
-    first = runs[0]
-    loads = [run.load for run in runs]
-    rates = fit(first.config, first.rows, first.recorded, loads, first.publish_s, first.state_bytes)
+    first_run = measurements[0]
+    loads = [run.load for run in measurements]
+    rates = fit(
+        first_run.config,
+        first_run.rows,
+        first_run.recorded,
+        loads,
+        first_run.publish_s,
+        first_run.state_bytes,
+    )
 
     if options.shift is not None:
         rates = replace(rates, shift_s=options.shift, shift_source="as you say")
     if options.tail != 1:
         rates = replace(rates, recorded=stretched(rates.recorded, options.tail))
 
-    same = options.tail == 1 and (not names or wanted == first.config)
-    report(with_group_policy(wanted), rates, first.rows if same else (), options.devices)
+    is_measured = options.tail == 1 and (not names or wanted_config == first_run.config)
+    print_report(
+        with_group_policy(wanted_config), rates, first_run.rows if is_measured else (), options.devices
+    )
     return 0
 
 
@@ -147,52 +156,55 @@ def probe(config: RunConfig) -> list[Measurements]:
     from asyncrl.launch.start import train
 
     search_working_directory()
-    runs = Path(config.run_dir)  # whose disk has room for checkpoints
-    runs.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix="plan-", dir=runs)
+    runs_directory = Path(config.run_dir)  # whose disk has room for checkpoints
+    runs_directory.mkdir(parents=True, exist_ok=True)
+    probe_directory = tempfile.mkdtemp(prefix="plan-", dir=runs_directory)
 
-    found = []
+    measurements = []
     with ExitStack() as cleanup:
-        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
-        for name, slots in ("all-slots", config.rollout.slots), ("few-slots", config.rollout.slots // FEWER):
-            short = replace(
+        cleanup.callback(shutil.rmtree, probe_directory, ignore_errors=True)
+        for name, slots in (
+            ("all-slots", config.rollout.slots),
+            ("few-slots", config.rollout.slots // FEWER_SLOTS_DIVISOR),
+        ):
+            probe_config = replace(
                 config,
                 name=name,
-                run_dir=folder,
+                run_dir=probe_directory,
                 total_steps=PROBE_STEPS,
                 rollout=replace(config.rollout, slots=max(1, slots)),
                 validation=replace(config.validation, samples=0),
                 checkpoint=replace(config.checkpoint, every=0, directory=""),
                 observe=replace(config.observe, console="plain", trackers=[]),
             )
-            print(f"probe: {PROBE_STEPS} steps with rollout.slots={short.rollout.slots}", flush=True)
+            print(f"probe: {PROBE_STEPS} steps with rollout.slots={probe_config.rollout.slots}", flush=True)
 
-            code = train(short, summary=False)
-            if code == INTERRUPTED:
+            exit_code = train(probe_config, show_summary=False)
+            if exit_code == INTERRUPTED:
                 raise KeyboardInterrupt
-            run_dir = Path(folder) / name
-            if code:
+            run_dir = Path(probe_directory) / name
+            if exit_code:
                 cleanup.pop_all()
                 raise AsyncrlError(f"the probe failed; its logs are kept: {run_dir / 'logs'}")
-            found.append(Measurements.of(run_dir, recompose(run_dir, [])))
-        return found
+            measurements.append(Measurements.of(run_dir, recompose(run_dir, [])))
+        return measurements
 
 
 # -- reading a run ---------------------------------------------------------------------------------
 
 
-def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
+def _recorded_episodes(run_dir: Path) -> tuple[Recorded, float, int]:
     """Turns of the groups that are over, seconds of sampling and tokens of them all."""
     from asyncrl.episodes.recorded import kept_turns
     from asyncrl.planning.forecast import recorded_turns
     from asyncrl.store.reader import RunReader
 
-    found = []
-    seconds = 0.0
-    tokens = 0
+    recorded_groups = []
+    sampling_seconds = 0.0
+    token_count = 0
     with closing(RunReader.open(run_dir)) as reader:
         groups = reader.groups()
-        groups = groups[: len(groups) - round(NEWEST * len(groups))][-MOST_GROUPS:]
+        groups = groups[: len(groups) - round(NEWEST_FRACTION * len(groups))][-MAX_GROUPS:]
 
         for group in groups:
             episodes = []
@@ -200,44 +212,48 @@ def _episodes(run_dir: Path) -> tuple[Recorded, float, int]:
                 turns, missing = kept_turns(reader, episode)
                 if turns and not missing:
                     episodes.append(recorded_turns(turns, episode.stats))
-                    seconds += sum(turn.seconds for turn in turns)
-                    tokens += sum(len(turn.ids) for turn in turns)
+                    sampling_seconds += sum(turn.seconds for turn in turns)
+                    token_count += sum(len(turn.ids) for turn in turns)
             if episodes:
-                found.append(tuple(episodes))
-    return tuple(found), seconds, tokens
+                recorded_groups.append(tuple(episodes))
+    return tuple(recorded_groups), sampling_seconds, token_count
 
 
-def _sampling(spans: Sequence[Line], config: RunConfig) -> float:
+def _concurrent_episodes(spans: Sequence[Line], config: RunConfig) -> float:
     """Episodes that sampled on an engine at once, as those that sample meet it; validations apart."""
-    from asyncrl.planning.forecast import engines
+    from asyncrl.planning.forecast import engine_count
     from asyncrl.runtime.activity import DECODE
 
-    held_out = union((span.start, span.end) for span in spans if span.name == "validation")
-    ends = [end for _, end in held_out]
+    validations = union((span.start, span.end) for span in spans if span.name == "validation")
+    validation_ends = [end for _, end in validations]
 
-    def validates(span: Line) -> bool:
-        after = bisect_right(ends, span.start)
-        return after < len(held_out) and held_out[after][0] < span.end
+    def during_validation(span: Line) -> bool:
+        next_index = bisect_right(validation_ends, span.start)
+        return next_index < len(validations) and validations[next_index][0] < span.end
 
-    decode = [s for s in spans if s.name == DECODE and s.end > s.start and not validates(s)]
-    total = sum(span.seconds for span in decode)
-    at_once = sum(span.seconds**2 / (span.end - span.start) for span in decode) / total if total else 0.0
-    return at_once * config.rollout.workers / engines(config)
+    decode_spans = [s for s in spans if s.name == DECODE and s.end > s.start and not during_validation(s)]
+    total_seconds = sum(span.seconds for span in decode_spans)
+    concurrency = (
+        sum(span.seconds**2 / (span.end - span.start) for span in decode_spans) / total_seconds
+        if total_seconds
+        else 0.0
+    )
+    return concurrency * config.rollout.workers / engines(config)
 
 
 def _state_bytes(config: RunConfig, run_dir: Path) -> int:
     """Of the newest checkpoint; 0 where there is none."""
     from asyncrl.store.checkpoints import checkpoints_of
 
-    places = checkpoints_of(config, run_dir)
-    files = places.manifest(places.steps()[0]).files if places.steps() else {}
+    checkpoints = checkpoints_of(config, run_dir)
+    files = checkpoints.manifest(checkpoints.steps()[0]).files if checkpoints.steps() else {}
     return sum(size for name, (size, _) in files.items() if name.startswith("state/"))
 
 
 # -- candidates ------------------------------------------------------------------------------------
 
 
-def changed(config: RunConfig, keys: Keys) -> RunConfig | None:
+def with_keys(config: RunConfig, keys: Keys) -> RunConfig | None:
     """Returns the configuration with other values of some keys; None where they cannot work together."""
     tree = msgspec.to_builtins(config)
     for key, value in keys.items():
@@ -254,10 +270,16 @@ def splits(config: RunConfig, devices: int) -> list[Keys]:
     """Engines and trainer ranks that use all of so many devices, or, of many, some of these. Servers that
     are there already (engine.urls) stay as many."""
     key, tp = engine_key(config)
-    most = (devices - 1) // tp
-    own = config.engine.keepers or config.rollout.workers
-    counts = [own] if config.engine.urls else [*range(1, most + 1, -(-most // MOST_SPLITS) or 1), own]
-    return [{key: n, "trainer.ranks": devices - n * tp} for n in dict.fromkeys(counts) if n <= most]
+    max_engines = (devices - 1) // tp
+    current_engines = config.engine.keepers or config.rollout.workers
+    engine_counts = (
+        [current_engines]
+        if config.engine.urls
+        else [*range(1, max_engines + 1, -(-max_engines // MAX_SPLITS) or 1), current_engines]
+    )
+    return [
+        {key: n, "trainer.ranks": devices - n * tp} for n in dict.fromkeys(engine_counts) if n <= max_engines
+    ]
 
 
 def engine_key(config: RunConfig) -> tuple[str, int]:
@@ -266,7 +288,7 @@ def engine_key(config: RunConfig) -> tuple[str, int]:
 
 
 def candidates(
-    config: RunConfig, rates: Rates, devices: int, chosen: Keys | None = None
+    config: RunConfig, rates: Rates, devices: int, chosen_split: Keys | None = None
 ) -> list[tuple[Keys, Forecast]]:
     """Predict other values of these keys, the best first. Splits (or the `chosen` one) and slots are tried
     together; batch and bound with the best of them."""
@@ -275,65 +297,67 @@ def candidates(
     buffer = config.buffer
     slots = config.rollout.slots
     groups = buffer.groups_per_batch
-    bound = buffer.max_staleness
-    tried: dict[tuple[int, ...], tuple[Keys, Forecast]] = {}
+    max_staleness = buffer.max_staleness
+    tried_forecasts: dict[tuple[int, ...], tuple[Keys, Forecast]] = {}
 
     def attempt(keys: Keys) -> None:
-        other = changed(config, keys)
-        if other is not None and tuple(keys.values()) not in tried:
-            tried[tuple(keys.values())] = keys, predict(other, rates)
+        changed_config = with_keys(config, keys)
+        if changed_config is not None and tuple(keys.values()) not in tried_forecasts:
+            tried_forecasts[tuple(keys.values())] = keys, predict(changed_config, rates)
 
-    for split in [chosen] if chosen else splits(config, devices):
-        for some in (slots // 2, slots, 2 * slots):
-            attempt(split | {SLOTS: some, GROUPS: groups, BOUND: bound})
+    for split in [chosen_split] if chosen_split else splits(config, devices):
+        for slot_count in (slots // 2, slots, 2 * slots):
+            attempt(split | {SLOTS_KEY: slot_count, GROUPS_KEY: groups, STALENESS_KEY: max_staleness})
 
-    if not tried:
+    if not tried_forecasts:
         raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; give more")
 
-    best = ranked(tried.values())[0][0]
-    for batch in (groups // 2, groups, 2 * groups):
-        for most in (bound // 2, bound, 2 * bound):
-            attempt(best | {GROUPS: batch, BOUND: most})
+    best_keys = rank_candidates(tried_forecasts.values())[0][0]
+    for batch_groups in (groups // 2, groups, 2 * groups):
+        for staleness in (max_staleness // 2, max_staleness, 2 * max_staleness):
+            attempt(best_keys | {GROUPS_KEY: batch_groups, STALENESS_KEY: staleness})
 
-    return ranked(tried.values())
+    return rank_candidates(tried_forecasts.values())
 
 
-def ranked(tried: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Keys, Forecast]]:
+def rank_candidates(forecasts: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Keys, Forecast]]:
     """Sort: the ones with about the most tokens/s first, by their lag, then the others by tokens/s."""
-    listed = sorted(tried, key=lambda one: -one[1].tokens_per_s)
-    least = (1 - ALIKE) * listed[0][1].tokens_per_s
-    alike = [one for one in listed if one[1].tokens_per_s >= least]
-    return sorted(alike, key=lambda one: one[1].lag) + listed[len(alike) :]
+    by_speed = sorted(forecasts, key=lambda one: -one[1].tokens_per_s)
+    lowest_speed = (1 - SIMILAR_FRACTION) * by_speed[0][1].tokens_per_s
+    similar = [one for one in by_speed if one[1].tokens_per_s >= lowest_speed]
+    return sorted(similar, key=lambda one: one[1].lag) + by_speed[len(similar) :]
 
 
 # -- the report ------------------------------------------------------------------------------------
 
 
-def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> None:
+def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested_devices: int) -> None:
     """Print it. `rows`: of a run with just this configuration; none where there was none. `asked`: devices,
     or 0."""
-    from asyncrl.planning.forecast import engines, limits, measured, predict
+    from asyncrl.planning.forecast import engine_count, time_savings, measured_forecast, predict
 
     key, tp = engine_key(config)
-    held = (engines(config) * tp, config.trainer.ranks)
-    devices = asked or (max(held) if config.shifts else sum(held))
+    current_devices = (engines(config) * tp, config.trainer.ranks)
+    devices = requested_devices or (max(current_devices) if config.shifts else sum(current_devices))
 
-    own = changed(config, {"engine.colocated": 0}) or config
-    shared = asked >= tp and not config.engine.urls
-    unsplit = shared or (config.shifts and not asked)
-    if not (splits(own, devices) or unsplit):
+    unshared_config = with_keys(config, {"engine.colocated": 0}) or config
+    compares_sharing = requested_devices >= tp and not config.engine.urls
+    is_unsplit = compares_sharing or (config.shifts and not requested_devices)
+    if not (splits(unshared_config, devices) or is_unsplit):
         raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; give more")
 
-    progress("simulating this configuration")
-    predicted = predict(config, rates, seeds=SEEDS)
-    progress("finding what limits it")
-    saved = sorted(limits(config, rates, SEEDS).items(), key=lambda one: -one[1])
+    print_progress("simulating this configuration")
+    predicted = predict(config, rates, seeds=SIMULATION_SEEDS)
+    print_progress("finding what limits it")
+    saved_shares = sorted(limits(config, rates, SIMULATION_SEEDS).items(), key=lambda one: -one[1])
 
     columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
-    for label, name, form in FIGURES:
-        print(f"{label:24}" + "".join(f"{getattr(one, name):>z12{form}}" for one in columns.values()))
-    note = (
+    for label, name, number_format in FIGURES:
+        print(
+            f"{label:24}" + "".join(f"{getattr(one, name):>z12{number_format}}" for one in columns.values())
+        )
+    assumed_note = (
         "\n(how a token's time splits is assumed, as the load hardly differed: name a second run with other\n"
         "slots, or measure a probe)"
     )
@@ -341,93 +365,97 @@ def report(config: RunConfig, rates: Rates, rows: Sequence[Row], asked: int) -> 
         f"\nmeasured: {len(rates.recorded)} groups; a token takes {1e3 * rates.base:.3g} ms + "
         f"{1e3 * rates.share:.3g} ms for each episode that samples on its engine;\n"
         f"an episode {1e3 * rates.episode_s:.3g} ms of training on one rank, a step {rates.commit_s:.3g} s "
-        f"more, a push {rates.publish_s:.3g} s{note * rates.assumed}"
+        f"more, a push {rates.publish_s:.3g} s{assumed_note * rates.assumed}"
     )
 
     print("\nshare of a step's time that would be saved by twice as much of it, or twice as fast:")
-    print("  " + ", ".join(f"{name} {share:z.0%}" for name, share in saved))
-    print(f"limited by: {saved[0][0] if saved[0][1] > ALIKE else 'nothing alone'}")
+    print("  " + ", ".join(f"{name} {share:z.0%}" for name, share in saved_shares))
+    print(f"limited by: {saved_shares[0][0] if saved_shares[0][1] > SIMILAR_FRACTION else 'nothing alone'}")
 
-    chosen = report_sharing(own, rates, devices) if shared else None
-    if (shared and not chosen) or not splits(own, devices):
+    chosen_split = print_sharing(unshared_config, rates, devices) if compares_sharing else None
+    if (compares_sharing and not chosen_split) or not splits(unshared_config, devices):
         return
 
-    progress("trying other slots, batches and bounds" + " with that split" * bool(chosen))
-    found = candidates(own, rates, devices, chosen)
-    names = (key, "trainer.ranks", SLOTS, GROUPS, BOUND)
+    print_progress("trying other slots, batches and bounds" + " with that split" * bool(chosen_split))
+    ranked_candidates = candidates(unshared_config, rates, devices, chosen_split)
+    key_names = (key, "trainer.ranks", SLOTS_KEY, GROUPS_KEY, STALENESS_KEY)
 
-    print(f"\n{devices} devices; tokens/s within about {ALIKE:.0%} of the best first, by lag:")
+    print(f"\n{devices} devices; tokens/s within about {SIMILAR_FRACTION:.0%} of the best first, by lag:")
     print(
-        " ".join(f"{name.partition('.')[2]:>16}" for name in names)
+        " ".join(f"{name.partition('.')[2]:>16}" for name in key_names)
         + "   tokens/s  s/step   lag  masked  idle"
     )
-    for keys, one in found[:SHOWN]:
+    for keys, one in ranked_candidates[:SHOWN_CANDIDATES]:
         print(
-            " ".join(f"{keys[name]:>16}" for name in names)
+            " ".join(f"{keys[name]:>16}" for name in key_names)
             + f"{one.tokens_per_s:>11.0f}{one.step_s:>8.3g}{one.lag:>6.2f}{one.masked:>8.1%}"
             + f"  trainer {one.trainer_idle:z.0%}, rollout {one.rollout_idle:z.0%}"
         )
 
-    print("\n" + " ".join(f"{name}={found[0][0][name]}" for name in names))
+    print("\n" + " ".join(f"{name}={ranked_candidates[0][0][name]}" for name in key_names))
 
 
-def report_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
+def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
     """Print what engines and trainer do apart, and by shifts on the same devices, and which way to take.
     Return that split; None where it is by shifts."""
-    from asyncrl.planning.devices import compare, halves
+    from asyncrl.planning.devices import compare, batch_seconds
     from asyncrl.planning.forecast import workload
 
     key, tp = engine_key(config)
 
     def work(engines: int, ranks: int) -> Workload:
-        return workload(changed(config, {key: engines, "trainer.ranks": ranks}) or config, rates)
+        return workload(with_keys(config, {key: engines, "trainer.ranks": ranks}) or config, rates)
 
-    progress(f"comparing splits and shifts on up to {devices} devices")
-    g, t = halves(work(1, 1))
+    print_progress(f"comparing splits and shifts on up to {devices} devices")
+    sampling_seconds, training_seconds = halves(work(1, 1))
     print(
-        f"\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine {g:.3g} s, one "
-        f"rank {t:.3g} s,\nboth changes of the devices {rates.shift_s:.3g} s ({rates.shift_source}):\n"
-        f"devices   apart{HEAD} |    by shifts{HEAD} | elastic, at best"
+        f"\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine {sampling_seconds:.3g} s, one "
+        f"rank {training_seconds:.3g} s,\nboth changes of the devices {rates.shift_s:.3g} s ({rates.shift_source}):\n"
+        f"devices   apart{FIGURES_HEADER} |    by shifts{FIGURES_HEADER} | elastic, at best"
     )
 
-    for number in [*(n for n in map((1).__lshift__, range(16)) if n < devices), devices]:
-        found = compare(work, number, rates.shift_s, tp)
-        elastic = f"{found.elastic:.3g} ({-found.gain:.0%})" if found.apart else "-"
-        sides = " | ".join(map(_figures, (found.apart, found.shifts)))
-        print(f"{number:>7}{sides} | {elastic}", flush=True)
+    for device_count in [*(n for n in map((1).__lshift__, range(16)) if n < devices), devices]:
+        comparison = compare(work, device_count, rates.shift_s, tp)
+        elastic_text = f"{comparison.elastic:.3g} ({-comparison.gain:.0%})" if comparison.apart else "-"
+        sides_text = " | ".join(map(_format_placed, (comparison.apart, comparison.shifts)))
+        print(f"{device_count:>7}{sides_text} | {elastic_text}", flush=True)
 
-    print(_advice(found, key))
-    split = {key: found.best.engines, "trainer.ranks": found.best.ranks}
-    return split if found.best is found.apart else None
+    print(_sharing_advice(comparison, key))
+    split = {key: comparison.best.engines, "trainer.ranks": comparison.best.ranks}
+    return split if comparison.best is comparison.apart else None
 
 
-def progress(what: str) -> None:
+def print_progress(activity: str) -> None:
     """Say what is simulated, as it takes seconds: on standard error, apart from the report."""
-    print(f"plan: {what} …", file=sys.stderr, flush=True)
+    print(f"plan: {activity} …", file=sys.stderr, flush=True)
 
 
-def _figures(placed: Placed | None) -> str:
+def _format_placed(placed: Placed | None) -> str:
     if placed is None:
         return f"{'-':>8}{'':31}"
-    one = placed.forecast
+    forecast = placed.forecast
     split = f"{placed.engines}+{placed.ranks}"
-    return f"{split:>8}{one.step_s:>8.3g}{placed.formula:>9.3g}{one.lag:>6.2f}{one.masked:>8.1%}"
+    return (
+        f"{split:>8}{forecast.step_s:>8.3g}{placed.formula:>9.3g}{forecast.lag:>6.2f}{forecast.masked:>8.1%}"
+    )
 
 
-def _advice(found: Comparison, key: str) -> str:
+def _sharing_advice(comparison: Comparison, key: str) -> str:
     """Say what to take, and why."""
-    best = found.best
-    keys = f"{key}={best.engines} trainer.ranks={best.ranks}"
-    keys += f" engine.colocated={best.engines}" * (best is found.shifts)
-    if found.apart is None or found.shifts is None:
+    best_placed = comparison.best
+    keys = f"{key}={best_placed.engines} trainer.ranks={best_placed.ranks}"
+    keys += f" engine.colocated={best_placed.engines}" * (best_placed is comparison.shifts)
+    if comparison.apart is None or comparison.shifts is None:
         return f"take {keys}: these devices allow nothing else"
 
-    gain = 1 - found.fastest / max(found.apart.forecast.step_s, found.shifts.forecast.step_s)
-    why = (
+    gain = 1 - comparison.fastest / max(comparison.apart.forecast.step_s, comparison.shifts.forecast.step_s)
+    reason = (
         "no split keeps both sides as busy"
-        if best is found.shifts
+        if best_placed is comparison.shifts
         else "a shift leaves more idle than the split"
     )
     return f"take {keys}: " + (
-        f"steps take {gain:.0%} less time, as {why}" if gain > ALIKE else "as fast, with less lag"
+        f"steps take {gain:.0%} less time, as {reason}"
+        if gain > SIMILAR_FRACTION
+        else "as fast, with less lag"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.commands import command_parser, find_run
-from asyncrl.commands.status import ending
+from asyncrl.commands.status import describe_ending
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import in_thread
 
@@ -43,17 +43,17 @@ def main(argv: list[str]) -> int:
     from asyncrl.viewer.views import Views
 
     if (file := options.html) is None:
-        asyncio.run(_serve(Views(paths, ending), options.port, options.open))
+        asyncio.run(_serve(Views(paths, describe_ending), options.port, options.open))
         return 0
 
     if file.suffix != ".html" or file.is_dir():
         raise ConfigError(f"{file}: give a name that ends with .html")
-    exact = write(file, Views(paths, ending))
+    exact = write(file, Views(paths, describe_ending))
     print(file)
     return 0 if exact else 1
 
 
-async def _serve(views: Views, port: int, show: bool) -> None:
+async def _serve(views: Views, port: int, open_browser: bool) -> None:
     """Serve the page until an interrupt."""
     from asyncrl.viewer.server import ViewServer
 
@@ -65,7 +65,7 @@ async def _serve(views: Views, port: int, show: bool) -> None:
         raise ConfigError(f"--port {port}: cannot be used ({one_line(error)}); leave it out") from None
     print(f"{server.url}\nCtrl-C ends it", flush=True)
     try:
-        if show:
+        if open_browser:
             await in_thread(partial(webbrowser.open, server.url), "browser")
         await asyncio.Event().wait()
     finally:

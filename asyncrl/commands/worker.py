@@ -21,7 +21,7 @@ import asyncrl
 from asyncrl.commands import command_parser
 from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, ConfigError
-from asyncrl.launch.placement import ENGINE, TARGETS, RolePlace
+from asyncrl.launch.placement import ENGINE, ROLE_TARGETS, PlannedProcess
 from asyncrl.launch.servers import check_servers
 from asyncrl.runtime.process import ENDING
 from asyncrl.wire.messages.shared import Enrolled
@@ -41,32 +41,36 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
 
     token = sys.stdin.readline() if options.join == "-" else options.join
-    endpoints, given = enrol(token)
-    config = replace(configuration(given), run_dir=str(options.run_dir))
-    if given.role == ENGINE:
+    endpoints, enrolled = enrol(token)
+    config = replace(run_configuration(enrolled), run_dir=str(options.run_dir))
+    if enrolled.role == ENGINE:
         config = with_server(config, options.url)
     elif options.url:
         raise ConfigError("--url: the token is for a worker; get one with asyncrl invite --role engine")
 
-    place = RolePlace(given.role, given.index, config.launch.threads, TARGETS[given.role])
-    joined = JoinedProcess(Ticket(ProcessSpec(place, given.incarnation), config, endpoints, given.started))
+    planned = PlannedProcess(
+        enrolled.role, enrolled.index, config.launch.threads, ROLE_TARGETS[enrolled.role]
+    )
+    joined_process = JoinedProcess(
+        Ticket(ProcessSpec(planned, enrolled.incarnation), config, endpoints, enrolled.started)
+    )
     for number in ENDING:
-        signal.signal(number, lambda number, _: joined.role.signal(number))
+        signal.signal(number, lambda number, _: joined_process.role.signal(number))
 
-    code, kept = joined.wait(shows=True)
-    if kept:
-        print(f"asyncrl: the run has not got all that {place.name} wrote: {kept}", file=sys.stderr)
-    return code
+    exit_code, kept_at = joined_process.wait(show_log=True)
+    if kept_at:
+        print(f"asyncrl: the run has not got all that {planned.name} wrote: {kept_at}", file=sys.stderr)
+    return exit_code
 
 
-def configuration(given: Enrolled) -> RunConfig:
+def run_configuration(enrolled: Enrolled) -> RunConfig:
     """The run's configuration. ConfigError where this version cannot read it."""
-    if given.version != asyncrl.__version__:
+    if enrolled.version != asyncrl.__version__:
         raise ConfigError(
-            f"the run is of asyncrl {given.version}, and this is {asyncrl.__version__}; install the same here"
+            f"the run is of asyncrl {enrolled.version}, and this is {asyncrl.__version__}; install the same here"
         )
     try:
-        return msgspec.json.decode(given.config, type=RunConfig)
+        return msgspec.json.decode(enrolled.config, type=RunConfig)
     except UNDECODABLE as error:
         raise ConfigError(f"the run's configuration cannot be read here ({error}); use its version") from None
 

@@ -15,38 +15,40 @@ from asyncrl.launch import gpus, machine, preflight
 from asyncrl.launch.data import Check, Inputs, Note
 
 
-def check(config: RunConfig) -> tuple[Inputs, list[str]]:
+def run_checks(config: RunConfig) -> tuple[Inputs, list[str]]:
     """Raise the first ConfigError of RUN, cheap checks first. Return what a run needs, and all warnings about
     what is valid, but probably a mistake."""
     inputs = Inputs(config)
-    return inputs, [note.text for each in RUN for note in _notes(each, inputs) if note.level == "warning"]
+    return inputs, [
+        note.text for check in RUN_CHECKS for note in _run_check(check, inputs) if note.level == "warning"
+    ]
 
 
-def examine(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
+def collect_notes(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
     """Yield what each of them finds, errors included. One that needs another which has failed is skipped."""
-    failed: set[str] = set()
-    for each in checks:
-        if lacking := [name for name in each.needs if name in failed]:
-            failed.add(each.name)
-            yield Note("skipped", f"not checked: it needs {lacking[0]}", each.name)
+    failed_checks: set[str] = set()
+    for check in checks:
+        if failed_requirements := [name for name in check.needs if name in failed_checks]:
+            failed_checks.add(check.name)
+            yield Note("skipped", f"not checked: it needs {failed_requirements[0]}", check.name)
             continue
 
         try:
-            for note in _notes(each, inputs):
-                yield note._replace(check=each.name)
+            for note in _run_check(check, inputs):
+                yield note._replace(check=check.name)
         except AsyncrlError as error:
-            failed.add(each.name)
-            yield Note("error", " ".join(str(error).split()), each.name)
+            failed_checks.add(check.name)
+            yield Note("error", " ".join(str(error).split()), check.name)
 
 
-def _notes(each: Check, inputs: Inputs) -> Iterator[Note]:
+def _run_check(check: Check, inputs: Inputs) -> Iterator[Note]:
     try:
-        yield from each(inputs)
+        yield from check(inputs)
     except OSError as error:  # of a path that no check has foreseen
         raise ConfigError(one_line(error)) from error
 
 
-RUN = (
+RUN_CHECKS = (
     preflight.check_directory,  # before a model is fetched
     machine.check_libraries,
     machine.check_loopback,
@@ -58,14 +60,14 @@ RUN = (
     preflight.check_tasks,
     machine.check_agent,
     preflight.check_device,
-    preflight.check_room,
+    preflight.check_memory_room,
     preflight.check_weights_directory,
     preflight.check_checkpoint_directory,
     preflight.check_remote,
     preflight.check_settings,
     preflight.check_template,
 )
-MACHINE = (
+MACHINE_CHECKS = (
     machine.check_python,
     machine.check_libraries,
     gpus.check_gpus,
@@ -74,17 +76,17 @@ MACHINE = (
     machine.check_sglang,
     machine.check_ports,
     machine.check_loopback,
-    machine.check_files,
+    machine.check_open_files,
     machine.check_shared_memory,
     machine.check_locks,
     machine.check_disk,
     machine.check_sandbox,
     machine.check_images,
 )
-PLAN = (  # a dry run prints these
+PLAN_CHECKS = (  # a dry run prints these
     preflight.describe_cluster,
     preflight.show_truths,
     preflight.check_sample,
     preflight.estimate,
 )
-ALL = tuple(dict.fromkeys((*MACHINE, *RUN, preflight.describe_chat, *PLAN)))
+ALL_CHECKS = tuple(dict.fromkeys((*MACHINE_CHECKS, *RUN_CHECKS, preflight.describe_chat, *PLAN_CHECKS)))

@@ -25,19 +25,19 @@ from asyncrl.data.sources import paths
 from asyncrl.data.tasks import UNNAMED, Task, check_task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError, SetupError
 from asyncrl.gateway import Command
-from asyncrl.launch.run_directory import begun_with, changes, stored
-from asyncrl.launch.truths import TESTS, describe_truths
+from asyncrl.launch.run_directory import previous_config, describe_changes, stored_meta
+from asyncrl.launch.truths import TESTS_REWARD, describe_truths
 from asyncrl.tools import ToolError, check_sample_tools
 from asyncrl.types import Message, Sample
 
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-IMAGES = 16  # in which the program that leads episodes is looked for, and sandboxes are started
-MESSAGE_TOKENS = 64  # more than a template writes around a message
-MEASURED = 1000  # samples whose tokens are counted only for a warning
+MAX_TRIED_IMAGES = 16  # in which the program that leads episodes is looked for, and sandboxes are started
+MESSAGE_OVERHEAD_TOKENS = 64  # more than a template writes around a message
+MAX_MEASURED_SAMPLES = 1000  # samples whose tokens are counted only for a warning
 # What decides, beside the data and the template, which prompts are too long.
-FILTERED_BY = (
+FILTER_KEYS = (
     *("rollout.max_tokens", "rollout.max_new_tokens", "rollout.tools", "rollout.tool_args"),
     *("rollout.history", "rollout.max_reply_tokens"),
 )
@@ -68,8 +68,8 @@ def check_data(parts: EpisodeParts) -> RunData:
     config = parts.config
     check_columns(config.data.columns)
 
-    test, more = _check_split(parts, "test") if config.data.test else (None, [])
-    train, warnings = (test, []) if test and not config.total_steps else _check_split(parts, "train")
+    test, test_warnings = _check_split(parts, "test") if config.data.test else (None, [])
+    train, train_warnings = (test, []) if test and not config.total_steps else _check_split(parts, "train")
 
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
@@ -77,12 +77,12 @@ def check_data(parts: EpisodeParts) -> RunData:
             f"buffer.groups_per_batch ({config.buffer.groups_per_batch}) or add samples"
         )
 
-    filtered_by = changes(config, FILTERED_BY) if config.data.filter_overlong else []
-    check_same_data(train, stored(config, "data"), "; ".join(filtered_by))
+    filter_changes = describe_changes(config, FILTER_KEYS) if config.data.filter_overlong else []
+    check_same_data(train, stored_meta(config, "data"), "; ".join(filter_changes))
     EpochOrder(train, config.data, config.seed)(0)
 
-    truths, _ = describe_truths(parts.reward.rewards, train)
-    return RunData(train, test, warnings + more, truths)
+    truth_lines, _ = describe_truths(parts.reward.rewards, train)
+    return RunData(train, test, train_warnings + test_warnings, truth_lines)
 
 
 def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
@@ -90,56 +90,63 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
 
     config = parts.config
 
-    needing = [reward.name for reward in parts.reward.rewards if reward.needs_truth]
-    truth = f"rollout.reward {needing[0]}" if needing else ""
+    truth_rewards = [reward.name for reward in parts.reward.rewards if reward.needs_truth]
+    truth_reader = f"rollout.reward {truth_rewards[0]}" if truth_rewards else ""
     demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
-    layout = RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
+    layout = RowLayout(config.data.columns, config.data.system_prompt, truth_reader, demonstrations)
 
-    samples, warnings = prepare(config, split, layout, prompt_budgets(parts))
-    _, unequalled = describe_truths(parts.reward.rewards, samples)
-    warnings += [f"data.{split}: {line}" for line in unequalled]
+    samples, warnings = prepare_samples(config, split, layout, prompt_budgets(parts))
+    _, truth_warnings = describe_truths(parts.reward.rewards, samples)
+    warnings += [f"data.{split}: {line}" for line in truth_warnings]
 
     with ConfigError.instead_of(ConfigError, ValueError, text=f"data.{split}"):
         warnings += [f"data.{split}: {line}" for line in _check_tasks(parts, samples)]
 
     if not config.rollout.agent:  # which reads what its data says about tools by itself
-        problems, ignored = check_sample_tools(parts.toolbox.tools, (sample.extra_info for sample in samples))
+        problems, ignored_lines = check_sample_tools(
+            parts.toolbox.tools, (sample.extra_info for sample in samples)
+        )
         if problems:
             raise ConfigError(
                 f"data.{split}: {'; '.join(problems)}; add it to rollout.tools, or correct the data"
             )
-        warnings += [f"data.{split}: {line}; ignored" for line in ignored]
+        warnings += [f"data.{split}: {line}; ignored" for line in ignored_lines]
 
     return samples, warnings
 
 
-def prepare(
+def prepare_samples(
     config: RunConfig, split: str, layout: RowLayout, budgets: Mapping[bool, PromptBudget]
 ) -> tuple[Samples, list[str]]:
     """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
     wrong with them. `budgets`: of prompts, and (True) of demonstrations; what has none is not measured."""
-    key = f"data.{split}"
-    filtered = config.data.filter_overlong
-    asked = IgnoredSettings()
+    data_key = f"data.{split}"
+    filter_overlong = config.data.filter_overlong
+    ignored_settings = IgnoredSettings()
 
-    def fits(sample: Sample) -> bool:
+    def sample_fits(sample: Sample) -> bool:
         budget = budgets.get(sample.demonstration)
-        return budget is None or budget.keeps(sample, filtered)
+        return budget is None or budget.keeps(sample, filter_overlong)
 
-    read = (read_samples(config.data, path, split, layout, asked.see) for path in paths(config.data, split))
-    fitting = (filter(fits, samples) for samples in read)
+    sample_iterators = (
+        read_samples(config.data, path, split, layout, ignored_settings.see)
+        for path in paths(config.data, split)
+    )
+    fitting_samples = (filter(sample_fits, samples) for samples in sample_iterators)
 
     try:
         with tempfile.TemporaryFile() as file:
-            samples = Samples.write(file, fitting)
-        complaints = [line for budget in budgets.values() for line in budget.complaints(filtered)]
+            samples = Samples.write(file, fitting_samples)
+        budget_lines = [line for budget in budgets.values() for line in budget.complaints(filter_overlong)]
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{data_key}: {error}") from error
     except OSError as error:
-        where = tempfile.gettempdir()
-        raise ConfigError(f"{key}: no room for the samples in {where} ({error}); set TMPDIR") from error
+        temporary_directory = tempfile.gettempdir()
+        raise ConfigError(
+            f"{data_key}: no room for the samples in {temporary_directory} ({error}); set TMPDIR"
+        ) from error
 
-    return samples, [f"{key}: {line}" for line in (*complaints, *asked.unmet(config))]
+    return samples, [f"{data_key}: {line}" for line in (*budget_lines, *ignored_settings.unmet(config))]
 
 
 def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
@@ -147,28 +154,36 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     warning if some can be solved without a solution."""
     rewards = parts.reward.rewards
     rollout = parts.config.rollout
-    judged = any(reward.source.spec == TESTS for reward in rewards)
+    uses_tests = any(reward.source.spec == TESTS_REWARD for reward in rewards)
 
-    if not (judged or any(map(task_of, samples))):  # 4 µs each
+    if not (uses_tests or any(map(task_of, samples))):  # 4 µs each
         return []
 
-    unnamed = 0
+    unnamed_count = 0
     for sample in samples:
-        tests = check_task(sample, judged)
-        unnamed += tests is not None and not tests.named
-    warnings = [f"{unnamed} of {len(samples)} tasks name no tests: {UNNAMED}"] if unnamed else []
+        tests = check_task(sample, uses_tests)
+        unnamed_count += tests is not None and not tests.named
+    warnings = [f"{unnamed_count} of {len(samples)} tasks name no tests: {UNNAMED}"] if unnamed_count else []
 
-    if other := [reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS]:
-        raise ConfigError(f"rollout.reward {other[0]} cannot judge tasks; set rollout.reward={TESTS}")
+    if other_rewards := [
+        reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS_REWARD
+    ]:
+        raise ConfigError(
+            f"rollout.reward {other_rewards[0]} cannot judge tasks; set rollout.reward={TESTS_REWARD}"
+        )
 
     if rollout.agent or rollout.environment:
         return warnings
 
     states = {tool.state for tool in parts.toolbox.tools.values() if tool.state}
-    leaving = sum(hasattr(getattr(state, "func", state), "result") for state in states)
-    if judged and leaving != 1:
-        why = f"{leaving} of rollout.tools leave changes" if leaving else "nothing works on its tasks"
-        raise ConfigError(f"{why}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
+    change_tool_count = sum(hasattr(getattr(state, "func", state), "result") for state in states)
+    if uses_tests and change_tool_count != 1:
+        problem = (
+            f"{change_tool_count} of rollout.tools leave changes"
+            if change_tool_count
+            else "nothing works on its tasks"
+        )
+        raise ConfigError(f"{problem}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
     return warnings
 
 
@@ -192,72 +207,86 @@ class PromptBudget:
     longest: int = 0
     measured: int = 0
     unmeasured: int = 0
-    _fixed: int | None = field(default=None, init=False)
+    _fixed_tokens: int | None = field(default=None, init=False)
 
     def fits(self, sample: Sample) -> bool:
         """Also counts it. A token is a byte of text at least, so most samples need not be rendered."""
-        if self._fixed is None:
-            self._fixed = self.fixed(sample)
+        if self._fixed_tokens is None:
+            self._fixed_tokens = self.fixed(sample)
 
-        text = len(msgspec.msgpack.encode((sample.prompt, sample.extra_info if sample.demonstration else "")))
-        found = 0
-        if text + MESSAGE_TOKENS * len(sample.prompt) + self._fixed > self.limit:
-            found = self.tokens(sample)
+        text_bytes = len(
+            msgspec.msgpack.encode((sample.prompt, sample.extra_info if sample.demonstration else ""))
+        )
+        token_count = 0
+        if text_bytes + MESSAGE_OVERHEAD_TOKENS * len(sample.prompt) + self._fixed_tokens > self.limit:
+            token_count = self.tokens(sample)
             self.measured += 1
 
-        fits = found <= self.limit
-        self.fitting = self.fitting + fits
-        self.over = self.over + (not fits)
-        self.longest = max(self.longest, found)
-        return fits
+        is_fitting = token_count <= self.limit
+        self.fitting = self.fitting + is_fitting
+        self.over = self.over + (not is_fitting)
+        self.longest = max(self.longest, token_count)
+        return is_fitting
 
-    def keeps(self, sample: Sample, filtered: bool) -> bool:
+    def keeps(self, sample: Sample, filter_overlong: bool) -> bool:
         """Return True if it fits, or if samples are not `filtered`; at most MEASURED are measured then. An
         answer without content teaches the model to end its turn at once: it is left out in any case."""
-        if sample.demonstration and any(map(_says_nothing, sample.prompt[sample.given :])):
+        if sample.demonstration and any(map(_is_empty_answer, sample.prompt[sample.given :])):
             self.empty += 1
             return False
 
-        if not filtered and self.measured >= MEASURED:
+        if not filter_overlong and self.measured >= MAX_MEASURED_SAMPLES:
             self.unmeasured += 1
             return True
-        return self.fits(sample) or not filtered
+        return self.fits(sample) or not filter_overlong
 
-    def complaints(self, filtered: bool) -> list[str]:
+    def complaints(self, filter_overlong: bool) -> list[str]:
         """Return what was found, in lines. Raises ConfigError if no sample is kept that fits."""
-        none = not self.fitting and not self.unmeasured
-        some = "all" if none and not self.empty else f"{self.over}" if filtered else f"at least {self.over}"
+        nothing_fits = not self.fitting and not self.unmeasured
+        count_text = (
+            "all"
+            if nothing_fits and not self.empty
+            else f"{self.over}"
+            if filter_overlong
+            else f"at least {self.over}"
+        )
 
-        size = f"more than {self.limit} tokens (the longest {self.longest})"
-        over = f"{some} {self.kind} have {size}{self.meaning}"
-        empty = f"{self.empty} {self.kind} have an empty message of the assistant"
+        size_text = f"more than {self.limit} tokens (the longest {self.longest})"
+        overlong_text = f"{count_text} {self.kind} have {size_text}{self.meaning}"
+        empty_text = f"{self.empty} {self.kind} have an empty message of the assistant"
 
-        if none and (self.over or self.empty):
-            advice = f"{over}; raise rollout.max_tokens" if self.over else f"{empty}, and there are no others"
+        if nothing_fits and (self.over or self.empty):
+            advice = (
+                f"{overlong_text}; raise rollout.max_tokens"
+                if self.over
+                else f"{empty_text}, and there are no others"
+            )
             raise ConfigError(advice)
 
-        fate = f"; {self.fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
-        if filtered:
-            fate = "; they were left out (data.filter_overlong)"
+        fate_text = f"; {self.fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
+        if filter_overlong:
+            fate_text = "; they were left out (data.filter_overlong)"
 
-        return [f"{over}{fate}"] * bool(self.over) + [f"{empty}; they were left out"] * bool(self.empty)
+        return [f"{overlong_text}{fate_text}"] * bool(self.over) + [
+            f"{empty_text}; they were left out"
+        ] * bool(self.empty)
 
 
-def _says_nothing(message: Message) -> bool:
-    said = message.content.strip() or message.reasoning.strip() or message.tool_calls
-    return message.role == "assistant" and not said
+def _is_empty_answer(message: Message) -> bool:
+    content = message.content.strip() or message.reasoning.strip() or message.tool_calls
+    return message.role == "assistant" and not content
 
 
 def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
     """Return the budgets of prompts, and (True) of demonstrations, as the model reads them. Agents write
     their own prompts."""
     rules = parts.rules
-    box = parts.toolbox
+    toolbox = parts.toolbox
     rollout = parts.config.rollout
 
-    def tokens(sample: Sample) -> int:
+    def prompt_tokens(sample: Sample) -> int:
         try:
-            return len(rules.chat.prompt_ids(sample.prompt, box.schemas(sample)))
+            return len(rules.chat.prompt_ids(sample.prompt, toolbox.schemas(sample)))
         except ToolError:  # `check_sample_tools` says what is wrong
             return 0
         except ConfigError:
@@ -265,21 +294,27 @@ def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
                 return 0
             raise
 
-    def whole(sample: Sample) -> int:
-        turns = demonstrated(rules, sample, box.schemas(sample))
+    def conversation_tokens(sample: Sample) -> int:
+        turns = demonstrated(rules, sample, toolbox.schemas(sample))
         return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))  # a Fail is refused later
 
-    def shown(sample: Sample) -> int:
+    def shown_prompt_tokens(sample: Sample) -> int:
         """Return its messages up to the first of the assistant, with all tools."""
-        asked = tuple(takewhile(lambda message: message.role != "assistant", sample.prompt))
-        return tokens(msgspec.structs.replace(sample, prompt=asked or sample.prompt, extra_info="{}"))
+        opening_messages = tuple(takewhile(lambda message: message.role != "assistant", sample.prompt))
+        return prompt_tokens(
+            msgspec.structs.replace(sample, prompt=opening_messages or sample.prompt, extra_info="{}")
+        )
 
-    longest = rollout.longest_prompt
-    short = f", which leaves a turn less than {rollout.max_tokens - longest} tokens (rollout.max_new_tokens)"
-    fate = "their episodes are cut short or fail"
-    prompts = PromptBudget("prompts", longest, tokens, shown, short, fate)
-    conversations = PromptBudget("conversations", rollout.max_tokens, whole, shown)
-    return {True: conversations} | ({} if rollout.agent else {False: prompts})
+    longest_prompt = rollout.longest_prompt
+    room_left_text = f", which leaves a turn less than {rollout.max_tokens - longest_prompt} tokens (rollout.max_new_tokens)"
+    overlong_fate = "their episodes are cut short or fail"
+    prompt_budget = PromptBudget(
+        "prompts", longest_prompt, prompt_tokens, shown_prompt_tokens, room_left_text, overlong_fate
+    )
+    conversation_budget = PromptBudget(
+        "conversations", rollout.max_tokens, conversation_tokens, shown_prompt_tokens
+    )
+    return {True: conversation_budget} | ({} if rollout.agent else {False: prompt_budget})
 
 
 @dataclass
@@ -298,7 +333,7 @@ class Inputs:
         from asyncrl.algorithms.recipe import with_group_policy
         from asyncrl.launch.models import resolve_models
 
-        return with_group_policy(resolve_models(self.given, begun_with(self.given)))
+        return with_group_policy(resolve_models(self.given, previous_config(self.given)))
 
     @property
     def config(self) -> RunConfig:
@@ -316,10 +351,10 @@ class Inputs:
     @cached_property
     def tasks(self) -> list[Task]:
         """Return a task of each image that episodes work in."""
-        found: dict[str, Task] = {}
+        tasks_by_image: dict[str, Task] = {}
         for samples in filter(None, (self.samples.train, self.samples.test)):
-            found |= {task.image: task for task in filter(None, map(task_of, samples))}
-        return [*found.values()]
+            tasks_by_image |= {task.image: task for task in filter(None, map(task_of, samples))}
+        return [*tasks_by_image.values()]
 
     @cached_property
     def agent_version(self) -> dict[str, str]:
@@ -331,22 +366,22 @@ class Inputs:
         name = agent.harness.name
 
         try:
-            version = asyncio.run(agent.version(self.tasks[:IMAGES]))
+            version = asyncio.run(agent.version(self.tasks[:MAX_TRIED_IMAGES]))
             return {name: version} if agent.harness.tested else {}
         except SetupError as error:
             raise ConfigError(f"rollout.agent.{name}: {error}") from error
         except (AsyncrlError, TimeoutError) as error:
-            where = "in the sandbox"
-            more = ", show what it needs to read, or set sandbox: none"
+            place_text = "in the sandbox"
+            advice = ", show what it needs to read, or set sandbox: none"
             if self.tasks:
-                where = "in the image of a task"
-                more = ", or install it in the image"
+                place_text = "in the image of a task"
+                advice = ", or install it in the image"
             elif agent.sandbox == "none":
-                where = "here"
-                more = ""
-            why = str(error) or "it has not answered in time"
+                place_text = "here"
+                advice = ""
+            reason = str(error) or "it has not answered in time"
             raise ConfigError(
-                f"rollout.agent.{name}: it cannot be run {where}: {why}; give its path as program{more}"
+                f"rollout.agent.{name}: it cannot be run {place_text}: {reason}; give its path as program{advice}"
             ) from error
 
     @cached_property
@@ -383,7 +418,7 @@ class Note(NamedTuple):
 
     level: Level
     text: str
-    check: str = ""  # by which one, once it is collected
+    preflight_check: str = ""  # by which one, once it is collected
 
 
 def ok(text: str) -> Note:
@@ -406,6 +441,8 @@ class Check:
         return self.run(inputs)
 
 
-def check(name: str, needs: tuple[str, ...] = ()) -> Callable[[Callable[[Inputs], Iterable[Note]]], Check]:
+def preflight_check(
+    name: str, requires: tuple[str, ...] = ()
+) -> Callable[[Callable[[Inputs], Iterable[Note]]], Check]:
     """Make a check of a generator of notes. It raises ConfigError for what has to be corrected."""
-    return lambda run: Check(name, needs, run)
+    return lambda run: Check(name, requires, run)

@@ -22,11 +22,11 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, SCORER, TRAINER, RolePlace, Unit
+from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, SCORER, TRAINER, PlannedProcess, Unit
 
-ORDER = (COORDINATOR, TRAINER, ENGINE, SCORER, ROLLOUT)  # in which processes choose a machine
-KEY_NAMES = "key_env"  # how the names of keys end whose value is the name of a variable with a secret
-VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # in headers
+PLACING_ORDER = (COORDINATOR, TRAINER, ENGINE, SCORER, ROLLOUT)  # in which processes choose a machine
+SECRET_KEY_SUFFIX = "key_env"  # how the names of keys end whose value is the name of a variable with a secret
+VARIABLE_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # in headers
 
 
 @dataclass(frozen=True)
@@ -41,156 +41,188 @@ class Node:
     resources: frozenset[str] = frozenset()
 
 
-class Placing:
+class NodeAssignment:
     """Which machine each process of a run has. ConfigError when the machines cannot have them all."""
 
-    def __init__(self, config: RunConfig, units: Iterable[Unit], nodes: Sequence[Node], here: str) -> None:
+    def __init__(
+        self, config: RunConfig, units: Iterable[Unit], nodes: Sequence[Node], launcher_node: str
+    ) -> None:
         """`here`: the id of the launcher's machine."""
         self._config = config
-        self._here = here
-        self._gpus_known = any(node.gpus for node in nodes)
-        self._free = {node.id: node.free for node in nodes}  # GPUs that other runs leave to this one
-        self._at: dict[str, str] = {}  # id of the machine of each process
-        self._places = [place for unit in units for place in unit.places]
+        self._launcher_node = launcher_node
+        self._cluster_has_gpus = any(node.gpus for node in nodes)
+        self._free_gpus = {node.id: node.free for node in nodes}  # GPUs that other runs leave to this one
+        self._node_of: dict[str, str] = {}  # id of the machine of each process
+        self._processes = [process for unit in units for process in unit.places]
 
-        for place in sorted(self._places, key=lambda place: (ORDER.index(place.role), place.index)):
-            if self.choose(place, nodes) is None:
-                raise ConfigError(self._lack(place, nodes))
+        for process in sorted(
+            self._processes, key=lambda place: (PLACING_ORDER.index(place.role), place.index)
+        ):
+            if self.choose(process, nodes) is None:
+                raise ConfigError(self._describe_lack(process, nodes))
 
-    def choose(self, place: RolePlace, nodes: Sequence[Node]) -> Node | None:
+    def choose(self, process: PlannedProcess, nodes: Sequence[Node]) -> Node | None:
         """Choose a machine for a starting process: its previous one if it has room, else any other; None if
         none has room. A process that must stay where it was waits for room there."""
-        had = self._at.pop(place.name, "")
+        previous_node = self._node_of.pop(process.name, "")
 
         for node in nodes:
-            self._free.setdefault(node.id, min(node.gpus, node.free + self._held(node)))
-        fitting = [node for node in nodes if self._fits(place, node)]
-        fitting = fitting or [node for node in nodes if stays(place) and node.id == had]
-        if not fitting:
+            self._free_gpus.setdefault(node.id, min(node.gpus, node.free + self._gpus_held(node)))
+        fitting_nodes = [node for node in nodes if self._fits_node(process, node)]
+        fitting_nodes = fitting_nodes or [
+            node for node in nodes if stays_with_launcher(process) and node.id == previous_node
+        ]
+        if not fitting_nodes:
             return None
 
-        chosen = min(fitting, key=lambda node: (node.id != had, *self._cost(place, node)))
-        self._at[place.name] = chosen.id
-        return chosen
+        chosen_node = min(
+            fitting_nodes, key=lambda node: (node.id != previous_node, *self._node_cost(process, node))
+        )
+        self._node_of[process.name] = chosen_node.id
+        return chosen_node
 
-    def put(self, place: RolePlace, node: str) -> None:
+    def put(self, process: PlannedProcess, node: str) -> None:
         """Ray has started it there, perhaps by a choice of its own."""
-        self._at[place.name] = node
+        self._node_of[process.name] = node
 
-    def gpus(self, place: RolePlace) -> float:
+    def gpus(self, process: PlannedProcess) -> float:
         """As `launch.gpus` says, or else one for a rank and `tp` for a server, and one for an embedded
         engine with `model.device=cuda`; none on a cluster without any, unless they are asked for."""
         config = self._config
-        role = place.role
+        role = process.role
         for name, gpus in config.launch.gpus.items():
             if name == role:
                 return gpus
 
         cuda = config.model.device == "cuda"
         if role == TRAINER and config.total_steps:
-            return int(cuda or (config.model.device == "auto" and self._gpus_known))
+            return int(cuda or (config.model.device == "auto" and self._cluster_has_gpus))
         if role == ROLLOUT:
             return int(cuda and not config.engine.remote)
-        return place.gpus if role in (ENGINE, SCORER) and self._gpus_known else 0
+        return process.gpus if role in (ENGINE, SCORER) and self._cluster_has_gpus else 0
 
-    def pool(self, place: RolePlace) -> str:
+    def pool(self, process: PlannedProcess) -> str:
         """The resource that its machine must have; '' for none."""
-        return next((pool for role, pool in self._config.launch.pools.items() if role == place.role), "")
+        return next((pool for role, pool in self._config.launch.pools.items() if role == process.role), "")
 
     def machines(self, role: str) -> set[str]:
-        return {self._at[place.name] for place in self._places if place.role == role}
+        return {self._node_of[process.name] for process in self._processes if process.role == role}
 
     def describe(self, nodes: Sequence[Node]) -> list[str]:
         """A line for each machine, for a person to read."""
         lines = []
         for node in nodes:
-            mine = [place.name for place in self._places if self._at[place.name] == node.id]
-            gpus = f", {node.free:g} of {node.gpus:g} GPUs free, {self._held(node):g} for this run"
-            here = " (this machine)" if node.id == self._here else ""
-            lines.append(f"{node.address}{here}{gpus * bool(node.gpus)}: {', '.join(mine) or 'nothing'}")
+            process_names = [
+                process.name for process in self._processes if self._node_of[process.name] == node.id
+            ]
+            gpus_text = f", {node.free:g} of {node.gpus:g} GPUs free, {self._gpus_held(node):g} for this run"
+            launcher_text = " (this machine)" if node.id == self._launcher_node else ""
+            lines.append(
+                f"{node.address}{launcher_text}{gpus_text * bool(node.gpus)}: {', '.join(process_names) or 'nothing'}"
+            )
         return lines
 
-    def _fits(self, place: RolePlace, node: Node) -> bool:
-        pool = self.pool(place)
-        room = self._left(node) >= self.gpus(place)
-        return room and (not stays(place) or node.id == self._here) and (not pool or pool in node.resources)
+    def _fits_node(self, process: PlannedProcess, node: Node) -> bool:
+        pool = self.pool(process)
+        has_gpus = self._gpus_left(node) >= self.gpus(process)
+        return (
+            has_gpus
+            and (not stays_with_launcher(process) or node.id == self._launcher_node)
+            and (not pool or pool in node.resources)
+        )
 
-    def _left(self, node: Node) -> float:
+    def _gpus_left(self, node: Node) -> float:
         """GPUs, to the fraction that Ray counts: 1 - 0.8 is less than 0.2."""
-        return round(self._free[node.id] - self._held(node), 4)
+        return round(self._free_gpus[node.id] - self._gpus_held(node), 4)
 
-    def _held(self, node: Node) -> float:
-        return sum(self.gpus(place) for place in self._places if self._at.get(place.name) == node.id)
+    def _gpus_held(self, node: Node) -> float:
+        return sum(
+            self.gpus(process) for process in self._processes if self._node_of.get(process.name) == node.id
+        )
 
-    def _cost(self, place: RolePlace, node: Node) -> tuple[Any, ...]:
+    def _node_cost(self, process: PlannedProcess, node: Node) -> tuple[Any, ...]:
         """Return the cost of a machine that fits; the least is chosen."""
-        away = node.id != self._here
-        left = self._left(node)
-        mine = Counter(
-            self._at[one.name] for one in self._places if one.role == place.role and one.name in self._at
+        is_remote = node.id != self._launcher_node
+        gpus_left = self._gpus_left(node)
+        role_counts = Counter(
+            self._node_of[other_process.name]
+            for other_process in self._processes
+            if other_process.role == process.role and other_process.name in self._node_of
         )
 
-        if place.role == TRAINER:
-            return away, not mine[node.id], -left, node.address
-        if self.gpus(place):
-            return -left, not away, node.address
-        servers = self._config.engine.remote and place.role == ROLLOUT
-        beside = servers and any(
-            one.role == ENGINE and self._at.get(one.name) == node.id for one in self._places
+        if process.role == TRAINER:
+            return is_remote, not role_counts[node.id], -gpus_left, node.address
+        if self.gpus(process):
+            return -gpus_left, not is_remote, node.address
+        uses_servers = self._config.engine.remote and process.role == ROLLOUT
+        has_server = uses_servers and any(
+            other_process.role == ENGINE and self._node_of.get(other_process.name) == node.id
+            for other_process in self._processes
         )
-        return servers and not beside, mine[node.id], not away, node.address
+        return uses_servers and not has_server, role_counts[node.id], not is_remote, node.address
 
-    def _lack(self, place: RolePlace, nodes: Sequence[Node]) -> str:
+    def _describe_lack(self, process: PlannedProcess, nodes: Sequence[Node]) -> str:
         """Say what the machines lack, and what to do."""
-        wants = self.gpus(place)
-        pool = self.pool(place)
-        if stays(place):
-            nodes = [node for node in nodes if node.id == self._here]
-            where = "the launcher's machine"
+        wanted_gpus = self.gpus(process)
+        pool = self.pool(process)
+        if stays_with_launcher(process):
+            nodes = [node for node in nodes if node.id == self._launcher_node]
+            where_text = "the launcher's machine"
             advice = "start asyncrl on another one"
         else:
-            where = "one machine"
+            where_text = "one machine"
             advice = "change trainer.ranks, or servers or tp of engine and scorers"
 
         if pool and not any(pool in node.resources for node in nodes):
             return (
-                f"launch.pools: {place.name} needs {pool!r}, which {where} must have; start Ray "
+                f"launch.pools: {process.name} needs {pool!r}, which {where_text} must have; start Ray "
                 f"there with ray start --resources='{{\"{pool}\": 1}}'"
             )
 
         if pool:
             nodes = [node for node in nodes if pool in node.resources]
-            where = f"{where} with {pool!r}"
+            where_text = f"{where_text} with {pool!r}"
 
-        total = sum(map(self.gpus, self._places))
-        sums = {role: sum(self.gpus(one) for one in self._places if one.role == role) for role in ORDER}
-        listed = ", ".join(f"{role} {count:g}" for role, count in sums.items() if count)
-        left = ", ".join(f"{node.address} {self._left(node):g} of {node.gpus:g}" for node in nodes)
+        total_gpus = sum(map(self.gpus, self._processes))
+        gpus_by_role = {
+            role: sum(
+                self.gpus(other_process) for other_process in self._processes if other_process.role == role
+            )
+            for role in PLACING_ORDER
+        }
+        demand_text = ", ".join(f"{role} {count:g}" for role, count in gpus_by_role.items() if count)
+        left_text = ", ".join(f"{node.address} {self._gpus_left(node):g} of {node.gpus:g}" for node in nodes)
         return (
-            f"{place.name} needs {wants:g} GPU(s) of {where}, and there is left: {left} (the run needs "
-            f"{total:g}: {listed}); {advice}, or model.device=cpu"
+            f"{process.name} needs {wanted_gpus:g} GPU(s) of {where_text}, and there is left: {left_text} (the run needs "
+            f"{total_gpus:g}: {demand_text}); {advice}, or model.device=cpu"
         )
 
 
-def stays(place: RolePlace) -> bool:
+def stays_with_launcher(process: PlannedProcess) -> bool:
     """On the launcher's machine, where the run directory is."""
-    return place.role == COORDINATOR or (place.role == TRAINER and place.index == 0)
+    return process.role == COORDINATOR or (process.role == TRAINER and process.index == 0)
 
 
-def check_shared(config: RunConfig, nodes: Sequence[Node], here: str, dialled: str, placing: Placing) -> None:
+def check_shared_resources(
+    config: RunConfig,
+    nodes: Sequence[Node],
+    launcher_node: str,
+    dialled_host: str,
+    assignment: NodeAssignment,
+) -> None:
     """ConfigError where processes on these machines could not work together: an address that only one of them
     knows, checkpoints that only one of them has. `dialled`: the coordinator's host."""
     if len(nodes) < 2:
         return
 
-    if is_loopback(dialled):
-        own = next(node.address for node in nodes if node.id == here)
+    if is_loopback(dialled_host):
+        own_address = next(node.address for node in nodes if node.id == launcher_node)
         raise ConfigError(
-            f"launch.host: {dialled} is another machine on each of the {len(nodes)} of the cluster; set "
-            f"launch.host={own}"
+            f"launch.host: {dialled_host} is another machine on each of the {len(nodes)} of the cluster; set "
+            f"launch.host={own_address}"
         )
 
-    if len(placing.machines(TRAINER)) > 1 and not config.checkpoint.directory:
+    if len(assignment.machines(TRAINER)) > 1 and not config.checkpoint.directory:
         raise ConfigError(
             "checkpoint.directory: trainer ranks are on several machines; set it to a path that all of them "
             "share, or to a URL"
@@ -208,21 +240,21 @@ def is_loopback(host: str) -> bool:
 def named_secrets(config: RunConfig) -> dict[str, str]:
     """Variables that the configuration names as those of API keys, of headers and of programs, which
     processes elsewhere need too."""
-    names = set(_named(msgspec.to_builtins(config)))
-    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
+    variable_names = set(_secret_variables(msgspec.to_builtins(config)))
+    return {name: os.environ[name] for name in sorted(variable_names) if name in os.environ}
 
 
-def _named(tree: Any) -> Iterator[str]:
+def _secret_variables(tree: Any) -> Iterator[str]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if isinstance(value, str):
-                if str(key).endswith(KEY_NAMES):
+                if str(key).endswith(SECRET_KEY_SUFFIX):
                     yield value
                 elif key == "env":
                     yield from (name.strip() for name in value.split(","))
                 elif key == "headers":
-                    yield from VARIABLE.findall(value)
-            yield from _named(value)
+                    yield from VARIABLE_REFERENCE.findall(value)
+            yield from _secret_variables(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _named(value)
+            yield from _secret_variables(value)

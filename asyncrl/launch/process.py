@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.isolation import wrapper
 from asyncrl.isolation.child import wrapped
-from asyncrl.launch.placement import RolePlace, Unit, environment
+from asyncrl.launch.placement import PlannedProcess, Unit, process_environment
 from asyncrl.observe.files import bound_log
 from asyncrl.wire.sockets import Endpoints
 
@@ -33,7 +33,7 @@ TRY_AGAIN = 75  # a trainer rank gave up a batch: with less, or without it, the 
 class ProcessSpec:
     """A request to start `place`. Ranks that start together share `incarnation` and `rendezvous`."""
 
-    place: RolePlace
+    place: PlannedProcess
     incarnation: str
     rendezvous: str = ""
 
@@ -61,11 +61,11 @@ class LocalProcess:
     def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name = name
         self._process = process
-        self._log = log
+        self._log_path = log
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs; bound its log, as the supervisor asks often."""
-        bound_log(self._log)
+        bound_log(self._log_path)
         return self._process.poll()
 
     def signal(self, number: int) -> None:
@@ -80,13 +80,13 @@ class LocalProcess:
 @contextmanager
 def full_pipe(content: bytes) -> Iterator[int]:
     """The end of a pipe that a child reads this content from: less than a pipe holds (64 KiB)."""
-    end, ours = os.pipe()
+    read_end, write_end = os.pipe()
     try:
-        with os.fdopen(ours, "wb") as file:
+        with os.fdopen(write_end, "wb") as file:
             file.write(content)
-        yield end
+        yield read_end
     finally:
-        os.close(end)
+        os.close(read_end)
 
 
 class LocalSpawner:
@@ -97,29 +97,29 @@ class LocalSpawner:
         self._endpoints = endpoints
         self._config_dir = config_dir or run_dir
 
-    def __call__(self, order: ProcessSpec) -> LocalProcess:
+    def __call__(self, process_spec: ProcessSpec) -> LocalProcess:
         """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
         the terminal reaches only the launcher, which stops everything in order; at a signal to all processes
         of a job (Slurm's) workers leave, and the others wait for the launcher (`role.main`)."""
-        path = log_path(self._run_dir, order.place.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        given = self._endpoints.given_to(order.place.role)
+        log_file = log_path(self._run_dir, process_spec.place.name)
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        role_endpoints = self._endpoints.given_to(process_spec.place.role)
 
-        with path.open("ab") as log, full_pipe(msgspec.msgpack.encode(given)) as told:
+        with log_file.open("ab") as log, full_pipe(msgspec.msgpack.encode(role_endpoints)) as endpoints_pipe:
             process = subprocess.Popen(
-                wrapped(self._command(order), grace=math.inf),
-                stdin=told,
+                wrapped(self._role_command(process_spec), grace=math.inf),
+                stdin=endpoints_pipe,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment(order),
+                env=self._role_environment(process_spec),
                 start_new_session=True,
             )
 
-        return LocalProcess(order.place.name, process, path)
+        return LocalProcess(process_spec.place.name, process, log_file)
 
-    def _environment(self, order: ProcessSpec) -> dict[str, str]:
+    def _role_environment(self, process_spec: ProcessSpec) -> dict[str, str]:
         """Keep the working directory off the import path: `role.main` adds it behind Python's own modules."""
-        return os.environ | environment(order.place) | {"PYTHONSAFEPATH": "1"}
+        return os.environ | process_environment(process_spec.place) | {"PYTHONSAFEPATH": "1"}
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
         """The path of a new file where the ranks of one start meet; '' for a single process."""
@@ -129,13 +129,13 @@ class LocalSpawner:
         path.parent.mkdir(parents=True, exist_ok=True)
         return str(path)
 
-    def _command(self, order: ProcessSpec) -> list[str]:
-        place = order.place
+    def _role_command(self, process_spec: ProcessSpec) -> list[str]:
+        planned = process_spec.place
         return [
-            *(sys.executable, "-m", "asyncrl.launch.role", place.role),
-            *("--index", str(place.index)),
+            *(sys.executable, "-m", "asyncrl.launch.role", planned.role),
+            *("--index", str(planned.index)),
             *("--run-dir", str(self._config_dir)),
-            *("--incarnation", order.incarnation),
-            *("--rendezvous", order.rendezvous),
-            *("--target", place.target),
+            *("--incarnation", process_spec.incarnation),
+            *("--rendezvous", process_spec.rendezvous),
+            *("--target", planned.target),
         ]

@@ -13,15 +13,15 @@ from asyncrl.errors import ConfigError, EngineError
 from asyncrl.launch.nodes import is_loopback
 from asyncrl.weights.model_files import weight_files
 
-ANSWER_SECONDS = 30.0  # seconds in which an attached server must answer
+ANSWER_TIMEOUT = 30.0  # seconds in which an attached server must answer
 
 
 def check_servers(config: RunConfig) -> None:
     """API keys are set; attached servers answer and serve this model; the start command exists."""
     engine = config.engine
-    for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
-        if variable and not os.environ.get(variable):
-            raise ConfigError(f"engine.{key}: {variable} is not set; export it, or clear the key")
+    for key, variable_name in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
+        if variable_name and not os.environ.get(variable_name):
+            raise ConfigError(f"engine.{key}: {variable_name} is not set; export it, or clear the key")
 
     if engine.remote:
         check_group_address(config)
@@ -56,10 +56,10 @@ def _check_command(config: RunConfig) -> None:
 def check_group_address(config: RunConfig) -> None:
     """Servers on other machines join the trainer at the launcher's address: with a loopback address they
     would look for the trainer on their own machine, and hang."""
-    far = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
-    if config.weights.transport != "disk" and is_loopback(config.launch.host) and far:
+    remote_urls = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
+    if config.weights.transport != "disk" and is_loopback(config.launch.host) and remote_urls:
         raise ConfigError(
-            f"launch.host: {config.launch.host} cannot be reached by {far[0]}, which weights.transport="
+            f"launch.host: {config.launch.host} cannot be reached by {remote_urls[0]}, which weights.transport="
             f"{config.weights.transport} needs; set launch.host to this machine's address in the servers' "
             "network"
         )
@@ -70,18 +70,18 @@ def check_urls(config: RunConfig, scorer: str = "") -> None:
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import look
 
-    async def seen(url: str) -> None:
-        async with asyncio.timeout(ANSWER_SECONDS):
+    async def look_at_server(url: str) -> None:
+        async with asyncio.timeout(ANSWER_TIMEOUT):
             await look(config, url, *keys(config.engine), scorer)
 
-    key = f"scorers.{scorer}.urls" if scorer else "engine.urls"
+    urls_key = f"scorers.{scorer}.urls" if scorer else "engine.urls"
     for url in config.serving(scorer).engine.urls:
         try:
-            asyncio.run(seen(url))
+            asyncio.run(look_at_server(url))
         except TimeoutError:
-            raise ConfigError(f"{key}: {url} does not answer within {ANSWER_SECONDS:g} s") from None
+            raise ConfigError(f"{urls_key}: {url} does not answer within {ANSWER_TIMEOUT:g} s") from None
         except EngineError as error:
-            raise ConfigError(f"{key}: {error}") from None
+            raise ConfigError(f"{urls_key}: {error}") from None
 
 
 def _check_model(config: RunConfig, scorer: str) -> None:

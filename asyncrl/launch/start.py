@@ -18,7 +18,12 @@ from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.data import Inputs
 from asyncrl.launch.estimates import count_gpus, sees_gpu
 from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, LocalSpawner, Spawn
-from asyncrl.launch.run_directory import check_paths_are_text, locked, resumed_with, run_directory
+from asyncrl.launch.run_directory import (
+    check_paths_are_text,
+    prepare_and_lock,
+    describe_resumed_changes,
+    run_directory,
+)
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.files import read_status, read_summary, write_status, write_summary
@@ -34,7 +39,7 @@ from asyncrl.wire.sockets import Endpoints, choose_endpoints
 Rendezvous = Callable[[placement.Unit, str], str]
 
 
-def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int:
+def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -> int:
     """Check everything, then launch and watch the run; the exit code. `summary`: print it at the end. Raises
     ConfigError for bad input, while nothing is started."""
     check_paths_are_text(config)
@@ -42,24 +47,24 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
         return _dry_run(config)
     defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half
 
-    inputs, warnings = checks.check(config)
+    inputs, warnings = checks.run_checks(config)
     config = inputs.config
-    data = inputs.samples
-    versions = inputs.agent_version
+    run_data = inputs.samples
+    agent_versions = inputs.agent_version
     del inputs  # its tokenizer is needed no more
 
     run_dir = run_directory(config)
-    units = placement.processes_of(config)
-    changed = resumed_with(config)
+    units = placement.plan_units(config)
+    changed_keys = describe_resumed_changes(config)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
 
     with ExitStack() as stack:
-        stack.enter_context(locked(config))
-        data.save(run_dir)
-        record_machine(run_dir, versions)
+        stack.enter_context(prepare_and_lock(config))
+        run_data.save(run_dir)
+        record_machine(run_dir, agent_versions)
 
         _remove_outside_weights(config)  # of a launcher that was killed
-        preflight.record_place(config)
+        preflight.record_launch_name(config)
         stack.callback(_remove_outside_weights, config)
 
         spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
@@ -70,57 +75,57 @@ def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int
             )
         )
 
-        def on_row(report: StepReport) -> None:
+        def log_report(report: StepReport) -> None:
             trackers.log(report.step, report.metrics, report.values)
 
         supervisor = Supervisor(
             units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
         )
-        trains = config.total_steps > 0
-        session = Session(config.launch, run_dir, endpoints, supervisor, console, on_row, trains)
+        is_training = config.total_steps > 0
+        session = Session(config.launch, run_dir, endpoints, supervisor, console, log_report, is_training)
 
-        if changed:
-            console.note(f"goes on with other keys: {changed}")
-        for line in data.truths:
+        if changed_keys:
+            console.note(f"goes on with other keys: {changed_keys}")
+        for line in run_data.truths:
             console.note(line)
         for warning in warnings:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
 
-        ending = session.run()
-        write_status(run_dir, read_status(run_dir) | {"code": ending.code, "error": ending.error})
+        outcome = session.run()
+        write_status(run_dir, read_status(run_dir) | {"code": outcome.code, "error": outcome.error})
         trackers.summarize(read_summary(run_dir))
-    return conclude(config, run_dir, ending.code, ending.error, console, summary)
+    return conclude(config, run_dir, outcome.code, outcome.error, console, show_summary)
 
 
 def _dry_run(config: RunConfig) -> int:
     """Run all checks and print the plan, what is to be read most last; or all errors."""
     inputs = Inputs(config)
-    found = list(checks.examine(checks.ALL, inputs))
+    notes = list(checks.collect_notes(checks.ALL_CHECKS, inputs))
 
-    if errors := [finding.text for finding in found if finding.level == "error"]:
+    if errors := [note.text for note in notes if note.level == "error"]:
         print(*(printable(f"asyncrl: {text}") for text in errors), sep="\n", file=sys.stderr)
         return BAD_INPUT
 
-    shown = replace(inputs.config, model=replace(inputs.config.model, template=config.model.template))
+    shown_config = replace(inputs.config, model=replace(inputs.config.model, template=config.model.template))
     print("# what differs from the defaults (docs/configuration.md)")
-    print(msgspec.yaml.encode(without_defaults(shown)).decode())
-    print(f"run directory: {run_directory(shown)}\n")
+    print(msgspec.yaml.encode(without_defaults(shown_config)).decode())
+    print(f"run directory: {run_directory(shown_config)}\n")
 
-    if changed := resumed_with(inputs.config):
-        print(f"goes on with other keys: {changed}\n")
+    if changed_keys := describe_resumed_changes(inputs.config):
+        print(f"goes on with other keys: {changed_keys}\n")
 
-    units = placement.processes_of(shown)
-    gpu = sees_gpu(shown)
-    count = count_gpus(shown)
-    print(*placement.describe(shown, units, gpu, count), sep="\n")
+    units = placement.plan_units(shown_config)
+    has_gpu = sees_gpu(shown_config)
+    gpu_count = count_gpus(shown_config)
+    print(*placement.describe_plan(shown_config, units, has_gpu, gpu_count), sep="\n")
 
-    printed = {each.name for each in checks.PLAN}
-    for level, text, name in found:
-        if level == "ok" and name in printed:
-            print(f"{name:<14}{text}" if name == "sample" else text)
+    printed_checks = {check.name for check in checks.PLAN_CHECKS}
+    for level, text, subject in notes:
+        if level == "ok" and subject in printed_checks:
+            print(f"{subject:<14}{text}" if subject == "sample" else text)
 
-    for level, text, _ in found:
+    for level, text, _ in notes:
         if level == "warning":
             print(printable(f"warning: {text}"))
     return COMPLETED
@@ -131,11 +136,11 @@ def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator
     if config.launch.kind == "ray":
         from asyncrl.launch.ray import RaySpawner
 
-        with RaySpawner.open(config, run_dir, endpoints) as ray:
-            yield ray, ray.rendezvous
+        with RaySpawner.open(config, run_dir, endpoints) as ray_spawner:
+            yield ray_spawner, ray_spawner.rendezvous
         return
-    local = LocalSpawner(run_dir, endpoints)
-    yield local, local.rendezvous
+    local_spawner = LocalSpawner(run_dir, endpoints)
+    yield local_spawner, local_spawner.rendezvous
 
 
 def _remove_outside_weights(config: RunConfig) -> None:
@@ -145,7 +150,7 @@ def _remove_outside_weights(config: RunConfig) -> None:
 
 
 def conclude(
-    config: RunConfig, run_dir: Path, code: int, error: str, console: Console, printed: bool = True
+    config: RunConfig, run_dir: Path, code: int, error: str, console: Console, show_summary: bool = True
 ) -> int:
     """Complete the summary, and print it unless it is not to be. After an interrupt print only, to end at
     once."""
@@ -157,7 +162,7 @@ def conclude(
         if failure:
             console.fail(f"summary.json is not complete: {failure.line}")
 
-    if summary and config.total_steps and printed:
+    if summary and config.total_steps and show_summary:
         print_summary(summary, run_dir)
 
     if error:

@@ -71,16 +71,18 @@ class SupervisedUnit:
         Exit code 0 is correct at the end of a run; it counts as a crash when the run goes on for
         LEAVE_SECONDS afterwards.
         """
-        ended = [(handle, code) for handle in self.handles if (code := handle.poll()) is not None]
-        crashed = [(handle, code) for handle, code in ended if code != COMPLETED]
+        ended_handles = [(handle, code) for handle in self.handles if (code := handle.poll()) is not None]
+        crashed_handles = [(handle, code) for handle, code in ended_handles if code != COMPLETED]
 
-        if crashed or not ended:
+        if crashed_handles or not ended_handles:
             self.left_at = None
-            said = [one for one in crashed if one[1] == TRY_AGAIN]  # of ranks: the others end because of it
-            return next(iter(said or crashed), None)
+            gave_up = [
+                crashed for crashed in crashed_handles if crashed[1] == TRY_AGAIN
+            ]  # of ranks: the others end because of it
+            return next(iter(gave_up or crashed_handles), None)
 
         self.left_at = now if self.left_at is None else self.left_at
-        return ended[0] if now - self.left_at > LEAVE_SECONDS else None
+        return ended_handles[0] if now - self.left_at > LEAVE_SECONDS else None
 
 
 class Supervisor:
@@ -93,7 +95,7 @@ class Supervisor:
         units: Iterable[Unit],
         spawn: Spawn,
         run_dir: Path,
-        restarts: int,
+        max_restarts: int,
         rendezvous: Callable[[Unit, str], str],
         on_restart: Callable[[str], None] = log.warning,
     ) -> None:
@@ -103,26 +105,26 @@ class Supervisor:
 
         self._spawn = spawn
         self._run_dir = run_dir
-        self._restarts = restarts
+        self._max_restarts = max_restarts
         self._rendezvous = rendezvous
         self._on_restart = on_restart
-        self._launch = secrets.token_hex(6)
-        self._starts = itertools.count(1)
+        self._launch_id = secrets.token_hex(6)
+        self._start_numbers = itertools.count(1)
 
     def start(self) -> None:
         for unit in self.units:
-            self._start(unit)
+            self._start_unit(unit)
 
     def tick(self, now: float) -> RunOutcome | None:
         """Look at every process; restart what may be restarted."""
         for unit in self.units:
-            ending = self._coordinator_ended(unit)
-            if ending is None and unit.retry_at is not None:
-                self._retry(unit, now)
-            elif ending is None and (died := unit.dead(now)):
-                ending = self._died(unit, *died, now)
-            if ending is not None:
-                return ending
+            outcome = self._coordinator_outcome(unit)
+            if outcome is None and unit.retry_at is not None:
+                self._restart_if_due(unit, now)
+            elif outcome is None and (dead := unit.dead(now)):
+                outcome = self._handle_death(unit, *dead, now)
+            if outcome is not None:
+                return outcome
         return None
 
     @property
@@ -143,34 +145,36 @@ class Supervisor:
     def lost(self, role: str) -> str:
         """A process of the role that crashed and is not started again yet, and how it ended; '' if none."""
         handles = [handle for unit in self.units if unit.plan.role == role for handle in unit.handles]
-        ended = [(handle.name, code) for handle in handles if (code := handle.poll())]
-        return f"{ended[0][0]} {describe_exit(ended[0][1])}" if ended else ""
+        ended_processes = [(handle.name, code) for handle in handles if (code := handle.poll())]
+        return f"{ended_processes[0][0]} {describe_exit(ended_processes[0][1])}" if ended_processes else ""
 
     # -- one unit --------------------------------------------------------------------------------------
 
-    def _start(self, unit: SupervisedUnit) -> None:
+    def _start_unit(self, unit: SupervisedUnit) -> None:
         """New processes for a unit; ranks of one start share incarnation and rendezvous."""
-        started = incarnation_of(self._launch, next(self._starts))
-        unit.incarnation = self._launch if unit.plan.role == COORDINATOR else started
+        incarnation = incarnation_of(self._launch_id, next(self._start_numbers))
+        unit.incarnation = self._launch_id if unit.plan.role == COORDINATOR else incarnation
         self.over = self.over and unit.plan.role != COORDINATOR
 
         rendezvous = self._rendezvous(unit.plan, unit.incarnation)
         unit.handles = [
-            self._spawn(ProcessSpec(place, unit.incarnation, rendezvous)) for place in unit.plan.places
+            self._spawn(ProcessSpec(planned, unit.incarnation, rendezvous)) for planned in unit.plan.places
         ]
 
         unit.retry_at = unit.left_at = None
 
-    def _coordinator_ended(self, unit: SupervisedUnit) -> RunOutcome | None:
+    def _coordinator_outcome(self, unit: SupervisedUnit) -> RunOutcome | None:
         """Exit codes 0 and 1 are the result of the run; with any other its process has crashed."""
         if unit.plan.role != COORDINATOR or not unit.handles or unit.retry_at is not None:
             return None
         code = unit.handles[0].poll()
         if code == FAILED:
-            return RunOutcome(FAILED, self._tail(unit.handles[0].name))
+            return RunOutcome(FAILED, self._describe_log(unit.handles[0].name))
         return RunOutcome(COMPLETED) if code == COMPLETED else None
 
-    def _died(self, unit: SupervisedUnit, dead: ProcessHandle, code: int, now: float) -> RunOutcome | None:
+    def _handle_death(
+        self, unit: SupervisedUnit, dead_process: ProcessHandle, exit_code: int, now: float
+    ) -> RunOutcome | None:
         """A process of the unit died: end the others too, and plan a restart while the budget lasts."""
         if self.over and unit.plan.role != COORDINATOR:
             return None
@@ -178,52 +182,57 @@ class Supervisor:
         for handle in unit.alive:
             handle.kill()
 
-        how = describe_exit(code)
-        log_file = log_path(self._run_dir, dead.name)
-        said = ""
-        if code > 0 or code == -signal.SIGABRT:  # of other signals its log does not say why
-            said = cause_of_death(log_file, unit.incarnation, crashed=True)
+        exit_text = describe_exit(exit_code)
+        log_file = log_path(self._run_dir, dead_process.name)
+        cause_text = ""
+        if exit_code > 0 or exit_code == -signal.SIGABRT:  # of other signals its log does not say why
+            cause_text = cause_of_death(log_file, unit.incarnation, crashed=True)
 
-        if code == BAD_INPUT:
-            return RunOutcome(BAD_INPUT, f"{log_file}:\n{said}" if said else "")
+        if exit_code == BAD_INPUT:
+            return RunOutcome(BAD_INPUT, f"{log_file}:\n{cause_text}" if cause_text else "")
 
         if self.stopping:
             if unit.plan.role == COORDINATOR:
-                ended = f"{dead.name} {how} while stopping{said and f': {said}'}"
-                return RunOutcome(FAILED, f"{ended}\n{self._tail(dead.name)}")
+                ended_text = (
+                    f"{dead_process.name} {exit_text} while stopping{cause_text and f': {cause_text}'}"
+                )
+                return RunOutcome(FAILED, f"{ended_text}\n{self._describe_log(dead_process.name)}")
             return None
 
-        if code == TRY_AGAIN:  # each time with less: it ends by itself
+        if exit_code == TRY_AGAIN:  # each time with less: it ends by itself
             unit.retry_at = now
-            self._on_restart(f"{dead.name}: {said}; {unit.plan.name} is restarted")
+            self._on_restart(f"{dead_process.name}: {cause_text}; {unit.plan.name} is restarted")
             return None
 
-        (before, step), unit.died = unit.died, (now, self.step)
-        if now - before > SOUND_SECONDS and self.step > step:
+        (previous_death, previous_step), unit.died = unit.died, (now, self.step)
+        if now - previous_death > SOUND_SECONDS and self.step > previous_step:
             unit.restarts = 0
 
-        if unit.restarts >= self._restarts:
-            spent = f"{dead.name} {how}; its {self._restarts} restarts (launch.restarts) are spent"
-            return RunOutcome(FAILED, f"{spent}{said and f': {said}'}\n{self._tail(dead.name)}")
+        if unit.restarts >= self._max_restarts:
+            spent_text = f"{dead_process.name} {exit_text}; its {self._max_restarts} restarts (launch.restarts) are spent"
+            return RunOutcome(
+                FAILED,
+                f"{spent_text}{cause_text and f': {cause_text}'}\n{self._describe_log(dead_process.name)}",
+            )
 
         delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**unit.restarts)
         unit.restarts += 1
         unit.retry_at = now + delay
         self._on_restart(
-            f"{dead.name} {how}; {unit.plan.name} is restarted in {delay:g} s "
-            f"({unit.restarts} of {self._restarts}){said and f': {said}'}"
+            f"{dead_process.name} {exit_text}; {unit.plan.name} is restarted in {delay:g} s "
+            f"({unit.restarts} of {self._max_restarts}){cause_text and f': {cause_text}'}"
         )
         return None
 
-    def _retry(self, unit: SupervisedUnit, now: float) -> None:
+    def _restart_if_due(self, unit: SupervisedUnit, now: float) -> None:
         """Start again once the back-off is over and all processes of the last start have ended."""
         assert unit.retry_at is not None
-        ending = self.stopping or self.over
-        wanted = not ending or unit.plan.role == COORDINATOR  # a stop needs the coordinator
-        if now >= unit.retry_at and not unit.alive and wanted:
-            self._start(unit)
+        is_ending = self.stopping or self.over
+        is_wanted = not is_ending or unit.plan.role == COORDINATOR  # a stop needs the coordinator
+        if now >= unit.retry_at and not unit.alive and is_wanted:
+            self._start_unit(unit)
 
-    def _tail(self, name: str) -> str:
+    def _describe_log(self, name: str) -> str:
         path = log_path(self._run_dir, name)
         tail = log_tail(path)
         return f"{path}:\n{tail}" if tail else ""

@@ -14,11 +14,11 @@ from functools import cache
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.planning.forecast import LEAST_STEPS, MOST_EPISODES, Forecast, simulate
+from asyncrl.planning.forecast import MIN_STEPS, MAX_EPISODES, Forecast, simulate
 from asyncrl.planning.simulator import Workload
 
-MOST_STEPS = 100  # of a simulated run: what flow control adds in the first ones is little of them
-ALIKE = 0.03  # seconds of a step that differ by less are alike: then the lower lag is better
+MAX_STEPS = 100  # of a simulated run: what flow control adds in the first ones is little of them
+SIMILAR_FRACTION = 0.03  # seconds of a step that differ by less are alike: then the lower lag is better
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -45,9 +45,11 @@ class Comparison(msgspec.Struct, frozen=True):
     @property
     def best(self) -> Placed:
         """The fastest; of two that are about as fast, the one with less lag."""
-        alike = [one for one in (self.apart, self.shifts) if one]
-        alike = [one for one in alike if one.forecast.step_s <= self.fastest * (1 + ALIKE)]
-        return min(alike, key=lambda placed: placed.forecast.lag)
+        placements = [one for one in (self.apart, self.shifts) if one]
+        placements = [
+            one for one in placements if one.forecast.step_s <= self.fastest * (1 + SIMILAR_FRACTION)
+        ]
+        return min(placements, key=lambda placed: placed.forecast.lag)
 
     @property
     def gain(self) -> float:
@@ -55,55 +57,66 @@ class Comparison(msgspec.Struct, frozen=True):
         return max(0.0, 1 - self.elastic / self.fastest)
 
 
-def halves(work: Workload) -> tuple[float, float]:
+def batch_seconds(work: Workload) -> tuple[float, float]:
     """Seconds of a batch's sampling with all slots in use, and of its training."""
-    token = max(1 / work.speed, work.base + work.slots / work.rate) / work.slots
-    return _tokens(work) * token, work.train + work.commit
+    token_seconds = max(1 / work.speed, work.base + work.slots / work.rate) / work.slots
+    return _batch_tokens(work) * token_seconds, work.train + work.commit
 
 
-def _tokens(work: Workload) -> float:
+def _batch_tokens(work: Workload) -> float:
     """Sampled for a batch, with those of filtered groups."""
     episodes = [sum(turn.tokens for turn in episode) for group in work.recorded for episode in group]
     return work.buffer.batch_size * statistics.mean(episodes) / (1 - work.filtered)
 
 
-def compare(work: Callable[[int, int], Workload], devices: int, shift: float, tp: int = 1) -> Comparison:
+def compare(
+    workload_for: Callable[[int, int], Workload], devices: int, shift_seconds: float, tp: int = 1
+) -> Comparison:
     """Compare ways to use devices. `work`: of so many engines and ranks, apart; `tp`: devices of an engine.
     From the best split by arithmetic it goes to better neighbours."""
 
-    def played(engines: int, own: Workload, formula: float) -> Placed:
-        steps = min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // own.buffer.batch_size))
-        return Placed(engines, own.ranks, formula, simulate(own, steps))
+    def simulate_engines(engines: int, workload: Workload, formula: float) -> Placed:
+        steps = min(MAX_STEPS, max(MIN_STEPS, MAX_EPISODES // workload.buffer.batch_size))
+        return Placed(engines, workload.ranks, formula, simulate(workload, steps))
 
-    def split(engines: int) -> Workload:
-        return work(engines, devices - engines * tp)
-
-    @cache
-    def apart(engines: int) -> Placed:
-        own = split(engines)
-        return played(engines, own, max(halves(own)))
+    def split(engine_count: int) -> Workload:
+        return workload_for(engine_count, devices - engine_count * tp)
 
     @cache
-    def elastic(engines: int) -> float:
+    def apart(engine_count: int) -> Placed:
+        workload = split(engine_count)
+        return simulate_engines(engine_count, workload, max(batch_seconds(workload)))
+
+    @cache
+    def elastic(engine_count: int) -> float:
         """By arithmetic no device idles; in the simulated run they come and go for free."""
-        own = split(engines)
-        lasting = engines * tp
-        free = played(engines, replace(own, lent=own.rate / lasting * own.ranks), 0.0).forecast.step_s
-        used = _tokens(own) / own.rate * lasting + (own.train + own.commit + shift) * own.ranks
-        return min(apart(engines).forecast.step_s, max(free, used / devices))
+        workload = split(engine_count)
+        engine_devices = engine_count * tp
+        lent_step_seconds = simulate_engines(
+            engine_count, replace(workload, lent=workload.rate / engine_devices * workload.ranks), 0.0
+        ).forecast.step_s
+        device_seconds = (
+            _batch_tokens(workload) / workload.rate * engine_devices
+            + (workload.train + workload.commit + shift_seconds) * workload.ranks
+        )
+        return min(apart(engine_count).forecast.step_s, max(lent_step_seconds, device_seconds / devices))
 
-    def descend(seconds: Callable[[int], float], engines: int) -> int:
-        near = (engines, engines - 1, engines + 1)
-        best = min((n for n in near if n in possible), key=seconds)
-        return best if best == engines else descend(seconds, best)
+    def descend(seconds: Callable[[int], float], engine_count: int) -> int:
+        neighbours = (engine_count, engine_count - 1, engine_count + 1)
+        best = min((n for n in neighbours if n in engine_counts), key=seconds)
+        return best if best == engine_count else descend(seconds, best)
 
     shifts = None
-    possible = range(1, (devices - 1) // tp + 1)
+    engine_counts = range(1, (devices - 1) // tp + 1)
     if devices % tp == 0:
-        own = replace(work(devices // tp, devices), shift=shift)
-        shifts = played(devices // tp, own, sum(halves(own)) + shift)
+        shifted_workload = replace(workload_for(devices // tp, devices), shift=shift_seconds)
+        shifts = simulate_engines(
+            devices // tp, shifted_workload, sum(batch_seconds(shifted_workload)) + shift_seconds
+        )
 
-    if not possible:
+    if not engine_counts:
         return Comparison(None, shifts)
-    best = descend(lambda n: apart(n).forecast.step_s, min(possible, key=lambda n: max(halves(split(n)))))
+    best = descend(
+        lambda n: apart(n).forecast.step_s, min(engine_counts, key=lambda n: max(batch_seconds(split(n))))
+    )
     return Comparison(apart(best), shifts, elastic(descend(elastic, best)))

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.launch.checks import ALL, examine
+from asyncrl.launch.checks import ALL_CHECKS, collect_notes
 from asyncrl.launch.data import Inputs, Note
 
 Keys = Mapping[str, Any]  # dotted
@@ -94,9 +94,11 @@ class Given:
     def notes(self, *names: str) -> list[Note]:
         """What these checks find, after those that they need."""
         needed = set(names)
-        for check in reversed(ALL):
+        for check in reversed(ALL_CHECKS):
             needed |= set(check.needs) if check.name in needed else set()
-        return list(examine([check for check in ALL if check.name in needed], Inputs(self.config())))
+        return list(
+            collect_notes([check for check in ALL_CHECKS if check.name in needed], Inputs(self.config()))
+        )
 
 
 def assert_found(given: Given, expected: str, spoils: Spoil | list[Spoil], text: str = "") -> None:

@@ -30,7 +30,14 @@ from msgspec.structs import replace
 
 from asyncrl.buffer import flow_control
 from asyncrl.buffer.lifetimes import Deadlines
-from asyncrl.planning.simulator import PARTS, Recorded, RecordedTurn, SimulatedStep, Simulation, Workload
+from asyncrl.planning.simulator import (
+    QUARTER_MIDPOINTS,
+    Recorded,
+    RecordedTurn,
+    SimulatedStep,
+    Simulation,
+    Workload,
+)
 
 GROUPS = 1000  # that episodes are drawn from
 
@@ -147,7 +154,7 @@ def alone(work: Workload) -> Alone:
     lives = ends[:, [1, -1]]
     parts = np.array(
         [
-            (tokens / PARTS.size, at, end, second, last)
+            (tokens / QUARTER_MIDPOINTS.size, at, end, second, last)
             for members, (second, last) in zip(groups, lives, strict=True)
             for sampled, turns, end in members
             for at, tokens in zip(sampled, turns, strict=True)
@@ -165,8 +172,8 @@ def _play(work: Workload, turns: Sequence[RecordedTurn]) -> tuple[list[float], l
     tokens = []
     for turn in turns:
         seconds = turn.tokens / work.speed
-        sampled += [now + seconds * (1 - part) for part in PARTS]
-        tokens += [turn.tokens] * PARTS.size
+        sampled += [now + seconds * (1 - part) for part in QUARTER_MIDPOINTS]
+        tokens += [turn.tokens] * QUARTER_MIDPOINTS.size
         now += seconds
         if now > work.limit:
             break

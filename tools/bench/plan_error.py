@@ -27,7 +27,7 @@ from asyncrl.algorithms.recipe import with_group_policy
 from asyncrl.commands.plan import Measurements
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
-from asyncrl.planning.forecast import Forecast, fit, measured, predict
+from asyncrl.planning.forecast import Forecast, fit, measured_forecast, predict
 
 STEPS = 20
 SETTINGS = [
@@ -112,7 +112,7 @@ def main() -> None:
                 own = fit(found.config, found.rows, found.recorded, [found.load], found.publish_s)
                 rates = replace(rates, shift_s=own.shift_s)
             told = predict(config, rates, STEPS, (0, 1, 2))
-            was = measured(found.rows)
+            was = measured_forecast(found.rows)
             errors.append(error(told.step_s, was.step_s))
             lags.append(abs(told.lag - was.lag))
             lines.append(line(name, seed, told, was))

@@ -60,7 +60,7 @@ from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.batch import Batcher
 from asyncrl.engines.torch.engine import PREFILL_TOKENS, replace_weights
 from asyncrl.episodes.parts import EpisodeParts
-from asyncrl.planning.simulator import RecordedTurn, Simulation, Workload, _Play
+from asyncrl.planning.simulator import RecordedTurn, Simulation, Workload, _SimulatedEpisode
 from asyncrl.rewards import RewardInput
 from asyncrl.tools import ToolSession
 from asyncrl.trainer.batch import Example
@@ -125,7 +125,7 @@ class TailLearner(Learner):
         return metrics
 
 
-class LearningPlay(_Play):
+class LearningPlay(_SimulatedEpisode):
     """An episode that runs. `state`: of its machine; without a turn under way, until that is sampled."""
 
     def __init__(self, episode: EpisodeRecord, sample: Sample, key: int, now: float) -> None:

@@ -141,8 +141,8 @@ def test_a_plain_line_is_never_long(failed: str, count: int) -> None:
     line = plain_line(state)
     assert len(line) <= 160 and "reward 1234.500" in line
     assert ("waits: worker 0" in line) == bool(count) and ("attempts failed: 1,234" in line) == bool(failed)
-    assert (plain_line(state, waits=False) == line) == (not failed and not count)
-    assert all(name in plain_line(state, waits=False) for name in ("lag mean", "advantage 0", "reward"))
+    assert (plain_line(state, with_waits=False) == line) == (not failed and not count)
+    assert all(name in plain_line(state, with_waits=False) for name in ("lag mean", "advantage 0", "reward"))
 
 
 def test_there_is_a_line_for_each_step_and_each_validation() -> None:
@@ -198,7 +198,7 @@ def test_a_terminal_that_was_closed_does_not_matter(mode: str, monkeypatch: pyte
 @pytest.mark.parametrize("mode", ["plain", "live"])
 def test_a_terminal_that_nobody_reads_stops_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And gets what was printed meanwhile once it is read again."""
-    monkeypatch.setattr(console_module, "PATIENCE", 60.0)
+    monkeypatch.setattr(console_module, "CLOSE_TIMEOUT", 60.0)
     ours, theirs = os.openpty()
     seen = bytearray()
 

@@ -57,7 +57,7 @@ def state(steps: int = 300) -> ConsoleState:
 def drawn(shown: ConsoleState, width: int, height: int) -> list[str]:
     out = io.StringIO()
     terminal = Terminal(file=out, width=width, height=height + 1, force_terminal=True, color_system=None)
-    terminal.print(render(shown, terminal, keys=True), end="")
+    terminal.print(render(shown, terminal, has_keyboard=True), end="")
     return out.getvalue().splitlines()
 
 

@@ -20,8 +20,8 @@ from asyncrl.coordinator.peers import WrittenFiles
 from asyncrl.coordinator.state import TransactionalOutbox
 from asyncrl.errors import ConfigError
 from asyncrl.launch import joined
-from asyncrl.launch.joined import JoinedProcess, SentFiles, Ticket, claim, release
-from asyncrl.launch.placement import RolePlace
+from asyncrl.launch.joined import JoinedProcess, SentFiles, Ticket, claim_directory, release_directory
+from asyncrl.launch.placement import PlannedProcess
 from asyncrl.launch.process import CRASHED, ProcessSpec
 from asyncrl.observe import files
 from asyncrl.weights.disk import weights_directory
@@ -54,7 +54,7 @@ class Home:
     def ticket(self, role: str = "rollout", index: int = 1, target: str = "os:abort") -> Ticket:
         base = {"name": "t", "run_dir": str(self.there.parent)}
         config: RunConfig = parse(base | {"model": {"path": str(self.there)}, "data": {"train": "d"}})
-        order = ProcessSpec(RolePlace(role, index, 1, target), "launch.1")
+        order = ProcessSpec(PlannedProcess(role, index, 1, target), "launch.1")
         return Ticket(order, config, self.endpoints.given_to(role), "2026-11-24 00ff")
 
     def sender(self, role: str = "rollout", index: int = 1) -> SentFiles:
@@ -107,7 +107,7 @@ def test_files_are_added_once_also_after_a_restart_of_either_end(home: Home) -> 
     home.write("logs/rollout-1.log", b", and more")
     assert home.during(second.send) and home.files.expected(time.monotonic())
     assert not home.files.expected(time.monotonic() + 60), "it may be gone"
-    assert home.during(lambda: second.send(last=True)) and not home.files.expected(time.monotonic())
+    assert home.during(lambda: second.send(is_last=True)) and not home.files.expected(time.monotonic())
     assert home.read("logs/rollout-1.log") == b"of an earlier launch\n" + long + b"more, and more"
     assert home.read("timeline/rollout-1.jsonl") == b"{}\n"
     assert {path.name for path in home.run_dir.rglob("*") if path.is_file()} == {
@@ -117,7 +117,7 @@ def test_files_are_added_once_also_after_a_restart_of_either_end(home: Home) -> 
 
 
 def test_what_an_answer_was_lost_for_is_not_added_twice(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "SEND_SECONDS", 0.5)
+    monkeypatch.setattr(joined, "SEND_TIMEOUT", 0.5)
     sender = home.sender()
     home.write("logs/rollout-1.log", b"a log")
     home.write("timeline/rollout-1.jsonl", b"once")
@@ -184,13 +184,13 @@ def test_the_day_of_the_run_is_never_half_written_for_others(home: Home) -> None
 
 
 def test_without_a_coordinator_files_wait(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(joined, "SEND_TIMEOUT", 0.2)
     sender = home.sender()
     home.close()
     home.write("logs/rollout-1.log", b"waits")
-    assert not sender.send() and not sender.send(last=True)
+    assert not sender.send() and not sender.send(is_last=True)
     home.start()
-    monkeypatch.setattr(joined, "SEND_SECONDS", 2.0)
+    monkeypatch.setattr(joined, "SEND_TIMEOUT", 2.0)
     tries = (sender.send() for _ in range(15))  # a connection that is dialled again loses what waits in it
     assert home.during(lambda: any(tries)) and home.read("logs/rollout-1.log") == b"waits"
     sender.link.close()
@@ -252,17 +252,17 @@ def test_what_a_killed_launch_has_left_is_removed_by_the_next_one(tmp_path: Path
     cache = weights_directory("shm", tmp_path / "killed-here/run", "run", needed_bytes=0)
     for directory in (tmp_path / "killed-here/run", tmp_path / "killed-there/run", cache):
         directory.mkdir(parents=True)
-    alive = claim(tmp_path / "alive-here", "run", "here")
+    alive = claim_directory(tmp_path / "alive-here", "run", "here")
     assert not (tmp_path / "killed-here").exists() and not cache.exists()
-    claim(tmp_path / "other-here", "run", "here")
+    claim_directory(tmp_path / "other-here", "run", "here")
     assert {path.name for path in tmp_path.iterdir()} == {"alive-here", "other-here", "killed-there"}
-    again = claim(tmp_path / "alive-here", "run", "here")
+    again = claim_directory(tmp_path / "alive-here", "run", "here")
     run_dir = tmp_path / "alive-here/run"
     cache = weights_directory("shm", run_dir, "run", needed_bytes=0)
     cache.mkdir()
-    release(alive, run_dir)
+    release_directory(alive, run_dir)
     assert cache.exists() and run_dir.parent.exists(), "another process uses them"
-    release(again, run_dir)
+    release_directory(again, run_dir)
     assert not cache.exists() and not run_dir.parent.exists()
 
 
@@ -280,7 +280,7 @@ def test_a_directory_that_the_last_process_of_before_removes_is_made_anew(
         real(lock, how)
 
     monkeypatch.setattr(joined.fcntl, "flock", removed_meanwhile)
-    lock = claim(parent, "run", "here")
+    lock = claim_directory(parent, "run", "here")
     assert os.path.samestat(os.fstat(lock), parent.stat()), "else another one removes it under this process"
     os.close(lock)
 
@@ -296,8 +296,8 @@ def test_last_words_and_the_exit_code_of_a_crash_come_home(home: Home) -> None:
 def test_without_a_coordinator_last_words_are_kept_and_it_is_said_where(
     home: Home, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    monkeypatch.setattr(joined, "SEND_SECONDS", 0.1)
-    code, kept = JoinedProcess(home.ticket()).wait(shows=True)
+    monkeypatch.setattr(joined, "SEND_TIMEOUT", 0.1)
+    code, kept = JoinedProcess(home.ticket()).wait(show_log=True)
     assert code == CRASHED
     log = Path(kept.partition(":")[2]) / "logs/rollout-1.log"
     assert b"rollout-1 crashed" in log.read_bytes() == capfdbinary.readouterr().out
@@ -311,7 +311,7 @@ def test_a_closed_terminal_does_not_end_the_role(home: Home, monkeypatch: pytest
     os.close(reader)
     with os.fdopen(writer, "w") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
-        code, kept = home.during(lambda: JoinedProcess(home.ticket()).wait(shows=True))
+        code, kept = home.during(lambda: JoinedProcess(home.ticket()).wait(show_log=True))
     assert (code, kept) == (CRASHED, "") and b"rollout-1 crashed" in home.read("logs/rollout-1.log")
 
 
@@ -321,12 +321,12 @@ def test_a_log_that_was_cut_is_shown_from_its_new_end(
     path = tmp_path / "log"
     path.write_bytes(b"a" * 100)
     with path.open("rb") as log, path.open("ab") as role:
-        assert joined.shown(log)
+        assert joined.copy_log_to_stdout(log)
         os.truncate(path, 10)
-        assert joined.shown(log)
+        assert joined.copy_log_to_stdout(log)
         role.write(b"goes on")
         role.flush()
-        assert joined.shown(log)
+        assert joined.copy_log_to_stdout(log)
     assert capfdbinary.readouterr().out == b"a" * 100 + b"goes on"
 
 

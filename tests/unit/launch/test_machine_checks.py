@@ -71,7 +71,7 @@ def python(script: str, seconds: float = 20.0) -> Spoil:
     """In the place of the servers' Python."""
 
     def spoil(given: Given) -> Keys:
-        given.patch.setattr(machine, "VERSION_SECONDS", seconds)
+        given.patch.setattr(machine, "VERSION_TIMEOUT", seconds)
         return {
             "engine.name": "sglang",
             "engine.server_command": [given.program("python", script), "-m", "x"],

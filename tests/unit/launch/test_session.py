@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config import LaunchConfig
 from asyncrl.launch import session
-from asyncrl.launch.placement import RolePlace, Unit
+from asyncrl.launch.placement import PlannedProcess, Unit
 from asyncrl.launch.process import ProcessSpec
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
@@ -45,7 +45,7 @@ class Play:
         self.hub = Hub(self.endpoints.control, ToCoordinatorControl, Gate(self.endpoints))
         self.processes: dict[str, Process] = {}
         self.shown: list[tuple[Any, ...]] = []
-        units = [Unit(role, (RolePlace(role, 0, 1, "t"),)) for role in ("coordinator", "rollout", *more)]
+        units = [Unit(role, (PlannedProcess(role, 0, 1, "t"),)) for role in ("coordinator", "rollout", *more)]
         self.polled: Callable[[], None] = lambda: None  # in the session's thread, between its messages
         self.supervisor = Supervisor(units, self.spawn, run_dir, 0, lambda unit, name: "")
         self.session = Session(
@@ -194,7 +194,7 @@ def test_a_coordinator_that_was_being_restarted_is_asked_to_stop_as_well(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers nothing for a while, and knows nobody: hello and stop are repeated."""
-    monkeypatch.setattr(session, "HELLO_EVERY", 0.05)
+    monkeypatch.setattr(session, "HELLO_INTERVAL", 0.05)
 
     def part() -> None:
         play.begin()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.isolation.child import describe_exit
-from asyncrl.launch.placement import RolePlace, Unit
+from asyncrl.launch.placement import PlannedProcess, Unit
 from asyncrl.launch.process import TRY_AGAIN, ProcessSpec
 from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVE_SECONDS, SOUND_SECONDS, Supervisor
 from asyncrl.wire.addresses import is_older
@@ -38,9 +38,9 @@ class World:
         self.started: list[Fake] = []
         self.notes: list[str] = []
         units = [
-            Unit("coordinator", (RolePlace("coordinator", 0, 1, "t"),)),
-            *(Unit("rollout", (RolePlace("rollout", index, 1, "t"),)) for index in (0, 1)),
-            Unit("trainer", (RolePlace("trainer", 0, 1, "t"), RolePlace("trainer", 1, 1, "t"))),
+            Unit("coordinator", (PlannedProcess("coordinator", 0, 1, "t"),)),
+            *(Unit("rollout", (PlannedProcess("rollout", index, 1, "t"),)) for index in (0, 1)),
+            Unit("trainer", (PlannedProcess("trainer", 0, 1, "t"), PlannedProcess("trainer", 1, 1, "t"))),
         ]
         self.supervisor = Supervisor(
             units, self.spawn, run_dir, restarts, lambda unit, name: f"at-{name}", self.notes.append

@@ -17,7 +17,7 @@ from asyncrl.cli import main
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import Inputs, ok
 from asyncrl.launch.preflight import check_checkpoint_directory
-from asyncrl.launch.run_directory import lock
+from asyncrl.launch.run_directory import lock_directory
 from asyncrl.store import copies
 from asyncrl.store.copies import BEYOND, restore
 from asyncrl.store.listing import Listing, page
@@ -142,7 +142,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     for path in (run_dir / "segments").iterdir():
         path.write_bytes(b"")
     restoring = ["runs", "restore", "t", "--run-dir", str(tmp_path)]
-    with lock(run_dir, "run_dir"):
+    with lock_directory(run_dir, "run_dir"):
         assert main(restoring) == 2 and "another run with this name" in capsys.readouterr().err
     assert main(restoring) == 0
     said = capsys.readouterr().out
