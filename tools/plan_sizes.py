@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 from asyncrl.algorithms.recipe import with_group_policy
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import compose
-from asyncrl.planning.forecast import Rates, time_savings, predict
+from asyncrl.planning.forecast import Rates, predict, time_savings
 from asyncrl.planning.simulator import Recorded, RecordedTurn
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/recipes.md"

@@ -35,13 +35,13 @@ def main(argv: list[str]) -> int:
     from asyncrl.launch.checks import ALL_CHECKS, MACHINE_CHECKS, collect_notes
     from asyncrl.launch.data import Inputs, Note
 
-    checks = ALL
+    checks = ALL_CHECKS
     try:
         config = compose(options.overrides, options.config_dir)
     except MissingKeyError as error:
         if error.key != "model.path":
             raise
-        checks = MACHINE
+        checks = MACHINE_CHECKS
         config = compose([*NO_MODEL, *options.overrides], options.config_dir)
 
     search_working_directory()
@@ -55,10 +55,10 @@ def main(argv: list[str]) -> int:
                 print(indent(more_lines, " " * 24, lambda line: True))
             yield level
 
-    levels = list(print_notes(examine(checks, Inputs(config))))
+    levels = list(print_notes(collect_notes(checks, Inputs(config))))
     counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warning", "error", "skipped"))
     print(f"\n{counts}")
 
-    if checks is MACHINE:
+    if checks is MACHINE_CHECKS:
         print("only the machine was checked; name model.path and data.train to have them checked, too")
     return 2 if "error" in levels else 0

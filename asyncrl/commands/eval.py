@@ -163,7 +163,7 @@ def _check_model(name: str, runs_directory: Path) -> None:
     from asyncrl.launch.models import parse_hub_model
 
     path = Path(name).expanduser()
-    if path.is_dir() or (hub_model(name) and path.parent.resolve() != runs_directory.resolve()):
+    if path.is_dir() or (parse_hub_model(name) and path.parent.resolve() != runs_directory.resolve()):
         return
     names = (
         ", ".join(sorted(run.name for run in list_run_directories(runs_directory)))
@@ -194,7 +194,7 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     from asyncrl.launch.models import resolve_models
     from asyncrl.launch.run_directory import previous_config
 
-    config = resolve_models(config, begun_with(config))
+    config = resolve_models(config, previous_config(config))
 
     if not any(one.startswith("name=") for one in arguments):
         path_parts = Path(target.model).parts

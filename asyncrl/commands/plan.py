@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
     if options.shift is not None:
         rates = replace(rates, shift_s=options.shift, shift_source="as you say")
     if options.tail != 1:
-        rates = replace(rates, recorded=stretched(rates.recorded, options.tail))
+        rates = replace(rates, recorded=stretch_tail(rates.recorded, options.tail))
 
     is_measured = options.tail == 1 and (not names or wanted_config == first_run.config)
     print_report(
@@ -238,7 +238,7 @@ def _concurrent_episodes(spans: Sequence[Line], config: RunConfig) -> float:
         if total_seconds
         else 0.0
     )
-    return concurrency * config.rollout.workers / engines(config)
+    return concurrency * config.rollout.workers / engine_count(config)
 
 
 def _state_bytes(config: RunConfig, run_dir: Path) -> int:
@@ -334,10 +334,10 @@ def rank_candidates(forecasts: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Ke
 def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested_devices: int) -> None:
     """Print it. `rows`: of a run with just this configuration; none where there was none. `asked`: devices,
     or 0."""
-    from asyncrl.planning.forecast import engine_count, time_savings, measured_forecast, predict
+    from asyncrl.planning.forecast import engine_count, measured_forecast, predict, time_savings
 
     key, tp = engine_key(config)
-    current_devices = (engines(config) * tp, config.trainer.ranks)
+    current_devices = (engine_count(config) * tp, config.trainer.ranks)
     devices = requested_devices or (max(current_devices) if config.shifts else sum(current_devices))
 
     unshared_config = with_keys(config, {"engine.colocated": 0}) or config
@@ -349,9 +349,9 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
     print_progress("simulating this configuration")
     predicted = predict(config, rates, seeds=SIMULATION_SEEDS)
     print_progress("finding what limits it")
-    saved_shares = sorted(limits(config, rates, SIMULATION_SEEDS).items(), key=lambda one: -one[1])
+    saved_shares = sorted(time_savings(config, rates, SIMULATION_SEEDS).items(), key=lambda one: -one[1])
 
-    columns = {"predicted": predicted} | ({"measured": measured(rows)} if rows else {})
+    columns = {"predicted": predicted} | ({"measured": measured_forecast(rows)} if rows else {})
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
     for label, name, number_format in FIGURES:
         print(
@@ -398,7 +398,7 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
 def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
     """Print what engines and trainer do apart, and by shifts on the same devices, and which way to take.
     Return that split; None where it is by shifts."""
-    from asyncrl.planning.devices import compare, batch_seconds
+    from asyncrl.planning.devices import batch_seconds, compare
     from asyncrl.planning.forecast import workload
 
     key, tp = engine_key(config)
@@ -407,7 +407,7 @@ def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
         return workload(with_keys(config, {key: engines, "trainer.ranks": ranks}) or config, rates)
 
     print_progress(f"comparing splits and shifts on up to {devices} devices")
-    sampling_seconds, training_seconds = halves(work(1, 1))
+    sampling_seconds, training_seconds = batch_seconds(work(1, 1))
     print(
         f"\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine {sampling_seconds:.3g} s, one "
         f"rank {training_seconds:.3g} s,\nboth changes of the devices {rates.shift_s:.3g} s ({rates.shift_source}):\n"

@@ -43,7 +43,7 @@ def restore_database(directory: Path, name: str) -> int:
 
     if not name:
         raise ConfigError("runs restore: name the run")
-    with lock(run_dir := find_run(directory, name), "run_dir"):
+    with lock_directory(run_dir := find_run(directory, name), "run_dir"):
         print(*copies.restore(run_dir), "resume=auto goes on from here", sep="\n")
     return 0
 

@@ -25,7 +25,7 @@ from asyncrl.data.sources import paths
 from asyncrl.data.tasks import UNNAMED, Task, check_task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError, SetupError
 from asyncrl.gateway import Command
-from asyncrl.launch.run_directory import previous_config, describe_changes, stored_meta
+from asyncrl.launch.run_directory import describe_changes, previous_config, stored_meta
 from asyncrl.launch.truths import TESTS_REWARD, describe_truths
 from asyncrl.tools import ToolError, check_sample_tools
 from asyncrl.types import Message, Sample

@@ -10,7 +10,7 @@ import psutil
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
-from asyncrl.launch.data import Inputs, Note, preflight_check, ok, warning
+from asyncrl.launch.data import Inputs, Note, ok, preflight_check, warning
 from asyncrl.launch.estimates import format_bytes
 from asyncrl.launch.nodes import is_loopback
 from asyncrl.launch.placement import ENGINE, SCORER, TRAINER, assign_gpus

@@ -22,10 +22,10 @@ from asyncrl.errors import ConfigError, recorded
 from asyncrl.gateway import Command
 from asyncrl.isolation.sandbox.detection import check_image
 from asyncrl.launch import estimates, memory, placement
-from asyncrl.launch.data import MAX_TRIED_IMAGES, Inputs, Note, preflight_check, ok, warning
-from asyncrl.launch.estimates import count_gpus, uses_gpu, sees_gpu, format_bytes
+from asyncrl.launch.data import MAX_TRIED_IMAGES, Inputs, Note, ok, preflight_check, warning
+from asyncrl.launch.estimates import count_gpus, format_bytes, sees_gpu, uses_gpu
 from asyncrl.launch.models import chat_template, check_model
-from asyncrl.launch.run_directory import check_resumed, check_run_directory, check_creatable, run_directory
+from asyncrl.launch.run_directory import check_creatable, check_resumed, check_run_directory, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.remote import SCORER
@@ -492,7 +492,7 @@ def describe_cluster(inputs: Inputs) -> Iterator[Note]:
 
         with _silenced_libraries():
             launcher_host = own_address() if launch.host == EVERY_ADDRESS else launch.host
-            yield from map(ok, planned(inputs.config, launcher_host))
+            yield from map(ok, plan_on_cluster(inputs.config, launcher_host))
 
 
 @preflight_check("estimate", requires=("data", "memory"))

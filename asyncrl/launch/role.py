@@ -26,7 +26,7 @@ from asyncrl.config import RunConfig, read_config
 from asyncrl.errors import ConfigError, GaveUpError
 from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.models import resolve_models
-from asyncrl.launch.placement import COORDINATOR, SCORER, ROLE_TARGETS, TRAINER
+from asyncrl.launch.placement import COORDINATOR, ROLE_TARGETS, SCORER, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
 from asyncrl.registry import search_working_directory
 from asyncrl.runtime.process import ignore_endings, quick_imports

@@ -20,8 +20,8 @@ from asyncrl.launch.estimates import count_gpus, sees_gpu
 from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, LocalSpawner, Spawn
 from asyncrl.launch.run_directory import (
     check_paths_are_text,
-    prepare_and_lock,
     describe_resumed_changes,
+    prepare_and_lock,
     run_directory,
 )
 from asyncrl.launch.session import Session

@@ -14,7 +14,7 @@ from functools import cache
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.planning.forecast import MIN_STEPS, MAX_EPISODES, Forecast, simulate
+from asyncrl.planning.forecast import MAX_EPISODES, MIN_STEPS, Forecast, simulate
 from asyncrl.planning.simulator import Workload
 
 MAX_STEPS = 100  # of a simulated run: what flow control adds in the first ones is little of them

@@ -17,8 +17,8 @@ from asyncrl.commands.eval import (
     argument_parser,
     by_task,
     configuration,
-    resolve_target,
     print_result,
+    resolve_target,
     summarize_metrics,
 )
 from asyncrl.config import RunConfig, composition

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
-from asyncrl.commands.plan import Measurements, with_keys, rank_candidates, splits
+from asyncrl.commands.plan import Measurements, rank_candidates, splits, with_keys
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import recompose
 from asyncrl.launch.process import BAD_INPUT, FAILED, INTERRUPTED

@@ -25,7 +25,7 @@ from asyncrl.launch.models import check_model, resolve_models
 from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import BAD_INPUT
 from asyncrl.launch.role import run_role
-from asyncrl.launch.run_directory import previous_config, check_resumed
+from asyncrl.launch.run_directory import check_resumed, previous_config
 from asyncrl.weights.disk import KEEP, space_needed
 from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.sockets import Endpoints

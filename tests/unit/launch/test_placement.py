@@ -12,7 +12,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.process import arguments
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import Inputs
-from asyncrl.launch.placement import assign_gpus, describe_plan, process_environment, plan_units
+from asyncrl.launch.placement import assign_gpus, describe_plan, plan_units, process_environment
 from asyncrl.launch.preflight import check_device
 from asyncrl.rollout import samplers
 from asyncrl.rollout.samplers import engine_factory

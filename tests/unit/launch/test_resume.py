@@ -18,8 +18,8 @@ from asyncrl.launch import run_directory as run_directories
 from asyncrl.launch.models import check_model
 from asyncrl.launch.run_directory import (
     check_resumed,
-    prepare_and_lock,
     describe_resumed_changes,
+    prepare_and_lock,
     run_directory,
 )
 from asyncrl.store.launches import tree

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.config import BufferConfig
-from asyncrl.planning.devices import compare, batch_seconds
+from asyncrl.planning.devices import batch_seconds, compare
 from asyncrl.planning.simulator import RecordedTurn, Workload
 
 BUFFER = BufferConfig(groups_per_batch=4, episodes_per_group=2, max_staleness=4)

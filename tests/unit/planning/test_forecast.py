@@ -14,11 +14,11 @@ from asyncrl.planning.forecast import (
     Rates,
     fit,
     fit_engine,
-    time_savings,
     measured_forecast,
     predict,
     recorded_turns,
     stretch_tail,
+    time_savings,
     workload,
 )
 from asyncrl.planning.simulator import RecordedTurn
