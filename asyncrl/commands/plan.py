@@ -75,12 +75,12 @@ class Measurements(msgspec.Struct, frozen=True):
     config: RunConfig
     rows: Sequence[Row]
     recorded: Recorded
-    load: EngineLoad
+    engine_load: EngineLoad
     publish_s: float
     state_bytes: int
 
     @classmethod
-    def of(cls, run_dir: Path, config: RunConfig) -> Measurements:
+    def read_run(cls, run_dir: Path, config: RunConfig) -> Measurements:
         """ConfigError where there is too little."""
         from asyncrl.planning.forecast import EngineLoad
 
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
 
     if names:
         run_dirs = [find_run(options.run_dir, name) for name in names]
-        measurements = [Measurements.of(path, recompose(path, [])) for path in run_dirs]
+        measurements = [Measurements.read_run(path, recompose(path, [])) for path in run_dirs]
         wanted_config = recompose(run_dirs[0], overrides)
     else:
         wanted_config = compose(overrides, options.config_dir)
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
     from asyncrl.planning.forecast import fit, stretch_tail
 
     first_run = measurements[0]
-    loads = [run.load for run in measurements]
+    loads = [run.engine_load for run in measurements]
     rates = fit(
         first_run.config,
         first_run.rows,
@@ -186,7 +186,7 @@ def probe(config: RunConfig) -> list[Measurements]:
             if exit_code:
                 cleanup.pop_all()
                 raise AsyncrlError(f"the probe failed; its logs are kept: {run_dir / 'logs'}")
-            measurements.append(Measurements.of(run_dir, recompose(run_dir, [])))
+            measurements.append(Measurements.read_run(run_dir, recompose(run_dir, [])))
         return measurements
 
 

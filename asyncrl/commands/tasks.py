@@ -46,14 +46,14 @@ class Trial(msgspec.Struct):
     solution_seconds: float = 0.0
     tests_seconds: float = 0.0
     network: list[str] = []
-    find_faults: list[str] = []
+    faults: list[str] = []
     warnings: list[str] = []
 
     def add_fault(self, text: str) -> None:
         """Add a fault as one line, without the control characters that a program of the sandbox wrote."""
         self.faults.append(printable(" ".join(encodable(text).split())))
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         scores = [
             " ".join(f"{score:g}" for score in dict.fromkeys(scores))
             for scores in (self.untouched, self.solved)
@@ -100,7 +100,7 @@ async def check_tasks(folders: list[TaskFolder], jobs: int, repeats: int, as_jso
             trial = await running_trial
             faulty_count += bool(trial.faults)
             unnamed_tasks += [trial.task] * bool(trial.warnings)
-            print(msgspec.json.encode(trial).decode() if as_json else trial.line(), flush=True)
+            print(msgspec.json.encode(trial).decode() if as_json else trial.format_line(), flush=True)
 
     if not as_json:
         print(f"{len(folders) - faulty_count} of {len(folders)} tasks are as they should be")

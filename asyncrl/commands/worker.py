@@ -55,9 +55,9 @@ def main(argv: list[str]) -> int:
         Ticket(ProcessSpec(planned, enrolled.incarnation), config, endpoints, enrolled.started)
     )
     for number in ENDING:
-        signal.signal(number, lambda number, _: joined_process.role.signal(number))
+        signal.signal(number, lambda number, _: joined_process.role_process.send_signal(number))
 
-    exit_code, kept_at = joined_process.wait(show_log=True)
+    exit_code, kept_at = joined_process.wait_for_exit(show_log=True)
     if kept_at:
         print(f"asyncrl: the run has not got all that {planned.name} wrote: {kept_at}", file=sys.stderr)
     return exit_code

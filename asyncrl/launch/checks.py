@@ -28,14 +28,14 @@ def collect_notes(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
     """Yield what each of them finds, errors included. One that needs another which has failed is skipped."""
     failed_checks: set[str] = set()
     for check in checks:
-        if failed_requirements := [name for name in check.needs if name in failed_checks]:
+        if failed_requirements := [name for name in check.required_checks if name in failed_checks]:
             failed_checks.add(check.name)
             yield Note("skipped", f"not checked: it needs {failed_requirements[0]}", check.name)
             continue
 
         try:
             for note in _run_check(check, inputs):
-                yield note._replace(check=check.name)
+                yield note._replace(subject=check.name)
         except AsyncrlError as error:
             failed_checks.add(check.name)
             yield Note("error", " ".join(str(error).split()), check.name)

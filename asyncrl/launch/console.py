@@ -49,7 +49,7 @@ class Console:
         self._printed_alerts: dict[str, Alert] = {}  # alerts by name: a bad one that returns is printed again
         self._printed_cause = ""  # of the first failed attempt, once printed: alerts do not repeat it
 
-    def status(self, status: Status) -> None:
+    def show_status(self, status: Status) -> None:
         """The state of the run, a few times a second."""
         previous_status = self.state.status
         self.state.status = status
@@ -65,7 +65,7 @@ class Console:
         steps_done = status.step + min(
             0.999, status.gauges.get(BATCH, 0.0)
         )  # a whole batch is not yet a step
-        self.state.progress.update(steps_done, status.phase == "running", now)
+        self.state.progress.update_steps(steps_done, status.phase == "running", now)
 
         for line in new_lines:
             self._print_plain(line)
@@ -85,7 +85,7 @@ class Console:
             [line.replace(f": {self._printed_cause}", "") for line in lines] if self._printed_cause else lines
         )
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def show_step(self, step: int, metrics: dict[str, float]) -> None:
         """The metrics row of a committed step, or of a validation."""
         if VALIDATED in metrics:
             self.state.validation = metrics
@@ -95,15 +95,15 @@ class Console:
             self._print_plain(f"validation at step {step}: {', '.join(figures(HELD_OUT, metrics)) or reason}")
             return
 
-        self.state.committed(step, metrics)
+        self.state.record_step(step, metrics)
         self._print_plain(plain_line(self.state, with_waits=False))
 
-    def note(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
         """An event worth a line in every mode but off."""
         if self.mode != "off":
             self._print(text)
 
-    def fail(self, text: str) -> None:
+    def print_error(self, text: str) -> None:
         """Prints why the run failed on standard error, in every mode."""
         with suppress(OSError):
             print(printable(f"asyncrl: {text}"), file=sys.stderr, flush=True)

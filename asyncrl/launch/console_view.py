@@ -57,26 +57,28 @@ PLAIN_ALERT_WIDTH = 60
 class Progress:
     """`steps` are those done and the share of the next one, so that something is known before the first."""
 
-    began: float
-    steps: float = 0.0
-    origin: tuple[float, float] | None = None  # (time, steps) at which this launch began to train
+    began_at: float
+    steps_done: float = 0.0
+    training_start: tuple[float, float] | None = None  # (time, steps) at which this launch began to train
 
-    def update(self, steps_done: float, training: bool, now: float) -> None:
-        self.steps = steps_done
-        if training and self.origin is None:
-            self.origin = now, steps_done
+    def update_steps(self, steps_done: float, training: bool, now: float) -> None:
+        self.steps_done = steps_done
+        if training and self.training_start is None:
+            self.training_start = now, steps_done
 
-    def remaining(self, total_steps: int, now: float) -> float | None:
+    def remaining_seconds(self, total_steps: int, now: float) -> float | None:
         """Seconds to the last step, at the mean speed of this launch; None before its first step is done. For
         example 1.5 of 10 steps in 30 s leave 8.5 of them for 170 s."""
-        start_time, start_steps = self.origin or (now, self.steps)
-        steps_done = self.steps - start_steps
-        return (total_steps - self.steps) * (now - start_time) / steps_done if steps_done >= 1 else None
+        start_time, start_steps = self.training_start or (now, self.steps_done)
+        steps_done = self.steps_done - start_steps
+        return (total_steps - self.steps_done) * (now - start_time) / steps_done if steps_done >= 1 else None
 
-    def line(self, total_steps: int, now: float) -> str:
-        seconds_left = self.remaining(total_steps, now)
-        eta_text = "" if seconds_left is None or self.steps >= total_steps else f", ETA {clock(seconds_left)}"
-        return f"elapsed {clock(now - self.began)}{eta_text}"
+    def format_times(self, total_steps: int, now: float) -> str:
+        seconds_left = self.remaining_seconds(total_steps, now)
+        eta_text = (
+            "" if seconds_left is None or self.steps_done >= total_steps else f", ETA {clock(seconds_left)}"
+        )
+        return f"elapsed {clock(now - self.began_at)}{eta_text}"
 
 
 @dataclass
@@ -92,11 +94,11 @@ class ConsoleState:
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
 
     @property
-    def times(self) -> str:
-        return self.progress.line(self.status.total_steps, time.monotonic())
+    def times_text(self) -> str:
+        return self.progress.format_times(self.status.total_steps, time.monotonic())
 
     @property
-    def steps(self) -> str:
+    def steps_text(self) -> str:
         """Steps done; until the first one is, also the share of its batch: that is all that moves. An
         evaluation has none."""
         if not self.status.total_steps:
@@ -109,18 +111,18 @@ class ConsoleState:
         )
         return f"step {step}/{self.status.total_steps}{first_batch_text}"
 
-    def committed(self, step: int, metrics: dict[str, float]) -> None:
+    def record_step(self, step: int, metrics: dict[str, float]) -> None:
         """A step with its row, which is newer than the gauges."""
         gauges = {name: value for name, value in self.status.gauges.items() if name not in metrics}
         self.status = replace(self.status, step=step, gauges=gauges)
 
         self.metrics = metrics
-        self.progress.update(step, True, time.monotonic())
+        self.progress.update_steps(step, True, time.monotonic())
         for name in metrics.keys() & TRACED:
             self.history.setdefault(name, []).append(metrics[name])
 
     @property
-    def known(self) -> dict[str, float]:
+    def newest_values(self) -> dict[str, float]:
         """Gauges and metrics; of two values of a name the newer one."""
         return self.validation | self.metrics | self.status.gauges
 
@@ -148,7 +150,7 @@ def render(state: ConsoleState, terminal: Terminal, has_keyboard: bool = False) 
         figure_names = (figure for figure in _figure_names(state) if figure not in state.history)
         curve_lines = render_lines(_curve_table(state, width))
         figure_lines = render_lines(
-            Columns(figures(figure_names, state.known), padding=(0, FIGURE_GAP, 0, 0), equal=True)
+            Columns(figures(figure_names, state.newest_values), padding=(0, FIGURE_GAP, 0, 0), equal=True)
         )
 
         alarm_lines = render_lines(
@@ -184,12 +186,12 @@ def render(state: ConsoleState, terminal: Terminal, has_keyboard: bool = False) 
 def _progress_header(state: ConsoleState, width: int) -> list[RenderableType]:
     """Name and phase; bar, steps and times, on two lines where one has no room for them."""
     name = Text(f"{state.title}  {state.status.phase}", "bold", no_wrap=True, overflow="ellipsis")
-    for layout in ([f"{state.steps} {state.times}"], [state.steps, state.times]):
+    for layout in ([f"{state.steps_text} {state.times_text}"], [state.steps_text, state.times_text]):
         if (bar_width := width - len(layout[0]) - 1) >= MIN_BAR_WIDTH:
             grid = Table.grid(padding=(0, 1, 0, 0))
             total_steps = max(1, state.status.total_steps)
             grid.add_row(
-                ProgressBar(total_steps, state.progress.steps, min(bar_width, MAX_BAR_WIDTH)), layout[0]
+                ProgressBar(total_steps, state.progress.steps_done, min(bar_width, MAX_BAR_WIDTH)), layout[0]
             )
             return [name, grid, *layout[1:]]
     return [name, *layout]
@@ -226,12 +228,12 @@ def plain_line(state: ConsoleState, with_waits: bool = True) -> str:
     """The same on one line of at most WIDEST characters: figures that are unknown, or beyond that, are left
     out. `waits`: with failures and who waits for what."""
     status = state.status
-    line = f"[{state.status.phase}] {state.steps} | {state.times}"
+    line = f"[{state.status.phase}] {state.steps_text} | {state.times_text}"
 
     alert_texts = [f"{alert.name}: {alert.what}" for alert in status.alerts if alert.level != "advice"][:1]
     line += "".join(f" | {text[:PLAIN_ALERT_WIDTH]}" for text in alert_texts)
     figure_names = (name for name in _figure_names(state) if not name.startswith("val-core/"))
-    figure_texts = [*figures(figure_names, state.known)] if status.phase != "starting" else []
+    figure_texts = [*figures(figure_names, state.newest_values)] if status.phase != "starting" else []
     waits_text = f"waits: {'; '.join(status.waits)}" if status.waits else ""
     ending_texts = (unless_quoted(status.failed, status.alerts), waits_text) if with_waits else ()
     endings = list(filter(None, ending_texts))

@@ -50,9 +50,9 @@ class RunData(NamedTuple):
     train: Samples
     test: Samples | None
     warnings: list[str]
-    truths: Sequence[str] = ()
+    truth_lines: Sequence[str] = ()
 
-    def save(self, run_dir: Path) -> None:
+    def save_samples(self, run_dir: Path) -> None:
         """Save them where the coordinator finds them. Raises ConfigError where they cannot be written."""
         try:
             self.train.save(samples_path(run_dir, "train"))
@@ -126,7 +126,7 @@ def prepare_samples(
 
     def sample_fits(sample: Sample) -> bool:
         budget = budgets.get(sample.demonstration)
-        return budget is None or budget.keeps(sample, filter_overlong)
+        return budget is None or budget.keeps_sample(sample, filter_overlong)
 
     sample_iterators = (
         read_samples(config.data, path, split, layout, ignored_settings.see)
@@ -137,7 +137,7 @@ def prepare_samples(
     try:
         with tempfile.TemporaryFile() as file:
             samples = Samples.write(file, fitting_samples)
-        budget_lines = [line for budget in budgets.values() for line in budget.complaints(filter_overlong)]
+        budget_lines = [line for budget in budgets.values() for line in budget.report_lines(filter_overlong)]
     except ConfigError as error:
         raise ConfigError(f"{data_key}: {error}") from error
     except OSError as error:
@@ -197,79 +197,79 @@ class PromptBudget:
 
     kind: str
     limit: int
-    tokens: Callable[[Sample], int]
-    fixed: Callable[[Sample], int]
-    meaning: str = ""
-    fate: str = "their episodes fail"
-    fitting: int = 0
-    over: int = 0
-    empty: int = 0
-    longest: int = 0
-    measured: int = 0
-    unmeasured: int = 0
+    count_tokens: Callable[[Sample], int]
+    count_fixed_tokens: Callable[[Sample], int]
+    limit_meaning: str = ""
+    overlong_fate: str = "their episodes fail"
+    fitting_count: int = 0
+    overlong_count: int = 0
+    empty_count: int = 0
+    longest_tokens: int = 0
+    measured_count: int = 0
+    unmeasured_count: int = 0
     _fixed_tokens: int | None = field(default=None, init=False)
 
-    def fits(self, sample: Sample) -> bool:
+    def fits_limit(self, sample: Sample) -> bool:
         """Also counts it. A token is a byte of text at least, so most samples need not be rendered."""
         if self._fixed_tokens is None:
-            self._fixed_tokens = self.fixed(sample)
+            self._fixed_tokens = self.count_fixed_tokens(sample)
 
         text_bytes = len(
             msgspec.msgpack.encode((sample.prompt, sample.extra_info if sample.demonstration else ""))
         )
         token_count = 0
         if text_bytes + MESSAGE_OVERHEAD_TOKENS * len(sample.prompt) + self._fixed_tokens > self.limit:
-            token_count = self.tokens(sample)
-            self.measured += 1
+            token_count = self.count_tokens(sample)
+            self.measured_count += 1
 
         is_fitting = token_count <= self.limit
-        self.fitting = self.fitting + is_fitting
-        self.over = self.over + (not is_fitting)
-        self.longest = max(self.longest, token_count)
+        self.fitting_count = self.fitting_count + is_fitting
+        self.overlong_count = self.overlong_count + (not is_fitting)
+        self.longest_tokens = max(self.longest_tokens, token_count)
         return is_fitting
 
-    def keeps(self, sample: Sample, filter_overlong: bool) -> bool:
+    def keeps_sample(self, sample: Sample, filter_overlong: bool) -> bool:
         """Return True if it fits, or if samples are not `filtered`; at most MEASURED are measured then. An
         answer without content teaches the model to end its turn at once: it is left out in any case."""
         if sample.demonstration and any(map(_is_empty_answer, sample.prompt[sample.given :])):
-            self.empty += 1
+            self.empty_count += 1
             return False
 
-        if not filter_overlong and self.measured >= MAX_MEASURED_SAMPLES:
-            self.unmeasured += 1
+        if not filter_overlong and self.measured_count >= MAX_MEASURED_SAMPLES:
+            self.unmeasured_count += 1
             return True
-        return self.fits(sample) or not filter_overlong
+        return self.fits_limit(sample) or not filter_overlong
 
-    def complaints(self, filter_overlong: bool) -> list[str]:
+    def report_lines(self, filter_overlong: bool) -> list[str]:
         """Return what was found, in lines. Raises ConfigError if no sample is kept that fits."""
-        nothing_fits = not self.fitting and not self.unmeasured
+        nothing_fits = not self.fitting_count and not self.unmeasured_count
         count_text = (
             "all"
-            if nothing_fits and not self.empty
-            else f"{self.over}"
+            if nothing_fits and not self.empty_count
+            else f"{self.overlong_count}"
             if filter_overlong
-            else f"at least {self.over}"
+            else f"at least {self.overlong_count}"
         )
 
-        size_text = f"more than {self.limit} tokens (the longest {self.longest})"
-        overlong_text = f"{count_text} {self.kind} have {size_text}{self.meaning}"
-        empty_text = f"{self.empty} {self.kind} have an empty message of the assistant"
+        size_text = f"more than {self.limit} tokens (the longest {self.longest_tokens})"
+        overlong_text = f"{count_text} {self.kind} have {size_text}{self.limit_meaning}"
+        empty_text = f"{self.empty_count} {self.kind} have an empty message of the assistant"
 
-        if nothing_fits and (self.over or self.empty):
+        if nothing_fits and (self.overlong_count or self.empty_count):
             advice = (
                 f"{overlong_text}; raise rollout.max_tokens"
-                if self.over
+                if self.overlong_count
                 else f"{empty_text}, and there are no others"
             )
             raise ConfigError(advice)
 
-        fate_text = f"; {self.fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
+        fate_text = f"; {self.overlong_fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
         if filter_overlong:
             fate_text = "; they were left out (data.filter_overlong)"
 
-        return [f"{overlong_text}{fate_text}"] * bool(self.over) + [
+        return [f"{overlong_text}{fate_text}"] * bool(self.overlong_count) + [
             f"{empty_text}; they were left out"
-        ] * bool(self.empty)
+        ] * bool(self.empty_count)
 
 
 def _is_empty_answer(message: Message) -> bool:
@@ -324,21 +324,23 @@ class Inputs:
     An error while something is made is found by the check that asks first; those that need it are skipped.
     """
 
-    given: RunConfig
-    data: RunData | None = None
+    unresolved_config: RunConfig
+    loaded_data: RunData | None = None
 
     @cached_property
-    def resolved(self) -> RunConfig:
+    def resolved_config(self) -> RunConfig:
         """The configuration with directories for the names of models, and the policy for groups."""
         from asyncrl.algorithms.recipe import with_group_policy
         from asyncrl.launch.models import resolve_models
 
-        return with_group_policy(resolve_models(self.given, previous_config(self.given)))
+        return with_group_policy(
+            resolve_models(self.unresolved_config, previous_config(self.unresolved_config))
+        )
 
     @property
     def config(self) -> RunConfig:
         """Return the resolved configuration; the given one before, or where it cannot be resolved."""
-        found: RunConfig = vars(self).get("resolved", self.given)
+        found: RunConfig = vars(self).get("resolved", self.unresolved_config)
         return found
 
     @cached_property
@@ -349,15 +351,15 @@ class Inputs:
         return EpisodeParts(self.config)
 
     @cached_property
-    def tasks(self) -> list[Task]:
+    def image_tasks(self) -> list[Task]:
         """Return a task of each image that episodes work in."""
         tasks_by_image: dict[str, Task] = {}
-        for samples in filter(None, (self.samples.train, self.samples.test)):
+        for samples in filter(None, (self.run_data.train, self.run_data.test)):
             tasks_by_image |= {task.image: task for task in filter(None, map(task_of, samples))}
         return [*tasks_by_image.values()]
 
     @cached_property
-    def agent_version(self) -> dict[str, str]:
+    def agent_versions(self) -> dict[str, str]:
         """Ask the coding agent that leads episodes for its version, by its name; empty where none does.
         ConfigError where the program of an agent cannot be run as episodes run it."""
         agent = self.parts.agent
@@ -366,14 +368,14 @@ class Inputs:
         name = agent.harness.name
 
         try:
-            version = asyncio.run(agent.version(self.tasks[:MAX_TRIED_IMAGES]))
+            version = asyncio.run(agent.version(self.image_tasks[:MAX_TRIED_IMAGES]))
             return {name: version} if agent.harness.tested else {}
         except SetupError as error:
             raise ConfigError(f"rollout.agent.{name}: {error}") from error
         except (AsyncrlError, TimeoutError) as error:
             place_text = "in the sandbox"
             advice = ", show what it needs to read, or set sandbox: none"
-            if self.tasks:
+            if self.image_tasks:
                 place_text = "in the image of a task"
                 advice = ", or install it in the image"
             elif agent.sandbox == "none":
@@ -385,20 +387,20 @@ class Inputs:
             ) from error
 
     @cached_property
-    def samples(self) -> RunData:
+    def run_data(self) -> RunData:
         """The samples of the run, in files without names."""
-        return self.data or check_data(self.parts)
+        return self.loaded_data or check_data(self.parts)
 
     @property
-    def loaded(self) -> bool:
+    def has_data(self) -> bool:
         """True once there are samples."""
-        return self.data is not None or "samples" in vars(self)
+        return self.loaded_data is not None or "samples" in vars(self)
 
     @cached_property
-    def prompt(self) -> tuple[int, ...]:
+    def first_prompt(self) -> tuple[int, ...]:
         """The token ids of the first prompt as the model reads it; of a conversation that is to be learned,
         what precedes its first answer. Empty where an environment or an agent writes it."""
-        sample = self.samples.train[0]
+        sample = self.run_data.train[0]
         rollout = self.config.rollout
         if rollout.environment or rollout.agent:
             return ()
@@ -418,7 +420,7 @@ class Note(NamedTuple):
 
     level: Level
     text: str
-    preflight_check: str = ""  # by which one, once it is collected
+    subject: str = ""  # by which one, once it is collected
 
 
 def ok(text: str) -> Note:
@@ -434,7 +436,7 @@ class Check:
     """`needs`: names of checks without which this one says nothing new; it is skipped if one fails."""
 
     name: str
-    needs: tuple[str, ...]
+    required_checks: tuple[str, ...]
     run: Callable[[Inputs], Iterable[Note]]
 
     def __call__(self, inputs: Inputs) -> Iterable[Note]:

@@ -50,23 +50,23 @@ class Ticket:
     """Says what a process is in a run. `started`: the launcher's file of that name, which names the day of
     the run; `cwd`: the launcher's directory, "" to stay in one's own; `variables`: secrets that it needs."""
 
-    order: ProcessSpec
+    process_spec: ProcessSpec
     config: RunConfig
     endpoints: Endpoints
-    started: str
-    cwd: str = ""
-    variables: dict[str, str] = field(default_factory=dict, repr=False)
+    start_file_text: str
+    working_directory: str = ""
+    secret_variables: dict[str, str] = field(default_factory=dict, repr=False)
 
-    def enter(self) -> None:
+    def enter_directory(self) -> None:
         """Be in the launcher's directory, with the secrets. Raises ConfigError."""
-        if self.cwd and not Path(self.cwd).is_dir():
+        if self.working_directory and not Path(self.working_directory).is_dir():
             raise ConfigError(
-                f"{socket.gethostname()}: the launcher's directory {self.cwd} is not on this machine; start "
+                f"{socket.gethostname()}: the launcher's directory {self.working_directory} is not on this machine; start "
                 "asyncrl in a directory that all machines have"
             )
 
-        os.chdir(self.cwd or ".")
-        os.environ.update(self.variables)
+        os.chdir(self.working_directory or ".")
+        os.environ.update(self.secret_variables)
 
 
 class JoinedProcess:
@@ -74,20 +74,20 @@ class JoinedProcess:
 
     def __init__(self, ticket: Ticket) -> None:
         host = socket.gethostname()
-        process_spec = ticket.order
+        process_spec = ticket.process_spec
         run_name = ticket.config.name
         launch_name = f"{launch_of(process_spec.incarnation)}-{host}"
         launch_directory = run_directory(ticket.config).absolute() / "elsewhere" / launch_name
         run_dir = launch_directory / run_name
         config = replace(ticket.config, run_dir=str(launch_directory))
         process_directory = (
-            run_dir / process_spec.place.name
+            run_dir / process_spec.process.name
         )  # what the process was told, and how far its files were sent
 
         with ConfigError.instead_of(OSError, text=f"run_dir: on {host} it cannot be written to"):
             self._directory_lock = claim_directory(launch_directory, run_name, host)
             process_directory.mkdir(parents=True, exist_ok=True)
-            (process_directory / "started").write_text(ticket.started)
+            (process_directory / "started").write_text(ticket.start_file_text)
             (process_directory / "started").replace(
                 run_dir / "started"
             )  # other processes of the launch may read it now
@@ -95,24 +95,24 @@ class JoinedProcess:
 
         self._process_directory = process_directory
         self._sent_files = SentFiles(process_directory, ticket)
-        self.role = LocalSpawner(run_dir, ticket.endpoints, process_directory)(process_spec)
+        self.role_process = LocalSpawner(run_dir, ticket.endpoints, process_directory)(process_spec)
 
-    def wait(self, show_log: bool = False) -> tuple[int, str]:
+    def wait_for_exit(self, show_log: bool = False) -> tuple[int, str]:
         """Send what the role writes, until it has ended; return its exit code, and where files are that could
         not be sent ('': nowhere). `shows`: its log goes to standard output, too."""
         last_sent_at = 0.0
-        with log_path(self._process_directory.parent, self.role.name).open("rb") as log:
+        with log_path(self._process_directory.parent, self.role_process.name).open("rb") as log:
             exit_code = None
             while exit_code is None:
                 time.sleep(POLL_SECONDS)
-                exit_code = self.role.poll()
+                exit_code = self.role_process.poll()
                 if show_log:
                     show_log = copy_log_to_stdout(log)
                 if time.monotonic() > last_sent_at + SEND_INTERVAL:
-                    self._sent_files.send()
+                    self._sent_files.send_new()
                     last_sent_at = time.monotonic()
 
-        if all_sent := self._sent_files.send(is_last=True):
+        if all_sent := self._sent_files.send_new(is_last=True):
             (self._process_directory / "config.yaml").unlink(missing_ok=True)
         self._sent_files.link.close()
         release_directory(self._directory_lock, self._process_directory.parent)
@@ -138,7 +138,7 @@ class SentFiles:
     started again on this machine goes on from there."""
 
     def __init__(self, process_directory: Path, ticket: Ticket) -> None:
-        process = ticket.order.place
+        process = ticket.process_spec.process
         self._endpoints = ticket.endpoints
         self._run_dir = process_directory.parent
         self._identity = identity(process.role, process.index)
@@ -152,7 +152,7 @@ class SentFiles:
         with suppress(OSError, msgspec.DecodeError):
             self._sent_bytes = msgspec.json.decode(self._progress_file.read_bytes(), type=dict[str, int])
 
-    def send(self, is_last: bool = False) -> bool:
+    def send_new(self, is_last: bool = False) -> bool:
         """Send all that is new; False if the coordinator has not taken it within SEND_SECONDS. Nothing waits
         in the socket then: it is closed, and the next call dials again, and first sends no bytes."""
         deadline = time.monotonic() + SEND_TIMEOUT

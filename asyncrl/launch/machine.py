@@ -257,7 +257,7 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
         return
 
     harness = agent.harness
-    agent_version = inputs.agent_version.get(agent.harness.name, "")
+    agent_version = inputs.agent_versions.get(agent.harness.name, "")
     agent_key = f"rollout.agent.{harness.name}"
 
     if harness.tested not in ("", agent_version):

@@ -37,7 +37,7 @@ class Node:
     id: str
     address: str
     gpus: float = 0
-    free: float = 0
+    free_gpus: float = 0
     resources: frozenset[str] = frozenset()
 
 
@@ -51,23 +51,25 @@ class NodeAssignment:
         self._config = config
         self._launcher_node = launcher_node
         self._cluster_has_gpus = any(node.gpus for node in nodes)
-        self._free_gpus = {node.id: node.free for node in nodes}  # GPUs that other runs leave to this one
+        self._free_gpus = {
+            node.id: node.free_gpus for node in nodes
+        }  # GPUs that other runs leave to this one
         self._node_of: dict[str, str] = {}  # id of the machine of each process
-        self._processes = [process for unit in units for process in unit.places]
+        self._processes = [process for unit in units for process in unit.processes]
 
         for process in sorted(
             self._processes, key=lambda place: (PLACING_ORDER.index(place.role), place.index)
         ):
-            if self.choose(process, nodes) is None:
+            if self.choose_node(process, nodes) is None:
                 raise ConfigError(self._describe_lack(process, nodes))
 
-    def choose(self, process: PlannedProcess, nodes: Sequence[Node]) -> Node | None:
+    def choose_node(self, process: PlannedProcess, nodes: Sequence[Node]) -> Node | None:
         """Choose a machine for a starting process: its previous one if it has room, else any other; None if
         none has room. A process that must stay where it was waits for room there."""
         previous_node = self._node_of.pop(process.name, "")
 
         for node in nodes:
-            self._free_gpus.setdefault(node.id, min(node.gpus, node.free + self._gpus_held(node)))
+            self._free_gpus.setdefault(node.id, min(node.gpus, node.free_gpus + self._gpus_held(node)))
         fitting_nodes = [node for node in nodes if self._fits_node(process, node)]
         fitting_nodes = fitting_nodes or [
             node for node in nodes if stays_with_launcher(process) and node.id == previous_node
@@ -81,11 +83,11 @@ class NodeAssignment:
         self._node_of[process.name] = chosen_node.id
         return chosen_node
 
-    def put(self, process: PlannedProcess, node: str) -> None:
+    def record_node(self, process: PlannedProcess, node: str) -> None:
         """Ray has started it there, perhaps by a choice of its own."""
         self._node_of[process.name] = node
 
-    def gpus(self, process: PlannedProcess) -> float:
+    def gpus_for(self, process: PlannedProcess) -> float:
         """As `launch.gpus` says, or else one for a rank and `tp` for a server, and one for an embedded
         engine with `model.device=cuda`; none on a cluster without any, unless they are asked for."""
         config = self._config
@@ -101,21 +103,23 @@ class NodeAssignment:
             return int(cuda and not config.engine.remote)
         return process.gpus if role in (ENGINE, SCORER) and self._cluster_has_gpus else 0
 
-    def pool(self, process: PlannedProcess) -> str:
+    def pool_for(self, process: PlannedProcess) -> str:
         """The resource that its machine must have; '' for none."""
         return next((pool for role, pool in self._config.launch.pools.items() if role == process.role), "")
 
-    def machines(self, role: str) -> set[str]:
+    def nodes_of(self, role: str) -> set[str]:
         return {self._node_of[process.name] for process in self._processes if process.role == role}
 
-    def describe(self, nodes: Sequence[Node]) -> list[str]:
+    def describe_nodes(self, nodes: Sequence[Node]) -> list[str]:
         """A line for each machine, for a person to read."""
         lines = []
         for node in nodes:
             process_names = [
                 process.name for process in self._processes if self._node_of[process.name] == node.id
             ]
-            gpus_text = f", {node.free:g} of {node.gpus:g} GPUs free, {self._gpus_held(node):g} for this run"
+            gpus_text = (
+                f", {node.free_gpus:g} of {node.gpus:g} GPUs free, {self._gpus_held(node):g} for this run"
+            )
             launcher_text = " (this machine)" if node.id == self._launcher_node else ""
             lines.append(
                 f"{node.address}{launcher_text}{gpus_text * bool(node.gpus)}: {', '.join(process_names) or 'nothing'}"
@@ -123,8 +127,8 @@ class NodeAssignment:
         return lines
 
     def _fits_node(self, process: PlannedProcess, node: Node) -> bool:
-        pool = self.pool(process)
-        has_gpus = self._gpus_left(node) >= self.gpus(process)
+        pool = self.pool_for(process)
+        has_gpus = self._gpus_left(node) >= self.gpus_for(process)
         return (
             has_gpus
             and (not stays_with_launcher(process) or node.id == self._launcher_node)
@@ -137,7 +141,9 @@ class NodeAssignment:
 
     def _gpus_held(self, node: Node) -> float:
         return sum(
-            self.gpus(process) for process in self._processes if self._node_of.get(process.name) == node.id
+            self.gpus_for(process)
+            for process in self._processes
+            if self._node_of.get(process.name) == node.id
         )
 
     def _node_cost(self, process: PlannedProcess, node: Node) -> tuple[Any, ...]:
@@ -152,7 +158,7 @@ class NodeAssignment:
 
         if process.role == TRAINER:
             return is_remote, not role_counts[node.id], -gpus_left, node.address
-        if self.gpus(process):
+        if self.gpus_for(process):
             return -gpus_left, not is_remote, node.address
         uses_servers = self._config.engine.remote and process.role == ROLLOUT
         has_server = uses_servers and any(
@@ -163,8 +169,8 @@ class NodeAssignment:
 
     def _describe_lack(self, process: PlannedProcess, nodes: Sequence[Node]) -> str:
         """Say what the machines lack, and what to do."""
-        wanted_gpus = self.gpus(process)
-        pool = self.pool(process)
+        wanted_gpus = self.gpus_for(process)
+        pool = self.pool_for(process)
         if stays_with_launcher(process):
             nodes = [node for node in nodes if node.id == self._launcher_node]
             where_text = "the launcher's machine"
@@ -183,10 +189,12 @@ class NodeAssignment:
             nodes = [node for node in nodes if pool in node.resources]
             where_text = f"{where_text} with {pool!r}"
 
-        total_gpus = sum(map(self.gpus, self._processes))
+        total_gpus = sum(map(self.gpus_for, self._processes))
         gpus_by_role = {
             role: sum(
-                self.gpus(other_process) for other_process in self._processes if other_process.role == role
+                self.gpus_for(other_process)
+                for other_process in self._processes
+                if other_process.role == role
             )
             for role in PLACING_ORDER
         }
@@ -222,7 +230,7 @@ def check_shared_resources(
             f"launch.host={own_address}"
         )
 
-    if len(assignment.machines(TRAINER)) > 1 and not config.checkpoint.directory:
+    if len(assignment.nodes_of(TRAINER)) > 1 and not config.checkpoint.directory:
         raise ConfigError(
             "checkpoint.directory: trainer ranks are on several machines; set it to a path that all of them "
             "share, or to a URL"

@@ -42,11 +42,11 @@ class Unit:
     """Processes that only live together: the coordinator, one server, one worker, or all trainer ranks."""
 
     role: str
-    places: tuple[PlannedProcess, ...]
+    processes: tuple[PlannedProcess, ...]
 
     @property
     def name(self) -> str:
-        return self.places[0].name if len(self.places) == 1 else f"{self.role} (all ranks)"
+        return self.processes[0].name if len(self.processes) == 1 else f"{self.role} (all ranks)"
 
 
 def plan_units(config: RunConfig) -> tuple[Unit, ...]:
@@ -139,7 +139,7 @@ def describe_plan(
         else "none: gives the engines the model as it is",
     }
 
-    processes = [process for unit in units for process in unit.places]
+    processes = [process for unit in units for process in unit.processes]
     assigned_gpus = assign_gpus(config, gpu_count) if gpu_count else {}
     for role, text in work_by_role.items():
         role_processes = [process for process in processes if process.role == role]

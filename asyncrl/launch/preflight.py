@@ -54,8 +54,8 @@ def check_directory(inputs: Inputs) -> Iterator[Note]:
 @preflight_check("model", requires=("libraries",))
 def check_models(inputs: Inputs) -> Iterator[Note]:
     """The models are found, and those of the hub fetched. Later checks read the resolved configuration."""
-    check_resumed(inputs.resolved)
-    check_model(inputs.resolved)
+    check_resumed(inputs.resolved_config)
+    check_model(inputs.resolved_config)
     yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are there")
 
 
@@ -127,7 +127,7 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
 @preflight_check("data", requires=("model", "plug-ins"))
 def load_data(inputs: Inputs) -> Iterator[Note]:
     with _silenced_libraries():
-        run_data = inputs.samples
+        run_data = inputs.run_data
 
     config = inputs.config
     sources_matter = config.scored_reference and not config.reader("")  # each teacher has sources of its own
@@ -146,17 +146,19 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
 @preflight_check("ground truths", requires=("data",))
 def show_truths(inputs: Inputs) -> Iterator[Note]:
     """Say how the first ground truths look to the rewards."""
-    yield from map(ok, inputs.samples.truths)
+    yield from map(ok, inputs.run_data.truth_lines)
 
 
 @preflight_check("tasks", requires=("data",))
 def check_tasks(inputs: Inputs) -> Iterator[Note]:
     """Start a sandbox in the images of some tasks."""
-    for task in (tried_tasks := inputs.tasks[:MAX_TRIED_IMAGES]):
+    for task in (tried_tasks := inputs.image_tasks[:MAX_TRIED_IMAGES]):
         with ConfigError.instead_of(ConfigError, text=f"task {task.name}"):
             check_image(task.image, task.user)
     if tried_tasks:
-        yield ok(f"sandboxes start in {len(tried_tasks)} of {len(inputs.tasks)} images; all images are there")
+        yield ok(
+            f"sandboxes start in {len(tried_tasks)} of {len(inputs.image_tasks)} images; all images are there"
+        )
 
 
 @preflight_check("plug-ins", requires=("libraries",))
@@ -191,7 +193,7 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
     from asyncrl.episodes.parts import check_chat, check_demonstrations, check_token_ids
 
     parts = inputs.parts
-    run_data = inputs.samples
+    run_data = inputs.run_data
     with _silenced_libraries():
         vocabulary_rows = vocabulary_of(inputs.config.model.path)
         check_token_ids(parts, "data.train", run_data.train, vocabulary_rows)
@@ -219,14 +221,14 @@ def describe_chat(inputs: Inputs) -> Iterator[Note]:
         f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops_text or 'no token'}"
     )
 
-    if prompt_ids := inputs.prompt:
+    if prompt_ids := inputs.first_prompt:
         count_text = f"the first prompt has {len(prompt_ids)} tokens of {inputs.config.rollout.max_tokens}"
         yield ok(f"{count_text}:\n{rules.chat.decode(prompt_ids)}")
 
 
 @preflight_check("sample", requires=("template",))
 def check_sample(inputs: Inputs) -> Iterator[Note]:
-    sample = inputs.samples.train[0]
+    sample = inputs.run_data.train[0]
     if not (inputs.config.rollout.agent or sample.demonstration):
         yield from asyncio.run(try_sample(inputs.parts, sample))
 
@@ -469,9 +471,9 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         )
 
     is_unsure = (
-        writes_calls and rollout.tools and not detected_parser and inputs.loaded
+        writes_calls and rollout.tools and not detected_parser and inputs.has_data
     )  # or its check has failed
-    if is_unsure and not shown_calls(inputs.parts, inputs.samples.train[0].prompt):
+    if is_unsure and not shown_calls(inputs.parts, inputs.run_data.train[0].prompt):
         yield warning(
             f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
             f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your "
@@ -500,15 +502,15 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
         config = inputs.config
         has_gpu = sees_gpu(inputs.config)
-        prompt_tokens = len(inputs.prompt)
-        train_count = len(inputs.samples.train)
-        test_count = len(inputs.samples.test or ())
+        prompt_tokens = len(inputs.first_prompt)
+        train_count = len(inputs.run_data.train)
+        test_count = len(inputs.run_data.test or ())
 
         yield from map(ok, estimates.describe_work(config, train_count, test_count, prompt_tokens))
         yield from map(ok, _describe_side_requests(inputs))
         yield from map(ok, estimates.describe_costs(config, has_gpu))
         yield from memory.describe_memory(config, has_gpu)
-        if uses_gpu(config, has_gpu) is False and not inputs.samples.train[0].demonstration:
+        if uses_gpu(config, has_gpu) is False and not inputs.run_data.train[0].demonstration:
             yield from map(ok, estimates.describe_time(config, test_count, prompt_tokens))
 
 

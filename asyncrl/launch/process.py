@@ -33,7 +33,7 @@ TRY_AGAIN = 75  # a trainer rank gave up a batch: with less, or without it, the 
 class ProcessSpec:
     """A request to start `place`. Ranks that start together share `incarnation` and `rendezvous`."""
 
-    place: PlannedProcess
+    process: PlannedProcess
     incarnation: str
     rendezvous: str = ""
 
@@ -68,7 +68,7 @@ class LocalProcess:
         bound_log(self._log_path)
         return self._process.poll()
 
-    def signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Pass a signal on to the role."""
         self._process.send_signal(number)
 
@@ -101,9 +101,9 @@ class LocalSpawner:
         """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
         the terminal reaches only the launcher, which stops everything in order; at a signal to all processes
         of a job (Slurm's) workers leave, and the others wait for the launcher (`role.main`)."""
-        log_file = log_path(self._run_dir, process_spec.place.name)
+        log_file = log_path(self._run_dir, process_spec.process.name)
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        role_endpoints = self._endpoints.given_to(process_spec.place.role)
+        role_endpoints = self._endpoints.given_to(process_spec.process.role)
 
         with log_file.open("ab") as log, full_pipe(msgspec.msgpack.encode(role_endpoints)) as endpoints_pipe:
             process = subprocess.Popen(
@@ -115,22 +115,22 @@ class LocalSpawner:
                 start_new_session=True,
             )
 
-        return LocalProcess(process_spec.place.name, process, log_file)
+        return LocalProcess(process_spec.process.name, process, log_file)
 
     def _role_environment(self, process_spec: ProcessSpec) -> dict[str, str]:
         """Keep the working directory off the import path: `role.main` adds it behind Python's own modules."""
-        return os.environ | process_environment(process_spec.place) | {"PYTHONSAFEPATH": "1"}
+        return os.environ | process_environment(process_spec.process) | {"PYTHONSAFEPATH": "1"}
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
         """The path of a new file where the ranks of one start meet; '' for a single process."""
-        if len(unit.places) == 1:
+        if len(unit.processes) == 1:
             return ""
         path = (self._run_dir / "rendezvous" / incarnation).absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         return str(path)
 
     def _role_command(self, process_spec: ProcessSpec) -> list[str]:
-        planned = process_spec.place
+        planned = process_spec.process
         return [
             *(sys.executable, "-m", "asyncrl.launch.role", planned.role),
             *("--index", str(planned.index)),

@@ -56,12 +56,12 @@ class RoleActor:
         machine lacks what it needs."""
         node, address = self.node()
         use_interface_of(address)
-        ticket.enter()
+        ticket.enter_directory()
 
         if node != launcher_node:
-            return JoinedProcess(ticket).wait()
+            return JoinedProcess(ticket).wait_for_exit()
 
-        process = LocalSpawner(run_directory(ticket.config), ticket.endpoints)(ticket.order)
+        process = LocalSpawner(run_directory(ticket.config), ticket.endpoints)(ticket.process_spec)
         while (exit_code := process.poll()) is None:
             time.sleep(POLL_SECONDS)
         return exit_code, ""
@@ -88,7 +88,7 @@ class RayProcess:
         self._node_call = node_call
         self._run_call = run_call
         self._log_path = log_path(spawner.run_dir, planned.name)
-        self._assignment = spawner.placing
+        self._assignment = spawner.assignment
 
         self._waiting_since = time.monotonic()
         self._exit_code: int | None = None
@@ -131,7 +131,7 @@ class RayProcess:
         """Tell whether it is placed by now."""
         if ray.wait([self._node_call], timeout=0)[0]:
             with suppress(RayError):
-                self._assignment.put(self._planned, ray.get(self._node_call)[0])
+                self._assignment.record_node(self._planned, ray.get(self._node_call)[0])
             self._node_call = None
         elif time.monotonic() - self._waiting_since > PLACING_WARNING_SECONDS:
             log.warning(
@@ -155,14 +155,14 @@ class RaySpawner:
         self._config = config
         self._endpoints = endpoints
         self.run_dir = run_dir
-        self.placing = assignment
+        self.assignment = assignment
         self._launcher_node = launcher_node
         self._start_file_text = (run_dir / "started").read_text()
         self._secrets = named_secrets(config)
 
     @classmethod
     @contextmanager
-    def open(cls, config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator[RaySpawner]:
+    def open_cluster(cls, config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator[RaySpawner]:
         """Connect to `launch.ray_address`, or start a cluster of this machine for as long as this lives."""
         with connect_cluster(config) as launcher_node:
             nodes = list_nodes()
@@ -172,7 +172,7 @@ class RaySpawner:
             yield cls(config, endpoints, run_dir, assignment, launcher_node)
 
     def __call__(self, process_spec: ProcessSpec) -> RayProcess:
-        planned = process_spec.place
+        planned = process_spec.process
         role_endpoints = self._endpoints.given_to(planned.role)
         ticket = Ticket(
             process_spec, self._config, role_endpoints, self._start_file_text, os.getcwd(), self._secrets
@@ -189,7 +189,7 @@ class RaySpawner:
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
         """A free port of this node, where rank 0 is."""
-        if len(unit.places) == 1:
+        if len(unit.processes) == 1:
             return ""
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -198,16 +198,16 @@ class RaySpawner:
     def _actor_options(self, planned: PlannedProcess) -> dict[str, Any]:
         """CPUs are not reserved: on one machine the roles share cores. Without a machine that has room, Ray
         waits for one, also for one that joins the cluster."""
-        pool = self.placing.pool(planned)
+        pool = self.assignment.pool_for(planned)
         strategy: Any = "DEFAULT"
 
-        if (node := self.placing.choose(planned, list_nodes())) is not None:
+        if (node := self.assignment.choose_node(planned, list_nodes())) is not None:
             # soft=True went to others that were just as free
             strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
 
         return {
             "num_cpus": 0,
-            "num_gpus": self.placing.gpus(planned),
+            "num_gpus": self.assignment.gpus_for(planned),
             "resources": {pool: 0.001} if pool else None,
             "max_restarts": 0,
             "max_task_retries": 0,
@@ -245,7 +245,7 @@ def plan_on_cluster(config: RunConfig, host: str) -> list[str]:
         nodes = list_nodes()
         assignment = NodeAssignment(config, plan_units(config), nodes, launcher_node)
         check_shared_resources(config, nodes, launcher_node, host, assignment)
-        return assignment.describe(nodes)
+        return assignment.describe_nodes(nodes)
 
 
 def list_nodes() -> list[Node]:

@@ -97,7 +97,7 @@ class Session:
                 outcome = self._loop()
                 self._wind_down(outcome)
             finally:
-                self._supervisor.kill()
+                self._supervisor.kill_all()
                 self._link.close()
 
         is_decided_here = (
@@ -120,12 +120,12 @@ class Session:
             now = time.monotonic()
 
             if self._signal_count > 1:
-                self._supervisor.kill()
+                self._supervisor.kill_all()
                 return RunOutcome(INTERRUPTED, f"killed by a second interrupt; {self._resume_advice}")
             if self._signal_count and self._stop_deadline is None:
                 self._request_stop(RunOutcome(INTERRUPTED), "interrupted", now)
 
-            process_outcome = self._supervisor.tick(now)
+            process_outcome = self._supervisor.poll_processes(now)
             if process_outcome is not None:
                 if (
                     self._decided_outcome is None
@@ -164,7 +164,7 @@ class Session:
                 self._handle(received[0])
                 received = self._link.receive(0.0)
         except ProtocolError as error:
-            self._console.note(one_line(error))
+            self._console.print_note(one_line(error))
 
     def _send_hello(self) -> None:
         """Hello, and the stop that was asked for: a coordinator that was just restarted knows neither."""
@@ -178,24 +178,24 @@ class Session:
         match message:
             case Status():
                 self._has_started = self._has_started or message.phase != "starting"
-                self._supervisor.step = message.step
+                self._supervisor.run_step = message.step
                 if (
                     message.phase == "stopping" and self._stop_deadline is None
                 ):  # nothing moves in it any more
                     limit = self._config.stop_timeout
                     self._begin_stop(now, limit)
-                    self._console.note(f"the run is stopped{self._stop_manner} (at most {limit:g} s)")
-                self._console.status(message)
+                    self._console.print_note(f"the run is stopped{self._stop_manner} (at most {limit:g} s)")
+                self._console.show_status(message)
             case StepReport():
                 self._has_started = True
-                self._console.step(message.step, message.metrics)
+                self._console.show_step(message.step, message.metrics)
                 self._on_report(message)
             case Replace():
-                self._console.note(f"{message.reason}: replacing it")
+                self._console.print_note(f"{message.reason}: replacing it")
                 self._supervisor.kill_role(message.role, message.incarnation)
             case RunEnd():
                 self._run_end = message
-                self._supervisor.over = True
+                self._supervisor.run_over = True
             case Welcome() | Stop():
                 pass
             case _:
@@ -209,10 +209,10 @@ class Session:
         self._begin_stop(now, self._config.stop_timeout if self._has_started else 0.0)
 
         if self._coordinator_stops:
-            self._can_save = not self._supervisor.lost(TRAINER)
+            self._can_save = not self._supervisor.describe_lost(TRAINER)
             manner = self._stop_manner if self._can_save else ""
             limit_text = f"at most {self._config.stop_timeout:g} s; Ctrl-C again kills at once"
-            self._console.note(f"{reason}: stopping{manner} ({limit_text})")
+            self._console.print_note(f"{reason}: stopping{manner} ({limit_text})")
             self._stop_reason = reason
             self._send_hello()
 
@@ -224,9 +224,13 @@ class Session:
 
     def _check_trainer(self) -> None:
         """A trainer that is lost during a stop will write no checkpoint, and nobody waits for it."""
-        if self._coordinator_stops and self._can_save and (lost_trainer := self._supervisor.lost(TRAINER)):
+        if (
+            self._coordinator_stops
+            and self._can_save
+            and (lost_trainer := self._supervisor.describe_lost(TRAINER))
+        ):
             self._can_save = False
-            self._console.note(f"no checkpoint: {lost_trainer}")
+            self._console.print_note(f"no checkpoint: {lost_trainer}")
             self._stop_reason = lost_trainer
             self._send_hello()
 
@@ -239,7 +243,7 @@ class Session:
         if self._decided_outcome.code == INTERRUPTED and process_outcome.code != COMPLETED:
             return process_outcome
         if self._coordinator_stops and process_outcome.code == COMPLETED:
-            self._console.note(
+            self._console.print_note(
                 f"the stop took {duration(time.monotonic() - self._stop_began_at)}; {self._resume_advice}"
             )
         return self._decided_outcome
@@ -255,7 +259,7 @@ class Session:
             return RunOutcome(FAILED, f"{waited_text}\n{log_file}:\n{log_tail(log_file)}")
 
         if (silent_seconds := now - self._last_message_at) > self._config.stall_timeout:
-            self._console.note(
+            self._console.print_note(
                 f"the coordinator has been silent for {duration(silent_seconds)}: replacing it"
             )
             self._last_message_at = now
@@ -277,7 +281,7 @@ class Session:
             )
             self._await_exits(min(LEAVE_SECONDS, seconds_left))
 
-        self._supervisor.kill()
+        self._supervisor.kill_all()
         self._await_exits(KILL_RESERVE)
 
     def _await_exits(self, seconds: float) -> None:

@@ -49,8 +49,8 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
 
     inputs, warnings = checks.run_checks(config)
     config = inputs.config
-    run_data = inputs.samples
-    agent_versions = inputs.agent_version
+    run_data = inputs.run_data
+    agent_versions = inputs.agent_versions
     del inputs  # its tokenizer is needed no more
 
     run_dir = run_directory(config)
@@ -60,7 +60,7 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
 
     with ExitStack() as stack:
         stack.enter_context(prepare_and_lock(config))
-        run_data.save(run_dir)
+        run_data.save_samples(run_dir)
         record_machine(run_dir, agent_versions)
 
         _remove_outside_weights(config)  # of a launcher that was killed
@@ -79,18 +79,18 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
             trackers.log(report.step, report.metrics, report.values)
 
         supervisor = Supervisor(
-            units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
+            units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.print_note
         )
         is_training = config.total_steps > 0
         session = Session(config.launch, run_dir, endpoints, supervisor, console, log_report, is_training)
 
         if changed_keys:
-            console.note(f"goes on with other keys: {changed_keys}")
-        for line in run_data.truths:
-            console.note(line)
+            console.print_note(f"goes on with other keys: {changed_keys}")
+        for line in run_data.truth_lines:
+            console.print_note(line)
         for warning in warnings:
-            console.note(f"warning: {warning}")
-        console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
+            console.print_note(f"warning: {warning}")
+        console.print_note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
 
         outcome = session.run()
         write_status(run_dir, read_status(run_dir) | {"code": outcome.code, "error": outcome.error})
@@ -136,7 +136,7 @@ def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator
     if config.launch.kind == "ray":
         from asyncrl.launch.ray import RaySpawner
 
-        with RaySpawner.open(config, run_dir, endpoints) as ray_spawner:
+        with RaySpawner.open_cluster(config, run_dir, endpoints) as ray_spawner:
             yield ray_spawner, ray_spawner.rendezvous
         return
     local_spawner = LocalSpawner(run_dir, endpoints)
@@ -160,13 +160,13 @@ def conclude(
             summary["busy_at_once"] = overlap(run_dir)
             write_summary(run_dir, summary)
         if failure:
-            console.fail(f"summary.json is not complete: {failure.line}")
+            console.print_error(f"summary.json is not complete: {failure.line}")
 
     if summary and config.total_steps and show_summary:
         print_summary(summary, run_dir)
 
     if error:
-        console.fail(error)
+        console.print_error(error)
     if not summary:
-        console.fail(f"no summary was written; logs: {run_dir / 'logs'}")
+        console.print_error(f"no summary was written; logs: {run_dir / 'logs'}")
     return code

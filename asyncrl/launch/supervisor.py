@@ -56,16 +56,16 @@ class SupervisedUnit:
     plan: Unit
     handles: list[ProcessHandle] = field(default_factory=list)
     incarnation: str = ""
-    restarts: int = 0
-    died: tuple[float, int] = (-math.inf, -1)  # when it died last, and at which step of the run
-    retry_at: float | None = None
-    left_at: float | None = None  # when a process of it was first seen to have left with 0
+    restart_count: int = 0
+    last_death: tuple[float, int] = (-math.inf, -1)  # when it died last, and at which step of the run
+    restart_at: float | None = None
+    first_left_at: float | None = None  # when a process of it was first seen to have left with 0
 
     @property
     def alive(self) -> list[ProcessHandle]:
         return [handle for handle in self.handles if handle.poll() is None]
 
-    def dead(self, now: float) -> tuple[ProcessHandle, int] | None:
+    def find_dead(self, now: float) -> tuple[ProcessHandle, int] | None:
         """Return a process that crashed, with its exit code.
 
         Exit code 0 is correct at the end of a run; it counts as a crash when the run goes on for
@@ -75,14 +75,14 @@ class SupervisedUnit:
         crashed_handles = [(handle, code) for handle, code in ended_handles if code != COMPLETED]
 
         if crashed_handles or not ended_handles:
-            self.left_at = None
+            self.first_left_at = None
             gave_up = [
                 crashed for crashed in crashed_handles if crashed[1] == TRY_AGAIN
             ]  # of ranks: the others end because of it
             return next(iter(gave_up or crashed_handles), None)
 
-        self.left_at = now if self.left_at is None else self.left_at
-        return ended_handles[0] if now - self.left_at > LEAVE_SECONDS else None
+        self.first_left_at = now if self.first_left_at is None else self.first_left_at
+        return ended_handles[0] if now - self.first_left_at > LEAVE_SECONDS else None
 
 
 class Supervisor:
@@ -100,8 +100,8 @@ class Supervisor:
         on_restart: Callable[[str], None] = log.warning,
     ) -> None:
         self.units = [SupervisedUnit(unit) for unit in units]
-        self.stopping = self.over = False
-        self.step = 0  # of the run, as last reported
+        self.stopping = self.run_over = False
+        self.run_step = 0  # of the run, as last reported
 
         self._spawn = spawn
         self._run_dir = run_dir
@@ -115,13 +115,13 @@ class Supervisor:
         for unit in self.units:
             self._start_unit(unit)
 
-    def tick(self, now: float) -> RunOutcome | None:
+    def poll_processes(self, now: float) -> RunOutcome | None:
         """Look at every process; restart what may be restarted."""
         for unit in self.units:
             outcome = self._coordinator_outcome(unit)
-            if outcome is None and unit.retry_at is not None:
+            if outcome is None and unit.restart_at is not None:
                 self._restart_if_due(unit, now)
-            elif outcome is None and (dead := unit.dead(now)):
+            elif outcome is None and (dead := unit.find_dead(now)):
                 outcome = self._handle_death(unit, *dead, now)
             if outcome is not None:
                 return outcome
@@ -131,7 +131,7 @@ class Supervisor:
     def alive(self) -> list[ProcessHandle]:
         return [handle for unit in self.units for handle in unit.alive]
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         for handle in self.alive:
             handle.kill()
 
@@ -142,7 +142,7 @@ class Supervisor:
                 for handle in unit.alive:
                     handle.kill()
 
-    def lost(self, role: str) -> str:
+    def describe_lost(self, role: str) -> str:
         """A process of the role that crashed and is not started again yet, and how it ended; '' if none."""
         handles = [handle for unit in self.units if unit.plan.role == role for handle in unit.handles]
         ended_processes = [(handle.name, code) for handle in handles if (code := handle.poll())]
@@ -154,18 +154,18 @@ class Supervisor:
         """New processes for a unit; ranks of one start share incarnation and rendezvous."""
         incarnation = incarnation_of(self._launch_id, next(self._start_numbers))
         unit.incarnation = self._launch_id if unit.plan.role == COORDINATOR else incarnation
-        self.over = self.over and unit.plan.role != COORDINATOR
+        self.run_over = self.run_over and unit.plan.role != COORDINATOR
 
         rendezvous = self._rendezvous(unit.plan, unit.incarnation)
         unit.handles = [
-            self._spawn(ProcessSpec(planned, unit.incarnation, rendezvous)) for planned in unit.plan.places
+            self._spawn(ProcessSpec(planned, unit.incarnation, rendezvous)) for planned in unit.plan.processes
         ]
 
-        unit.retry_at = unit.left_at = None
+        unit.restart_at = unit.first_left_at = None
 
     def _coordinator_outcome(self, unit: SupervisedUnit) -> RunOutcome | None:
         """Exit codes 0 and 1 are the result of the run; with any other its process has crashed."""
-        if unit.plan.role != COORDINATOR or not unit.handles or unit.retry_at is not None:
+        if unit.plan.role != COORDINATOR or not unit.handles or unit.restart_at is not None:
             return None
         code = unit.handles[0].poll()
         if code == FAILED:
@@ -176,7 +176,7 @@ class Supervisor:
         self, unit: SupervisedUnit, dead_process: ProcessHandle, exit_code: int, now: float
     ) -> RunOutcome | None:
         """A process of the unit died: end the others too, and plan a restart while the budget lasts."""
-        if self.over and unit.plan.role != COORDINATOR:
+        if self.run_over and unit.plan.role != COORDINATOR:
             return None
 
         for handle in unit.alive:
@@ -200,36 +200,36 @@ class Supervisor:
             return None
 
         if exit_code == TRY_AGAIN:  # each time with less: it ends by itself
-            unit.retry_at = now
+            unit.restart_at = now
             self._on_restart(f"{dead_process.name}: {cause_text}; {unit.plan.name} is restarted")
             return None
 
-        (previous_death, previous_step), unit.died = unit.died, (now, self.step)
-        if now - previous_death > SOUND_SECONDS and self.step > previous_step:
-            unit.restarts = 0
+        (previous_death, previous_step), unit.last_death = unit.last_death, (now, self.run_step)
+        if now - previous_death > SOUND_SECONDS and self.run_step > previous_step:
+            unit.restart_count = 0
 
-        if unit.restarts >= self._max_restarts:
+        if unit.restart_count >= self._max_restarts:
             spent_text = f"{dead_process.name} {exit_text}; its {self._max_restarts} restarts (launch.restarts) are spent"
             return RunOutcome(
                 FAILED,
                 f"{spent_text}{cause_text and f': {cause_text}'}\n{self._describe_log(dead_process.name)}",
             )
 
-        delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**unit.restarts)
-        unit.restarts += 1
-        unit.retry_at = now + delay
+        delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**unit.restart_count)
+        unit.restart_count += 1
+        unit.restart_at = now + delay
         self._on_restart(
             f"{dead_process.name} {exit_text}; {unit.plan.name} is restarted in {delay:g} s "
-            f"({unit.restarts} of {self._max_restarts}){cause_text and f': {cause_text}'}"
+            f"({unit.restart_count} of {self._max_restarts}){cause_text and f': {cause_text}'}"
         )
         return None
 
     def _restart_if_due(self, unit: SupervisedUnit, now: float) -> None:
         """Start again once the back-off is over and all processes of the last start have ended."""
-        assert unit.retry_at is not None
-        is_ending = self.stopping or self.over
+        assert unit.restart_at is not None
+        is_ending = self.stopping or self.run_over
         is_wanted = not is_ending or unit.plan.role == COORDINATOR  # a stop needs the coordinator
-        if now >= unit.retry_at and not unit.alive and is_wanted:
+        if now >= unit.restart_at and not unit.alive and is_wanted:
             self._start_unit(unit)
 
     def _describe_log(self, name: str) -> str:

@@ -91,20 +91,20 @@ class _SimulatedEpisode:
     def __init__(self, episode: EpisodeRecord, recorded: Sequence[RecordedTurn], began_at: float) -> None:
         self.episode = episode
         self.recorded = recorded
-        self.left = len(recorded)
-        self.began = began_at
+        self.turns_left = len(recorded)
+        self.began_at = began_at
         # times are the engines'
-        self.turn_began = began_at
+        self.turn_began_at = began_at
         self.version = 0
-        self.tokens = 0.0
-        self.turns: list[tuple[float, float, float]] = []  # began, ended, tokens
+        self.turn_tokens = 0.0
+        self.turn_spans: list[tuple[float, float, float]] = []  # began, ended, tokens
 
 
 class Simulation:
     """A simulated run. Its flow control moves the live limit, unless buffer.target_staleness is a number."""
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
-        self.w = workload
+        self.workload = workload
         self.now = 0.0
         self.random = Random(seed)
 
@@ -114,7 +114,7 @@ class Simulation:
         prompts = Prompts(1, lambda epoch: [0])
         self.buffer = ReplayBuffer(buffer_config, prompts, total_groups=1 << 60, retries=0, group_bytes=0)
         self.batches = Batches(self.buffer, workload.micro_tokens, flush=True, packing="packed")
-        self.control = FlowControl(buffer_config)
+        self.flow_control = FlowControl(buffer_config)
         self.crossings = Crossings(self.buffer, buffer_config.max_staleness)
 
         self.steps: list[SimulatedStep] = []
@@ -156,7 +156,7 @@ class Simulation:
     def run(self, steps: int, changes: Mapping[int, Workload] = MappingProxyType({})) -> list[SimulatedStep]:
         """Give one record per step. `changes`: by step, the workload from that step on."""
         while len(self.steps) < steps:
-            self.w = changes.get(len(self.steps), self.w)
+            self.workload = changes.get(len(self.steps), self.workload)
             while self._state_changed:
                 self._state_changed = False
                 self._admit()
@@ -180,8 +180,10 @@ class Simulation:
         """The next event, or the end of the next turn, whichever is first."""
         engines_awake = self._has_devices(Shift.ROLLOUT)
         sampling_count = len(self._sampling) * engines_awake
-        token_rate = self.w.rate + (0.0 if self._trainer_working else self.w.lent)
-        token_rate = engines_awake / max(1 / self.w.speed, self.w.base + max(1, sampling_count) / token_rate)
+        token_rate = self.workload.rate + (0.0 if self._trainer_working else self.workload.lent)
+        token_rate = engines_awake / max(
+            1 / self.workload.speed, self.workload.base + max(1, sampling_count) / token_rate
+        )
         turn_end = (
             self.now + (self._sampling[0][0] - self._served_tokens) / token_rate
             if sampling_count
@@ -207,13 +209,15 @@ class Simulation:
         """Let the devices change hands if it is time."""
         shifts = self.shifts
         is_settled = not self._devices_changing
-        if shifts is None or self.w.shift is None:
+        if shifts is None or self.workload.shift is None:
             return
 
         step = self.buffer.committed
         trainer_waits = not self._trainer_working
         outlook = (
-            self.batches.outlook(step, self._micro_batches, self.w.ranks) if trainer_waits else NOTHING_ASKED
+            self.batches.outlook(step, self._micro_batches, self.workload.ranks)
+            if trainer_waits
+            else NOTHING_ASKED
         )
         idle_seconds = self.now - self._sampled_at
         situation = Situation(
@@ -232,7 +236,7 @@ class Simulation:
         self._refused_state = (-1, 0)
         if shifts.shift in shifts.seconds:
             self._devices_changing = True
-            self._schedule(self.w.shift / 2, self._exchanged)
+            self._schedule(self.workload.shift / 2, self._exchanged)
         elif shifts.shift is Shift.ROLLOUT:
             self._woke()
 
@@ -244,7 +248,7 @@ class Simulation:
         """Engines go on, with the newest version; deadlines come as much later as they slept."""
         self._published_at += [self._engine_clock] * (self.buffer.committed - len(self._published_at))
         for _, _, playing in self._sampling:
-            if playing.turn_began == self._engine_clock:  # it has waited for this
+            if playing.turn_began_at == self._engine_clock:  # it has waited for this
                 playing.version = len(self._published_at)
 
         for group in self.buffer.live.values():
@@ -269,7 +273,7 @@ class Simulation:
         if not self._has_devices(Shift.ROLLOUT):
             return
 
-        slots = self.w.slots
+        slots = self.workload.slots
         version = len(self._published_at)
 
         while self.buffer.can_admit(slots - self._used_slots - self.buffer.waiting, slots):
@@ -292,7 +296,10 @@ class Simulation:
         group = self.buffer.live[episode.group]
         random = self.random
         if group.id not in self._drawn_groups:
-            self._drawn_groups[group.id] = random.choice(self.w.recorded), random.random() < self.w.filtered
+            self._drawn_groups[group.id] = (
+                random.choice(self.workload.recorded),
+                random.random() < self.workload.filtered,
+            )
             if group.patience < math.inf:
                 self._schedule_deadline(group.deadline)
         drawn_group, _ = self._drawn_groups[
@@ -314,24 +321,28 @@ class Simulation:
             self._state_changed = True
 
     def _begin_turn(self, play: _SimulatedEpisode) -> None:
-        play.tokens = play.recorded[-play.left].tokens
-        play.turn_began = self._engine_clock
+        play.turn_tokens = play.recorded[-play.turns_left].tokens
+        play.turn_began_at = self._engine_clock
         play.version = len(self._published_at)
-        heapq.heappush(self._sampling, (self._served_tokens + play.tokens, next(self._event_numbers), play))
+        heapq.heappush(
+            self._sampling, (self._served_tokens + play.turn_tokens, next(self._event_numbers), play)
+        )
 
     def _turn_ended(self, play: _SimulatedEpisode) -> None:
-        token_count = max(1, round(play.tokens))
+        token_count = max(1, round(play.turn_tokens))
         episode = play.episode
-        play.turns.append((play.turn_began, self._engine_clock, play.tokens))
-        self.buffer.waiting_tokens.begin(episode.uid, self._engine_clock, play.tokens)
+        play.turn_spans.append((play.turn_began_at, self._engine_clock, play.turn_tokens))
+        self.buffer.waiting_tokens.begin(episode.uid, self._engine_clock, play.turn_tokens)
 
-        computed_tokens = max(token_count, round(token_count * self.w.computed))
+        computed_tokens = max(token_count, round(token_count * self.workload.computed))
         episode.extend(computed_tokens, token_count, play.version, len(self._published_at))
         self.buffer.touch(episode)
 
-        wait_seconds = min(play.recorded[-play.left].wait, self.w.limit - (self._engine_clock - play.began))
-        play.left -= 1
-        next_action = self._begin_turn if play.left and wait_seconds >= 0 else self._land_episode
+        wait_seconds = min(
+            play.recorded[-play.turns_left].wait, self.workload.limit - (self._engine_clock - play.began_at)
+        )
+        play.turns_left -= 1
+        next_action = self._begin_turn if play.turns_left and wait_seconds >= 0 else self._land_episode
         self._schedule(max(0.0, wait_seconds), lambda: next_action(play))
         self._look_again()
 
@@ -341,14 +352,14 @@ class Simulation:
         self._state_changed = True
         self._used_slots -= 1
 
-        lifetime = self._engine_clock - play.began
-        self._episode_wait_seconds += lifetime - sum(ended - began for began, ended, _ in play.turns)
+        lifetime = self._engine_clock - play.began_at
+        self._episode_wait_seconds += lifetime - sum(ended - began for began, ended, _ in play.turn_spans)
         self._episode_seconds += lifetime
-        self._landed_turns[episode.uid] = play.turns
+        self._landed_turns[episode.uid] = play.turn_spans
 
         _, filtered = self._drawn_groups[episode.group]
         result = EpisodeResult(0.0 if filtered else float(episode.member))
-        self.buffer.finish(episode, result, EpisodeStats(len(play.turns)), self._engine_clock)
+        self.buffer.finish(episode, result, EpisodeStats(len(play.turn_spans)), self._engine_clock)
 
     # -- training ------------------------------------------------------------------------------------
 
@@ -358,15 +369,15 @@ class Simulation:
         if self._trainer_working or buffer_state == self._refused_state or not self._has_devices(Shift.TRAIN):
             return
 
-        uids = self.batches.plan(self.buffer.committed, self._micro_batches, self.w.ranks)
+        uids = self.batches.plan(self.buffer.committed, self._micro_batches, self.workload.ranks)
         self._refused_state = (-1, 0) if uids is not None else buffer_state
         if uids is None:
             return
 
         self._trainer_working = True
         if not uids:
-            self._trainer_seconds += self.w.commit
-            self._schedule(self.w.commit, self._commit_step)
+            self._trainer_seconds += self.workload.commit
+            self._schedule(self.workload.commit, self._commit_step)
             return
 
         self._micro_batches += 1
@@ -377,7 +388,7 @@ class Simulation:
             (self.buffer.committed - versions, np.broadcast_to(turn_spans[:, 2], versions.shape))
         )
 
-        seconds = self.w.train * len(uids) / self.w.buffer.batch_size
+        seconds = self.workload.train * len(uids) / self.workload.buffer.batch_size
         self._trainer_seconds += seconds
         self._schedule(seconds, self._trained)
 
@@ -397,7 +408,7 @@ class Simulation:
         self.buffer.changes()  # kept for a store, which there is not
 
         if self.shifts is None:
-            self._schedule(self.w.publish, self._publish)
+            self._schedule(self.workload.publish, self._publish)
 
         lags, tokens = (
             np.concatenate([batch_lags[k].ravel() for batch_lags in self._batch_lags]) for k in (0, 1)
@@ -432,9 +443,9 @@ class Simulation:
                 idle = 1 - self._engine_seconds / max(TIME_EPSILON, self._engine_seconds, awake)
             waiting_fraction = self._episode_wait_seconds / max(1e-9, self._episode_seconds)
             budget_shares = [(crossed_tokens, self.buffer.config.stale_budget)]
-            self.control.update(budget_shares, is_at_limit and idle >= BUSY, idle * waiting_fraction)
-            self.buffer.live_limit = self.control.limit
-            self.buffer.spare = self.control.spare(waiting_fraction)
+            self.flow_control.update(budget_shares, is_at_limit and idle >= BUSY, idle * waiting_fraction)
+            self.buffer.live_limit = self.flow_control.limit
+            self.buffer.spare = self.flow_control.spare(waiting_fraction)
 
         self._batch_lags = []
         self._step_began = self.now

@@ -204,7 +204,7 @@ class Shorter(Deadlines):
         found = self._lifetimes.quantile(self.q, now)
         if newest := self.run.steps[-20:]:
             step = statistics.mean(one.seconds for one in newest)
-            found = min(found, self.wait * self.run.w.buffer.max_staleness * step)
+            found = min(found, self.wait * self.run.workload.buffer.max_staleness * step)
         return found
 
 
@@ -331,7 +331,7 @@ def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float
     size = run.buffer.config.groups_per_batch
     run.buffer.total_groups = steps * size
     if not spares:
-        run.control.first = run.control.most
+        run.flow_control.first = run.flow_control.most
     done = run.run(steps)
     found = Figures.of(done, one.batch)
     return (

@@ -95,9 +95,9 @@ def main() -> None:
         under_way = [pool.submit(run, name, folder, *how) for name, how in wanted.items()]
         for one in under_way:
             one.result()
-    runs = {name: Measurements.of(folder / name, recompose(folder / name, [])) for name in wanted}
+    runs = {name: Measurements.read_run(folder / name, recompose(folder / name, [])) for name in wanted}
     probes = [runs[name] for name in PROBES]
-    loads = [one.load for one in probes[:2]]
+    loads = [one.engine_load for one in probes[:2]]
     fast, slow = (fit(p.config, p.rows, p.recorded, loads, p.publish_s) for p in (probes[0], probes[2]))
     print(f"a token: {fast.base:.4f} s + {fast.share:.5f} s * n", flush=True)
     lines = []
@@ -109,7 +109,7 @@ def main() -> None:
             config: RunConfig = with_group_policy(found.config)
             rates = slow if SLOW[0] in CONFIGURATIONS[name] else fast
             if config.shifts:
-                own = fit(found.config, found.rows, found.recorded, [found.load], found.publish_s)
+                own = fit(found.config, found.rows, found.recorded, [found.engine_load], found.publish_s)
                 rates = replace(rates, shift_s=own.shift_s)
             told = predict(config, rates, STEPS, (0, 1, 2))
             was = measured_forecast(found.rows)

@@ -169,19 +169,19 @@ class Learning(Simulation):
 
     # -- episodes ------------------------------------------------------------------------------------
 
-    def _begin(self, episode: EpisodeRecord, version: int) -> None:
-        self._held += 1
+    def _begin_episode(self, episode: EpisodeRecord, version: int) -> None:
+        self._used_slots += 1
         self.buffer.assign(episode, "", 0, version, self.now)
         group = self.buffer.live[episode.group]
-        if group.id not in self._groups:
-            self._groups[group.id] = (), False
+        if group.id not in self._drawn_groups:
+            self._drawn_groups[group.id] = (), False
             if group.patience < math.inf:
-                self._after(group.patience, self._deadline)
+                self._schedule(group.patience, self._pass_deadline)
         key = sampling_key(self.config.seed, episode.uid, 0)
         play = LearningPlay(episode, self.samples[group.sample], key, self.now)
         play.tools, play.state = self._opened(play.sample)
         self.plays[episode.uid] = play
-        self._sample(play)
+        self._begin_turn(play)
 
     def _opened(self, sample: Sample) -> tuple[ToolSession, Episode]:
         tools = self.parts.toolbox.session(sample)
@@ -192,9 +192,9 @@ class Learning(Simulation):
     def _do(self, work: Awaitable[Any]) -> Any:
         return self.loop.run_until_complete(work)
 
-    def _sample(self, play: Any) -> None:
-        play.left = 1
-        super()._sample(play)
+    def _begin_turn(self, play: Any) -> None:
+        play.turns_left = 1
+        super()._begin_turn(play)
         self.sampling.append(play)
 
     def _sample_all(self) -> None:
@@ -244,7 +244,7 @@ class Learning(Simulation):
         version = turn.spans[0].version
         tokens = len(turn.ids)
         wait = 0.0
-        play.turns.append((play.turn_began, self.now, float(tokens)))
+        play.turn_spans.append((play.turn_began_at, self.now, float(tokens)))
         self.buffer.waiting_tokens.begin(episode.uid, self.now, float(tokens))
         episode.extend(len(turn.context) + tokens, tokens, version, version)
         self.buffer.touch(episode)
@@ -252,21 +252,21 @@ class Learning(Simulation):
             play.calls += 1
             drawn = random.Random(f"{self.config.seed}/{episode.uid}/{play.calls}")
             wait = drawn.lognormvariate(math.log(self.call[0]), self.call[1])
-        self._after(wait, lambda: self._goes_on(play))
+        self._schedule(wait, lambda: self._goes_on(play))
 
     def _goes_on(self, play: LearningPlay) -> None:
         play.state = self._replied(play.state, play.tools)
         if play.state.over:
-            self._landed(play)
+            self._land_episode(play)
         else:
-            self._sample(play)
+            self._begin_turn(play)
 
-    def _landed(self, play: Any) -> None:
+    def _land_episode(self, play: Any) -> None:
         episode = play.episode
         turns = play.state.turns
-        self._changed = True
-        self._held = self._held - 1
-        self._turns[episode.uid], self.landed[episode.uid] = play.turns, turns
+        self._state_changed = True
+        self._used_slots = self._used_slots - 1
+        self._landed_turns[episode.uid], self.landed[episode.uid] = play.turn_spans, turns
         del self.plays[episode.uid]
         self.batcher.slots.release(episode.uid)
         self._do(play.tools.close())
@@ -275,10 +275,10 @@ class Learning(Simulation):
 
     # -- training ------------------------------------------------------------------------------------
 
-    def _train(self) -> None:
-        before = self._micro
-        super()._train()
-        if self._micro == before:
+    def _train_next(self) -> None:
+        before = self._micro_batches
+        super()._train_next()
+        if self._micro_batches == before:
             return
         work = []
         heat = self.config.rollout.temperature
@@ -290,7 +290,7 @@ class Learning(Simulation):
         for planned, _ in work:
             self.learner.paid.pop(planned.uid, None)
 
-    def _commit(self) -> None:
+    def _commit_step(self) -> None:
         self._sample_all()
         if self.learner.kind == INSTALMENTS:
             for play in list(self.plays.values()):
@@ -298,7 +298,7 @@ class Learning(Simulation):
         self.learner.finish()
         self.newest = snapshot(self.learner)
         self.snapshots.append(self.newest)
-        super()._commit()
+        super()._commit_step()
 
     def _pay(self, play: LearningPlay) -> None:
         """An instalment, if the oldest untrained token of an episode that runs would be over the bound in the
@@ -352,7 +352,7 @@ class Learning(Simulation):
         self._sample_all()
         super()._publish()
         replace_weights(self.model, self.snapshots.popleft())
-        self.batcher.mark(len(self._published))
+        self.batcher.mark(len(self._published_at))
 
     def success(self, questions: Sequence[Sample], at_once: int = 256) -> float:
         """Share of the questions that the newest weights answer."""

@@ -37,13 +37,13 @@ class Watched(Simulation):
         super().__init__(workload, seed)
         self.sampled = self.trained = 0
 
-    def _next(self) -> None:
+    def _advance(self) -> None:
         assert self.shifts is not None
-        busy = self._busy
-        works = self._working
+        busy = self._engine_seconds
+        works = self._trainer_working
         shift = self.shifts.shift
-        super()._next()
-        if self._busy > busy:
+        super()._advance()
+        if self._engine_seconds > busy:
             self.sampled += 1
             assert shift is Shift.ROLLOUT and not works
         if works:
