@@ -340,7 +340,7 @@ class Inputs:
     @property
     def config(self) -> RunConfig:
         """Return the resolved configuration; the given one before, or where it cannot be resolved."""
-        found: RunConfig = vars(self).get("resolved", self.unresolved_config)
+        found: RunConfig = vars(self).get("resolved_config", self.unresolved_config)
         return found
 
     @cached_property
@@ -394,7 +394,7 @@ class Inputs:
     @property
     def has_data(self) -> bool:
         """True once there are samples."""
-        return self.loaded_data is not None or "samples" in vars(self)
+        return self.loaded_data is not None or "run_data" in vars(self)
 
     @cached_property
     def first_prompt(self) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ class Given:
         """What these checks find, after those that they need."""
         needed = set(names)
         for check in reversed(ALL_CHECKS):
-            needed |= set(check.needs) if check.name in needed else set()
+            needed |= set(check.required_checks) if check.name in needed else set()
         return list(
             collect_notes([check for check in ALL_CHECKS if check.name in needed], Inputs(self.config()))
         )
@@ -107,7 +107,7 @@ def assert_found(given: Given, expected: str, spoils: Spoil | list[Spoil], text:
     level, _, names = expected.partition(": ")
     given.spoil(spoils if isinstance(spoils, list) else [spoils])
     notes = given.notes(*names.split(", "))
-    found = [note for note in notes if note.check == names.split(", ")[-1]]
+    found = [note for note in notes if note.subject == names.split(", ")[-1]]
     said = [note.text for note in found if note.level == level]
     assert {note.level for note in found} <= {"ok", level}, notes
     assert level == "ok" or len(said) == 1, notes

@@ -53,12 +53,12 @@ class SupervisedRun:
 
     def tick(self) -> RunOutcome | None:
         """Look at the processes, and again after every back-off."""
-        ending = self.supervisor.tick(self.now)
+        ending = self.supervisor.poll_processes(self.now)
         if ending is None:
-            if any(unit.retry_at is not None for unit in self.supervisor.units):
+            if any(unit.restart_at is not None for unit in self.supervisor.units):
                 self.wait_exits()
             self.now += LATER
-            ending = self.supervisor.tick(self.now)
+            ending = self.supervisor.poll_processes(self.now)
         return ending
 
     def wait_exits(self) -> None:
@@ -76,7 +76,7 @@ class SupervisedRun:
         process.wait(DEADLINE)
 
     def end(self) -> None:
-        self.supervisor.kill()
+        self.supervisor.kill_all()
         self.wait_exits()
         self._lock.__exit__(None, None, None)
 

@@ -120,9 +120,9 @@ def test_all_packages_that_are_imported_are_known_to_be_needed() -> None:
 def test_a_role_starts_beside_files_with_names_of_pythons_modules(work: Path) -> None:
     spawner = LocalSpawner(work, Endpoints("", ""))
     order = ProcessSpec(PlannedProcess("rollout", 0, 1, ""), "1")
-    command = [*spawner._command(order), "--help"]
+    command = [*spawner._role_command(order), "--help"]
     done = subprocess.run(
-        command, env=spawner._environment(order), capture_output=True, text=True, timeout=60
+        command, env=spawner._role_environment(order), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
 

@@ -96,7 +96,7 @@ def configured(devices: dict[str, object]) -> RunConfig:
 
 def test_what_a_run_recorded(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "one", 16)
-    found = Measurements.of(run_dir, recompose(run_dir, []))
+    found = Measurements.read_run(run_dir, recompose(run_dir, []))
     assert (
         found.recorded == (((RecordedTurn(TOKENS, pytest.approx(WAIT)),),) * 4,) * 18
     )  # the newest left out

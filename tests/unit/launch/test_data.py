@@ -86,10 +86,12 @@ def test_short_prompts_are_not_rendered_and_a_warning_measures_a_thousand_at_mos
         return letters(sample)
 
     budget = PromptBudget("prompts", 800, tokens, tokens)
-    assert all(map(budget.fits, rows(5000))) and len(measured) == 1  # what the template and the tools take
-    assert budget.longest == 0
+    assert (
+        all(map(budget.fits_limit, rows(5000))) and len(measured) == 1
+    )  # what the template and the tools take
+    assert budget.longest_tokens == 0
     budget = PromptBudget("prompts", 8, tokens, tokens)
-    assert all(budget.keeps(row, filter_overlong=False) for row in rows(5000))
+    assert all(budget.keeps_sample(row, filter_overlong=False) for row in rows(5000))
     assert len(measured) == 1002
 
 
@@ -121,7 +123,7 @@ def test_what_is_checked_is_what_the_coordinator_finds(given: Given) -> None:
     found = check_data(EpisodeParts(given.config()))
     run_dir = given.runs / "x"
     assert not run_dir.exists()
-    found.save(run_dir)
+    found.save_samples(run_dir)
     for split, count in (("train", 5), ("test", 3)):
         samples = Samples.open(samples_path(run_dir, split))
         assert [sample.row for sample in samples] == list(range(count))

@@ -97,17 +97,17 @@ def test_files_are_added_once_also_after_a_restart_of_either_end(home: Home) -> 
     for name in ("run.db", "logs/rollout-2.log", "ratios/step-1-1-0.jsonl"):
         home.write(name, b"not of this process")
     first = home.sender()
-    assert home.during(first.send)
+    assert home.during(first.send_new)
     home.write("logs/rollout-1.log", b"more")
-    assert home.during(first.send) and home.during(first.send)
+    assert home.during(first.send_new) and home.during(first.send)
     first.link.close()
     second = home.sender()  # of a process that was started anew there
     home.close()
     home.start()
     home.write("logs/rollout-1.log", b", and more")
-    assert home.during(second.send) and home.files.expected(time.monotonic())
+    assert home.during(second.send_new) and home.files.expected(time.monotonic())
     assert not home.files.expected(time.monotonic() + 60), "it may be gone"
-    assert home.during(lambda: second.send(is_last=True)) and not home.files.expected(time.monotonic())
+    assert home.during(lambda: second.send_new(is_last=True)) and not home.files.expected(time.monotonic())
     assert home.read("logs/rollout-1.log") == b"of an earlier launch\n" + long + b"more, and more"
     assert home.read("timeline/rollout-1.jsonl") == b"{}\n"
     assert {path.name for path in home.run_dir.rglob("*") if path.is_file()} == {
@@ -121,7 +121,7 @@ def test_what_an_answer_was_lost_for_is_not_added_twice(home: Home, monkeypatch:
     sender = home.sender()
     home.write("logs/rollout-1.log", b"a log")
     home.write("timeline/rollout-1.jsonl", b"once")
-    assert home.during(sender.send)
+    assert home.during(sender.send_new)
     home.write("timeline/rollout-1.jsonl", b", only")
     answer = home.state.outbox.to_bulk
     lost = list[Any]()
@@ -130,11 +130,11 @@ def test_what_an_answer_was_lost_for_is_not_added_twice(home: Home, monkeypatch:
         lost.append(message) if message.size == 10 and not lost else answer(peer, message)
 
     home.state.outbox.to_bulk = lose_data
-    assert not home.during(sender.send) and lost
-    assert home.during(sender.send) and home.read("timeline/rollout-1.jsonl") == b"once, only"
+    assert not home.during(sender.send_new) and lost
+    assert home.during(sender.send_new) and home.read("timeline/rollout-1.jsonl") == b"once, only"
     for _ in range(2):  # as a socket that is closed still sends
         sender.link.send(WrittenBytes("timeline/rollout-1.jsonl", 10), (b".",))
-    assert home.during(sender.send) and home.read("timeline/rollout-1.jsonl") == b"once, only."
+    assert home.during(sender.send_new) and home.read("timeline/rollout-1.jsonl") == b"once, only."
     sender.link.close()
 
 
@@ -143,7 +143,7 @@ def test_a_full_disk_here_does_not_make_it_forget_what_it_sent(
 ) -> None:
     sender = home.sender()
     home.write("logs/rollout-1.log", b"once")
-    assert home.during(sender.send)
+    assert home.during(sender.send_new)
 
     def full(path: Path, content: bytes) -> int:
         path.open("wb").close()
@@ -151,10 +151,10 @@ def test_a_full_disk_here_does_not_make_it_forget_what_it_sent(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", full)
-        assert home.during(sender.send)
+        assert home.during(sender.send_new)
     sender.link.close()
     again = home.sender()
-    assert home.during(again.send) and home.read("logs/rollout-1.log") == b"once"
+    assert home.during(again.send_new) and home.read("logs/rollout-1.log") == b"once"
     again.link.close()
 
 
@@ -180,7 +180,7 @@ def test_the_day_of_the_run_is_never_half_written_for_others(home: Home) -> None
         assert read.read() == started.read_text() == "2026-11-24 00ff"
         assert not os.path.samestat(os.fstat(read.fileno()), started.stat())
     for one in (first, second):
-        home.during(one.wait)
+        home.during(one.wait_for_exit)
 
 
 def test_without_a_coordinator_files_wait(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,10 +188,12 @@ def test_without_a_coordinator_files_wait(home: Home, monkeypatch: pytest.Monkey
     sender = home.sender()
     home.close()
     home.write("logs/rollout-1.log", b"waits")
-    assert not sender.send() and not sender.send(is_last=True)
+    assert not sender.send_new() and not sender.send(is_last=True)
     home.start()
     monkeypatch.setattr(joined, "SEND_TIMEOUT", 2.0)
-    tries = (sender.send() for _ in range(15))  # a connection that is dialled again loses what waits in it
+    tries = (
+        sender.send_new() for _ in range(15)
+    )  # a connection that is dialled again loses what waits in it
     assert home.during(lambda: any(tries)) and home.read("logs/rollout-1.log") == b"waits"
     sender.link.close()
 
@@ -202,7 +204,7 @@ def test_a_rank_sends_its_ratios_and_those_that_were_deleted_stay_here(home: Hom
         home.write(f"ratios/step-{step}-1-0.jsonl", b"{}\n")
         home.write(f"ratios/step-{step}-0-0.jsonl", b"of another rank")
         (home.there / f"ratios/step-{step - 1}-1-0.jsonl").unlink(missing_ok=True)
-        assert home.during(sender.send)
+        assert home.during(sender.send_new)
     assert sorted(path.name for path in (home.run_dir / "ratios").iterdir()) == [
         f"step-{step}-1-0.jsonl" for step in (1, 2, 3)
     ]
@@ -215,13 +217,13 @@ def test_a_long_log_is_cut_at_both_ends_of_the_line(home: Home, monkeypatch: pyt
     sender = home.sender()
     home.write("logs/rollout-1.log", b"a" * 5000)
     home.write("timeline/rollout-1.jsonl", b"{}\n" * 1000)
-    assert home.during(sender.send) and len(home.read("logs/rollout-1.log")) < 100
+    assert home.during(sender.send_new) and len(home.read("logs/rollout-1.log")) < 100
     assert home.read("timeline/rollout-1.jsonl") == b"{}\n" * 1000, "a timeline stays whole"
     files.bound_log(home.there / "logs/rollout-1.log")
     home.write("logs/rollout-1.log", b"goes on")
-    home.during(sender.send)
+    home.during(sender.send_new)
     home.write("logs/rollout-1.log", b", and on")
-    assert home.during(sender.send) and home.read("logs/rollout-1.log").endswith(b", and on")
+    assert home.during(sender.send_new) and home.read("logs/rollout-1.log").endswith(b", and on")
     sender.link.close()
 
 
@@ -236,7 +238,7 @@ def test_names_that_are_no_files_of_the_sender_are_left_out(name: str, home: Hom
     sender = home.sender()
     taken = WrittenBytes("logs/rollout-1.log", 0)
     sender.link.send(msgspec.structs.replace(taken, name=name), (b"x",))
-    assert home.during(sender.send), "what is refused does not disturb others"
+    assert home.during(sender.send_new), "what is refused does not disturb others"
     assert not [path for path in home.run_dir.rglob("*") if path.is_file() and path.stat().st_size]
     sender.link.close()
 
@@ -244,7 +246,7 @@ def test_names_that_are_no_files_of_the_sender_are_left_out(name: str, home: Hom
 def test_no_message_adds_more_than_a_piece(home: Home) -> None:
     sender = home.sender()
     sender.link.send(WrittenBytes("logs/rollout-1.log", 0), (b"x" * PIECE, b"y"))
-    assert home.during(sender.send) and home.read("logs/rollout-1.log") == b"x" * PIECE
+    assert home.during(sender.send_new) and home.read("logs/rollout-1.log") == b"x" * PIECE
     sender.link.close()
 
 
@@ -286,7 +288,7 @@ def test_a_directory_that_the_last_process_of_before_removes_is_made_anew(
 
 
 def test_last_words_and_the_exit_code_of_a_crash_come_home(home: Home) -> None:
-    code, kept = home.during(lambda: JoinedProcess(home.ticket()).wait())
+    code, kept = home.during(lambda: JoinedProcess(home.ticket()).wait_for_exit())
     assert (code, kept) == (CRASHED, "")
     words = home.read("logs/rollout-1.log").decode()
     assert "rollout-1 starts" in words and words.rstrip().endswith("given)"), words
@@ -297,7 +299,7 @@ def test_without_a_coordinator_last_words_are_kept_and_it_is_said_where(
     home: Home, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     monkeypatch.setattr(joined, "SEND_TIMEOUT", 0.1)
-    code, kept = JoinedProcess(home.ticket()).wait(show_log=True)
+    code, kept = JoinedProcess(home.ticket()).wait_for_exit(show_log=True)
     assert code == CRASHED
     log = Path(kept.partition(":")[2]) / "logs/rollout-1.log"
     assert b"rollout-1 crashed" in log.read_bytes() == capfdbinary.readouterr().out
@@ -311,7 +313,7 @@ def test_a_closed_terminal_does_not_end_the_role(home: Home, monkeypatch: pytest
     os.close(reader)
     with os.fdopen(writer, "w") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
-        code, kept = home.during(lambda: JoinedProcess(home.ticket()).wait(show_log=True))
+        code, kept = home.during(lambda: JoinedProcess(home.ticket()).wait_for_exit(show_log=True))
     assert (code, kept) == (CRASHED, "") and b"rollout-1 crashed" in home.read("logs/rollout-1.log")
 
 
@@ -332,4 +334,4 @@ def test_a_log_that_was_cut_is_shown_from_its_new_end(
 
 def test_a_machine_without_the_launchers_directory_is_refused(home: Home) -> None:
     with pytest.raises(ConfigError, match="the launcher's directory /gone is not on this machine"):
-        replace(home.ticket(), cwd="/gone").enter()
+        replace(home.ticket(), working_directory="/gone").enter_directory()

@@ -49,7 +49,7 @@ def placing(nodes: list[Node], *overrides: str) -> NodeAssignment:
 
 def placed(nodes: list[Node], *overrides: str) -> list[str]:
     """The processes of each machine."""
-    said = placing(nodes, *overrides).describe(nodes)
+    said = placing(nodes, *overrides).describe_nodes(nodes)
     return [line.rpartition(": ")[2] for line in said]
 
 
@@ -151,25 +151,25 @@ def test_a_process_returns_to_its_machine_and_leaves_one_that_is_gone() -> None:
     first, second, third = machines(1, 1, 1)
     found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
     worker = next(
-        place for unit in plan_units(found._config) for place in unit.places if place.name == "rollout-0"
+        place for unit in plan_units(found._config) for place in unit.processes if place.name == "rollout-0"
     )
-    assert found.choose(worker, [first, second, third]) == second
-    assert found.choose(worker, [first, third]) is None, "the others' GPUs are taken"
+    assert found.choose_node(worker, [first, second, third]) == second
+    assert found.choose_node(worker, [first, third]) is None, "the others' GPUs are taken"
     back = Node("4", second.address, 1, 1)
-    assert found.choose(worker, [first, third, back]) == back
+    assert found.choose_node(worker, [first, third, back]) == back
 
 
 def test_a_process_does_not_wait_for_what_ray_gave_to_another() -> None:
     first, second, third = machines(1, 1, 1)
     found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
-    places = {place.name: place for unit in plan_units(found._config) for place in unit.places}
-    assert found.choose(places["rollout-0"], [first, third]) is None  # its machine is gone
-    found.put(places["rollout-0"], third.id)  # where rollout-1 has just died
-    assert found.choose(places["rollout-1"], [first, third]) is None
+    places = {place.name: place for unit in plan_units(found._config) for place in unit.processes}
+    assert found.choose_node(places["rollout-0"], [first, third]) is None  # its machine is gone
+    found.record_node(places["rollout-0"], third.id)  # where rollout-1 has just died
+    assert found.choose_node(places["rollout-1"], [first, third]) is None
     back = Node("4", second.address, 1, 1)
-    assert found.choose(places["rollout-1"], [first, third, back]) == back
-    found.put(places["rollout-0"], first.id)  # where rank 0 has just died, which cannot go elsewhere
-    assert found.choose(places["trainer-0"], [first, third, back]) == first
+    assert found.choose_node(places["rollout-1"], [first, third, back]) == back
+    found.record_node(places["rollout-0"], first.id)  # where rank 0 has just died, which cannot go elsewhere
+    assert found.choose_node(places["trainer-0"], [first, third, back]) == first
 
 
 @pytest.mark.parametrize(

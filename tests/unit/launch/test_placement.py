@@ -30,8 +30,8 @@ def test_workers_stand_alone_and_ranks_stand_together() -> None:
     assert [unit.name for unit in units] == [
         *("coordinator-0", "rollout-0", "rollout-1", "rollout-2", "trainer (all ranks)")
     ]
-    assert [place.name for place in units[-1].places] == ["trainer-0", "trainer-1"]
-    assert {place.threads for unit in units[1:4] for place in unit.places} == {2}
+    assert [place.name for place in units[-1].processes] == ["trainer-0", "trainer-1"]
+    assert {place.threads for unit in units[1:4] for place in unit.processes} == {2}
 
 
 def test_the_description_adds_up() -> None:
@@ -45,7 +45,7 @@ def test_a_scorer_has_a_process_for_each_of_its_servers(monkeypatch: pytest.Monk
     settings = config(scorers={"reference": {"path": "r", "servers": 2, "tp": 2}, "reward": {"urls": ["u"]}})
     units = plan_units(settings)
     assert [unit.name for unit in units[1:-2]] == ["scorer-0", "scorer-1", "scorer-2"]
-    assert [unit.places[0].gpus for unit in units[1:-2]] == [2, 2, 0]
+    assert [unit.processes[0].gpus for unit in units[1:-2]] == [2, 2, 0]
     servers = {"trainer-0": [0], "scorer-0": [1, 2], "scorer-1": [3, 4]}
     assert assign_gpus(settings, 6) == servers | {"rollout-0": [5]}
     rows = [line for line in describe_plan(settings, units, True, 6) if line.startswith("scorer")]
@@ -53,14 +53,14 @@ def test_a_scorer_has_a_process_for_each_of_its_servers(monkeypatch: pytest.Monk
 
 
 def test_threads_are_set_before_anything_numeric_is_imported() -> None:
-    (place,) = plan_units(config(launch={"threads": 2}))[1].places
+    (place,) = plan_units(config(launch={"threads": 2}))[1].processes
     assert process_environment(place)["OMP_NUM_THREADS"] == "2"
 
 
 def test_every_target_exists() -> None:
     root = Path(__file__).resolve().parents[3]
     for unit in plan_units(config()):
-        module, _, function = unit.places[0].target.partition(":")
+        module, _, function = unit.processes[0].target.partition(":")
         assert f"def {function}(" in (root / f"{module.replace('.', '/')}.py").read_text()
 
 
@@ -106,7 +106,7 @@ def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
         command = arguments(settings, index, "h", 1, count)
         assert command[command.index("--base-gpu-id") + 1] == str(gpus[0])
     units = plan_units(settings)
-    for place in (place for unit in units for place in unit.places):
+    for place in (place for unit in units for place in unit.processes):
         assert "CUDA_VISIBLE_DEVICES" not in process_environment(place)  # each picks among all
     rows = {line.split()[0]: line for line in describe_plan(settings, units, True, count)}
     assert rows["trainer"].endswith(f"on cuda (GPUs {', '.join(map(str, trainer))})")

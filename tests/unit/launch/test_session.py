@@ -55,8 +55,8 @@ class Play:
         self._stepped = threading.Event()
 
     def spawn(self, order: ProcessSpec) -> Process:
-        process = Process(order.place.name, lambda: self.polled())
-        return self.processes.setdefault(order.place.name, process)
+        process = Process(order.process.name, lambda: self.polled())
+        return self.processes.setdefault(order.process.name, process)
 
     def status(self, status: Status) -> None:
         self.shown.append(("status", status))

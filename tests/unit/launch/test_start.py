@@ -47,7 +47,9 @@ def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
         seen.append(left.exists())
         raise ConfigError("no such tracker")
 
-    monkeypatch.setattr(checks, "run_checks", lambda config: (Inputs(config, data=CHECKED), CHECKED.warnings))
+    monkeypatch.setattr(
+        checks, "run_checks", lambda config: (Inputs(config, loaded_data=CHECKED), CHECKED.warnings)
+    )
     monkeypatch.setattr(start.Trackers, "open", refuse)
     with pytest.raises(ConfigError, match="no such tracker"):
         start.train(config)
@@ -101,7 +103,9 @@ def test_a_cluster_that_refuses_the_run_leaves_none_in_trackers(
         config, launch=msgspec.structs.replace(config.launch, kind="ray", ray_address=address)
     )
     opened: list[RunConfig] = []
-    monkeypatch.setattr(checks, "run_checks", lambda config: (Inputs(config, data=CHECKED), CHECKED.warnings))
+    monkeypatch.setattr(
+        checks, "run_checks", lambda config: (Inputs(config, loaded_data=CHECKED), CHECKED.warnings)
+    )
     monkeypatch.setattr(start.Trackers, "open", lambda config, run_dir: opened.append(config))
     with pytest.raises(ConfigError, match="no Ray cluster"):
         start.train(refused)
@@ -126,7 +130,9 @@ def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
 def test_a_full_disk_is_one_line_and_leaves_no_run(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "run_checks", lambda config: (Inputs(config, data=CHECKED), CHECKED.warnings))
+    monkeypatch.setattr(
+        checks, "run_checks", lambda config: (Inputs(config, loaded_data=CHECKED), CHECKED.warnings)
+    )
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "config.tmp").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=r"x: cannot be written .No space left on device.; set run_dir="):
