@@ -16,8 +16,8 @@ from asyncrl.launch.data import Check, Inputs, Note
 
 
 def run_checks(config: RunConfig) -> tuple[Inputs, list[str]]:
-    """Raise the first ConfigError of RUN, cheap checks first. Return what a run needs, and all warnings about
-    what is valid, but probably a mistake."""
+    """Run RUN_CHECKS, cheap checks first, and raise the first ConfigError. Return the inputs that a run
+    needs, and all warnings: settings that are valid, but probably a mistake."""
     inputs = Inputs(config)
     return inputs, [
         note.text for check in RUN_CHECKS for note in _run_check(check, inputs) if note.level == "warning"
@@ -25,7 +25,8 @@ def run_checks(config: RunConfig) -> tuple[Inputs, list[str]]:
 
 
 def collect_notes(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
-    """Yield what each of them finds, errors included. One that needs another which has failed is skipped."""
+    """Yield the notes of all checks, errors included. A check is skipped if a check that it requires has
+    failed."""
     failed_checks: set[str] = set()
     for check in checks:
         if failed_requirements := [name for name in check.required_checks if name in failed_checks]:

@@ -34,7 +34,7 @@ CLOSE_TIMEOUT = 2.0  # seconds, at the end
 
 
 class Console:
-    """Shows a run; errors of the terminal do not reach the caller."""
+    """Shows a run on the terminal. Errors of the terminal do not reach the caller."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Console:
         self._printed_cause = ""  # of the first failed attempt, once printed: alerts do not repeat it
 
     def show_status(self, status: Status) -> None:
-        """The state of the run, a few times a second."""
+        """Show the state of the run, as reported a few times a second."""
         previous_status = self.state.status
         self.state.status = status
 
@@ -75,7 +75,7 @@ class Console:
             self._print_plain(plain_line(self.state))
 
     def _new_alerts(self, status: Status) -> list[str]:
-        """Return the lines of alerts that are to be printed now."""
+        """Return the lines of the alerts that have not been printed yet."""
         alerts = {alert.name: alert for alert in status.alerts}
         lines = [alert.line for name, alert in alerts.items() if name not in self._printed_alerts]
         lasting_alerts = {name: alert for name, alert in self._printed_alerts.items() if alert.level != "bad"}
@@ -86,7 +86,7 @@ class Console:
         )
 
     def show_step(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics row of a committed step, or of a validation."""
+        """Show the metrics row of a committed step, or of a validation."""
         if VALIDATED in metrics:
             self.state.validation = metrics
             reason = (
@@ -99,12 +99,12 @@ class Console:
         self._print_plain(plain_line(self.state, with_waits=False))
 
     def print_note(self, text: str) -> None:
-        """An event worth a line in every mode but off."""
+        """Print an event that is worth a line in every mode but `off`."""
         if self.mode != "off":
             self._print(text)
 
     def print_error(self, text: str) -> None:
-        """Prints why the run failed on standard error, in every mode."""
+        """Print on standard error, in every mode, why the run failed."""
         with suppress(OSError):
             print(printable(f"asyncrl: {text}"), file=sys.stderr, flush=True)
 
@@ -125,7 +125,8 @@ def open_console(
     success_threshold: float,
     run_dir: Path,
 ) -> Iterator[Console]:
-    """A console; a live one gives the terminal back. `run_dir`: where transcripts are, which keys show."""
+    """Yield a console; a live one restores the terminal at the end. `run_dir`: the run whose transcripts the
+    keys show."""
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
         chosen_mode = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
@@ -154,7 +155,7 @@ def open_console(
 
 
 def _transcript_for_key(key: str, run_dir: Path, success_threshold: float) -> Transcript | None:
-    """Return the transcript that a key asks for; None: the figures again."""
+    """Return the transcript that a key asks for; None to show the figures again."""
     if key not in "gb":
         return None
     transcript = newest(run_dir, key == "g", success_threshold)
@@ -167,8 +168,8 @@ def _no_keys() -> str:
 
 @contextmanager
 def _keyboard(enabled: bool) -> Iterator[Callable[[], str]]:
-    """Yields a function that returns the keys pressed since its last call. Ctrl-C stays a signal. No keys in
-    the background: reading the terminal there would stop this process (SIGTTIN)."""
+    """Yield a function that returns the keys pressed since its last call. Ctrl-C stays a signal. A process in
+    the background gets no keys: reading the terminal there would stop the process (SIGTTIN)."""
     try:
         stdin_fd = sys.stdin.fileno()
         terminal_settings = termios.tcgetattr(stdin_fd) if enabled and _is_foreground(stdin_fd) else None
@@ -200,9 +201,10 @@ def _is_foreground(terminal_fd: int) -> bool:
 
 
 class BackgroundFile:
-    """Takes what rich writes to `file`: a thread of its own writes it, so that nothing waits while nobody
-    reads (Ctrl-S, a full pipe, a stalled connection). A launcher that waits restarts no process. A terminal
-    that is closed is no error. OSError where `file` is not one of the operating system."""
+    """A text file for rich whose content a separate thread writes to `file`, so that the launcher never waits
+    for a terminal that nobody reads (Ctrl-S, a full pipe, a stalled connection): a waiting launcher restarts
+    no process. A closed terminal is no error. Raises OSError if `file` is not a file of the operating
+    system."""
 
     def __init__(self, file: TextIO) -> None:
         self._fd = file.fileno()
@@ -239,7 +241,8 @@ class BackgroundFile:
 
 @contextmanager
 def open_terminal() -> Iterator[Terminal]:
-    """Standard output. At the end what waits is written, for PATIENCE seconds."""
+    """Yield standard output as a terminal. At the end, texts that still wait are written for up to
+    CLOSE_TIMEOUT seconds."""
     try:
         file = BackgroundFile(sys.stdout)
     except (OSError, ValueError, AttributeError):  # closed, none, or a test's
@@ -253,7 +256,7 @@ def open_terminal() -> Iterator[Terminal]:
 
 
 class LiveView(Live):
-    """Leaves out pictures while the terminal has not taken the one before."""
+    """Skips pictures while the terminal has not accepted the previous picture."""
 
     def refresh(self) -> None:
         file = self.console.file

@@ -55,7 +55,8 @@ PLAIN_ALERT_WIDTH = 60
 
 @dataclass
 class Progress:
-    """`steps` are those done and the share of the next one, so that something is known before the first."""
+    """Counts the finished steps, plus the fraction of the step under way, so that progress shows before the
+    first step has ended."""
 
     began_at: float
     steps_done: float = 0.0
@@ -67,8 +68,8 @@ class Progress:
             self.training_start = now, steps_done
 
     def remaining_seconds(self, total_steps: int, now: float) -> float | None:
-        """Seconds to the last step, at the mean speed of this launch; None before its first step is done. For
-        example 1.5 of 10 steps in 30 s leave 8.5 of them for 170 s."""
+        """Return the seconds to the last step at the mean speed of this launch; None before the first step of
+        this launch has ended. Example: 1.5 of 10 steps in 30 s leave 8.5 steps, hence 170 s."""
         start_time, start_steps = self.training_start or (now, self.steps_done)
         steps_done = self.steps_done - start_steps
         return (total_steps - self.steps_done) * (now - start_time) / steps_done if steps_done >= 1 else None
@@ -99,8 +100,8 @@ class ConsoleState:
 
     @property
     def steps_text(self) -> str:
-        """Steps done; until the first one is, also the share of its batch: that is all that moves. An
-        evaluation has none."""
+        """Return the finished steps. Before the first step has ended, add how full its batch is, the only
+        number that moves by then. An evaluation has no steps."""
         if not self.status.total_steps:
             return "evaluation"
 
@@ -112,7 +113,7 @@ class ConsoleState:
         return f"step {step}/{self.status.total_steps}{first_batch_text}"
 
     def record_step(self, step: int, metrics: dict[str, float]) -> None:
-        """A step with its row, which is newer than the gauges."""
+        """Record a committed step and its metrics row, which is newer than the gauges."""
         gauges = {name: value for name, value in self.status.gauges.items() if name not in metrics}
         self.status = replace(self.status, step=step, gauges=gauges)
 
@@ -123,14 +124,13 @@ class ConsoleState:
 
     @property
     def newest_values(self) -> dict[str, float]:
-        """Gauges and metrics; of two values of a name the newer one."""
+        """Return gauges and metrics; of two values with the same name the newer one."""
         return self.validation | self.metrics | self.status.gauges
 
 
 def render(state: ConsoleState, terminal: Terminal, has_keyboard: bool = False) -> Segments:
-    """Make the live view, one line less than the terminal has: progress; then what is wrong, curves, a hint,
-    figures and who waits on whom, or a transcript. What has no room is left out. `keys`: there is a
-    keyboard."""
+    """Make the live view, one line shorter than the terminal: progress; then alarms, curves, hints, figures
+    and waits, or a transcript. Parts without room are left out. `has_keyboard`: show which keys there are."""
     width = terminal.width
     height = terminal.height - 1
 
@@ -184,7 +184,7 @@ def render(state: ConsoleState, terminal: Terminal, has_keyboard: bool = False) 
 
 
 def _progress_header(state: ConsoleState, width: int) -> list[RenderableType]:
-    """Name and phase; bar, steps and times, on two lines where one has no room for them."""
+    """Return the name and phase, then bar, steps and times: on two lines if one line is too narrow."""
     name = Text(f"{state.title}  {state.status.phase}", "bold", no_wrap=True, overflow="ellipsis")
     for layout in ([f"{state.steps_text} {state.times_text}"], [state.steps_text, state.times_text]):
         if (bar_width := width - len(layout[0]) - 1) >= MIN_BAR_WIDTH:
@@ -198,7 +198,7 @@ def _progress_header(state: ConsoleState, width: int) -> list[RenderableType]:
 
 
 def _curve_table(state: ConsoleState, width: int) -> Table:
-    """Label, curve of all steps so far, newest value."""
+    """Return a table with a row per traced metric: label, curve of all steps so far, newest value."""
     table = Table.grid(padding=(0, 1, 0, 0))
     traced_names = [name for name in TRACED if state.history.get(name)]
     newest_texts = {name: value_of(name, state.history[name][-1]) for name in traced_names}
@@ -220,13 +220,13 @@ def _alert_text(alert: Alert) -> Text:
 
 
 def _text(lines: Iterable[str], style: str = "") -> Text:
-    """Lines of what a model or a tool may have written, without control characters."""
+    """Join lines that a model or a tool may have written, without their control characters."""
     return Text("\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines), style)
 
 
 def plain_line(state: ConsoleState, with_waits: bool = True) -> str:
-    """The same on one line of at most WIDEST characters: figures that are unknown, or beyond that, are left
-    out. `waits`: with failures and who waits for what."""
+    """Return the state on one line of at most PLAIN_LINE_WIDTH characters. Figures that are unknown, or that
+    have no room, are left out. `with_waits`: add failures and waits."""
     status = state.status
     line = f"[{state.status.phase}] {state.steps_text} | {state.times_text}"
 
@@ -253,14 +253,15 @@ def plain_line(state: ConsoleState, with_waits: bool = True) -> str:
 
 
 def _figure_names(state: ConsoleState) -> list[str]:
-    """The figures of this kind of run: a supervised one has a loss, all others rewards."""
+    """Return the figures of this kind of run: a supervised run has a loss, all other runs have rewards."""
     hidden_names = (REWARD, FILTERED, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL, NLL_HELD_OUT)
     return [name for name in FIGURES if name not in hidden_names]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` characters, each the mean of as many values as the others (within one), between the
-    least and the largest of these means. Values that are not finite are left out."""
+    """Return a curve of at most `width` characters. Each character is the mean of equally many values (within
+    one), scaled between the lowest and the highest of these means. Values that are not finite are left
+    out."""
     finite_values = [value for value in values if math.isfinite(value)]
     column_count = min(width, len(finite_values))
     column_edges = (

@@ -44,8 +44,8 @@ FILTER_KEYS = (
 
 
 class RunData(NamedTuple):
-    """The samples of a run, in files without names, and warnings about them. `truths`: lines that show how
-    ground truths look to the rewards."""
+    """The samples of a run, in files without names, and warnings about the samples. `truth_lines`: lines that
+    show how the rewards read ground truths."""
 
     train: Samples
     test: Samples | None
@@ -53,7 +53,7 @@ class RunData(NamedTuple):
     truth_lines: Sequence[str] = ()
 
     def save_samples(self, run_dir: Path) -> None:
-        """Save them where the coordinator finds them. Raises ConfigError where they cannot be written."""
+        """Save the samples where the coordinator finds them. Raises ConfigError if writing fails."""
         try:
             self.train.save(samples_path(run_dir, "train"))
             if self.test is not None:
@@ -63,8 +63,8 @@ class RunData(NamedTuple):
 
 
 def check_data(parts: EpisodeParts) -> RunData:
-    """The data sets load, hold at least a batch, and name only configured tools; prompts are not too long; a
-    resumed run finds the samples that it was begun with. Raises ConfigError."""
+    """Check that the data sets load, hold at least a batch and name only configured tools, that prompts are
+    not too long, and that a resumed run finds the samples of its first launch. Raises ConfigError."""
     config = parts.config
     check_columns(config.data.columns)
 
@@ -118,8 +118,9 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
 def prepare_samples(
     config: RunConfig, split: str, layout: RowLayout, budgets: Mapping[bool, PromptBudget]
 ) -> tuple[Samples, list[str]]:
-    """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
-    wrong with them. `budgets`: of prompts, and (True) of demonstrations; what has none is not measured."""
+    """Read the samples of `train` or `test` into a file without a name, and return warnings. Raises
+    ConfigError for any fault of the data. `budgets`: limits of prompts and demonstrations; a kind without a
+    budget is not measured."""
     data_key = f"data.{split}"
     filter_overlong = config.data.filter_overlong
     ignored_settings = IgnoredSettings()
@@ -150,8 +151,8 @@ def prepare_samples(
 
 
 def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
-    """ConfigError unless samples are tasks where the reward judges them, and the other way round. Returns a
-    warning if some can be solved without a solution."""
+    """Raise ConfigError unless the samples are tasks exactly where the reward judges tasks. Return a warning
+    if some tasks can be solved without a solution."""
     rewards = parts.reward.rewards
     rollout = parts.config.rollout
     uses_tests = any(reward.source.spec == TESTS_REWARD for reward in rewards)
@@ -189,10 +190,12 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
 
 @dataclass
 class PromptBudget:
-    """Counts which samples of one kind have at most `limit` tokens.
+    """Counts how many samples of one kind have at most `limit` tokens.
 
-    `tokens`: of a sample as the model reads it, with its tools. `fixed`: more than template and tools add to
-    the text of any sample, found by one of them. `meaning`: of the limit; `fate`: of what is longer.
+    `count_tokens` counts the tokens of a sample as the model reads the sample, with its tools.
+    `count_fixed_tokens` gives an upper bound of the tokens that template and tools add to the text of any
+    sample, found with one sample. `limit_meaning` explains the limit, `overlong_fate` what happens to longer
+    samples.
     """
 
     kind: str
@@ -210,7 +213,8 @@ class PromptBudget:
     _fixed_tokens: int | None = field(default=None, init=False)
 
     def fits_limit(self, sample: Sample) -> bool:
-        """Also counts it. A token is a byte of text at least, so most samples need not be rendered."""
+        """Return whether a sample fits, and count the sample. A token is at least a byte of text, so most
+        samples need not be rendered."""
         if self._fixed_tokens is None:
             self._fixed_tokens = self.count_fixed_tokens(sample)
 
@@ -229,8 +233,9 @@ class PromptBudget:
         return is_fitting
 
     def keeps_sample(self, sample: Sample, filter_overlong: bool) -> bool:
-        """Return True if it fits, or if samples are not `filtered`; at most MEASURED are measured then. An
-        answer without content teaches the model to end its turn at once: it is left out in any case."""
+        """Return True if a sample fits, or if overlong samples are kept; in that case at most
+        MAX_MEASURED_SAMPLES are measured. An answer without content would teach the model to end its turn at
+        once, so a sample with an empty answer is always left out."""
         if sample.demonstration and any(map(_is_empty_answer, sample.prompt[sample.given :])):
             self.empty_count += 1
             return False
@@ -241,7 +246,7 @@ class PromptBudget:
         return self.fits_limit(sample) or not filter_overlong
 
     def report_lines(self, filter_overlong: bool) -> list[str]:
-        """Return what was found, in lines. Raises ConfigError if no sample is kept that fits."""
+        """Return the counts as lines of text. Raises ConfigError if no sample that fits is left."""
         nothing_fits = not self.fitting_count and not self.unmeasured_count
         count_text = (
             "all"
@@ -278,8 +283,8 @@ def _is_empty_answer(message: Message) -> bool:
 
 
 def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
-    """Return the budgets of prompts, and (True) of demonstrations, as the model reads them. Agents write
-    their own prompts."""
+    """Return the budgets of prompts and demonstrations, as the model reads the samples. Prompts of agents
+    have no budget: agents write their own prompts."""
     rules = parts.rules
     toolbox = parts.toolbox
     rollout = parts.config.rollout
@@ -299,7 +304,7 @@ def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
         return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))  # a Fail is refused later
 
     def shown_prompt_tokens(sample: Sample) -> int:
-        """Return its messages up to the first of the assistant, with all tools."""
+        """Return the tokens of the messages before the first answer, with all tools."""
         opening_messages = tuple(takewhile(lambda message: message.role != "assistant", sample.prompt))
         return prompt_tokens(
             msgspec.structs.replace(sample, prompt=opening_messages or sample.prompt, extra_info="{}")
@@ -319,9 +324,11 @@ def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
 
 @dataclass
 class Inputs:
-    """Holds what checks read, each made once, when a check first asks for it; no check changes any of it.
+    """The inputs of the checks. Each input is made when a check first reads the input, and no check changes
+    any.
 
-    An error while something is made is found by the check that asks first; those that need it are skipped.
+    If making an input fails, the first check that reads the input reports the error, and checks that require
+    that check are skipped.
     """
 
     unresolved_config: RunConfig
@@ -329,7 +336,7 @@ class Inputs:
 
     @cached_property
     def resolved_config(self) -> RunConfig:
-        """The configuration with directories for the names of models, and the policy for groups."""
+        """The configuration with directories in place of model names, and with the policy for groups."""
         from asyncrl.algorithms.recipe import with_group_policy
         from asyncrl.launch.models import resolve_models
 
@@ -339,7 +346,8 @@ class Inputs:
 
     @property
     def config(self) -> RunConfig:
-        """Return the resolved configuration; the given one before, or where it cannot be resolved."""
+        """The resolved configuration; before resolution, or if that has failed, the unresolved
+        configuration."""
         found: RunConfig = vars(self).get("resolved_config", self.unresolved_config)
         return found
 
@@ -352,7 +360,7 @@ class Inputs:
 
     @cached_property
     def image_tasks(self) -> list[Task]:
-        """Return a task of each image that episodes work in."""
+        """One task for each image that episodes work in."""
         tasks_by_image: dict[str, Task] = {}
         for samples in filter(None, (self.run_data.train, self.run_data.test)):
             tasks_by_image |= {task.image: task for task in filter(None, map(task_of, samples))}
@@ -360,8 +368,8 @@ class Inputs:
 
     @cached_property
     def agent_versions(self) -> dict[str, str]:
-        """Ask the coding agent that leads episodes for its version, by its name; empty where none does.
-        ConfigError where the program of an agent cannot be run as episodes run it."""
+        """The version of the coding agent that leads episodes, by the agent's name; empty without such an
+        agent. Raises ConfigError if the agent's program cannot be run as episodes run it."""
         agent = self.parts.agent
         if not isinstance(agent, Command):
             return {}
@@ -393,13 +401,13 @@ class Inputs:
 
     @property
     def has_data(self) -> bool:
-        """True once there are samples."""
+        """Whether the samples have been read."""
         return self.loaded_data is not None or "run_data" in vars(self)
 
     @cached_property
     def first_prompt(self) -> tuple[int, ...]:
-        """The token ids of the first prompt as the model reads it; of a conversation that is to be learned,
-        what precedes its first answer. Empty where an environment or an agent writes it."""
+        """The token ids of the first prompt as the model reads it; for a conversation to be learned, the
+        tokens before its first answer. Empty if an environment or an agent writes the prompts."""
         sample = self.run_data.train[0]
         rollout = self.config.rollout
         if rollout.environment or rollout.agent:
@@ -416,7 +424,7 @@ Level = Literal["ok", "warning", "error", "skipped"]
 
 
 class Note(NamedTuple):
-    """Holds one thing that a check has found."""
+    """One finding of a check."""
 
     level: Level
     text: str
@@ -433,7 +441,8 @@ def warning(text: str) -> Note:
 
 @dataclass(frozen=True)
 class Check:
-    """`needs`: names of checks without which this one says nothing new; it is skipped if one fails."""
+    """A function that yields notes, with the name of the check. `required_checks`: names of checks without
+    which this check would find nothing new; the check is skipped if one of them fails."""
 
     name: str
     required_checks: tuple[str, ...]
@@ -446,5 +455,5 @@ class Check:
 def preflight_check(
     name: str, requires: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Inputs], Iterable[Note]]], Check]:
-    """Make a check of a generator of notes. It raises ConfigError for what has to be corrected."""
+    """Make a Check of a generator of notes, which raises ConfigError for faults that must be corrected."""
     return lambda run: Check(name, requires, run)

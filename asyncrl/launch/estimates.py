@@ -39,7 +39,7 @@ _DECIMAL_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 
 
 def sees_gpu(config: RunConfig) -> bool | None:
-    """Tell whether torch sees a GPU on this machine; None on Ray, whose processes may be elsewhere."""
+    """Return whether torch sees a GPU on this machine; None on Ray, whose processes may run elsewhere."""
     if config.launch.kind == "ray":
         return None
 
@@ -51,7 +51,8 @@ def sees_gpu(config: RunConfig) -> bool | None:
 
 
 def has_driver() -> bool:
-    """Tell whether there is a driver, without which torch sees no GPU: a start on a CPU imports no torch."""
+    """Return whether there is a GPU driver. Without a driver torch sees no GPU, so that a start on a CPU need
+    not import torch."""
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
         return True
@@ -68,7 +69,8 @@ def count_gpus(config: RunConfig) -> int:
 
 
 def multiplies_bfloat16(has_gpu: bool | None = False) -> bool:
-    """Tell whether the CPU has instructions for it, by its flags; or the GPU (None: expected, on Ray)."""
+    """Return whether the GPU or the CPU has instructions for bfloat16. On Ray (`has_gpu` is None) a GPU with
+    such instructions is assumed; CPUs are judged by their flags."""
     if has_gpu is not False:
         import torch
 
@@ -81,7 +83,7 @@ def multiplies_bfloat16(has_gpu: bool | None = False) -> bool:
 
 
 def cpu_speed(dtype: str, row_count: int) -> float:
-    """Operations per second of one thread of this CPU in products of so many rows, measured at once."""
+    """Measure the operations per second of one thread of this CPU, in matrix products of `row_count` rows."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -94,13 +96,14 @@ def cpu_speed(dtype: str, row_count: int) -> float:
 
 
 def learning_rates(parameters: int, lora: bool) -> tuple[float, float, float]:
-    """The usual learning rate, between the bounds outside of which one is probably a mistake."""
+    """Return the usual learning rate, between the bounds outside of which a rate is probably a mistake."""
     usual_rate = BASE_LEARNING_RATE / sqrt(parameters) * (LORA_FACTOR if lora else 1.0)
     return usual_rate / LOWEST_RATE_DIVISOR, usual_rate, usual_rate * HIGHEST_RATE_FACTOR
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """About what one checkpoint takes: the state of the policy and of a critic of its own, and the export."""
+    """Estimate the size of one checkpoint: the state of the policy and of a separate critic, and the
+    export."""
     parameters = parameter_count(config.model.path)
     trained_bytes = MASTER_BYTES + MOMENT_BYTES
     exported_bytes = DTYPE_BYTES[config.model.dtype]
@@ -114,7 +117,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
-    """Model and checkpoints for a person to read. `gpu`: whether there is one; None: unknown."""
+    """Describe model and checkpoints for people. `has_gpu`: None if unknown."""
     kept_count = _checkpoint_count(config)
     checkpoint_size = checkpoint_bytes(config)
     directory = _checkpoint_directory(config)
@@ -144,7 +147,8 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
 
 
 def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_tokens: int) -> list[str]:
-    """Describe what a run goes through, with so many samples and tokens of the first prompt."""
+    """Describe the amount of work of a run, given the numbers of samples and the tokens of the first
+    prompt."""
     rollout = config.rollout
     validation = config.validation
     total_steps = config.total_steps
@@ -179,7 +183,8 @@ def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_t
 
 
 def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Iterator[str]:
-    """About how long a run takes on this CPU, if products of the engine and the trainer do most of it."""
+    """Estimate how long a run takes on this CPU, assuming that matrix products of engine and trainer
+    dominate."""
     token_operations = 2 * parameter_count(config.model.path)
     dtype = config.model.dtype
     validation = config.validation
@@ -227,12 +232,12 @@ def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Ite
 
 
 def uses_gpu(config: RunConfig, has_gpu: bool | None) -> bool | None:
-    """`gpu`, unless the configuration leaves it aside."""
+    """Return `has_gpu`, or False if the configuration asks for the CPU."""
     return has_gpu if config.model.device != "cpu" else False
 
 
 def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
-    """Settings far from what model and machine take."""
+    """Yield warnings about settings that do not suit the model or the machine."""
     parameters = parameter_count(config.model.path)
     if parameters:
         lora = bool(config.adapters)
@@ -270,12 +275,12 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
 
 
 def _checkpoint_count(config: RunConfig) -> int:
-    """Checkpoints there may be at once, one of them being written."""
+    """Return how many checkpoints exist at once, at most; one of them is being written."""
     return config.checkpoint.keep + config.checkpoint.best + 1
 
 
 def _checkpoint_directory(config: RunConfig) -> str:
-    """Return the directory of checkpoints; '' if they are at a URL."""
+    """Return the directory of checkpoints; '' if checkpoints are at a URL."""
     directory = config.checkpoint.directory
     return "" if "://" in directory else directory or config.run_dir
 
@@ -285,11 +290,11 @@ def _free_bytes(directory: str) -> int:
 
 
 def _format_count(count: float) -> str:
-    """134515008 as 134.5 M."""
+    """Format 134515008 as 134.5 M."""
     unit, unit_name = next((u, n) for u, n in _DECIMAL_UNITS if count >= u or u == 1)
     return f"{count / unit:.1f} {unit_name}" if unit_name else f"{count:.0f} "
 
 
 def format_bytes(count: float) -> str:
-    """4800000000 as 4.8 GB."""
+    """Format 4800000000 as 4.8 GB."""
     return f"{_format_count(count).replace('B', 'G')}B"

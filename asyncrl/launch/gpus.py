@@ -22,7 +22,7 @@ DEFAULT_INTERFACES = "^docker,lo"  # what NCCL takes where that is not set
 
 @preflight_check("GPUs", requires=("libraries",))
 def check_gpus(inputs: Inputs) -> Iterator[Note]:
-    """Compare the GPUs that torch sees with those that the driver lists."""
+    """Compare the GPUs that torch sees with the GPUs that the driver lists."""
     from torch import cuda, version
 
     try:
@@ -53,7 +53,7 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
 
 
 def _explain_unusable_gpus() -> str:
-    """Tells why torch uses none of the GPUs that the driver lists, and what to do about it."""
+    """Explain why torch uses none of the GPUs that the driver lists, and how to correct this."""
     from torch import cuda, version
 
     driver, newest_cuda = gpu_driver()
@@ -82,7 +82,8 @@ def starts_local_servers(config: RunConfig) -> bool:
 
 
 def uses_nccl(config: RunConfig) -> bool:
-    """Tell whether processes on GPUs of this machine use NCCL: ranks, parts of a server, or both together."""
+    """Return whether processes on GPUs of this machine use NCCL: ranks, parts of a server, or ranks with
+    servers."""
     from torch.cuda import is_available
 
     server_sizes = [config.engine.tp, *(scorer.tp for scorer in config.scorers.values())]
@@ -124,7 +125,7 @@ def _check_peers(config: RunConfig, gpu_count: int) -> Iterator[Note]:
 
 @preflight_check("NCCL", requires=("libraries",))
 def check_nccl(inputs: Inputs) -> Iterator[Note]:
-    """Ranks on GPUs, and weights that are broadcast between GPUs, speak NCCL."""
+    """Check for NCCL, over which ranks on GPUs communicate and weights are broadcast between GPUs."""
     import torch
     from torch import distributed
 
@@ -144,8 +145,8 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("network", requires=("libraries",))
 def check_network(inputs: Inputs) -> Iterator[Note]:
-    """Check the interfaces over which processes on GPUs would talk to each other. On Ray, if NCCL's
-    variable is not set, they use the one that has the machine's address (`launch.ray.use_interface_of`)."""
+    """Check the interfaces over which processes on GPUs would communicate. On Ray, if NCCL's variable is not
+    set, processes use the interface that has the machine's address (`launch.ray.use_interface_of`)."""
     config = inputs.config
     interface_setting = os.environ.get(INTERFACE_VARIABLE, "")
     stats = psutil.net_if_stats()
@@ -184,7 +185,8 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
 
 
 def _matches_setting(setting: str, interface: str) -> bool:
-    """Tell whether NCCL would use it: by prefix, `eth,ib`; by name, `=eth0`; all but these, `^docker,lo`."""
+    """Return whether NCCL would use an interface: by prefix, `eth,ib`; by name, `=eth0`; by exclusion,
+    `^docker,lo`."""
     names = setting.removeprefix("^").removeprefix("=").split(",")
     is_exact = setting.removeprefix("^").startswith("=")
     is_listed = interface in names if is_exact else interface.startswith(tuple(names))

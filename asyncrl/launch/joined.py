@@ -47,8 +47,9 @@ SEND_TIMEOUT = 5.0
 
 @dataclass(frozen=True)
 class Ticket:
-    """Says what a process is in a run. `started`: the launcher's file of that name, which names the day of
-    the run; `cwd`: the launcher's directory, "" to stay in one's own; `variables`: secrets that it needs."""
+    """Describes a process of a run to another machine. `start_file_text`: content of the launcher's file
+    `started`, which gives the day of the run; `working_directory`: the launcher's directory, "" to stay in
+    the current one; `secret_variables`: secrets that the process needs."""
 
     process_spec: ProcessSpec
     config: RunConfig
@@ -58,7 +59,7 @@ class Ticket:
     secret_variables: dict[str, str] = field(default_factory=dict, repr=False)
 
     def enter_directory(self) -> None:
-        """Be in the launcher's directory, with the secrets. Raises ConfigError."""
+        """Enter the launcher's directory, and set the secret variables. Raises ConfigError."""
         if self.working_directory and not Path(self.working_directory).is_dir():
             raise ConfigError(
                 f"{socket.gethostname()}: the launcher's directory {self.working_directory} is not on this machine; start "
@@ -70,7 +71,8 @@ class Ticket:
 
 
 class JoinedProcess:
-    """Starts the role of a ticket and is its parent. Raises ConfigError where this machine lacks a place."""
+    """Starts the role of a ticket as its parent process. Raises ConfigError if the run directory cannot be
+    written on this machine."""
 
     def __init__(self, ticket: Ticket) -> None:
         host = socket.gethostname()
@@ -98,8 +100,8 @@ class JoinedProcess:
         self.role_process = LocalSpawner(run_dir, ticket.endpoints, process_directory)(process_spec)
 
     def wait_for_exit(self, show_log: bool = False) -> tuple[int, str]:
-        """Send what the role writes, until it has ended; return its exit code, and where files are that could
-        not be sent ('': nowhere). `shows`: its log goes to standard output, too."""
+        """Send what the role writes until the role has ended. Return its exit code, and the place of files
+        that could not be sent ('' if all were sent). `show_log`: copy the role's log to standard output."""
         last_sent_at = 0.0
         with log_path(self._process_directory.parent, self.role_process.name).open("rb") as log:
             exit_code = None
@@ -120,7 +122,8 @@ class JoinedProcess:
 
 
 def copy_log_to_stdout(log: BinaryIO) -> bool:
-    """Write what is new in a log to standard output; False if that is closed: the role goes on without."""
+    """Write the new part of a log to standard output. Return False if standard output is closed; the role
+    goes on."""
     if log.tell() > os.fstat(log.fileno()).st_size:  # a long log was cut
         log.seek(0, os.SEEK_END)
 
@@ -134,8 +137,8 @@ def copy_log_to_stdout(log: BinaryIO) -> bool:
 
 
 class SentFiles:
-    """Sends what a role writes, a piece at a time. How far that has got is in a file, too: a process that is
-    started again on this machine goes on from there."""
+    """Sends the files that a role writes, piece by piece. A file records how much was sent, so that a process
+    that is started again on this machine continues from there."""
 
     def __init__(self, process_directory: Path, ticket: Ticket) -> None:
         process = ticket.process_spec.process
@@ -153,8 +156,9 @@ class SentFiles:
             self._sent_bytes = msgspec.json.decode(self._progress_file.read_bytes(), type=dict[str, int])
 
     def send_new(self, is_last: bool = False) -> bool:
-        """Send all that is new; False if the coordinator has not taken it within SEND_SECONDS. Nothing waits
-        in the socket then: it is closed, and the next call dials again, and first sends no bytes."""
+        """Send all new bytes. Return False if the coordinator has not confirmed them within SEND_TIMEOUT. In
+        that case the socket is closed, so that nothing waits in the socket, and the next call dials again and
+        first sends no bytes."""
         deadline = time.monotonic() + SEND_TIMEOUT
         all_taken = self._send_piece(self._last_name, b"", deadline) and all(
             self._send_piece(name, data, deadline) for name, data in self._unsent_pieces()
@@ -168,7 +172,7 @@ class SentFiles:
         return all_taken
 
     def _unsent_pieces(self) -> Iterator[tuple[str, bytes]]:
-        """Yield what was not sent of each file, at most PIECE bytes at once."""
+        """Yield the bytes of each file that were not sent yet, at most PIECE at once."""
         matching_paths = (
             path for pattern in self._file_patterns for path in sorted(self._run_dir.glob(pattern))
         )
@@ -183,7 +187,7 @@ class SentFiles:
                     yield name, file.read(PIECE)
 
     def _send_piece(self, name: str, piece: bytes, deadline: float, is_last: bool = False) -> bool:
-        """Send bytes of a file, and wait until the coordinator has them."""
+        """Send bytes of a file, and wait until the coordinator has confirmed them."""
         offset = self._sent_bytes.get(name, 0)
         self._last_name = name
         self.link.send(WrittenBytes(name, offset, is_last), (piece,))
@@ -205,8 +209,9 @@ class SentFiles:
 
 
 def claim_directory(launch_directory: Path, run_name: str, host: str) -> int:
-    """Make the directory of a launch on this machine, and lock it for as long as this process lives; remove
-    those beside it of this machine that no process has locked. Return the lock. Raises OSError."""
+    """Make the directory of a launch on this machine, and lock the directory while this process lives; remove
+    directories of earlier launches on this machine that no process has locked. Return the lock. Raises
+    OSError."""
     while (lock := lock_shared(launch_directory)) is None:
         pass
 
@@ -220,7 +225,8 @@ def claim_directory(launch_directory: Path, run_name: str, host: str) -> int:
 
 
 def lock_shared(directory: Path) -> int | None:
-    """Make a directory and lock it; None where the last process of before has just removed it."""
+    """Make a directory and lock it. Return None if the last process of an earlier launch has just removed
+    it."""
     with suppress(FileNotFoundError):
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory, os.O_RDONLY)
@@ -232,8 +238,9 @@ def lock_shared(directory: Path) -> int | None:
 
 
 def release_directory(lock: int, run_dir: Path, launch_over: bool = False) -> None:
-    """Remove what a launch has left on this machine, unless a process has its directory locked: what keepers
-    had in shared memory, and its files, if those of each process were sent or the launch is `over`."""
+    """Remove the files of a launch on this machine, unless a process has locked the directory: caches of
+    server supervisors in shared memory; and all other files, if the files of every process were sent or if
+    `launch_over`."""
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         cache_directory = weights_directory("shm", run_dir, run_dir.name, needed_bytes=0)

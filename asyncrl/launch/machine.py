@@ -69,8 +69,8 @@ def check_python(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("libraries")
 def check_libraries(inputs: Inputs) -> Iterator[Note]:
-    """torch and transformers can be imported; a broken installation raises whatever it likes. A start defers
-    torch, and leaves a broken one to the roles."""
+    """Check that torch and transformers can be imported; a broken installation raises any exception. A start
+    defers torch, so a broken torch is found by the roles."""
     with recorded() as failure, quick_imports():
         import torch  # noqa: F401
         import transformers
@@ -87,8 +87,8 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("SGLang")
 def check_sglang(inputs: Inputs) -> Iterator[Note]:
-    """Check the version of the servers that the run would start, and with GPUs their kernels. Whether their
-    program exists is left to `check_servers`."""
+    """Check the version of SGLang that the run would start, and on GPUs its kernels. `check_servers` checks
+    whether the program exists."""
     engine = inputs.config.engine
     program = engine.server_command[0] if engine.server_command else sys.executable
     if not (engine.remote or inputs.config.scorers):
@@ -134,7 +134,8 @@ def _check_sglang_version(program: str, needed_modules: list[str]) -> Iterator[N
 
 
 def _failure_reason(error: Exception) -> str:
-    """Returns what a program said at last, or how it ended: its error would quote the whole command."""
+    """Return the last line that a program printed, or how the program ended; the exception itself would quote
+    the whole command."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"no answer within {error.timeout:g} s"
     if isinstance(error, subprocess.CalledProcessError):
@@ -152,8 +153,8 @@ def check_ports(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("loopback")
 def check_loopback(inputs: Inputs) -> Iterator[Note]:
-    """The processes of a run dial this machine by its own address. Where its loopback interface is missing or
-    down, as in some sandboxes, a port can be bound and nobody reaches it."""
+    """Check that this machine reaches its own address, which the processes of a run dial. If the loopback
+    interface is missing or down, as in some sandboxes, a port can be bound but nobody can connect."""
     host = inputs.config.launch.host
     address = own_address() if host == EVERY_ADDRESS else host
     text = f"launch.host: this machine does not reach itself at {address}"
@@ -170,7 +171,7 @@ def check_loopback(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("open files")
 def check_open_files(inputs: Inputs) -> Iterator[Note]:
-    """Each process has three connections to the coordinator, at most."""
+    """Check the limit of open files. Each process has at most three connections to the coordinator."""
     config = inputs.config
     supervisor_count = config.engine.keepers + len(config.scorer_places)
     wanted_connections = 3 * (config.rollout.workers + supervisor_count + config.trainer.ranks)
@@ -185,7 +186,7 @@ def check_open_files(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("/dev/shm")
 def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
-    """Check that /dev/shm has room for NCCL, and for the weights if they go there."""
+    """Check that /dev/shm has room for NCCL, and for the weights if they are published there."""
     from asyncrl.weights.disk import SHARED_MEMORY, space_needed
 
     if not SHARED_MEMORY.is_dir():
@@ -217,7 +218,8 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("file locks")
 def check_locks(inputs: Inputs) -> Iterator[Note]:
-    """A file that is locked cannot be locked again: what keeps two launchers out of one run directory."""
+    """Check that a locked file cannot be locked again: such a lock keeps two launchers out of one run
+    directory."""
     directory = check_creatable(run_directory(inputs.config), "run_dir")
     with (
         tempfile.NamedTemporaryFile(dir=directory, prefix=".asyncrl-") as locked_file,
@@ -249,8 +251,8 @@ def check_disk(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("agent", requires=("tasks",))
 def check_agent(inputs: Inputs) -> Iterator[Note]:
-    """Check that a program that leads episodes can be run as they run it, that its version was tested, and
-    that there is memory for as many as run at once."""
+    """Check that a program that leads episodes runs as episodes run it, that its version was tested, and that
+    the memory suffices for all that run at once."""
     agent = inputs.parts.agent
     rollout = inputs.config.rollout
     if not isinstance(agent, Command):
@@ -285,7 +287,8 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("sandbox")
 def check_sandbox(inputs: Inputs) -> Iterator[Note]:
-    """Only code that a model has written needs it, and says so itself (`require`, of a tool or reward)."""
+    """Check the isolation of sandboxes. Only code that a model has written needs a sandbox; a tool or reward
+    that requires one checks that itself (`require`)."""
     from asyncrl.isolation.sandbox.base import SandboxError
     from asyncrl.isolation.sandbox.detection import detect_isolation
 
@@ -306,7 +309,7 @@ def check_sandbox(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("images")
 def check_images(inputs: Inputs) -> Iterator[Note]:
-    """Only tasks, and tools with an image, need them, and say so themselves."""
+    """Check that sandboxes can start from images. Tasks, and tools with an image, check their own images."""
     from asyncrl.isolation.images import images_directory, list_images
     from asyncrl.isolation.sandbox.detection import detect_images
 

@@ -27,9 +27,9 @@ from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, linear_shape
 
 
 def version_bytes(config: RunConfig) -> int:
-    """Main memory of a trainer rank for versions on their way out, at most: copies of its shards that ranks
-    collect, and the next one; where only what has changed is published, the one that was published last; and
-    two buckets, where those of several ranks are put together to be broadcast."""
+    """Return the main memory, at most, that a trainer rank needs for versions that are being published:
+    copies of its shards that ranks collect, and the next copy; the last published version, if only changes
+    are published; and two buckets, in which the parts of several ranks are joined for a broadcast."""
     from asyncrl.trainer.publishing import readers
 
     ranks = config.trainer.ranks
@@ -49,7 +49,7 @@ def version_bytes(config: RunConfig) -> int:
 
 
 def available_memory(config: RunConfig, has_gpu: bool | None) -> int | None:
-    """Memory for all ranks: that of their GPUs, or of the machine. None where it is not known: on Ray."""
+    """Return the memory for all ranks: of their GPUs, or of the machine. None if unknown, as on Ray."""
     if has_gpu is None:
         return None
     if has_gpu and config.model.device != "cpu" and not config.trainer.offload_optimizer:
@@ -62,8 +62,8 @@ def available_memory(config: RunConfig, has_gpu: bool | None) -> int | None:
 
 
 def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
-    """Raise ConfigError if what stays in memory cannot fit. The largest micro-batch is tried before the first
-    step, and made smaller where it does not fit."""
+    """Raise ConfigError if the tensors that stay in memory cannot fit. The largest micro-batch is tried
+    before the first step, and made smaller if it does not fit."""
     needed_bytes = config.trainer.ranks * sum(static_bytes(config))
     available_bytes = available_memory(config, has_gpu)
     place_text = ""
@@ -141,8 +141,8 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
 
 
 def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple[RunConfig, list[Note]]:
-    """Return the configuration with what `auto` of trainer.activation_checkpointing means on these GPUs, and
-    a note that says so; without GPUs or `auto`, as it is."""
+    """Replace `auto` of trainer.activation_checkpointing by its meaning on these GPUs, and return a note
+    about the choice; without GPUs or `auto` return the configuration unchanged."""
     if config.trainer.activation_checkpointing != "auto" or not has_gpu or config.model.device == "cpu":
         return config, []
 
@@ -174,8 +174,8 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
 
 
 def describe_coverage(path: str) -> str:
-    """Return the matrices that adapters adapt and those they leave, by kind, with their number and their
-    share of all parameters. (Stacked experts are no linear layers.)"""
+    """List the kinds of matrices that adapters adapt and the kinds that they leave, with their number and
+    their fraction of all parameters. (Stacked experts are no linear layers.)"""
     shapes = weight_shapes(path)
     adapted_names = linear_shapes(path)
     sizes_by_kind = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}

@@ -31,7 +31,7 @@ _CACHED_DIRECTORY = re.compile(
 
 
 class HubModel(NamedTuple):
-    """Names a repository of models; `revision`: branch, tag or commit, None for the newest."""
+    """A repository of models. `revision`: branch, tag or commit; None for the newest."""
 
     name: str
     revision: str | None
@@ -40,9 +40,9 @@ class HubModel(NamedTuple):
 def resolve_models(
     config: RunConfig, previous_config: Mapping[str, Any] = {}, scorers: bool = True
 ) -> RunConfig:
-    """The configuration with directories of this machine, and the chat template as text. What the hub has is
-    fetched into its cache. `before`: that of a run which is continued: it keeps the commits of its models.
-    `scorers`: their models are needed here, too. Raises ConfigError."""
+    """Replace model names by directories of this machine, and the chat template by its text. Models of the
+    hub are fetched into its cache. `before`: the configuration of the run that is continued, which keeps the
+    commits of its models. `scorers`: also resolve the scorers' models. Raises ConfigError."""
 
     previous_values = dict(leaves(previous_config))
 
@@ -81,7 +81,8 @@ def resolve_models(
 
 
 def _dtype(config: RunConfig, previous_dtype: str | None) -> Literal["float32", "bfloat16"]:
-    """Return the configured type; for `auto` the one that the run was begun with, or this machine's."""
+    """Return the configured type; for `auto` the type of the run's first launch, or the type that suits this
+    machine."""
     match config.model.dtype, previous_dtype:
         case ("float32" | "bfloat16") as configured_dtype, _:
             return configured_dtype
@@ -91,8 +92,9 @@ def _dtype(config: RunConfig, previous_dtype: str | None) -> Literal["float32", 
 
 
 def local_directory(name: str, key: str, previous_directory: str = "") -> str:
-    """The directory of a model: `given` itself, or where the hub's cache keeps it. `before`: the one that a
-    run was begun with, which is kept if it is of the same repository."""
+    """Return the directory of a model: `name` itself, or its directory in the hub's cache.
+    `previous_directory`: the directory that the run has used so far, which is kept if it is of the same
+    repository."""
     if not name or Path(name).is_dir():
         return name
 
@@ -109,7 +111,8 @@ def local_directory(name: str, key: str, previous_directory: str = "") -> str:
 
 
 def parse_hub_model(name: str) -> HubModel | None:
-    """The repository that `owner/name`, `owner/name@revision` or a directory of the hub's cache names."""
+    """Return the repository that `owner/name`, `owner/name@revision` or a directory of the hub's cache
+    names."""
     if name_match := _CACHED_DIRECTORY.fullmatch(name):
         return HubModel(name_match["name"].replace("--", "/"), name_match["revision"])
     name_match = _REPOSITORY_NAME.fullmatch(name)
@@ -117,8 +120,8 @@ def parse_hub_model(name: str) -> HubModel | None:
 
 
 def fetch_model(model: HubModel, key: str) -> str:
-    """Fetch what a run needs into the hub's cache, if it is not there; the directory. Without a network
-    (or with HF_HUB_OFFLINE=1) what the cache has is taken. Raises ConfigError."""
+    """Fetch the files that a run needs into the hub's cache, unless they are there, and return their
+    directory. Without a network (or with HF_HUB_OFFLINE=1) the cached files are used. Raises ConfigError."""
     from huggingface_hub import errors, snapshot_download  # takes a second
 
     full_name = model.name + (f"@{model.revision}" if model.revision else "")
@@ -145,7 +148,8 @@ def fetch_model(model: HubModel, key: str) -> str:
 
 
 def check_model(config: RunConfig) -> None:
-    """config.json, weights, tokenizer and chat template are there; the context is long enough."""
+    """Check that config.json, weights, tokenizer and chat template exist, and that the context is long
+    enough."""
     path = Path(config.model.path)
     model_settings = read_json(path / "config.json")
     weight_paths = weight_files(config.model.path)
@@ -192,7 +196,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_width(path: Path, model_settings: dict[str, Any]) -> None:
-    """The embedding in the weights is as wide as one of the sizes in config.json, whatever its name."""
+    """Check that the width of the embedding is one of the sizes in config.json, whatever its name."""
     sizes = dict(leaves(model_settings))
     vocabulary = sizes.get("vocab_size", sizes.get("text_config.vocab_size"))
     matrices = (shape for shape in weight_shapes(str(path)).values() if len(shape) == 2)

@@ -31,8 +31,8 @@ VARIABLE_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # in headers
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster. `gpus`: of all; `free`: of those, what nobody had when it was looked at.
-    `resources`: names of what it has, for pools."""
+    """A machine of the cluster. `gpus`: all its GPUs; `free_gpus`: GPUs that were free when the cluster was
+    listed; `resources`: names of the node's resources, for pools."""
 
     id: str
     address: str
@@ -42,12 +42,13 @@ class Node:
 
 
 class NodeAssignment:
-    """Which machine each process of a run has. ConfigError when the machines cannot have them all."""
+    """Assigns each process of a run to a machine. Raises ConfigError if the machines have no room for all
+    processes."""
 
     def __init__(
         self, config: RunConfig, units: Iterable[Unit], nodes: Sequence[Node], launcher_node: str
     ) -> None:
-        """`here`: the id of the launcher's machine."""
+        """`launcher_node`: the id of the launcher's machine."""
         self._config = config
         self._launcher_node = launcher_node
         self._cluster_has_gpus = any(node.gpus for node in nodes)
@@ -64,8 +65,8 @@ class NodeAssignment:
                 raise ConfigError(self._describe_lack(process, nodes))
 
     def choose_node(self, process: PlannedProcess, nodes: Sequence[Node]) -> Node | None:
-        """Choose a machine for a starting process: its previous one if it has room, else any other; None if
-        none has room. A process that must stay where it was waits for room there."""
+        """Choose a machine for a starting process: its previous machine if that has room, else any other;
+        None if no machine has room. A process that must stay on its machine waits for room there."""
         previous_node = self._node_of.pop(process.name, "")
 
         for node in nodes:
@@ -84,12 +85,13 @@ class NodeAssignment:
         return chosen_node
 
     def record_node(self, process: PlannedProcess, node: str) -> None:
-        """Ray has started it there, perhaps by a choice of its own."""
+        """Record the machine on which Ray has started a process; Ray may have chosen another machine."""
         self._node_of[process.name] = node
 
     def gpus_for(self, process: PlannedProcess) -> float:
-        """As `launch.gpus` says, or else one for a rank and `tp` for a server, and one for an embedded
-        engine with `model.device=cuda`; none on a cluster without any, unless they are asked for."""
+        """Return the GPUs of a process: as `launch.gpus` says, or else one for a rank, `tp` for a server, and
+        one for an embedded engine with `model.device=cuda`; none on a cluster without GPUs, unless GPUs are
+        asked for."""
         config = self._config
         role = process.role
         for name, gpus in config.launch.gpus.items():
@@ -104,14 +106,14 @@ class NodeAssignment:
         return process.gpus if role in (ENGINE, SCORER) and self._cluster_has_gpus else 0
 
     def pool_for(self, process: PlannedProcess) -> str:
-        """The resource that its machine must have; '' for none."""
+        """Return the resource that the machine of a process must have; '' for none."""
         return next((pool for role, pool in self._config.launch.pools.items() if role == process.role), "")
 
     def nodes_of(self, role: str) -> set[str]:
         return {self._node_of[process.name] for process in self._processes if process.role == role}
 
     def describe_nodes(self, nodes: Sequence[Node]) -> list[str]:
-        """A line for each machine, for a person to read."""
+        """Return a line for each machine, for people to read."""
         lines = []
         for node in nodes:
             process_names = [
@@ -136,7 +138,7 @@ class NodeAssignment:
         )
 
     def _gpus_left(self, node: Node) -> float:
-        """GPUs, to the fraction that Ray counts: 1 - 0.8 is less than 0.2."""
+        """Return the GPUs left, rounded to the fraction that Ray counts: 1 - 0.8 is less than 0.2."""
         return round(self._free_gpus[node.id] - self._gpus_held(node), 4)
 
     def _gpus_held(self, node: Node) -> float:
@@ -147,7 +149,7 @@ class NodeAssignment:
         )
 
     def _node_cost(self, process: PlannedProcess, node: Node) -> tuple[Any, ...]:
-        """Return the cost of a machine that fits; the least is chosen."""
+        """Return the cost of placing a process on a machine that has room; the least cost is chosen."""
         is_remote = node.id != self._launcher_node
         gpus_left = self._gpus_left(node)
         role_counts = Counter(
@@ -168,7 +170,7 @@ class NodeAssignment:
         return uses_servers and not has_server, role_counts[node.id], not is_remote, node.address
 
     def _describe_lack(self, process: PlannedProcess, nodes: Sequence[Node]) -> str:
-        """Say what the machines lack, and what to do."""
+        """Explain which resources the machines lack, and how to correct this."""
         wanted_gpus = self.gpus_for(process)
         pool = self.pool_for(process)
         if stays_with_launcher(process):
@@ -207,7 +209,7 @@ class NodeAssignment:
 
 
 def stays_with_launcher(process: PlannedProcess) -> bool:
-    """On the launcher's machine, where the run directory is."""
+    """Return whether a process must run on the launcher's machine, where the run directory is."""
     return process.role == COORDINATOR or (process.role == TRAINER and process.index == 0)
 
 
@@ -218,8 +220,8 @@ def check_shared_resources(
     dialled_host: str,
     assignment: NodeAssignment,
 ) -> None:
-    """ConfigError where processes on these machines could not work together: an address that only one of them
-    knows, checkpoints that only one of them has. `dialled`: the coordinator's host."""
+    """Raise ConfigError if processes on these machines could not work together: if only one machine knows the
+    coordinator's address, or has the checkpoints. `dialled_host`: the coordinator's host."""
     if len(nodes) < 2:
         return
 
@@ -238,7 +240,7 @@ def check_shared_resources(
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address or a name of the machine itself, such as 127.0.0.1 or localhost."""
+    """Return whether a host is the machine itself, such as 127.0.0.1 or localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -246,8 +248,8 @@ def is_loopback(host: str) -> bool:
 
 
 def named_secrets(config: RunConfig) -> dict[str, str]:
-    """Variables that the configuration names as those of API keys, of headers and of programs, which
-    processes elsewhere need too."""
+    """Return the environment variables that the configuration names for API keys, headers and programs, which
+    processes on other machines need, too."""
     variable_names = set(_secret_variables(msgspec.to_builtins(config)))
     return {name: os.environ[name] for name in sorted(variable_names) if name in os.environ}
 

@@ -24,7 +24,7 @@ UNTRAINED_TARGET = "asyncrl.trainer.untrained:run"  # in place of the trainer, w
 
 @dataclass(frozen=True)
 class PlannedProcess:
-    """Names one process. It runs the function `target`, and has `gpus` of its own."""
+    """One process of the plan. The process runs the function `target`, and has `gpus` of its own."""
 
     role: str
     index: int
@@ -39,7 +39,7 @@ class PlannedProcess:
 
 @dataclass(frozen=True)
 class Unit:
-    """Processes that only live together: the coordinator, one server, one worker, or all trainer ranks."""
+    """Processes that live and die together: the coordinator, one server, one worker, or all trainer ranks."""
 
     role: str
     processes: tuple[PlannedProcess, ...]
@@ -84,7 +84,7 @@ def _planned_process(role: str, index: int, threads: int, gpus: int = 0) -> Plan
 
 
 def process_environment(process: PlannedProcess) -> dict[str, str]:
-    """Variables that must be set before the process imports anything numeric."""
+    """Return variables that must be set before the process imports any numeric library."""
     threads = str(process.threads)
     return {
         "OMP_NUM_THREADS": threads,
@@ -98,8 +98,9 @@ def process_environment(process: PlannedProcess) -> dict[str, str]:
 
 
 def assign_gpus(config: RunConfig, gpu_count: int) -> dict[str, list[int]]:
-    """Deal the `count` GPUs of this machine to ranks, to servers started here and to embedded engines, by the
-    process's name. Ranks come first; where none is left, it begins at 0 again. Every process sees all."""
+    """Assign the `gpu_count` GPUs of this machine to ranks, to servers started here and to embedded engines,
+    by the process's name. Ranks come first; when all GPUs are assigned, numbering restarts at 0. Every
+    process sees all GPUs."""
     from asyncrl.engines.sglang.process import server_gpus  # imports torch
     from asyncrl.rollout.samplers import engine_gpu
 
@@ -119,8 +120,8 @@ def assign_gpus(config: RunConfig, gpu_count: int) -> dict[str, list[int]]:
 def describe_plan(
     config: RunConfig, units: Iterable[Unit], has_gpu: bool | None, gpu_count: int = 0
 ) -> list[str]:
-    """The plan for a person to read: one line per kind of process. `gpu`: whether this machine has one; None:
-    unknown, as on a cluster. `count`: how many it has."""
+    """Describe the plan for people, one line per kind of process. `has_gpu`: whether this machine has a GPU;
+    None if unknown, as on a cluster. `gpu_count`: the number of its GPUs."""
     device = config.model.device
     if device == "auto" and has_gpu is not None:
         device = "cuda" if has_gpu else "cpu"
