@@ -11,10 +11,10 @@ from asyncrl.errors import ConfigError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that says what a flag it does not have is here: one of Hydra, or a key with dashes."""
+    """A parser that explains foreign flags: flags of Hydra, and keys written with dashes."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raises ConfigError for such flags."""
+        """Raise ConfigError for foreign flags."""
         flag_names = [flag.partition("=")[0] for flag in args or ()]
         flag_names = flag_names[: flag_names.index("--")] if "--" in flag_names else flag_names
         known_flags = tuple(self._option_string_actions)
@@ -35,8 +35,8 @@ class CommandParser(argparse.ArgumentParser):
 def command_parser(
     name: str, description: str, run_dir_help: str = "parent of run directories"
 ) -> argparse.ArgumentParser:
-    """Make the parser of `asyncrl NAME`: --help shows `text` as it stands. `run_dir`: help for --run-dir; ''
-    leaves it out."""
+    """Make the parser of `asyncrl NAME`, whose --help shows `description` unchanged. `run_dir_help`: help for
+    --run-dir; '' leaves the flag out."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = CommandParser(prog=f"asyncrl {name}", description=description, formatter_class=formatter)
     if run_dir_help:
@@ -45,7 +45,8 @@ def command_parser(
 
 
 def find_run(directory: Path, name: str) -> Path:
-    """The directory of a run by its name or path; of the newest one without. ConfigError if there is none."""
+    """Return the directory of a run by its name or path; of the newest run if `name` is empty. Raises
+    ConfigError if there is none."""
     if name and os.path.isfile(os.path.join(name, "config.yaml")):
         return Path(name)
     runs = {path.name: path for path in reversed(list_run_directories(directory))}
@@ -56,7 +57,7 @@ def find_run(directory: Path, name: str) -> Path:
 
 
 def list_run_directories(directory: Path) -> list[Path]:
-    """Directories of runs, newest first. ConfigError where there is nothing to look at."""
+    """Return the directories of runs, newest first. Raises ConfigError if `directory` does not exist."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; give the parent of run directories as --run-dir")
     paths = [path.parent for path in directory.glob("*/config.yaml")]

@@ -61,8 +61,8 @@ def main(argv: list[str]) -> int:
 
 
 def _benchmark_splits(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, Sequence[Row]]:
-    """The rows of both splits. Where the publisher has one, or a file is given, the test rows are drawn from
-    it, and only with --test."""
+    """Return the rows of both splits. If the publisher has only one split, or if a file is given, test rows
+    are drawn from that split, and only with --test."""
     source = args.source or benchmark.repository
     rng = random.Random(args.seed)
     is_single = not benchmark.held_out or Path(source).is_file()
@@ -102,7 +102,7 @@ def _draw_rows(rng: random.Random, rows: list[Row], count: int | None) -> list[R
 
 
 def _write_corpus(path: Path, passages: Iterable[Row]) -> None:
-    """Each passage once."""
+    """Write each passage once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written_lines = set[str]()
     with path.open("w") as file:
@@ -114,7 +114,7 @@ def _write_corpus(path: Path, passages: Iterable[Row]) -> None:
 
 
 def _gym_splits(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
-    """Make as many rows of each task as of the others, in random order. The test rows have another seed."""
+    """Make equally many rows of each task, in random order. The test rows have another seed."""
     try:
         import reasoning_gym
         import reasoning_gym.utils

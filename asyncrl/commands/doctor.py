@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     search_working_directory()
 
     def print_notes(notes: Iterable[Note]) -> Iterable[str]:
-        """The level of each, printed as soon as it is found."""
+        """Yield the level of each note, and print the note as soon as its check has run."""
         for level, text, subject in notes:
             first_line, _, more_lines = printable(text).partition("\n")
             print(f"{level:<8} {subject:<14} {first_line}", flush=True)

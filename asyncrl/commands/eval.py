@@ -60,14 +60,14 @@ COLUMNS = ("mean", "95%", "samples", "minus baseline", "95% of that")
 
 
 class Target(NamedTuple):
-    """The thing to evaluate: a model, and the run whose configuration is taken, if it is a checkpoint."""
+    """The model to evaluate, and, for a checkpoint, the run whose configuration is used."""
 
     model: str
     run_dir: Path | None
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments, evaluate, print and write the numbers. Exit code 1 where the run failed."""
+    """Parse the arguments, evaluate, print and write the numbers. Exit code 1 if the run failed."""
     parser = argument_parser("eval", HELP)
     parser.add_argument("--baseline", help="another MODEL, or a run of asyncrl eval: compare with it")
     options = parser.parse_intermixed_args(argv)
@@ -108,7 +108,8 @@ def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
 
 
 def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | None]:
-    """Run the episodes that are not over yet: the exit code, and the run; None after a dry run."""
+    """Run the episodes that are not finished yet. Return the exit code and the run's directory; None after a
+    dry run."""
     config = configuration(target, options)
     run_dir = Path(config.run_dir) / config.name
 
@@ -127,7 +128,8 @@ def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | N
 
 
 def resolve_target(name: str, runs_directory: Path) -> Target:
-    """A checkpoint's export, for a checkpoint or a run; else the model itself, which need not be here."""
+    """Return a checkpoint's export, for a checkpoint or a run; else the model itself, which may be on the
+    hub."""
     path = Path(name)
     is_checkpoint = path.name.startswith("step-") and (path / "manifest.json").is_file()
 
@@ -145,7 +147,7 @@ def resolve_target(name: str, runs_directory: Path) -> Target:
 
 
 def check_order(options: argparse.Namespace) -> None:
-    """ConfigError where a key is in place of the model, which says what keys of other tools are here."""
+    """Raise ConfigError if a key stands in place of the model. The error explains keys of other tools."""
     if "=" in options.model and not os.path.exists(options.model):
         unknown = unknown_keys([options.model, *options.overrides])
         raise unknown or ConfigError(
@@ -154,12 +156,12 @@ def check_order(options: argparse.Namespace) -> None:
 
 
 def unknown_keys(arguments: Sequence[str]) -> ConfigError | None:
-    """Describe the keys that there are not; None if all are there."""
+    """Return an error that describes unknown keys; None if all keys are known."""
     return refused_keys([word for word in arguments if word.partition("=")[0] not in (*ALIASES, "out")])
 
 
 def _check_model(name: str, runs_directory: Path) -> None:
-    """ConfigError for what can be no model: neither a directory nor the name of a hub repository."""
+    """Raise ConfigError for a name that can be no model: neither a directory nor a repository of the hub."""
     from asyncrl.launch.models import parse_hub_model
 
     path = Path(name).expanduser()
@@ -177,8 +179,8 @@ def _check_model(name: str, runs_directory: Path) -> None:
 
 
 def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
-    """Make the configuration of an evaluation: keys of training have their defaults, and the name tells what
-    is evaluated, and how."""
+    """Make the configuration of an evaluation: keys of training have their defaults, and the name of the run
+    identifies the model and the settings."""
     pairs = (one.partition("=") for one in options.overrides)
     arguments = [ALIASES.get(key, key) + equals + value for key, equals, value in pairs]
 
@@ -235,7 +237,7 @@ def _untrained(config: RunConfig) -> RunConfig:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Hash how episodes are played, and name, size and time of the files: weights, data, the user's own."""
+    """Hash the settings of episodes, and name, size and time of their files: weights, data, plug-ins."""
     from asyncrl.data.sources import named_files, paths
     from asyncrl.weights.model_files import weight_files
 
@@ -252,7 +254,7 @@ def fingerprint(config: RunConfig) -> str:
 
 
 class Result(NamedTuple):
-    """An evaluation that is over."""
+    """A finished evaluation."""
 
     run_dir: Path
     data: str  # fingerprint of the samples
@@ -262,7 +264,7 @@ class Result(NamedTuple):
 
     @classmethod
     def read(cls, run_dir: Path) -> Result:
-        """Raises StoreError and ConfigError."""
+        """Read the evaluation from its run. Raises StoreError and ConfigError."""
         from asyncrl.data.tasks import task_of
         from asyncrl.episodes.recorded import evaluated
 
@@ -278,8 +280,8 @@ class Result(NamedTuple):
 
 
 def by_task(tasks: dict[int, tuple[str, str]], numbers: PerSample) -> dict[str, dict[str, float]]:
-    """Return `success` and `pass@k` of samples, by the names of their tasks; several of one name are told
-    apart by source and row. `tasks`: source and name."""
+    """Return `success` and `pass@k` of samples, by the names of their tasks; tasks with the same name are
+    distinguished by source and row. `tasks`: source and name by row."""
     name_counts = Counter(name for _, name in tasks.values())
     solved_metrics = {
         name_match[1]: numbers[name] for name in numbers if (name_match := SOLVED.fullmatch(name))
@@ -298,7 +300,7 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
 
 
 def write_result(result: Result, baseline: Result | None = None) -> dict[str, dict[str, Any]]:
-    """Write evaluation.json in the run's directory; the numbers of the table."""
+    """Write evaluation.json in the run's directory, and return the numbers of the table."""
     if baseline is not None and baseline.data != result.data:
         raise ConfigError(
             f"{baseline.run_dir}: is of other samples than {result.run_dir}; give the same data=…"
@@ -346,8 +348,8 @@ def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dic
 
 
 def summarize_metrics(numbers: PerSample, baseline: PerSample) -> dict[str, dict[str, Any]]:
-    """Return by metric: `mean`, `low`, `high`, `samples`; where the baseline has the metric, too,
-    `difference`, `difference_low`, `difference_high` over the samples that both have."""
+    """Return by metric: `mean`, `low`, `high`, `samples`; if the baseline has the metric, too, also
+    `difference`, `difference_low`, `difference_high` over the samples that both runs have."""
     metrics: dict[str, dict[str, Any]] = {}
     for (name, mean), values in zip(means(numbers).items(), numbers.values(), strict=True):
         low, high = interval([*values.values()])

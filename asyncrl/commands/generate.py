@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def _take_out_path(options: argparse.Namespace) -> Path:
-    """The file to write, taken from the overrides."""
+    """Take the file to write from the overrides."""
     out_overrides = [one for one in options.overrides if one.startswith(OUT_PREFIX)]
     options.overrides = [one for one in options.overrides if one not in out_overrides]
     path = Path(out_overrides[-1].removeprefix(OUT_PREFIX)).expanduser() if out_overrides else Path()
@@ -77,7 +77,7 @@ def _take_out_path(options: argparse.Namespace) -> Path:
 
 
 def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yields one row per sample, in their order."""
+    """Yield one row per sample, in the order of the samples."""
     from asyncrl.episodes.parts import EpisodeParts
     from asyncrl.episodes.recorded import evaluated, judged_turns, reward_input
     from asyncrl.store.reader import RunReader

@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
 
 
 def find_checkpoint(name: str, runs: Path) -> tuple[Checkpoints, int, Path | None]:
-    """The place, the step, and the run's directory if it is known: of a checkpoint by its path or URL, or of
-    the newest one of a run. ConfigError where there is none."""
+    """Return the checkpoints, the step, and the run's directory if known: for a checkpoint by its path or
+    URL, or for the newest checkpoint of a run. Raises ConfigError if there is none."""
     from asyncrl.store.checkpoints import Checkpoints, checkpoints_of
 
     parent, _, last_part = name.rstrip("/").rpartition("/")
@@ -84,7 +84,7 @@ def find_checkpoint(name: str, runs: Path) -> tuple[Checkpoints, int, Path | Non
 
 
 def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
-    """Each checkpoint has the merged model; see trainer/export.py."""
+    """Copy the merged model, which each checkpoint has; see trainer/export.py."""
     export_prefix = "hf/"
     names = [name for name in checkpoints.manifest(step).files if name.startswith(export_prefix)]
     if not names:
@@ -98,7 +98,8 @@ def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
 
 
 def _compare_export(directory: Path, checkpoint: str) -> None:
-    """Warn of what the model's class does not use; ConfigError where the export is not the model's."""
+    """Warn about tensors that the model's class does not use. Raises ConfigError if the export does not fit
+    the model."""
     from asyncrl.weights.checkpoint_match import UnknownModelError, check_checkpoint
 
     try:

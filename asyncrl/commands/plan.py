@@ -70,7 +70,8 @@ SIMILAR_FRACTION = 0.03  # tokens/s that differ by less are alike: then the lowe
 
 class Measurements(msgspec.Struct, frozen=True):
     """The recordings of a run. `recorded`: turns of episodes, by group; `publish_s`: seconds from the
-    trainer's snapshot until an engine had it; `state_bytes`: of weights and optimizer in a checkpoint."""
+    trainer's snapshot until an engine has the weights; `state_bytes`: size of weights and optimizer in a
+    checkpoint."""
 
     config: RunConfig
     rows: Sequence[Row]
@@ -81,7 +82,7 @@ class Measurements(msgspec.Struct, frozen=True):
 
     @classmethod
     def read_run(cls, run_dir: Path, config: RunConfig) -> Measurements:
-        """ConfigError where there is too little."""
+        """Read the recordings of a run. Raises ConfigError if the run has recorded too little."""
         from asyncrl.planning.forecast import EngineLoad
 
         recorded, seconds, tokens = _recorded_episodes(run_dir)
@@ -150,8 +151,9 @@ def main(argv: list[str]) -> int:
 
 
 def probe(config: RunConfig) -> list[Measurements]:
-    """Two short runs of a configuration, the second with fewer slots: how an engine's speed depends on its
-    load shows only at different loads. AsyncrlError for one that fails, whose directory is kept."""
+    """Measure a configuration by two short runs, the second with fewer slots: how an engine's speed depends
+    on its load shows only at different loads. Raises AsyncrlError if a run fails; the directory of that run
+    is kept."""
     from asyncrl.launch.process import INTERRUPTED
     from asyncrl.launch.start import train
 
@@ -194,7 +196,7 @@ def probe(config: RunConfig) -> list[Measurements]:
 
 
 def _recorded_episodes(run_dir: Path) -> tuple[Recorded, float, int]:
-    """Turns of the groups that are over, seconds of sampling and tokens of them all."""
+    """Return the turns of finished groups, and the seconds and tokens of their sampling."""
     from asyncrl.episodes.recorded import kept_turns
     from asyncrl.planning.forecast import recorded_turns
     from asyncrl.store.reader import RunReader
@@ -220,7 +222,8 @@ def _recorded_episodes(run_dir: Path) -> tuple[Recorded, float, int]:
 
 
 def _concurrent_episodes(spans: Sequence[Line], config: RunConfig) -> float:
-    """Episodes that sampled on an engine at once, as those that sample meet it; validations apart."""
+    """Return how many episodes sampled on an engine at once, averaged over sampling time, without
+    validations."""
     from asyncrl.planning.forecast import engine_count
     from asyncrl.runtime.activity import DECODE
 
@@ -242,7 +245,7 @@ def _concurrent_episodes(spans: Sequence[Line], config: RunConfig) -> float:
 
 
 def _state_bytes(config: RunConfig, run_dir: Path) -> int:
-    """Of the newest checkpoint; 0 where there is none."""
+    """Return the size of weights and optimizer in the newest checkpoint; 0 if there is none."""
     from asyncrl.store.checkpoints import checkpoints_of
 
     checkpoints = checkpoints_of(config, run_dir)
@@ -254,7 +257,7 @@ def _state_bytes(config: RunConfig, run_dir: Path) -> int:
 
 
 def with_keys(config: RunConfig, keys: Keys) -> RunConfig | None:
-    """Returns the configuration with other values of some keys; None where they cannot work together."""
+    """Return the configuration with other values of some keys; None if the values are not valid together."""
     tree = msgspec.to_builtins(config)
     for key, value in keys.items():
         section, _, name = key.partition(".")
@@ -267,8 +270,8 @@ def with_keys(config: RunConfig, keys: Keys) -> RunConfig | None:
 
 
 def splits(config: RunConfig, devices: int) -> list[Keys]:
-    """Engines and trainer ranks that use all of so many devices, or, of many, some of these. Servers that
-    are there already (engine.urls) stay as many."""
+    """Return splits of the devices into engines and trainer ranks; if there are many devices, only some of
+    the splits. Attached servers (engine.urls) stay as many as they are."""
     key, tp = engine_key(config)
     max_engines = (devices - 1) // tp
     current_engines = config.engine.keepers or config.rollout.workers
@@ -283,15 +286,15 @@ def splits(config: RunConfig, devices: int) -> list[Keys]:
 
 
 def engine_key(config: RunConfig) -> tuple[str, int]:
-    """The key that says how many engines there are, and how many devices one takes."""
+    """Return the key that sets the number of engines, and the devices of one engine."""
     return ("engine.servers", config.engine.tp) if config.engine.remote else ("rollout.workers", 1)
 
 
 def candidates(
     config: RunConfig, rates: Rates, devices: int, chosen_split: Keys | None = None
 ) -> list[tuple[Keys, Forecast]]:
-    """Predict other values of these keys, the best first. Splits (or the `chosen` one) and slots are tried
-    together; batch and bound with the best of them."""
+    """Predict other values of these keys, the best first. Splits (or `chosen_split`) and slots are varied
+    together; batch and staleness with the best of these."""
     from asyncrl.planning.forecast import predict
 
     buffer = config.buffer
@@ -321,7 +324,7 @@ def candidates(
 
 
 def rank_candidates(forecasts: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Keys, Forecast]]:
-    """Sort: the ones with about the most tokens/s first, by their lag, then the others by tokens/s."""
+    """Sort forecasts: first all with about the most tokens/s, by lag; then the rest by tokens/s."""
     by_speed = sorted(forecasts, key=lambda one: -one[1].tokens_per_s)
     lowest_speed = (1 - SIMILAR_FRACTION) * by_speed[0][1].tokens_per_s
     similar = [one for one in by_speed if one[1].tokens_per_s >= lowest_speed]
@@ -332,8 +335,8 @@ def rank_candidates(forecasts: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Ke
 
 
 def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested_devices: int) -> None:
-    """Print it. `rows`: of a run with just this configuration; none where there was none. `asked`: devices,
-    or 0."""
+    """Print the report. `rows`: metrics of a run with exactly this configuration, empty if there is none.
+    `requested_devices`: the number of devices, or 0."""
     from asyncrl.planning.forecast import engine_count, measured_forecast, predict, time_savings
 
     key, tp = engine_key(config)
@@ -396,8 +399,8 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
 
 
 def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
-    """Print what engines and trainer do apart, and by shifts on the same devices, and which way to take.
-    Return that split; None where it is by shifts."""
+    """Print the forecasts of engines and trainer apart and by shifts on the same devices, and which way to
+    choose. Return the best split; None if shifts are best."""
     from asyncrl.planning.devices import batch_seconds, compare
     from asyncrl.planning.forecast import workload
 
@@ -426,7 +429,7 @@ def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
 
 
 def print_progress(activity: str) -> None:
-    """Say what is simulated, as it takes seconds: on standard error, apart from the report."""
+    """Print which simulation runs, as simulations take seconds; on standard error, apart from the report."""
     print(f"plan: {activity} …", file=sys.stderr, flush=True)
 
 
@@ -441,7 +444,7 @@ def _format_placed(placed: Placed | None) -> str:
 
 
 def _sharing_advice(comparison: Comparison, key: str) -> str:
-    """Say what to take, and why."""
+    """Say which way to choose, and why."""
     best_placed = comparison.best
     keys = f"{key}={best_placed.engines} trainer.ranks={best_placed.ranks}"
     keys += f" engine.colocated={best_placed.engines}" * (best_placed is comparison.shifts)

@@ -43,8 +43,8 @@ kept any more are left out (store.keep_bytes)."""
 
 
 class Row(msgspec.Struct):
-    """Holds the scores of one episode before and after. `step`: that of its batch, or the one under way when
-    it was issued."""
+    """The scores of one episode before and after. `step`: the step of its batch, or the step under way when
+    the episode was issued."""
 
     uid: str
     group: int
@@ -98,7 +98,8 @@ def _parse_steps(text: str) -> tuple[int, int]:
 async def _regrade_episodes(
     config: RunConfig, run_dir: Path, steps: tuple[int, int]
 ) -> tuple[list[Row], list[str]]:
-    """The episodes of all groups of these steps, and why others could not be scored."""
+    """Score the episodes of all groups of these steps. Return their rows, and why other episodes could not be
+    scored."""
     from asyncrl.algorithms.recipe import compose
     from asyncrl.data import Samples, samples_path
     from asyncrl.episodes.parts import EpisodeParts
@@ -147,7 +148,8 @@ async def _regrade_episodes(
 
 
 def _batch_step(group: GroupRecord) -> int:
-    """The step of its batch, or the one under way when it was issued; counted from 1."""
+    """Return the step of the group's batch, or the step under way when the group was issued; counted from
+    1."""
     return (group.step if group.step >= 0 else group.issued_step) + 1
 
 
@@ -159,7 +161,7 @@ def _regraded_rows(
     after: Mapping[str, EpisodeRecord],
     turns: Mapping[str, list[Turn]],
 ) -> Iterator[Row]:
-    """Yield a row for each member that was scored. A group is compared if all of its baseline were."""
+    """Yield a row for each member that was scored. A group is compared if its whole baseline was scored."""
     from asyncrl.buffer.batches import Baseline
     from asyncrl.buffer.prompts import ComparedParts, all_equal
     from asyncrl.episodes.recorded import credited
@@ -172,7 +174,7 @@ def _regraded_rows(
     compared_uids = [uid for uid in ordered_uids if not before[uid].greedy]  # late members, too
 
     def judge_group(members: Mapping[str, EpisodeRecord]) -> tuple[bool | None, dict[str, float | None]]:
-        """Return whether the group teaches, and the advantages of those that may be trained."""
+        """Return whether the group teaches, and the advantages of members that may be trained."""
         if not baseline_uids or not baseline_uids <= scored:
             return None, {}
         baseline = Baseline.of(group, members)
@@ -205,7 +207,7 @@ def _regraded_rows(
 
 
 def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
-    """The table, and why some episodes are not in it."""
+    """Print the table, and why some episodes are missing in it."""
     groups = {row.group: row for row in rows if row.teaches is not None}
     scores = [(row.score, row.score_new) for row in rows]
     advantages = [
@@ -231,7 +233,7 @@ def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
-    """Pearson's; unknown where one side does not vary."""
+    """Return Pearson's correlation; "unknown" if one side does not vary."""
     if len(pairs) < 2 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return "unknown"
     return f"{correlation(*zip(*pairs, strict=True)):.3f}"

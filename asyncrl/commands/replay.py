@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
 def _replay_steps(
     config: RunConfig, run_dir: Path, step: int, budget: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, metrics) of the steps up to this one."""
+    """Yield (step, metrics) of the steps up to `step`."""
     from asyncrl.launch.models import resolve_models
     from asyncrl.store.checkpoints import checkpoints_of
     from asyncrl.store.reader import RunReader

@@ -49,8 +49,8 @@ def restore_database(directory: Path, name: str) -> int:
 
 
 def list_runs(directory: Path) -> int:
-    """Print a line per run, the newest first: how it ended or that it goes on, its steps, and its newest
-    held-out number."""
+    """Print a line per run, the newest first: its ending or `running`, its steps, and its newest held-out
+    number."""
     for path in list_run_directories(directory):
         try:
             summary = read_summary(path)
@@ -73,7 +73,7 @@ def list_runs(directory: Path) -> int:
 
 
 def show_summary(directory: Path, name: str, everything: bool = False) -> int:
-    """The summary of a run, by its name or path; of the newest one without."""
+    """Print the summary of a run, by its name or path; of the newest run if `name` is empty."""
     path = find_run(directory, name)
     summary = read_summary(path)
     if not summary:

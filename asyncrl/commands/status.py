@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def describe_ending(run_dir: Path) -> str:
-    """Return how a run ended, and why; '' while its launcher lives, or lives perhaps on another machine."""
+    """Return how a run ended, and why; '' while its launcher lives, or may live on another machine."""
     if not run_dir.exists():
         return "deleted"
     summary = read_summary(run_dir)
@@ -57,8 +57,8 @@ def describe_ending(run_dir: Path) -> str:
 
 
 def launcher_lives(run_dir: Path) -> bool:
-    """True if the launcher that locked the run directory lives, as far as can be seen from here: the kernel
-    keeps its lock for as long."""
+    """Return whether the launcher that locked the run directory lives, as far as this machine can see: the
+    kernel holds the launcher's lock as long as the launcher lives."""
     try:
         with (run_dir / "lock").open() as lock:
             if lock.read().partition(" on ")[2] != platform.node():
@@ -72,7 +72,7 @@ def launcher_lives(run_dir: Path) -> bool:
 
 
 def describe_run(run_dir: Path, ending_text: str, now: float) -> list[str]:
-    """Lines: phase and step, the last step, what is wrong, the flow, who waits for what."""
+    """Return lines: phase and step, the last step, alerts, the account of episodes, and waits."""
     status = read_status(run_dir)
     if "phase" not in status:
         return [

@@ -36,9 +36,9 @@ LINE_FORMAT = "{:<32} {:>9} {:>6} {:>10} {:>7}  {:<14}  {}"
 
 
 class Trial(msgspec.Struct):
-    """Describes how a task went. `untouched`, `solved`: the scores without changes and with those of the
-    solution. `network`: which of tests and solution tried to reach one. `faults`: why not to train on it;
-    `warnings`: what to look at before training."""
+    """The result of trying a task. `untouched`, `solved`: the scores without changes and with the changes of
+    the solution. `network`: which of tests and solution tried to reach a network. `faults`: reasons not to
+    train on the task; `warnings`: hints to follow before training."""
 
     task: str
     untouched: list[float] = []
@@ -83,7 +83,8 @@ def main(argv: list[str]) -> int:
 
 
 async def check_tasks(folders: list[TaskFolder], jobs: int, repeats: int, as_json: bool) -> int:
-    """Try tasks, `jobs` at once, and print a line for each, in their order. Returns 1 if one has a fault."""
+    """Try tasks, `jobs` at once, and print a line for each task in the given order. Return 1 if a task has a
+    fault."""
     judge = JudgedByTests(at_once=jobs)
     slots = asyncio.Semaphore(jobs)
     faulty_count = 0
@@ -111,7 +112,7 @@ async def check_tasks(folders: list[TaskFolder], jobs: int, repeats: int, as_jso
 
 
 async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Trial:
-    """Judge a task without changes, and with those of its solution, `repeats` times each."""
+    """Judge a task without changes, and with the changes of its solution, `repeats` times each."""
     trial = Trial(printable(in_short(folder.task.name)))
     if not folder.tests.named:
         trial.warnings.append(f"no tests are named: {UNNAMED}")
@@ -136,7 +137,7 @@ async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Tr
 
 
 def find_faults(variant: str, verdicts: Sequence[RewardResult]) -> Iterator[str]:
-    """Compare what the tests gave with what a task needs."""
+    """Compare the verdicts of the tests with the scores that a task needs."""
     score_tables = [{"score": verdict.score, **verdict.components} for verdict in verdicts]
     for name, expected in EXPECTED_SCORES[variant].items():
         values = sorted({scores_by_name[name] for scores_by_name in score_tables if name in scores_by_name})
@@ -148,7 +149,7 @@ def find_faults(variant: str, verdicts: Sequence[RewardResult]) -> Iterator[str]
 
 
 async def sandbox_result(folder: TaskFolder, trial: Trial, solved: bool) -> Any:
-    """Return what the reward is given of an episode that did nothing, or ran the solution."""
+    """Return the reward's input from an episode that did nothing, or that ran the solution."""
     sandbox = TaskSandbox(folder.task, LIMITS, ISOLATION)
     try:
         await sandbox.start()
@@ -165,7 +166,7 @@ async def sandbox_result(folder: TaskFolder, trial: Trial, solved: bool) -> Any:
 
 
 async def run_solution(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -> None:
-    """Run the task's solution. ConfigError where there is none."""
+    """Run the task's solution. Raises ConfigError if the task has none."""
     solution_folder = folder.path / "solution"
     if not (solution_folder / "solve.sh").is_file():
         raise ConfigError("there is no solution/solve.sh, so nobody knows whether the task can be solved")

@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
 
 
 def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
-    """Name, parameters, description and options of the tools of `specs`, or of all that have a name."""
+    """Print name, parameters, description and options of the tools of `specs`, or of all tools that have a
+    name."""
     for spec in specs or tools.known():
         try:
             loaded_tools = load_all(spec, arguments)
@@ -71,8 +72,8 @@ def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
 def call_once(
     spec: str, text: str, options: Mapping[str, Any], name: str = "", sample: Path | None = None
 ) -> int:
-    """Open the tool of `spec` (called `name`, where it gives several) for a sample, call it once and print
-    the reply. 1 when that is an error."""
+    """Open the tool of `spec` (`name` chooses one of several) for a sample, call the tool once and print the
+    reply. Return 1 if the reply is an error."""
     tools_by_name = {tool.name: tool for tool in load_all(spec, options)}
     if len(tools_by_name) == 1 and not name:
         name = next(iter(tools_by_name))
@@ -89,7 +90,7 @@ def call_once(
 
 
 def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """`key=value` of the command line; values are JSON where they can be read as such."""
+    """Parse `key=value` of the command line; values are read as JSON if possible."""
     arguments: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -103,7 +104,8 @@ def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_sample(path: Path) -> Sample:
-    """A row of a data set, in a JSON file, as tools see it in training; it may lack the prompt."""
+    """Read a row of a data set from a JSON file, as tools see the row in training; the prompt may be
+    missing."""
     with ConfigError.instead_of(OSError, *UNDECODABLE, text=f"--sample {path}: no sample as a JSON object"):
         row = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     return question(Place(str(path), 0), {"prompt": "?"} | row, RowLayout())

@@ -28,7 +28,7 @@ from asyncrl.wire.messages.shared import Enrolled
 
 
 def main(argv: list[str]) -> int:
-    """Enrol, then be the parent of the role."""
+    """Enrol, then run the role as its parent process."""
     from asyncrl.launch.joined import JoinedProcess, Ticket  # imports zmq
     from asyncrl.launch.process import ProcessSpec
     from asyncrl.wire.enrolment import enrol
@@ -64,7 +64,8 @@ def main(argv: list[str]) -> int:
 
 
 def run_configuration(enrolled: Enrolled) -> RunConfig:
-    """The run's configuration. ConfigError where this version cannot read it."""
+    """Return the run's configuration. Raises ConfigError if this version of asyncrl cannot read the
+    configuration."""
     if enrolled.version != asyncrl.__version__:
         raise ConfigError(
             f"the run is of asyncrl {enrolled.version}, and this is {asyncrl.__version__}; install the same here"
@@ -76,7 +77,8 @@ def run_configuration(enrolled: Enrolled) -> RunConfig:
 
 
 def with_server(config: RunConfig, url: str) -> RunConfig:
-    """Keep one server alone: at `url`, or to be started. ConfigError where it cannot be used."""
+    """Configure only one server: at `url`, or to be started. Raises ConfigError if the server cannot be
+    used."""
     if url.rstrip("/") in [known.rstrip("/") for known in config.engine.urls]:
         raise ConfigError(f"--url: the server {url} is one of engine.urls: the run uses it")
     config = replace(config, engine=replace(config.engine, urls=[url] if url else []))

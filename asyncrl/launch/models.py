@@ -41,8 +41,8 @@ def resolve_models(
     config: RunConfig, previous_config: Mapping[str, Any] = {}, scorers: bool = True
 ) -> RunConfig:
     """Replace model names by directories of this machine, and the chat template by its text. Models of the
-    hub are fetched into its cache. `before`: the configuration of the run that is continued, which keeps the
-    commits of its models. `scorers`: also resolve the scorers' models. Raises ConfigError."""
+    hub are fetched into its cache. `previous_config`: the configuration of the run that is continued, which
+    keeps the commits of its models. `scorers`: also resolve the scorers' models. Raises ConfigError."""
 
     previous_values = dict(leaves(previous_config))
 

@@ -53,7 +53,8 @@ def check_directory(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("model", requires=("libraries",))
 def check_models(inputs: Inputs) -> Iterator[Note]:
-    """The models are found, and those of the hub fetched. Later checks read the resolved configuration."""
+    """Check that the models exist, and fetch models of the hub. Later checks read the resolved
+    configuration."""
     check_resumed(inputs.resolved_config)
     check_model(inputs.resolved_config)
     yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are there")
@@ -61,8 +62,8 @@ def check_models(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("tensors", requires=("model", "plug-ins"))
 def check_tensors(inputs: Inputs) -> Iterator[Note]:
-    """The files of each model hold the tensors that its config.json describes: what is missing would be
-    initialised at random."""
+    """Check that the files of each model hold the tensors that its config.json describes: missing tensors
+    would be initialised at random."""
     checkpoints = list(_read_checkpoints(inputs))
     with _silenced_libraries():
         warnings = [
@@ -74,7 +75,8 @@ def check_tensors(inputs: Inputs) -> Iterator[Note]:
 
 
 def _read_checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
-    """Yield the models that this run reads: the key that names each, its directory, and how it is read."""
+    """Yield the models that this run reads: the key that names a model, its directory, and the class that
+    loads the model."""
     config = inputs.config
     yield "model.path", config.model.path, "AutoModelForCausalLM"
     if config.kl.reference:
@@ -98,7 +100,7 @@ def _read_checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
 
 @preflight_check("launch")
 def check_launch(inputs: Inputs) -> Iterator[Note]:
-    """Ray and trackers are installed, where they are asked for."""
+    """Check that Ray and trackers are installed if the configuration asks for them."""
     config = inputs.config
     if config.launch.kind != "ray" and (config.launch.pools or config.launch.gpus):
         raise ConfigError("launch.pools and launch.gpus are for Ray; set launch=ray, or leave them out")
@@ -145,7 +147,7 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("ground truths", requires=("data",))
 def show_truths(inputs: Inputs) -> Iterator[Note]:
-    """Say how the first ground truths look to the rewards."""
+    """Describe how the rewards read the first ground truths."""
     yield from map(ok, inputs.run_data.truth_lines)
 
 
@@ -163,7 +165,8 @@ def check_tasks(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("plug-ins", requires=("libraries",))
 def check_plugins(inputs: Inputs) -> Iterator[Note]:
-    """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit."""
+    """Check that every plug-in has a known name and can be loaded, and that the algorithm's parts fit
+    together."""
     from asyncrl.algorithms.recipe import compose
     from asyncrl.engines.base import engines
 
@@ -186,8 +189,8 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("template", requires=("data",))
 def check_template(inputs: Inputs) -> Iterator[Note]:
-    """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
-    what answers a turn; or the conversations that are to be learned."""
+    """Check that the tokenizer is the one that its file describes, and that the chat template writes the
+    tools, the first prompt and the replies to a turn; or the conversations to be learned."""
     from asyncrl.algorithms.recipe import imitates
     from asyncrl.engines.sglang.server import vocabulary_of
     from asyncrl.episodes.parts import check_chat, check_demonstrations, check_token_ids
@@ -234,8 +237,8 @@ def check_sample(inputs: Inputs) -> Iterator[Note]:
 
 
 async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
-    """Tries a call of each tool, with arguments made from its schema, and the rewards of two answers to a
-    sample: its ground truth, and nothing."""
+    """Call each tool once, with arguments made from its schema, and score two answers to a sample: its ground
+    truth and an empty answer."""
     from asyncrl.rewards import RewardInput
     from asyncrl.tools.toolbox import call_tool
 
@@ -278,7 +281,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
 
 
 def _placeholder_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Make arguments that a tool's schema takes: first choices, or 1."""
+    """Make arguments that a tool's schema accepts: first choices, or 1."""
     schema = function.get("parameters", {})
     values_by_type = {"string": "1", "boolean": True, "array": [], "object": {}}
     properties = schema.get("properties") or {}
@@ -291,7 +294,8 @@ def _placeholder_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 @preflight_check("device", requires=("libraries",))
 def check_device(inputs: Inputs) -> Iterator[Note]:
-    """Check that there is a GPU if one is asked for, and one for each rank, and that servers share theirs."""
+    """Check that there is a GPU if the configuration asks for GPUs, and one for each rank, and whether
+    servers share GPUs."""
     config = inputs.config
     gpu_count = count_gpus(inputs.config)
     if config.model.device == "cuda" and sees_gpu(config) is False:
@@ -328,8 +332,8 @@ def check_memory_room(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("weights", requires=("model",))
 def check_weights_directory(inputs: Inputs) -> Iterator[Note]:
-    """Versions can be written where the configuration says; where it insists on /dev/shm, there is room for
-    as many as are kept."""
+    """Check that versions can be written to the configured directory; if /dev/shm is configured, check that
+    it has room for all versions that are kept."""
     from asyncrl.weights.disk import space_needed, weights_directory
 
     config = inputs.config
@@ -341,8 +345,8 @@ def check_weights_directory(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("checkpoints")
 def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
-    """Checkpoints can be written to a directory; what is elsewhere the trainer finds out. Those that a resume
-    needs are there; it may do without."""
+    """Check that checkpoints can be written to the configured directory; the trainer checks URLs. Check that
+    the checkpoints that a resumed run needs exist, unless the run can do without."""
     from asyncrl.store.checkpoints import checkpoints_of
     from asyncrl.store.reader import RunReader
 
@@ -383,9 +387,9 @@ def check_remote(inputs: Inputs) -> Iterator[Note]:
 
 
 def outside_weights(config: RunConfig) -> list[Path]:
-    """Directories outside the run directory in which its versions, and caches of them, may lie: of this
-    launch, and of those that `record_place` recorded. Where such a place is still another directory, this one
-    was copied from it: its versions are not ours."""
+    """Return directories outside the run directory in which the run's versions, and caches of versions, may
+    lie: of this launch, and of launches that `record_launch_name` has recorded. If a recorded run directory
+    still exists elsewhere, this run directory is a copy, and versions of the original are left alone."""
     from asyncrl.weights.disk import SHARED_MEMORY, own_name
 
     run_dir = run_directory(config)
@@ -407,8 +411,8 @@ def outside_weights(config: RunConfig) -> list[Path]:
 
 
 def record_launch_name(config: RunConfig) -> None:
-    """Record the name of this launch's directories in `outside_weights`, and where its run directory is: the
-    next one may run under another host name, or find the run directory moved."""
+    """Record for `outside_weights` the name of this launch's directories, and the place of its run directory:
+    the next launch may run under another host name, or after the run directory was moved."""
     from asyncrl.weights.disk import own_name
 
     run_dir = run_directory(config)
@@ -418,7 +422,7 @@ def record_launch_name(config: RunConfig) -> None:
 
 @preflight_check("settings", requires=("model",))
 def check_settings(inputs: Inputs) -> Iterator[Note]:
-    """Warn of what is valid, but probably a mistake."""
+    """Warn about settings that are valid, but probably a mistake."""
     from asyncrl.conversation.parsers import detect, parsers
     from asyncrl.episodes.parts import shown_calls
 
@@ -486,8 +490,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("cluster", requires=("launch",))
 def describe_cluster(inputs: Inputs) -> Iterator[Note]:
-    """Say which processes would go where on the Ray cluster, a line for each machine; none without one.
-    Raises ConfigError where it cannot have them all."""
+    """Describe which processes would go to which machine of the Ray cluster, one line per machine; nothing
+    without a cluster. Raises ConfigError if the cluster has no room for all processes."""
     launch = inputs.config.launch
     if launch.kind == "ray" and launch.ray_address:
         from asyncrl.launch.ray import plan_on_cluster
@@ -515,8 +519,8 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
 
 
 def _describe_side_requests(inputs: Inputs) -> Iterator[str]:
-    """Say that all requests of an agent are trained where none is told to be a side request. How many it will
-    make nobody knows before it has run."""
+    """Say that all requests of an agent are trained if the configuration names no side requests. How many
+    requests an agent makes is unknown before the agent has run."""
     rollout = inputs.config.rollout
     agent = inputs.parts.agent
     is_tested = isinstance(agent, Command) and agent.harness.tested
@@ -530,7 +534,7 @@ def _describe_side_requests(inputs: Inputs) -> Iterator[str]:
 
 @contextmanager
 def _silenced_libraries() -> Iterator[None]:
-    """Without the logs of libraries, which raise the same errors."""
+    """Silence the logs of libraries, which repeat the errors that they raise."""
     logging.disable(logging.ERROR)
     try:
         yield

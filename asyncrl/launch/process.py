@@ -31,7 +31,7 @@ TRY_AGAIN = 75  # a trainer rank gave up a batch: with less, or without it, the 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A request to start `place`. Ranks that start together share `incarnation` and `rendezvous`."""
+    """A request to start `process`. Ranks that start together share `incarnation` and `rendezvous`."""
 
     process: PlannedProcess
     incarnation: str
@@ -39,7 +39,8 @@ class ProcessSpec:
 
 
 class ProcessHandle(Protocol):
-    """Is a started process. `poll` is None while it runs, afterwards its exit code (negative: a signal)."""
+    """A started process. `poll` returns None while the process runs, afterwards its exit code (negative: a
+    signal)."""
 
     name: str
 
@@ -64,7 +65,8 @@ class LocalProcess:
         self._log_path = log
 
     def poll(self) -> int | None:
-        """Return the exit code, None while it runs; bound its log, as the supervisor asks often."""
+        """Return the exit code, or None while the process runs. Also bound the size of its log, as the
+        supervisor polls often."""
         bound_log(self._log_path)
         return self._process.poll()
 
@@ -79,7 +81,7 @@ class LocalProcess:
 
 @contextmanager
 def full_pipe(content: bytes) -> Iterator[int]:
-    """The end of a pipe that a child reads this content from: less than a pipe holds (64 KiB)."""
+    """Yield the end of a pipe from which a child reads this content, which must fit into a pipe (64 KiB)."""
     read_end, write_end = os.pipe()
     try:
         with os.fdopen(write_end, "wb") as file:
@@ -90,7 +92,8 @@ def full_pipe(content: bytes) -> Iterator[int]:
 
 
 class LocalSpawner:
-    """Starts roles as local processes. `config_dir`: of their config.yaml, if not the run directory."""
+    """Starts roles as local processes. `config_dir`: the directory of their config.yaml, if not the run
+    directory."""
 
     def __init__(self, run_dir: Path, endpoints: Endpoints, config_dir: Path | None = None) -> None:
         self._run_dir = run_dir
@@ -98,9 +101,10 @@ class LocalSpawner:
         self._config_dir = config_dir or run_dir
 
     def __call__(self, process_spec: ProcessSpec) -> LocalProcess:
-        """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
-        the terminal reaches only the launcher, which stops everything in order; at a signal to all processes
-        of a job (Slurm's) workers leave, and the others wait for the launcher (`role.main`)."""
+        """Start a process that appends its output to its log. The process has a session of its own, so that a
+        Ctrl-C in the terminal reaches only the launcher, which stops all processes in order. On a signal to
+        all processes of a job (Slurm's) workers leave, and all other roles wait for the launcher
+        (`role.main`)."""
         log_file = log_path(self._run_dir, process_spec.process.name)
         log_file.parent.mkdir(parents=True, exist_ok=True)
         role_endpoints = self._endpoints.given_to(process_spec.process.role)
@@ -122,7 +126,7 @@ class LocalSpawner:
         return os.environ | process_environment(process_spec.process) | {"PYTHONSAFEPATH": "1"}
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
-        """The path of a new file where the ranks of one start meet; '' for a single process."""
+        """Return the path of a new file where the ranks of one start meet; '' for a single process."""
         if len(unit.processes) == 1:
             return ""
         path = (self._run_dir / "rendezvous" / incarnation).absolute()

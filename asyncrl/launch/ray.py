@@ -44,16 +44,16 @@ PLACING_WARNING_SECONDS = 20.0  # after which it is said that a process waits fo
 
 
 class RoleActor:
-    """Is the parent of one role."""
+    """A Ray actor that is the parent of one role."""
 
     def node(self) -> tuple[str, str]:
-        """Id and address of the machine where it is."""
+        """Return the id and the address of the machine on which the actor runs."""
         return str(ray.get_runtime_context().get_node_id()), ray.util.get_node_ip_address()
 
     def run(self, ticket: Ticket, launcher_node: str) -> tuple[int, str]:
-        """Run the role until it ends, and return what `JoinedProcess.wait` does: on the launcher's machine,
-        `here`, as `launch=local` does, elsewhere as a process that has joined. Raises ConfigError where this
-        machine lacks what it needs."""
+        """Run the role until it ends: on the launcher's machine as `launch=local` does, elsewhere as a joined
+        process. Return the same as `JoinedProcess.wait_for_exit`. Raises ConfigError if this machine lacks
+        something that the role needs."""
         node, address = self.node()
         use_interface_of(address)
         ticket.enter_directory()
@@ -68,7 +68,7 @@ class RoleActor:
 
 
 def use_interface_of(address: str) -> None:
-    """Let collectives of ranks use the network of the cluster, unless a variable says otherwise: gloo looks
+    """Make collectives of ranks use the network of the cluster, unless a variable says otherwise: gloo looks
     up the host's name, which is often a loopback address."""
     for interface, interface_addresses in psutil.net_if_addrs().items():
         if any(interface_address.address == address for interface_address in interface_addresses):
@@ -106,7 +106,7 @@ class RayProcess:
         ray.kill(self._actor)
 
     def _read_exit_code(self) -> int:
-        """Return the exit code. What Ray or this module knows of a failure goes to the log of the process."""
+        """Return the exit code. A failure that Ray or this module reports goes to the log of the process."""
         try:
             exit_code, kept_at = ray.get(self._run_call)
             if kept_at:
@@ -128,7 +128,8 @@ class RayProcess:
                 file.write(f"{text}\n")
 
     def _check_placed(self) -> None:
-        """Tell whether it is placed by now."""
+        """Record the machine of the process once Ray has placed the actor; warn if Ray has not placed the
+        actor for long."""
         if ray.wait([self._node_call], timeout=0)[0]:
             with suppress(RayError):
                 self._assignment.record_node(self._planned, ray.get(self._node_call)[0])
@@ -142,7 +143,7 @@ class RayProcess:
 
 
 class RaySpawner:
-    """Starts actors on a local or given cluster. `here`: the launcher's machine."""
+    """Starts actors on a local or an existing cluster. `launcher_node`: the id of the launcher's machine."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class RaySpawner:
     @classmethod
     @contextmanager
     def open_cluster(cls, config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator[RaySpawner]:
-        """Connect to `launch.ray_address`, or start a cluster of this machine for as long as this lives."""
+        """Connect to `launch.ray_address`, or start a cluster of this machine until the context ends."""
         with connect_cluster(config) as launcher_node:
             nodes = list_nodes()
             dialled_host = urlsplit(endpoints.control).hostname or ""
@@ -188,7 +189,7 @@ class RaySpawner:
         return RayProcess(planned, actor, node_call, run_call, self)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
-        """A free port of this node, where rank 0 is."""
+        """Return a free port of this machine, on which rank 0 runs."""
         if len(unit.processes) == 1:
             return ""
         with socket.socket() as probe:
@@ -196,8 +197,8 @@ class RaySpawner:
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def _actor_options(self, planned: PlannedProcess) -> dict[str, Any]:
-        """CPUs are not reserved: on one machine the roles share cores. Without a machine that has room, Ray
-        waits for one, also for one that joins the cluster."""
+        """Return the options of an actor. CPUs are not reserved: on one machine the roles share cores. If no
+        machine has room, Ray waits for one, also for a machine that joins the cluster later."""
         pool = self.assignment.pool_for(planned)
         strategy: Any = "DEFAULT"
 
@@ -217,7 +218,8 @@ class RaySpawner:
 
 @contextmanager
 def connect_cluster(config: RunConfig) -> Iterator[str]:
-    """Connect to `launch.ray_address`, or start a cluster of this machine; its id. Raises ConfigError."""
+    """Connect to `launch.ray_address`, or start a cluster of this machine. Yield the id of this machine.
+    Raises ConfigError."""
     address = config.launch.ray_address
     try:
         check_listening(address)
@@ -240,7 +242,8 @@ def connect_cluster(config: RunConfig) -> Iterator[str]:
 
 
 def plan_on_cluster(config: RunConfig, host: str) -> list[str]:
-    """Say which processes would go where on the cluster now, a line for each machine. Raises ConfigError."""
+    """Describe which processes would go to which machine of the cluster now, one line per machine. Raises
+    ConfigError."""
     with connect_cluster(config) as launcher_node:
         nodes = list_nodes()
         assignment = NodeAssignment(config, plan_units(config), nodes, launcher_node)
@@ -249,7 +252,7 @@ def plan_on_cluster(config: RunConfig, host: str) -> list[str]:
 
 
 def list_nodes() -> list[Node]:
-    """Return the machines of the cluster that are there, by address."""
+    """Return the machines of the cluster that are alive, ordered by address."""
     free_resources = available_resources_per_node()
     alive_nodes = [
         Node(
@@ -267,6 +270,6 @@ def list_nodes() -> list[Node]:
 
 
 def check_listening(address: str) -> None:
-    """OSError when no server listens at host:port; Ray itself needs minutes to find that out."""
+    """Raise OSError if no server listens at host:port; Ray itself needs minutes to find that out."""
     if address_match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
         socket.create_connection((address_match[1], int(address_match[2])), CONNECT_TIMEOUT).close()

@@ -98,7 +98,7 @@ def run_role(arguments: argparse.Namespace, config: RunConfig, endpoints: Endpoi
 
 
 def read_endpoints() -> Endpoints:
-    """Read what the launcher wrote to standard input, which is empty from then on."""
+    """Read the endpoints that the launcher wrote to standard input, which is empty from then on."""
     with open(os.dup(0), "rb") as pipe:
         endpoints = msgspec.msgpack.decode(pipe.read(), type=Endpoints)
     with open(os.devnull, "rb") as empty_file:
@@ -107,9 +107,9 @@ def read_endpoints() -> Endpoints:
 
 
 class _LibraryRecords(logging.Filter):
-    """Bounds what each logger of a library writes in a process: of each level the first LIBRARY_RECORDS, then
-    those whose number is a power of two, with that number. A program in a sandbox can make a server complain
-    as often as it likes."""
+    """Bounds the records of each logger of a library in a process: of each level the first LIBRARY_RECORDS
+    pass, then every record whose number is a power of two, with that number. A program in a sandbox could
+    otherwise make a server complain without end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,8 @@ class _LibraryRecords(logging.Filter):
 
 
 class _LogFormatter(logging.Formatter):
-    """Writes records without control characters; of long ones of libraries, their start and their end."""
+    """Formats records without control characters; long records of libraries are cut to their start and their
+    end."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -141,7 +142,7 @@ class _LogFormatter(logging.Formatter):
 
 
 def set_up_logging() -> None:
-    """To standard error, which the launcher directs to the role's log."""
+    """Log to standard error, which the launcher directs to the role's log."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_LibraryRecords())
     line_format = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
@@ -162,8 +163,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def leave(exit_code: int, timeout: float = 5.0) -> NoReturn:
-    """End the process when its sockets have sent all: `sys.exit` would abort where a thread still runs. The
-    deadline is an alarm, and no thread: none starts where the process ends for a lack of memory."""
+    """End the process once its sockets have sent everything: `sys.exit` would abort if a thread still runs.
+    The deadline is an alarm and not a thread, as no thread can start when the process ends for lack of
+    memory."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         with suppress(MemoryError):

@@ -49,7 +49,8 @@ def run_directory(config: RunConfig) -> Path:
 
 
 def check_paths_are_text(config: RunConfig) -> None:
-    """ConfigError where the working directory or the run's has bytes that are no text: files name them."""
+    """Raise ConfigError if the path of the working directory or of the run directory is not UTF-8 text: files
+    contain these paths."""
     for path, cure in ((Path.cwd(), "work in another"), (run_directory(config).absolute(), "set run_dir=…")):
         try:
             os.fspath(path).encode()
@@ -58,7 +59,8 @@ def check_paths_are_text(config: RunConfig) -> None:
 
 
 def check_run_directory(config: RunConfig) -> None:
-    """ConfigError unless it is writable, on a local disk, and new or to be resumed as `resume` says."""
+    """Raise ConfigError unless the run directory is writable, on a local disk, and new or to be resumed as
+    `resume` says."""
     run_dir = run_directory(config)
 
     if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
@@ -89,7 +91,8 @@ def check_run_directory(config: RunConfig) -> None:
 
 
 def check_creatable(path: Path, key: str) -> Path:
-    """The existing directory in which it lies or can be made. Raises ConfigError, which names the key."""
+    """Return the existing directory in which `path` lies or can be created. Raises ConfigError, which names
+    the key."""
     existing_parent = next(ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists())
     if not existing_parent.is_dir() or not os.access(existing_parent, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -99,7 +102,7 @@ def check_creatable(path: Path, key: str) -> Path:
 
 
 def file_system_of(path: Path) -> str:
-    """Type of the file system that holds `path`, e.g. `ext4`; '' if unknown."""
+    """Return the type of the file system that holds `path`, e.g. `ext4`; '' if unknown."""
     mounts = enumerate(psutil.disk_partitions(all=True))  # a later mount on a directory hides an earlier one
     containing_mounts = [
         (len(mount.mountpoint), index, mount.fstype)
@@ -110,7 +113,8 @@ def file_system_of(path: Path) -> str:
 
 
 def check_resumed(config: RunConfig) -> None:
-    """ConfigError if a resumed run would change what its store and its checkpoints are made of."""
+    """Raise ConfigError if a resumed run would change settings on which its store and its checkpoints
+    depend."""
     for key, old_value, new_value in _changed_values(config, KEPT_KEYS):
         begun_text = f"{key}: {run_directory(config)} was begun with"
         if key == "model.template":
@@ -129,7 +133,7 @@ def check_resumed(config: RunConfig) -> None:
 
 
 def describe_changes(config: RunConfig, keys: Iterable[str]) -> list[str]:
-    """Describe which of them a resumed run changes, for a person to read."""
+    """Describe for people which of these keys a resumed run changes."""
     return [
         f"{key}, which was {old_value!r} and is {new_value!r}"
         for key, old_value, new_value in _changed_values(config, keys)
@@ -137,25 +141,26 @@ def describe_changes(config: RunConfig, keys: Iterable[str]) -> list[str]:
 
 
 def previous_config(config: RunConfig) -> dict[str, Any]:
-    """The configuration of the newest launch of the run that is to be continued; {} where there is none.
-    ConfigError for one that cannot be read."""
+    """Return the configuration of the newest launch of the run to be continued; {} if there is none. Raises
+    ConfigError if the configuration cannot be read."""
     launches = launches_of(run_directory(config)) if config.resume != "never" else []
     return launches[-1].config if launches else {}
 
 
 def stored_meta(config: RunConfig, key: str) -> str:
-    """Return what the store of the run to be continued holds under a key of `meta`; '' for a new run."""
+    """Return the value of a key of `meta` in the store of the run to be continued; '' for a new run."""
     return meta_of(run_directory(config), key) if config.resume != "never" else ""
 
 
 def describe_resumed_changes(config: RunConfig) -> str:
-    """Describe which keys a resumed run changes, on one line; '' for none."""
+    """Describe on one line which keys a resumed run changes; '' for none."""
     previous_tree = previous_config(config)
     return described(previous_tree, tree(config)) if previous_tree else ""
 
 
 def _changed_values(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each of them with its value before and now; not what an older one lacks."""
+    """Yield each changed key with its previous and its current value. Keys that an older configuration lacks
+    are skipped."""
     previous_tree = previous_config(config)
     current_tree = tree(config)
     for key in keys:
@@ -165,14 +170,15 @@ def _changed_values(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[st
 
 
 def _value_at(section: Any, key: str) -> Any:
-    """Return the value of a dotted key; None where there is none."""
+    """Return the value of a dotted key; None if the key is missing."""
     for name in key.split("."):
         section = section.get(name) if isinstance(section, dict) else None
     return section
 
 
 def _check_group_size(config: RunConfig, previous_advantage: Any) -> None:
-    """The groups of a run are of one size, and some advantages add a greedy episode to each."""
+    """Check that the groups of a run stay of one size, as some advantages add a greedy episode to each
+    group."""
     from asyncrl.algorithms.advantages import advantages, credit_of
 
     advantage = config.algorithm.advantage
@@ -190,7 +196,7 @@ def _check_group_size(config: RunConfig, previous_advantage: Any) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    """The files of the model are those of the first launch, apart from its weights."""
+    """Check that the files of the model, apart from its weights, are the files of the first launch."""
     stored_identity = stored_meta(config, MODEL)
     if (
         changes_text := described(json.loads(stored_identity), identity(config.model.path))
@@ -204,7 +210,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _absolute_paths(path: Any) -> Any:
-    """Return a path as absolute, or several, some with weights."""
+    """Return a path, or several paths with or without weights, as absolute paths."""
     if isinstance(path, dict):
         return path | {"path": _absolute_paths(path.get("path"))}
     return list(map(_absolute_paths, path)) if isinstance(path, list) else Path(str(path)).resolve()
@@ -212,7 +218,9 @@ def _absolute_paths(path: Any) -> Any:
 
 @contextmanager
 def prepare_and_lock(config: RunConfig) -> Iterator[None]:
-    """The run directory with its config.yaml, and that of its checkpoints, locked for one launcher."""
+    """Lock the run directory and the directory of its checkpoints for one launcher. Remove the previous
+    summary and status, and write config.yaml; if no process was started, config.yaml is removed again after a
+    ConfigError."""
     run_dir = run_directory(config)
     with ExitStack() as locks:
         with _naming_directory(run_dir):
@@ -243,7 +251,8 @@ def prepare_and_lock(config: RunConfig) -> Iterator[None]:
 
 
 def _write_config(path: Path, content: bytes) -> None:
-    """Replace it, whole or not at all also after a power cut. Its time says when the newest launch began."""
+    """Replace config.yaml as a whole, also if the power fails. Its modification time is the start of the
+    newest launch."""
     if path.exists() and path.read_bytes() == content:
         path.touch()
         return
@@ -256,7 +265,7 @@ def _write_config(path: Path, content: bytes) -> None:
 
 
 def _try_lock(file: IO[str], delay: float = 0.0) -> bool:
-    """Lock it, after so many seconds; False while another process has a lock."""
+    """Lock a file after `delay` seconds. Return False if another process has locked the file."""
     time.sleep(delay)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -267,7 +276,8 @@ def _try_lock(file: IO[str], delay: float = 0.0) -> bool:
 
 @contextmanager
 def lock_directory(directory: Path, key: str) -> Iterator[None]:
-    """Makes the directory, too. `key`: by which it was chosen, beside the run's name."""
+    """Create a directory and lock it. `key`: the configuration key that chose the directory, beside the run's
+    name."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("a+") as file:
         if not (_try_lock(file) or _try_lock(file, delay=0.1)):  # asyncrl status holds it for a moment
@@ -285,6 +295,7 @@ def lock_directory(directory: Path, key: str) -> Iterator[None]:
 
 @contextmanager
 def _naming_directory(run_dir: Path) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names the run directory."""
     try:
         yield
     except OSError as error:

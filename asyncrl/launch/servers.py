@@ -17,7 +17,8 @@ ANSWER_TIMEOUT = 30.0  # seconds in which an attached server must answer
 
 
 def check_servers(config: RunConfig) -> None:
-    """API keys are set; attached servers answer and serve this model; the start command exists."""
+    """Check that API keys are set, that attached servers answer and serve this model, and that the start
+    command exists."""
     engine = config.engine
     for key, variable_name in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable_name and not os.environ.get(variable_name):
@@ -36,7 +37,7 @@ def check_servers(config: RunConfig) -> None:
 
 
 def _check_command(config: RunConfig) -> None:
-    """Servers can be started here."""
+    """Check that servers can be started on this machine."""
     engine = config.engine
     if engine.server_command and shutil.which(engine.server_command[0]) is None:
         raise ConfigError(
@@ -54,8 +55,8 @@ def _check_command(config: RunConfig) -> None:
 
 
 def check_group_address(config: RunConfig) -> None:
-    """Servers on other machines join the trainer at the launcher's address: with a loopback address they
-    would look for the trainer on their own machine, and hang."""
+    """Check that servers on other machines can join the trainer at the launcher's address: with a loopback
+    address they would look for the trainer on their own machine, and hang."""
     remote_urls = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
     if config.weights.transport != "disk" and is_loopback(config.launch.host) and remote_urls:
         raise ConfigError(
@@ -66,7 +67,7 @@ def check_group_address(config: RunConfig) -> None:
 
 
 def check_urls(config: RunConfig, scorer: str = "") -> None:
-    """Check what the keepers check when they attach: keys, version and model. The servers may be in use."""
+    """Check attached servers as server supervisors do: keys, version and model. The servers may be in use."""
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import look
 
@@ -85,7 +86,7 @@ def check_urls(config: RunConfig, scorer: str = "") -> None:
 
 
 def _check_model(config: RunConfig, scorer: str) -> None:
-    """The files of a scorer's model are there, and it knows the policy's tokens."""
+    """Check that the files of a scorer's model exist, and that the scorer knows the policy's tokens."""
     from asyncrl.engines.sglang.server import check_vocabulary
 
     path = config.scorers[scorer].path

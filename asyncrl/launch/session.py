@@ -52,8 +52,8 @@ RESUME_ADVICE = {
 
 
 class Session:
-    """`run` once. `on_step` also gets every report (trackers). `trains`: it is no evaluation, where
-    each episode is stored once it is over."""
+    """Watches one launch; `run` may be called once. `on_report` also receives every step report (trackers).
+    `is_training`: False for an evaluation, which stores each episode when the episode is over."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Session:
         self._run_end: RunEnd | None = None
 
     def run(self) -> RunOutcome:
-        """Start everything, watch until it ends, and leave no process behind."""
+        """Start all processes, watch them until the run ends, and leave no process behind."""
         with self._catch_signals():
             try:
                 self._started_at = time.monotonic()
@@ -151,7 +151,8 @@ class Session:
                 return silent_outcome
 
     def _listen(self, seconds: float) -> None:
-        """Handle the messages of `seconds`. Hello is repeated: a restarted coordinator does not know us."""
+        """Handle messages for `seconds`. ObserverHello is repeated, as a restarted coordinator does not know
+        the launcher."""
         now = time.monotonic()
         if now >= self._next_hello_at:
             self._send_hello()
@@ -167,7 +168,8 @@ class Session:
             self._console.print_note(one_line(error))
 
     def _send_hello(self) -> None:
-        """Hello, and the stop that was asked for: a coordinator that was just restarted knows neither."""
+        """Send ObserverHello, and the requested stop if there is one: a coordinator that was just restarted
+        knows neither."""
         self._link.send(ObserverHello())
         if self._stop_reason:
             self._link.send(Stop(self._stop_reason, self._can_save))
@@ -204,7 +206,7 @@ class Session:
     # -- endings ---------------------------------------------------------------------------------------
 
     def _request_stop(self, outcome: RunOutcome, reason: str, now: float) -> None:
-        """Ask for an orderly end; a run that has not begun has nothing to save and is ended at once."""
+        """Ask for an orderly end. A run that has not begun has nothing to save and ends at once."""
         self._decided_outcome = outcome
         self._begin_stop(now, self._config.stop_timeout if self._has_started else 0.0)
 
@@ -223,7 +225,7 @@ class Session:
         self._stop_deadline = now + max(0.0, seconds - KILL_RESERVE)
 
     def _check_trainer(self) -> None:
-        """A trainer that is lost during a stop will write no checkpoint, and nobody waits for it."""
+        """Tell the coordinator if the trainer is lost during a stop: a lost trainer writes no checkpoint."""
         if (
             self._coordinator_stops
             and self._can_save
@@ -235,7 +237,8 @@ class Session:
             self._send_hello()
 
     def _final_outcome(self, process_outcome: RunOutcome) -> RunOutcome:
-        """The coordinator has ended: its outcome counts, unless we had decided on another one before."""
+        """Return the outcome after the coordinator has ended: the coordinator's, unless the session decided
+        on another outcome before."""
         self._listen(0.2)  # its last message may be on the way
 
         if self._decided_outcome is None or process_outcome.code not in (COMPLETED, FAILED):
@@ -249,7 +252,7 @@ class Session:
         return self._decided_outcome
 
     def _check_coordinator(self, now: float) -> RunOutcome | None:
-        """A coordinator that never was heard of ends the run; one that fell silent is replaced."""
+        """End the run if the coordinator was never heard of; replace a coordinator that has fallen silent."""
         if self._last_message_at is None:
             if (silent_seconds := now - self._started_at) <= self._config.start_timeout:
                 return None
@@ -270,7 +273,8 @@ class Session:
         return any(handle.name.startswith(COORDINATOR) for handle in self._supervisor.alive)
 
     def _wind_down(self, outcome: RunOutcome) -> None:
-        """Let the others end by themselves, if the coordinator has told them to; then kill."""
+        """Let the remaining processes end by themselves, if the coordinator has told them to; then kill
+        all."""
         self._supervisor.stopping = True
         told_to_end = self._run_end is not None or outcome.code in (COMPLETED, INTERRUPTED)
         if told_to_end and self._has_started and self._signal_count < 2 and not self._coordinator_lives():
@@ -308,9 +312,9 @@ class Session:
 
 
 def admit_invited(run_dir: Path, endpoints: Endpoints, link: Link) -> None:
-    """Answer all who `asyncrl invite`: each makes a FIFO that only its user may open, and reads a token from
-    it, which is of use once the coordinator has read the Invite. Only the launcher has the keys of the run,
-    and they are in no file."""
+    """Answer every `asyncrl invite`. An invited process makes a FIFO that only its user may open, and reads a
+    token from the FIFO; the token is valid once the coordinator has read the Invite. Only the launcher has
+    the keys of the run, which are in no file."""
     for fifo_path in run_dir.glob("invite-*"):
         with suppress(OSError):  # nobody reads any more
             fifo = os.open(fifo_path, os.O_WRONLY | os.O_NONBLOCK)
@@ -322,7 +326,8 @@ def admit_invited(run_dir: Path, endpoints: Endpoints, link: Link) -> None:
 
 
 def ask_for_token(run_dir: Path, role: str, seconds: float = ANSWER_TIMEOUT) -> str:
-    """The side of `asyncrl invite`. ConfigError when no launcher answers in time."""
+    """Ask the launcher of a run for a token, as `asyncrl invite` does. Raises ConfigError if no launcher
+    answers in time."""
     fifo_path = run_dir / f"invite-{role}-{secrets.token_hex(4)}"  # others may ask at the same time
     os.mkfifo(fifo_path, 0o600)
     fifo = os.open(fifo_path, os.O_RDONLY | os.O_NONBLOCK)

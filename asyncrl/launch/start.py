@@ -40,8 +40,8 @@ Rendezvous = Callable[[placement.Unit, str], str]
 
 
 def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -> int:
-    """Check everything, then launch and watch the run; the exit code. `summary`: print it at the end. Raises
-    ConfigError for bad input, while nothing is started."""
+    """Check everything, then launch and watch the run, and return the exit code. `show_summary`: print the
+    summary at the end. Raises ConfigError for bad input, before anything is started."""
     check_paths_are_text(config)
     if dry_run:
         return _dry_run(config)
@@ -99,7 +99,7 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
 
 
 def _dry_run(config: RunConfig) -> int:
-    """Run all checks and print the plan, what is to be read most last; or all errors."""
+    """Run all checks and print the plan, the most important part last; or print all errors."""
     inputs = Inputs(config)
     notes = list(checks.collect_notes(checks.ALL_CHECKS, inputs))
 
@@ -144,7 +144,8 @@ def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator
 
 
 def _remove_outside_weights(config: RunConfig) -> None:
-    """Versions outside the run directory serve this launch only, and no other code removes them."""
+    """Remove the versions outside the run directory, which serve this launch only and which no other code
+    removes."""
     for directory in preflight.outside_weights(config):
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -152,8 +153,7 @@ def _remove_outside_weights(config: RunConfig) -> None:
 def conclude(
     config: RunConfig, run_dir: Path, code: int, error: str, console: Console, show_summary: bool = True
 ) -> int:
-    """Complete the summary, and print it unless it is not to be. After an interrupt print only, to end at
-    once."""
+    """Complete the summary, and print it if `show_summary`. After an interrupt only print, to end at once."""
     summary = read_summary(run_dir)
     if summary and code != INTERRUPTED:
         with recorded() as failure:

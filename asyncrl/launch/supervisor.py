@@ -43,7 +43,7 @@ LEAVE_SECONDS = 5.0  # seconds for the coordinator to follow a process that left
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Says how the run ended, as processes see it. `error` may have several lines (a log tail)."""
+    """The end of a run as its processes show it. `error` may have several lines (a log tail)."""
 
     code: int
     error: str = ""
@@ -51,7 +51,7 @@ class RunOutcome:
 
 @dataclass
 class SupervisedUnit:
-    """Holds a planned unit and its current processes."""
+    """A planned unit and its current processes."""
 
     plan: Unit
     handles: list[ProcessHandle] = field(default_factory=list)
@@ -68,8 +68,8 @@ class SupervisedUnit:
     def find_dead(self, now: float) -> tuple[ProcessHandle, int] | None:
         """Return a process that crashed, with its exit code.
 
-        Exit code 0 is correct at the end of a run; it counts as a crash when the run goes on for
-        LEAVE_SECONDS afterwards.
+        Exit code 0 is correct at the end of a run; it counts as a crash if the run goes on for LEAVE_SECONDS
+        afterwards.
         """
         ended_handles = [(handle, code) for handle in self.handles if (code := handle.poll()) is not None]
         crashed_handles = [(handle, code) for handle, code in ended_handles if code != COMPLETED]
@@ -86,9 +86,10 @@ class SupervisedUnit:
 
 
 class Supervisor:
-    """Call `tick` often; it returns the RunOutcome once. `stopping`: the run is being ended, so nothing is
-    restarted, but for a coordinator that was about to be. `over`: its coordinator has ended the run and takes
-    last words, so how the others end is no matter."""
+    """Starts and restarts the processes of a run. Call `poll_processes` often; it returns the RunOutcome
+    once. `stopping`: the run is being ended, so only a coordinator that was about to be restarted is
+    restarted. `run_over`: the coordinator has ended the run and takes last messages, so the exit codes of
+    other processes do not matter."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Supervisor:
             self._start_unit(unit)
 
     def poll_processes(self, now: float) -> RunOutcome | None:
-        """Look at every process; restart what may be restarted."""
+        """Check every process, and restart units that may be restarted."""
         for unit in self.units:
             outcome = self._coordinator_outcome(unit)
             if outcome is None and unit.restart_at is not None:
@@ -136,14 +137,15 @@ class Supervisor:
             handle.kill()
 
     def kill_role(self, role: str, incarnation: str = "") -> None:
-        """End a role that does not answer, or one of its processes; the next tick restarts it."""
+        """Kill all processes of a role that does not answer, or the process with this incarnation. The next
+        poll restarts the unit."""
         for unit in self.units:
             if unit.plan.role == role and incarnation in ("", unit.incarnation):
                 for handle in unit.alive:
                     handle.kill()
 
     def describe_lost(self, role: str) -> str:
-        """A process of the role that crashed and is not started again yet, and how it ended; '' if none."""
+        """Describe a crashed process of the role that is not started again yet; '' if there is none."""
         handles = [handle for unit in self.units if unit.plan.role == role for handle in unit.handles]
         ended_processes = [(handle.name, code) for handle in handles if (code := handle.poll())]
         return f"{ended_processes[0][0]} {describe_exit(ended_processes[0][1])}" if ended_processes else ""
@@ -151,7 +153,7 @@ class Supervisor:
     # -- one unit --------------------------------------------------------------------------------------
 
     def _start_unit(self, unit: SupervisedUnit) -> None:
-        """New processes for a unit; ranks of one start share incarnation and rendezvous."""
+        """Start new processes for a unit; ranks of one start share incarnation and rendezvous."""
         incarnation = incarnation_of(self._launch_id, next(self._start_numbers))
         unit.incarnation = self._launch_id if unit.plan.role == COORDINATOR else incarnation
         self.run_over = self.run_over and unit.plan.role != COORDINATOR
@@ -164,7 +166,7 @@ class Supervisor:
         unit.restart_at = unit.first_left_at = None
 
     def _coordinator_outcome(self, unit: SupervisedUnit) -> RunOutcome | None:
-        """Exit codes 0 and 1 are the result of the run; with any other its process has crashed."""
+        """Return the result of the run from the coordinator's exit code 0 or 1; any other code is a crash."""
         if unit.plan.role != COORDINATOR or not unit.handles or unit.restart_at is not None:
             return None
         code = unit.handles[0].poll()
@@ -175,7 +177,8 @@ class Supervisor:
     def _handle_death(
         self, unit: SupervisedUnit, dead_process: ProcessHandle, exit_code: int, now: float
     ) -> RunOutcome | None:
-        """A process of the unit died: end the others too, and plan a restart while the budget lasts."""
+        """Kill the other processes of a unit in which a process died, and plan a restart while restarts are
+        left."""
         if self.run_over and unit.plan.role != COORDINATOR:
             return None
 
@@ -225,7 +228,7 @@ class Supervisor:
         return None
 
     def _restart_if_due(self, unit: SupervisedUnit, now: float) -> None:
-        """Start again once the back-off is over and all processes of the last start have ended."""
+        """Restart a unit once its back-off is over and all processes of the last start have ended."""
         assert unit.restart_at is not None
         is_ending = self.stopping or self.run_over
         is_wanted = not is_ending or unit.plan.role == COORDINATOR  # a stop needs the coordinator

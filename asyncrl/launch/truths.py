@@ -26,8 +26,8 @@ KIND_NAMES = {
 
 
 def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tuple[list[str], list[str]]:
-    """Return a line for each reward and type of the first ground truths, with how the reward compares one of
-    them; and warnings about those that equal no text that a model would write."""
+    """Describe how rewards read ground truths: a line for each reward and type of the first ground truths,
+    with the text that the reward compares; and warnings about ground truths that no answer can match."""
     lines = list[str]()
     warnings = list[str]()
     truths = [json.loads(s.ground_truth) for s in islice(samples, EXAMINED_SAMPLES) if not s.demonstration]
@@ -61,8 +61,8 @@ def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tup
 
 
 def compared_texts(reward: Reward, truth: Any) -> list[str] | None:
-    """Return the texts that a reward accepts for a ground truth, as it compares them; none of one that no
-    answer equals, None where the reward does not compare texts, or nobody knows."""
+    """Return the texts that a reward accepts for a ground truth: none if no answer can match, None if the
+    reward compares no texts or if the texts are unknown."""
     if reward.compared:
         return reward.compared(truth)
     if reward.numbers:

@@ -22,7 +22,8 @@ SIMILAR_FRACTION = 0.03  # seconds of a step that differ by less are alike: then
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """One way to use devices. `formula`: seconds of a step by arithmetic, with two changes for each."""
+    """One way to use devices. `formula`: seconds of a step by arithmetic, including both changes of the
+    devices."""
 
     engines: int
     ranks: int
@@ -31,8 +32,9 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """What so many devices do. None: there are too few, or engines do not divide them. `elastic`: no step is
-    shorter where a trainer that waits lends its devices to engines, at the price of two changes each time."""
+    """Forecasts for a number of devices. None: there are too few devices, or engines do not divide them.
+    `elastic`: a lower bound of a step's seconds if a waiting trainer lends its devices to engines, at the
+    cost of two changes each time."""
 
     apart: Placed | None
     shifts: Placed | None
@@ -44,7 +46,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def best(self) -> Placed:
-        """The fastest; of two that are about as fast, the one with less lag."""
+        """The fastest way; of two about equally fast ways, the one with less lag."""
         placements = [one for one in (self.apart, self.shifts) if one]
         placements = [
             one for one in placements if one.forecast.step_s <= self.fastest * (1 + SIMILAR_FRACTION)
@@ -53,18 +55,18 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def gain(self) -> float:
-        """The most that elastic devices could save, as a share of the fastest step."""
+        """The largest saving by elastic devices, as a fraction of the fastest step."""
         return max(0.0, 1 - self.elastic / self.fastest)
 
 
 def batch_seconds(work: Workload) -> tuple[float, float]:
-    """Seconds of a batch's sampling with all slots in use, and of its training."""
+    """Return the seconds of a batch's sampling with all slots in use, and of its training."""
     token_seconds = max(1 / work.speed, work.base + work.slots / work.rate) / work.slots
     return _batch_tokens(work) * token_seconds, work.train + work.commit
 
 
 def _batch_tokens(work: Workload) -> float:
-    """Sampled for a batch, with those of filtered groups."""
+    """Return the tokens that are sampled for a batch, including filtered groups."""
     episodes = [sum(turn.tokens for turn in episode) for group in work.recorded for episode in group]
     return work.buffer.batch_size * statistics.mean(episodes) / (1 - work.filtered)
 
@@ -72,8 +74,9 @@ def _batch_tokens(work: Workload) -> float:
 def compare(
     workload_for: Callable[[int, int], Workload], devices: int, shift_seconds: float, tp: int = 1
 ) -> Comparison:
-    """Compare ways to use devices. `work`: of so many engines and ranks, apart; `tp`: devices of an engine.
-    From the best split by arithmetic it goes to better neighbours."""
+    """Compare ways to use devices. `workload_for`: the workload for numbers of engines and ranks, apart;
+    `tp`: devices of an engine. The search starts from the best split by arithmetic and descends to better
+    neighbours."""
 
     def simulate_engines(engines: int, workload: Workload, formula: float) -> Placed:
         steps = min(MAX_STEPS, max(MIN_STEPS, MAX_EPISODES // workload.buffer.batch_size))
@@ -89,7 +92,8 @@ def compare(
 
     @cache
     def elastic(engine_count: int) -> float:
-        """By arithmetic no device idles; in the simulated run they come and go for free."""
+        """Return the seconds of a step by arithmetic, where no device idles, and by a simulated run in which
+        lending costs nothing."""
         workload = split(engine_count)
         engine_devices = engine_count * tp
         lent_step_seconds = simulate_engines(

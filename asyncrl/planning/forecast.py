@@ -48,16 +48,16 @@ MOVE_BYTES_PER_SECOND = (
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """The engines in one run: seconds that a sampled token took, with `sampling` episodes on an engine."""
+    """The engines' load in one run: seconds per sampled token, with `sampling` episodes on an engine."""
 
     sampling: float
     token_s: float
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Measured costs of a run's parts. A token takes `base + share * n` seconds where n episodes sample on
-    an engine; `assumed`: loads did not differ enough to tell the two apart. Seconds of training are of one
-    rank. `filtered`: share of the groups."""
+    """Measured costs of a run's parts. A token takes `base + share * n` seconds if n episodes sample on an
+    engine; `assumed`: loads differed too little to separate the two terms. Seconds of training refer to one
+    rank. `filtered`: fraction of the groups."""
 
     recorded: Recorded
     base: float
@@ -73,7 +73,8 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """A run, measured or predicted. Shares in [0, 1]; tokens are sampled ones, within the bound."""
+    """A measured or predicted run. Fractions are in [0, 1]; tokens are sampled tokens within the staleness
+    bound."""
 
     step_s: float
     lag: float
@@ -88,8 +89,8 @@ class Forecast(msgspec.Struct, frozen=True):
 
 
 def recorded_turns(turns: Sequence[Turn], stats: EpisodeStats) -> tuple[RecordedTurn, ...]:
-    """An episode as the simulator plays it. The waits are those for tools and the environment; what the whole
-    episode took beside (reward, acks) is waited for at its end. Calls side by side wait once."""
+    """Convert an episode for the simulator. Waits are the waits for tools and the environment; all other time
+    of the episode (reward, acknowledgements) is waited for at its end. Parallel calls wait once."""
     waits = [
         sum(reply.seconds for reply in turn.replies)
         + (turn.observation.seconds if turn.observation is not None else 0.0)
@@ -104,7 +105,8 @@ def recorded_turns(turns: Sequence[Turn], stats: EpisodeStats) -> tuple[Recorded
 
 
 def fit_engine(loads: Sequence[EngineLoad]) -> tuple[float, float, bool]:
-    """(base, share, assumed): seconds of a token = base + share * n, by least squares, neither negative."""
+    """Return (base, share, assumed): seconds of a token = base + share * n, by least squares, neither
+    negative."""
     sampling, token_seconds = (
         np.array([getattr(load, name) for load in loads]) for name in ("sampling", "token_s")
     )
@@ -126,7 +128,7 @@ def fit_engine(loads: Sequence[EngineLoad]) -> tuple[float, float, bool]:
 
 def steady_steps(rows: Sequence[T]) -> Sequence[T]:
     """Leave out the first third of the committed steps, while the pipeline fills, and the last one or two,
-    while it empties."""
+    while the pipeline empties."""
     return rows[len(rows) // 3 : len(rows) - math.ceil(len(rows) / 20)]
 
 
@@ -138,8 +140,9 @@ def fit(
     publish_s: float,
     state_bytes: float = 0.0,
 ) -> Rates:
-    """Rates of a run. `rows`: of its committed steps; `loads`: of this and of other runs with these engines;
-    `state_bytes`: of weights and optimizer, all ranks'. ConfigError when it is too short."""
+    """Fit the rates of a run. `rows`: metrics of its committed steps; `loads`: of this run and of other runs
+    with these engines; `state_bytes`: size of weights and optimizer of all ranks. Raises ConfigError if the
+    run is too short."""
     if len(rows) < MIN_ROWS or not recorded:
         raise ConfigError(
             f"too little was recorded to plan from: it needs {MIN_ROWS} committed steps, and groups whose "
@@ -172,7 +175,7 @@ def fit(
 
 
 def measured_forecast(rows: Sequence[Row]) -> Forecast:
-    """Sum up a run's steady steps."""
+    """Summarize a run's steady steps."""
     rows = steady_steps(rows)
     tokens = _mean(rows, "trainer/model_tokens")
     masked = _mean(rows, "staleness/masked_token_frac")
@@ -187,12 +190,13 @@ def measured_forecast(rows: Sequence[Row]) -> Forecast:
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
-    """0 where no row has it."""
+    """Return the mean over the rows that have the metric; 0 if no row has it."""
     return statistics.mean([row[name] for row in rows if name in row] or [0.0])
 
 
 def stretch_tail(recorded: Recorded, tail: float) -> Recorded:
-    """Stretch tokens of a turn and waits: a value over the median becomes `tail` times as far from it."""
+    """Stretch the tokens and the waits of turns: a value above the median moves to `tail` times its distance
+    from the median."""
     turns = [turn for group in recorded for episode in group for turn in episode]
     medians = [statistics.median(getattr(turn, name) for turn in turns) for name in ("tokens", "wait")]
 
@@ -204,7 +208,7 @@ def stretch_tail(recorded: Recorded, tail: float) -> Recorded:
 
 
 def scale_waits(recorded: Recorded, factor: float) -> Recorded:
-    """Multiply all waits."""
+    """Multiply all waits by a factor."""
     return tuple(
         tuple(tuple(replace(turn, wait=turn.wait * factor) for turn in episode) for episode in group)
         for group in recorded
@@ -212,7 +216,7 @@ def scale_waits(recorded: Recorded, factor: float) -> Recorded:
 
 
 def workload(config: RunConfig, rates: Rates) -> Workload:
-    """Returns the workload of a configuration, whose group policy is resolved."""
+    """Return the workload of a configuration whose group policy is resolved."""
     buffer = config.buffer
     ranks = config.trainer.ranks
     episode_tokens = statistics.mean(
@@ -243,8 +247,8 @@ def engine_count(config: RunConfig) -> int:
 
 
 def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
-    """The mean over simulated runs of `steps` steps, of those that are steady. 0: as many as settle.
-    ConfigError where no batch could ever fill."""
+    """Return the mean over the steady steps of simulated runs of `steps` steps; 0: as many steps as are
+    needed to settle. Raises ConfigError if no batch could ever fill."""
     return simulate(workload(config, rates), steps, seeds)
 
 
@@ -262,8 +266,8 @@ def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> For
 
 
 def time_savings(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict[str, float]:
-    """By name, the share of a step's seconds that is saved where one thing is twice as fast, or there is
-    twice as much of it. Of the same simulated runs, without and with the change."""
+    """Return, by name, the fraction of a step's seconds that is saved if one part is twice as fast, or twice
+    as large. The same simulated runs are compared, with and without the change."""
     work = workload(config, rates)
     longer_buffer = replace(work.buffer, max_staleness=work.buffer.max_staleness * 2 + 1)
 

@@ -33,7 +33,7 @@ QUARTER_MIDPOINTS = np.array([0.875, 0.625, 0.375, 0.125])
 
 
 class RecordedTurn(msgspec.Struct, frozen=True):
-    """Tokens that were sampled, and the seconds from then to the next turn, or until the episode landed."""
+    """The sampled tokens of a turn, and the seconds until the next turn, or until the episode landed."""
 
     tokens: float
     wait: float
@@ -43,7 +43,8 @@ Recorded = tuple[tuple[tuple[RecordedTurn, ...], ...], ...]  # turns of episodes
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """A workload, in seconds and tokens. Episodes play as those of a group that is drawn from `recorded`."""
+    """A workload, in seconds and tokens. Episodes play like the episodes of a group that is drawn from
+    `recorded`."""
 
     recorded: Recorded
     buffer: BufferConfig = BufferConfig(groups_per_batch=8, episodes_per_group=4, group_policy="complete")
@@ -64,7 +65,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class SimulatedStep(msgspec.Struct, frozen=True):
-    """Holds figures of one step. Times in seconds, lags in batches."""
+    """Figures of one step. Times in seconds, lags in batches."""
 
     limit: int  # on live groups, in it
     seconds: float  # from the last commit to this one
@@ -76,17 +77,17 @@ class SimulatedStep(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> float:
-        """Within the bound."""
+        """Tokens of the batch within the staleness bound."""
         return sum(self.lags)
 
     @property
     def lag(self) -> float:
-        """The mean of the tokens within the bound."""
+        """The mean lag of the tokens within the staleness bound."""
         return sum(lag * tokens for lag, tokens in enumerate(self.lags)) / max(1e-9, self.tokens)
 
 
 class _SimulatedEpisode:
-    """An episode that runs; the last `left` turns of `recorded` are to be sampled."""
+    """An episode under way; the last `turns_left` turns of `recorded` are to be sampled."""
 
     def __init__(self, episode: EpisodeRecord, recorded: Sequence[RecordedTurn], began_at: float) -> None:
         self.episode = episode
@@ -154,7 +155,7 @@ class Simulation:
     # -- time ----------------------------------------------------------------------------------------
 
     def run(self, steps: int, changes: Mapping[int, Workload] = MappingProxyType({})) -> list[SimulatedStep]:
-        """Give one record per step. `changes`: by step, the workload from that step on."""
+        """Return one record per step. `changes`: by step, the workload from that step on."""
         while len(self.steps) < steps:
             self.workload = changes.get(len(self.steps), self.workload)
             while self._state_changed:
@@ -177,7 +178,7 @@ class Simulation:
         heapq.heappush(self._events, (self.now + seconds, next(self._event_numbers), action))
 
     def _advance(self) -> None:
-        """The next event, or the end of the next turn, whichever is first."""
+        """Advance to the next event or to the end of the next turn, whichever comes first."""
         engines_awake = self._has_devices(Shift.ROLLOUT)
         sampling_count = len(self._sampling) * engines_awake
         token_rate = self.workload.rate + (0.0 if self._trainer_working else self.workload.lent)
@@ -245,7 +246,7 @@ class Simulation:
         self._state_changed = True
 
     def _woke(self) -> None:
-        """Engines go on, with the newest version; deadlines come as much later as they slept."""
+        """Let engines continue with the newest version. Deadlines move by the time that the engines slept."""
         self._published_at += [self._engine_clock] * (self.buffer.committed - len(self._published_at))
         for _, _, playing in self._sampling:
             if playing.turn_began_at == self._engine_clock:  # it has waited for this
@@ -259,7 +260,7 @@ class Simulation:
         self._look_again()
 
     def _look_again(self) -> None:
-        """Ask whose shift it is once engines have idled for as long as two changes take."""
+        """Ask again whose shift it is once engines have idled for as long as two changes take."""
         if self.shifts is not None and not self._sampling:
             self._schedule(sum(self.shifts.seconds.values()) + TIME_EPSILON, self._mark_changed)
 
@@ -269,7 +270,7 @@ class Simulation:
     # -- rollout -------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Rule 1, then rule 2, as the coordinator follows them."""
+        """Admit groups and begin episodes by rule 1, then rule 2, as the coordinator does."""
         if not self._has_devices(Shift.ROLLOUT):
             return
 
@@ -312,7 +313,8 @@ class Simulation:
         self._begin_turn(_SimulatedEpisode(episode, recorded, self._engine_clock))
 
     def _schedule_deadline(self, deadline: float) -> None:
-        """At a time on the engines' clock; if they sleep before it, `_woke` asks again."""
+        """Schedule a deadline on the engines' clock; if engines sleep before then, `_woke` schedules the
+        deadline again."""
         self._schedule(deadline - self._engine_clock, lambda: self._pass_deadline(deadline))
 
     def _pass_deadline(self, deadline: float) -> None:
@@ -347,7 +349,7 @@ class Simulation:
         self._look_again()
 
     def _land_episode(self, play: _SimulatedEpisode) -> None:
-        """Rewards of a group differ, unless it is to be filtered."""
+        """Finish an episode. Rewards of a group differ, unless the group is to be filtered."""
         episode = play.episode
         self._state_changed = True
         self._used_slots -= 1
@@ -364,7 +366,7 @@ class Simulation:
     # -- training ------------------------------------------------------------------------------------
 
     def _train_next(self) -> None:
-        """Ask for the next micro-batch, unless nothing changed since the last one was refused."""
+        """Ask for the next micro-batch, unless nothing has changed since the last request was refused."""
         buffer_state = self.buffer.tally.states[State.READY], self.buffer.refills
         if self._trainer_working or buffer_state == self._refused_state or not self._has_devices(Shift.TRAIN):
             return
