@@ -182,14 +182,14 @@ class FirstStatus:
         self._config = config
         self._told = False
 
-    def status(self, *arguments: Any) -> None:
+    def show_status(self, *arguments: Any) -> None:
         if not self._told:
             tell(self._config, "running")
         self._told = True
 
-    def step(self, *arguments: Any) -> None: ...
+    def show_step(self, *arguments: Any) -> None: ...
 
-    def note(self, text: str) -> None: ...
+    def print_note(self, text: str) -> None: ...
 
 
 def parent(run_dir: Path, *pairs: str) -> int:

@@ -100,8 +100,8 @@ def test_what_a_run_recorded(tmp_path: Path) -> None:
     assert (
         found.recorded == (((RecordedTurn(TOKENS, pytest.approx(WAIT)),),) * 4,) * 18
     )  # the newest left out
-    assert found.load.sampling == pytest.approx(16)
-    assert found.load.token_s == pytest.approx(BASE + 16 * SHARE)
+    assert found.engine_load.sampling == pytest.approx(16)
+    assert found.engine_load.token_s == pytest.approx(BASE + 16 * SHARE)
     assert found.publish_s == pytest.approx(0.75) and len(found.rows) == 8
 
 
@@ -160,7 +160,7 @@ def test_one_split_is_recommended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots, batch and bound are tried with the split that the table of both ways takes, and no other."""
-    for module, name in ((devices, "MOST_STEPS"), (devices, "LEAST_STEPS"), (forecast, "LEAST_STEPS")):
+    for module, name in ((devices, "MAX_STEPS"), (devices, "MIN_STEPS"), (forecast, "MIN_STEPS")):
         monkeypatch.setattr(module, name, 6)
     monkeypatch.setattr(forecast, "MAX_STEPS", 6)
     monkeypatch.setattr(forecast, "time_savings", lambda *_: {"trainer": 0.3})
@@ -197,7 +197,7 @@ def test_a_probe_that_fails_keeps_its_directory_and_one_that_is_interrupted_does
     code: int,
     exits: int,
 ) -> None:
-    def ended(config: RunConfig, summary: bool) -> int:
+    def ended(config: RunConfig, show_summary: bool) -> int:
         (Path(config.run_dir) / config.name / "logs").mkdir(parents=True)
         return code
 

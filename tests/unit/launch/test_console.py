@@ -229,7 +229,7 @@ def test_a_reader_that_has_gone_away_does_not_matter() -> None:
         "import sys\nfrom pathlib import Path\nfrom asyncrl.launch.console import open_console\n"
         "with open_console('plain', 'demo', 10, 1.0, Path()) as shown:\n"
         "    sys.stdin.read()\n"
-        "    for step in range(1, 11): shown.note('hello')\n"
+        "    for step in range(1, 11): shown.print_note('hello')\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin and process.stdout

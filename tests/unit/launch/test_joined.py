@@ -99,7 +99,7 @@ def test_files_are_added_once_also_after_a_restart_of_either_end(home: Home) -> 
     first = home.sender()
     assert home.during(first.send_new)
     home.write("logs/rollout-1.log", b"more")
-    assert home.during(first.send_new) and home.during(first.send)
+    assert home.during(first.send_new) and home.during(first.send_new)
     first.link.close()
     second = home.sender()  # of a process that was started anew there
     home.close()
@@ -188,7 +188,7 @@ def test_without_a_coordinator_files_wait(home: Home, monkeypatch: pytest.Monkey
     sender = home.sender()
     home.close()
     home.write("logs/rollout-1.log", b"waits")
-    assert not sender.send_new() and not sender.send(is_last=True)
+    assert not sender.send_new() and not sender.send_new(is_last=True)
     home.start()
     monkeypatch.setattr(joined, "SEND_TIMEOUT", 2.0)
     tries = (

@@ -58,13 +58,13 @@ class Play:
         process = Process(order.process.name, lambda: self.polled())
         return self.processes.setdefault(order.process.name, process)
 
-    def status(self, status: Status) -> None:
+    def show_status(self, status: Status) -> None:
         self.shown.append(("status", status))
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def show_step(self, step: int, metrics: dict[str, float]) -> None:
         self.shown.append(("step", step))
 
-    def note(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
         self.shown.append(("note", text))
 
     def on_step(self, report: StepReport) -> None:
