@@ -174,7 +174,8 @@ def _check_model(name: str, runs_directory: Path) -> None:
     )
     raise ConfigError(
         f"{name}: there is no such model, checkpoint or run; give a model directory, owner/name of the hub, "
-        f"a checkpoint ({runs_directory}/NAME/checkpoints/step-N), or a run in {runs_directory}: {names or 'there is none'}"
+        f"a checkpoint ({runs_directory}/NAME/checkpoints/step-N), or a run in {runs_directory}: "
+        f"{names or 'there is none'}"
     )
 
 

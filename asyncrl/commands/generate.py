@@ -55,7 +55,8 @@ def main(argv: list[str]) -> int:
     row_count = write_rows(out_path, _answer_rows(run_dir))
     sample_count = len(Samples.open(samples_path(run_dir, "test")))
     print(
-        f"{out_path}: {row_count} prompts, {'all' if row_count == sample_count else f'the first of {sample_count}'} of the data"
+        f"{out_path}: {row_count} prompts, "
+        f"{'all' if row_count == sample_count else f'the first of {sample_count}'} of the data"
     )
     return 0
 

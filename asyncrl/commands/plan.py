@@ -412,8 +412,10 @@ def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
     print_progress(f"comparing splits and shifts on up to {devices} devices")
     sampling_seconds, training_seconds = batch_seconds(work(1, 1))
     print(
-        f"\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine {sampling_seconds:.3g} s, one "
-        f"rank {training_seconds:.3g} s,\nboth changes of the devices {rates.shift_s:.3g} s ({rates.shift_source}):\n"
+        "\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine "
+        f"{sampling_seconds:.3g} s, one "
+        f"rank {training_seconds:.3g} s,\nboth changes of the devices {rates.shift_s:.3g} s "
+        f"({rates.shift_source}):\n"
         f"devices   apart{FIGURES_HEADER} |    by shifts{FIGURES_HEADER} | elastic, at best"
     )
 

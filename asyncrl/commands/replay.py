@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
     ]  # of the last step
     differing_names = [name for name in shared_names if recorded_row[name] != replayed_row[name]]
     print(
-        f"{len(shared_names) - len(differing_names)} of {len(shared_names)} metrics of the last step are as recorded"
+        f"{len(shared_names) - len(differing_names)} of {len(shared_names)} metrics of the last step are as "
+        "recorded"
     )
     for name in differing_names:
         print(f"  {name}: {recorded_row[name]:.6g} recorded, {replayed_row[name]:.6g} replayed")

@@ -76,7 +76,8 @@ def describe_run(run_dir: Path, ending_text: str, now: float) -> list[str]:
     status = read_status(run_dir)
     if "phase" not in status:
         return [
-            f"{run_dir}: {ending_text or 'starts: its coordinator has not reported yet'}; logs: {run_dir / 'logs'}"
+            f"{run_dir}: {ending_text or 'starts: its coordinator has not reported yet'}; logs: "
+            f"{run_dir / 'logs'}"
         ]
 
     status_age = now - status["time"]

@@ -68,7 +68,8 @@ def run_configuration(enrolled: Enrolled) -> RunConfig:
     configuration."""
     if enrolled.version != asyncrl.__version__:
         raise ConfigError(
-            f"the run is of asyncrl {enrolled.version}, and this is {asyncrl.__version__}; install the same here"
+            f"the run is of asyncrl {enrolled.version}, and this is {asyncrl.__version__}; install the same "
+            "here"
         )
     try:
         return msgspec.json.decode(enrolled.config, type=RunConfig)

@@ -311,7 +311,10 @@ def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
         )
 
     longest_prompt = rollout.longest_prompt
-    room_left_text = f", which leaves a turn less than {rollout.max_tokens - longest_prompt} tokens (rollout.max_new_tokens)"
+    room_left_text = (
+        f", which leaves a turn less than {rollout.max_tokens - longest_prompt} tokens "
+        "(rollout.max_new_tokens)"
+    )
     overlong_fate = "their episodes are cut short or fail"
     prompt_budget = PromptBudget(
         "prompts", longest_prompt, prompt_tokens, shown_prompt_tokens, room_left_text, overlong_fate
@@ -391,7 +394,8 @@ class Inputs:
                 advice = ""
             reason = str(error) or "it has not answered in time"
             raise ConfigError(
-                f"rollout.agent.{name}: it cannot be run {place_text}: {reason}; give its path as program{advice}"
+                f"rollout.agent.{name}: it cannot be run {place_text}: {reason}; give its path as "
+                f"program{advice}"
             ) from error
 
     @cached_property

@@ -142,7 +142,8 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
 
     return [
         f"model         {parameters_text} parameters, {trained_text}, {config.model.dtype}{speed_note}",
-        f"checkpoints   {format_bytes(checkpoint_size)} each, {interval_text}; at most {kept_count} at once: {format_bytes(kept_count * checkpoint_size)}{free_text}",
+        f"checkpoints   {format_bytes(checkpoint_size)} each, {interval_text}; at most {kept_count} at once: "
+        f"{format_bytes(kept_count * checkpoint_size)}{free_text}",
     ]
 
 
@@ -172,7 +173,8 @@ def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_t
         f"at most rollout.max_new_tokens={rollout.max_new_tokens}"
         + f"; the first prompt has {prompt_tokens}"
         * (prompt_tokens > 0): True,
-        f"validation    {min(validation.samples, test_count):,} of {test_count:,} held-out samples (validation.samples), "
+        f"validation    {min(validation.samples, test_count):,} of {test_count:,} held-out samples "
+        "(validation.samples), "
         f"{validation.episodes} x sampled{schedule_text} before and after training": test_count
         and validation.samples,
         f"warm-up       of the learning rate: {warmup_steps} steps (trainer.warmup_steps)": warmup_steps,
@@ -226,7 +228,8 @@ def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Ite
 
     yield (
         f"time          about {duration(total_seconds)}, a step {duration(training_seconds)} of training and "
-        f"{duration(sampling_seconds)} of sampling side by side, if episodes fill rollout.max_tokens; by this CPU's "
+        f"{duration(sampling_seconds)} of sampling side by side, if episodes fill rollout.max_tokens; by "
+        "this CPU's "
         "speed in products"
     )
 
@@ -245,7 +248,8 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
         if not lowest_rate <= config.trainer.lr <= highest_rate:
             trained_text = "adapters on " * lora + f"{_format_count(parameters)} parameters"
             yield (
-                f"trainer.lr={config.trainer.lr:g} is far from the usual {usual_rate:.1g} for {trained_text}: less than "
+                f"trainer.lr={config.trainer.lr:g} is far from the usual {usual_rate:.1g} for "
+                f"{trained_text}: less than "
                 f"{lowest_rate:.1e} or more than {highest_rate:.1e} is probably a mistake (docs/models.md)"
             )
 
@@ -254,7 +258,8 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
     if directory and needed_bytes > _free_bytes(directory):
         yield (
             f"checkpoints need {format_bytes(needed_bytes)} (checkpoint.keep and one being written), and "
-            f"{directory} has {format_bytes(_free_bytes(directory))} free; free some, or set checkpoint.directory"
+            f"{directory} has {format_bytes(_free_bytes(directory))} free; free some, or set "
+            "checkpoint.directory"
         )
 
     if config.model.dtype == "bfloat16" and not multiplies_bfloat16(uses_gpu(config, has_gpu)):
@@ -269,7 +274,8 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
     is_local_cpu = config.launch.kind == "local" and uses_gpu(config, has_gpu) is False
     if is_local_cpu and config.launch.threads > 1 and busy_threads > core_count:
         yield (
-            f"launch.threads={config.launch.threads} makes {busy_threads} busy threads on {core_count} cores: OpenMP "
+            f"launch.threads={config.launch.threads} makes {busy_threads} busy threads on {core_count} "
+            "cores: OpenMP "
             "threads that wait for each other take many times as long (7 s became 95 s); set launch.threads=1"
         )
 

@@ -118,7 +118,8 @@ def _check_peers(config: RunConfig, gpu_count: int) -> Iterator[Note]:
 
     if unreachable_pairs:
         yield warning(
-            f"{pairs_text} (nvidia-smi topo -p2p r): NCCL goes through /dev/shm, which is slower; if a run hangs "
+            f"{pairs_text} (nvidia-smi topo -p2p r): NCCL goes through /dev/shm, which is slower; if a run "
+            "hangs "
             "in its first collective, export NCCL_P2P_DISABLE=1"
         )
 
@@ -166,7 +167,10 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
 
     problem = ""
     if interface_setting and not usable_names:
-        problem = f"{INTERFACE_VARIABLE}={interface_setting} matches none that is up ({seen_text}); correct it, or unset it"
+        problem = (
+            f"{INTERFACE_VARIABLE}={interface_setting} matches none that is up ({seen_text}); correct it, or "
+            "unset it"
+        )
     elif (is_on_ray or has_remote_servers) and all("loopback" in stats[name].flags for name in usable_names):
         problem = (
             f"only loopback is left ({seen_text}): other machines cannot be reached; see {INTERFACE_VARIABLE}"

@@ -62,7 +62,8 @@ class Ticket:
         """Enter the launcher's directory, and set the secret variables. Raises ConfigError."""
         if self.working_directory and not Path(self.working_directory).is_dir():
             raise ConfigError(
-                f"{socket.gethostname()}: the launcher's directory {self.working_directory} is not on this machine; start "
+                f"{socket.gethostname()}: the launcher's directory {self.working_directory} is not on this "
+                "machine; start "
                 "asyncrl in a directory that all machines have"
             )
 

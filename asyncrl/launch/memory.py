@@ -80,8 +80,10 @@ def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
 
     if available_bytes is not None and needed_bytes > available_bytes:
         raise ConfigError(
-            f"weights, gradients and optimizer state of the trainer take {format_bytes(needed_bytes)}, and there are "
-            f"{format_bytes(available_bytes)}{place_text}; set model.lora_rank, a trainer.optimizer with less state, a model.path "
+            f"weights, gradients and optimizer state of the trainer take {format_bytes(needed_bytes)}, and "
+            "there are "
+            f"{format_bytes(available_bytes)}{place_text}; set model.lora_rank, a trainer.optimizer with "
+            "less state, a model.path "
             f"with fewer parameters, fewer trainer.replicas, or {advice}"
         )
 
@@ -108,10 +110,14 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
     parts_text = ", ".join(
         f"{name} {format_bytes(version_size)}" for name, version_size in part_bytes.items()
     )
-    micro_batch_text = f"a micro-batch of {rank_footprint.rows} x {rank_footprint.length} tokens {format_bytes(rank_footprint.work)}"
+    micro_batch_text = (
+        f"a micro-batch of {rank_footprint.rows} x {rank_footprint.length} tokens "
+        f"{format_bytes(rank_footprint.work)}"
+    )
 
     yield ok(
-        f"memory        tensors of a trainer rank: {parts_text}, {micro_batch_text}, {format_bytes(rank_footprint.total)} in all; "
+        f"memory        tensors of a trainer rank: {parts_text}, {micro_batch_text}, "
+        f"{format_bytes(rank_footprint.total)} in all; "
         f"its process takes about {format_bytes(process_bytes)} beside them, and versions on their way out "
         f"{format_bytes(outgoing_bytes)} of main memory"
     )
@@ -128,14 +134,17 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
         adapters_held = config.adapters_held
         adapter_ranks = [rank for rank, _ in config.adapters.values()]
         yield ok(
-            f"              a version is {format_bytes(version_size)}; a server, beside its weights, has room for {adapters_held} "
-            f"adapters at once: {format_bytes(adapters_held * version_size * max(adapter_ranks) // sum(adapter_ranks))}"
+            f"              a version is {format_bytes(version_size)}; a server, beside its weights, has "
+            f"room for {adapters_held} "
+            "adapters at once: "
+            f"{format_bytes(adapters_held * version_size * max(adapter_ranks) // sum(adapter_ranks))}"
         )
 
     needed_bytes = ranks * (rank_footprint.total if has_gpu else rank_footprint.total + outgoing_bytes)
     if available_bytes is not None and needed_bytes > available_bytes:
         yield warning(
-            f"{ranks} trainer ranks need {format_bytes(needed_bytes)}, and there are {format_bytes(available_bytes)}; set a "
+            f"{ranks} trainer ranks need {format_bytes(needed_bytes)}, and there are "
+            f"{format_bytes(available_bytes)}; set a "
             f"smaller trainer.micro_batch_tokens, {memory_advice(config.trainer.checkpointed_every)}"
         )
 
@@ -165,7 +174,8 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
         cure = f"a smaller trainer.micro_batch_tokens, {memory_advice(least_by_gpu[tightest_gpu])}"
         return config, [
             warning(
-                f"{text}, but a rank still needs {format_bytes(held_bytes)} and has only {format_bytes(usable_bytes)}; set {cure}"
+                f"{text}, but a rank still needs {format_bytes(held_bytes)} and has only "
+                f"{format_bytes(usable_bytes)}; set {cure}"
             )
         ]
     return config, [

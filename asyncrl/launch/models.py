@@ -157,7 +157,8 @@ def check_model(config: RunConfig) -> None:
         raise ConfigError(f"{path}: no model.safetensors; save the weights with save_pretrained(...)")
     if missing_names := sorted(file.name for file in weight_paths if not file.is_file()):
         raise ConfigError(
-            f"{path}: {len(missing_names)} of {len(weight_paths)} files of weights are missing, first {missing_names[0]}; "
+            f"{path}: {len(missing_names)} of {len(weight_paths)} files of weights are missing, first "
+            f"{missing_names[0]}; "
             "fetch or save the model anew"
         )
 
@@ -182,7 +183,8 @@ def check_model(config: RunConfig) -> None:
     context_length = model_settings.get("max_position_embeddings", model_settings.get("n_positions"))  # GPT-2
     if isinstance(context_length, int) and context_length < config.rollout.max_tokens:
         raise ConfigError(
-            f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({context_length}); "
+            f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context "
+            f"({context_length}); "
             "lower it"
         )
 
@@ -190,8 +192,10 @@ def check_model(config: RunConfig) -> None:
     sequence_ranks = config.trainer.sequence_parallel
     if isinstance(head_count, int) and head_count % sequence_ranks:
         raise ConfigError(
-            f"trainer.sequence_parallel ({sequence_ranks}) does not divide the model's {head_count} attention heads; set "
-            f"it to one of {divisors(gcd(head_count, config.trainer.ranks))}, which divide these and trainer.ranks"
+            f"trainer.sequence_parallel ({sequence_ranks}) does not divide the model's {head_count} "
+            "attention heads; set "
+            f"it to one of {divisors(gcd(head_count, config.trainer.ranks))}, which divide these and "
+            "trainer.ranks"
         )
 
 

@@ -124,7 +124,8 @@ class NodeAssignment:
             )
             launcher_text = " (this machine)" if node.id == self._launcher_node else ""
             lines.append(
-                f"{node.address}{launcher_text}{gpus_text * bool(node.gpus)}: {', '.join(process_names) or 'nothing'}"
+                f"{node.address}{launcher_text}{gpus_text * bool(node.gpus)}: "
+                f"{', '.join(process_names) or 'nothing'}"
             )
         return lines
 
@@ -203,7 +204,8 @@ class NodeAssignment:
         demand_text = ", ".join(f"{role} {count:g}" for role, count in gpus_by_role.items() if count)
         left_text = ", ".join(f"{node.address} {self._gpus_left(node):g} of {node.gpus:g}" for node in nodes)
         return (
-            f"{process.name} needs {wanted_gpus:g} GPU(s) of {where_text}, and there is left: {left_text} (the run needs "
+            f"{process.name} needs {wanted_gpus:g} GPU(s) of {where_text}, and there is left: {left_text} "
+            "(the run needs "
             f"{total_gpus:g}: {demand_text}); {advice}, or model.device=cpu"
         )
 

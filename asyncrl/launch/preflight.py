@@ -136,7 +136,8 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     data_sources = {sample.data_source for sample in run_data.train} if sources_matter else set()
     if untaught_sources := sorted(source for source in data_sources if not config.reader(source)):
         raise ConfigError(
-            f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, and its turns would "
+            f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, and its turns "
+            "would "
             "not be trained; name it there, or add a teacher without sources"
         )
 
@@ -316,7 +317,8 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
 
     if shared_gpus and not config.shifts and "mem-fraction-static" not in config.engine.server_args:
         yield warning(
-            f"servers share GPUs {', '.join(map(str, shared_gpus))} with others, and each would take 0.85 of the "
+            f"servers share GPUs {', '.join(map(str, shared_gpus))} with others, and each would take 0.85 of "
+            "the "
             "memory; set engine.server_args={mem-fraction-static: 0.4} or less, or start fewer"
         )
 
@@ -372,7 +374,8 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
             yield warning(f"{gone_text}: all steps are repeated from their plans")
     elif config.checkpoint.directory and checkpoints.steps():
         raise ConfigError(
-            f"checkpoint.directory: {checkpoints.root} holds checkpoints of a run of this name, of which there is "
+            f"checkpoint.directory: {checkpoints.root} holds checkpoints of a run of this name, of which "
+            "there is "
             f"nothing in {run_dir}; choose another name=…, or restore that directory"
         )
 
@@ -438,8 +441,10 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     if is_training and slot_count > live_episodes:
         batches_ahead = config.buffer.max_live_groups / config.buffer.groups_per_batch - 1
         yield warning(
-            f"at most {live_episodes} episodes run at once, (1 + {batches_ahead:g}, by target_staleness) * groups_per_batch * "
-            f"episodes_per_group: {slot_count - live_episodes} of {slot_count} slots (rollout.workers * rollout.slots) stay "
+            f"at most {live_episodes} episodes run at once, (1 + {batches_ahead:g}, by target_staleness) * "
+            "groups_per_batch * "
+            f"episodes_per_group: {slot_count - live_episodes} of {slot_count} slots (rollout.workers * "
+            "rollout.slots) stay "
             "empty"
         )
 
@@ -448,7 +453,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     if is_training and longest_episode > token_budget:
         yield warning(
             f"an episode may have {longest_episode} tokens (rollout.max_tokens, times max_rows), more than "
-            f"trainer.micro_batch_tokens ({token_budget}): it is a micro-batch by itself, and needs the memory"
+            f"trainer.micro_batch_tokens ({token_budget}): it is a micro-batch by itself, and needs the "
+            "memory"
         )
 
     if has_gpu is False and engine.remote and not (engine.urls or engine.server_command):
@@ -470,7 +476,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     detected_parser = detect(chat_template(config)) if writes_calls else None
     if detected_parser not in (None, parser):
         yield warning(
-            f"rollout.parser is {parser}, but the model's chat template looks like {detected_parser}: calls would be "
+            f"rollout.parser is {parser}, but the model's chat template looks like {detected_parser}: calls "
+            "would be "
             f"taken for text; set rollout.parser={detected_parser}"
         )
 

@@ -85,7 +85,8 @@ def check_run_directory(config: RunConfig) -> None:
     file_system_type = file_system_of(check_creatable(run_dir, "run_dir"))
     if file_system_type in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
-            f"{run_dir}: is on a network file system ({file_system_type}), where the run store's write-ahead log fails; "
+            f"{run_dir}: is on a network file system ({file_system_type}), where the run store's write-ahead "
+            "log fails; "
             "set run_dir=… to a local disk"
         )
 
@@ -119,12 +120,14 @@ def check_resumed(config: RunConfig) -> None:
         begun_text = f"{key}: {run_directory(config)} was begun with"
         if key == "model.template":
             raise ConfigError(
-                f"{begun_text} another chat template, which is in its config.yaml; restore that, or begin a new "
+                f"{begun_text} another chat template, which is in its config.yaml; restore that, or begin a "
+                "new "
                 "run with another name=…"
             )
         if key not in PATH_KEYS or _absolute_paths(old_value) != _absolute_paths(new_value):
             raise ConfigError(
-                f"{begun_text} {old_value!r} and would go on with {new_value!r}; set {key}={old_value}, or begin a new run with "
+                f"{begun_text} {old_value!r} and would go on with {new_value!r}; set {key}={old_value}, or "
+                "begin a new run with "
                 "another name=…"
             )
 
@@ -189,8 +192,10 @@ def _check_group_size(config: RunConfig, previous_advantage: Any) -> None:
         and credit_of(config).greedy != advantages.load(previous_advantage, config_key).greedy
     ):
         raise ConfigError(
-            f"algorithm.advantage: {run_directory(config)} was begun with {previous_advantage!r} and would go on with "
-            f"{advantage!r}, but only one of them uses a greedy episode in each group; resume with the one it "
+            f"algorithm.advantage: {run_directory(config)} was begun with {previous_advantage!r} and would "
+            "go on with "
+            f"{advantage!r}, but only one of them uses a greedy episode in each group; resume with the one "
+            "it "
             "began with"
         )
 

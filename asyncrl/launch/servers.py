@@ -60,7 +60,8 @@ def check_group_address(config: RunConfig) -> None:
     remote_urls = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
     if config.weights.transport != "disk" and is_loopback(config.launch.host) and remote_urls:
         raise ConfigError(
-            f"launch.host: {config.launch.host} cannot be reached by {remote_urls[0]}, which weights.transport="
+            f"launch.host: {config.launch.host} cannot be reached by {remote_urls[0]}, which "
+            "weights.transport="
             f"{config.weights.transport} needs; set launch.host to this machine's address in the servers' "
             "network"
         )

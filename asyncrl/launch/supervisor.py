@@ -212,7 +212,10 @@ class Supervisor:
             unit.restart_count = 0
 
         if unit.restart_count >= self._max_restarts:
-            spent_text = f"{dead_process.name} {exit_text}; its {self._max_restarts} restarts (launch.restarts) are spent"
+            spent_text = (
+                f"{dead_process.name} {exit_text}; its {self._max_restarts} restarts (launch.restarts) are "
+                "spent"
+            )
             return RunOutcome(
                 FAILED,
                 f"{spent_text}{cause_text and f': {cause_text}'}\n{self._describe_log(dead_process.name)}",

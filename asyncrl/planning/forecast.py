@@ -157,7 +157,10 @@ def fit(
     trajectories = _mean(rows, "trainer/trajectories")
     base, share, assumed = fit_engine(loads)
     shift_s = sum(_mean(rows, name) for name in ("shift/sleep_s", "timing_s/wake", "shift/wake_s"))
-    shift_source = f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE_BYTES_PER_SECOND / 1e9:g} GB/s a rank"
+    shift_source = (
+        f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE_BYTES_PER_SECOND / 1e9:g} "
+        "GB/s a rank"
+    )
 
     return Rates(
         recorded=recorded,
