@@ -18,7 +18,8 @@ from asyncrl.data.rows import Row, verl_row, write_splits
 from asyncrl.errors import ConfigError, one_line
 
 GYM_PREFIX = "reasoning_gym:"
-GYM_DEFAULT_ROWS = {"train": 4096, "test": 256}  # there are as many as one asks for
+# Rows by default; reasoning-gym makes as many as are asked for.
+GYM_DEFAULT_ROWS = {"train": 4096, "test": 256}
 
 HELP = """\
 Write a public data set as train.parquet and test.parquet with verl's columns.
@@ -154,12 +155,12 @@ def _make_entries(task: str, count: int, seed: int, options: dict[str, Any]) -> 
 
     try:
         return reasoning_gym.create_dataset(task, size=count, seed=seed, **options) if count else ()
-    except (TypeError, ValueError, AssertionError) as error:  # of the task's own checks
+    except (TypeError, ValueError, AssertionError) as error:  # raised by the task's own checks
         raise ConfigError(f"--config: {task} refuses {options} ({one_line(error)})") from None
 
 
 def _gym_row(task: str, entry: Mapping[str, Any], system: str) -> Row:
-    from asyncrl.rewards.reasoning_gym import KEY, packed  # here: `--help` should not wait for it
+    from asyncrl.rewards.reasoning_gym import KEY, packed  # `--help` should not wait for this import
 
     system_messages = [{"role": "system", "content": system}] if system and system != "none" else []
     prompt = [*system_messages, {"role": "user", "content": entry["question"]}]

@@ -23,7 +23,7 @@ hub is fetched, and a sandbox tried. OVERRIDES are those of asyncrl train.
 
 Exit code 0 without errors, 2 with some.
 """
-NO_MODEL = ["model.path=none", "data.train=none"]  # of a configuration for checks that look at neither
+NO_MODEL = ["model.path=none", "data.train=none"]  # Overrides for checks that need neither model nor data.
 
 
 def main(argv: list[str]) -> int:

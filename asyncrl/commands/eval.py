@@ -54,7 +54,7 @@ asyncrl runs transcripts NAME. What the numbers mean: docs/evaluation.md."""
 EVALUATION = "evaluation.json"
 ALL_SAMPLES = "validation.samples=1000000000"
 ALIASES = {"data": "data.test", "samples": "validation.samples", "episodes": "validation.episodes"}
-STEM_BYTES = 150  # of the model's name in that of its run
+STEM_BYTES = 150  # Bytes of the model's name in the name of its run.
 SOLVED = re.compile(r"val-core/all/(\w+/(?:success|pass@\d+))")
 COLUMNS = ("mean", "95%", "samples", "minus baseline", "95% of that")
 
@@ -84,15 +84,15 @@ def main(argv: list[str]) -> int:
 
     for baseline_dir in (Path(options.baseline), options.run_dir / options.baseline):
         if (baseline_dir / "config.yaml").is_file() and not read_config(baseline_dir).total_steps:
-            break  # an evaluation that is there
-    else:  # one of that model is run now, configured as the one of `target`
+            break  # an existing evaluation
+    else:  # Evaluate the baseline model now, configured like `target`.
         baseline_target = resolve_target(options.baseline, options.run_dir)
         code, baseline_dir = evaluate(baseline_target._replace(run_dir=target.run_dir), options)
 
     if code or baseline_dir is None:
         return code
     baseline = Result.read(baseline_dir)
-    if not (baseline_dir / EVALUATION).is_file():  # Compare reads both
+    if not (baseline_dir / EVALUATION).is_file():  # The viewer's comparison reads both files
         write_result(baseline)
     print_result(result, baseline)
     return 0
@@ -261,7 +261,7 @@ class Result(NamedTuple):
     data: str  # fingerprint of the samples
     episodes: list[Judged]
     numbers: PerSample
-    tasks: dict[str, dict[str, float]]  # `success` and `pass@k` of each sample that is a task, by its name
+    tasks: dict[str, dict[str, float]]  # `success` and `pass@k` of each task, by name
 
     @classmethod
     def read(cls, run_dir: Path) -> Result:
@@ -321,14 +321,13 @@ def write_result(result: Result, baseline: Result | None = None) -> dict[str, di
 
 def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dict[str, Any]]) -> None:
     shown_names = [name for name in metrics if name.startswith("val-core/")]
-    if len({one.source for one in result.episodes}) == 1:  # `all` would say the same again
+    if len({one.source for one in result.episodes}) == 1:  # `all` would repeat the only source
         shown_names = [name for name in shown_names if not name.startswith("val-core/all/")]
 
     lines: list[tuple[str, ...]] = [("", *COLUMNS[: 5 if baseline else 3])]
     for name in shown_names:
-        if not (
-            name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in metrics
-        ):  # `mean@k` says it
+        # `mean@1` would repeat `mean@k`.
+        if not (name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in metrics):
             lines.append((name.removeprefix("val-core/"), *_metric_cells(metrics[name])))
 
     lines += [(name.removeprefix("val-core/"), f"{v:.4f}") for name, v in losses(result.episodes).items()]

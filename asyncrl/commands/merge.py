@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{checkpoints.path(step)}: cannot be used: {damage}")
 
     work_directory = options.out.with_name(f"{options.out.name}.writing")
-    shutil.rmtree(work_directory, ignore_errors=True)  # of a command that was killed
+    shutil.rmtree(work_directory, ignore_errors=True)  # left by a command that was killed
     work_directory.mkdir(parents=True)
     try:
         if options.adapters == "merged" and run_dir is not None and read_config(run_dir).agents:
@@ -104,7 +104,7 @@ def _compare_export(directory: Path, checkpoint: str) -> None:
 
     try:
         warning = check_checkpoint(str(directory), checkpoint)
-    except UnknownModelError as error:  # of a class that the run's own files register
+    except UnknownModelError as error:  # The run's own files register the class
         warning = str(error)
     if warning:
         print(f"warning: {warning}", file=sys.stderr)

@@ -53,19 +53,19 @@ FIGURES = (
     ("trainer idle", "trainer_idle", ".0%"),
     ("rollout idle", "rollout_idle", ".0%"),
 )
-MAX_GROUPS = 500  # the newest ones, that episodes are drawn from
-NEWEST_FRACTION = (
-    0.1  # share of the groups that is left out: of those, the fast ones have landed, and the slow ones not
-)
-# steps of a probe; the second one has 1/FEWER of the slots
+MAX_GROUPS = 500  # Newest groups from which episodes are drawn.
+# Fraction of the newest groups that is left out: their fast episodes have landed, their slow episodes not
+# yet.
+NEWEST_FRACTION = 0.1
+# Steps of a probe, and the divisor of the slots in the second probe.
 PROBE_STEPS = 10
 FEWER_SLOTS_DIVISOR = 4
-TIMELINE_ROLES = ("rollout", "coordinator")  # whose timelines are read
+TIMELINE_ROLES = ("rollout", "coordinator")  # Roles whose timelines are read.
 MAX_SPLITS = 8
-SHOWN_CANDIDATES = 10  # candidates
+SHOWN_CANDIDATES = 10  # Candidates in the table.
 FIGURES_HEADER = "  s/step  formula   lag  masked"
-SIMULATION_SEEDS = (0, 1, 2)  # of the simulated runs of this configuration
-SIMILAR_FRACTION = 0.03  # tokens/s that differ by less are alike: then the lower lag is better
+SIMULATION_SEEDS = (0, 1, 2)  # Seeds of the simulated runs of this configuration.
+SIMILAR_FRACTION = 0.03  # Tokens/s that differ by less count as equal; then the lower lag is better.
 
 
 class Measurements(msgspec.Struct, frozen=True):
@@ -158,7 +158,7 @@ def probe(config: RunConfig) -> list[Measurements]:
     from asyncrl.launch.start import train
 
     search_working_directory()
-    runs_directory = Path(config.run_dir)  # whose disk has room for checkpoints
+    runs_directory = Path(config.run_dir)  # The run directory's disk has room for checkpoints.
     runs_directory.mkdir(parents=True, exist_ok=True)
     probe_directory = tempfile.mkdtemp(prefix="plan-", dir=runs_directory)
 

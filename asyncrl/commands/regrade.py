@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from asyncrl.buffer.records import EpisodeRecord, GroupRecord
     from asyncrl.types import Turn
 
-MAX_CONCURRENT = 32  # episodes that are scored side by side
+MAX_CONCURRENT = 32  # Episodes that are scored at once.
 
 HELP = """\
 Score recorded episodes with another reward, and compare: what advantages would have been, and how many
@@ -55,7 +55,7 @@ class Row(msgspec.Struct):
     score_new: float
     advantage: float | None
     advantage_new: float | None
-    taught: bool | None  # its group; None: not all of whom it is compared with could be scored
+    taught: bool | None  # whether its group teaches; None: not all of the baseline could be scored
     teaches: bool | None
 
 
@@ -108,7 +108,7 @@ async def _regrade_episodes(
 
     recipe = compose(config)
 
-    # No environment or agent: they need not be there any more.
+    # Environment and agent are not loaded, as their files may be gone.
     parts = EpisodeParts(config).load("rules", "toolbox", "reward")
     samples = Samples.open(samples_path(run_dir, "train"))
     reader = RunReader.open(run_dir)
@@ -171,7 +171,7 @@ def _regraded_rows(
     compared_parts = ComparedParts(turns=recipe.advantage.turns, components=recipe.advantage.components)
 
     ordered_uids = sorted(scored, key=lambda uid: before[uid].member)
-    compared_uids = [uid for uid in ordered_uids if not before[uid].greedy]  # late members, too
+    compared_uids = [uid for uid in ordered_uids if not before[uid].greedy]  # including late members
 
     def judge_group(members: Mapping[str, EpisodeRecord]) -> tuple[bool | None, dict[str, float | None]]:
         """Return whether the group teaches, and the advantages of members that may be trained."""

@@ -21,13 +21,14 @@ from asyncrl.store.launches import at, described, launches_of, tree
 LOSS = "actor/pg_loss"
 GRADIENT_NORM = "actor/grad_norm"
 TITLES = ("loss: recorded", "replayed", "gradient norm: recorded", "replayed")
+# Prefixes of metrics that the recorded data determine.
 COMPARED_PREFIXES = (
     "actor/",
     "critic/",
     "rollout_corr/",
     "staleness/",
     "trainer/",
-)  # metrics that recorded data decide
+)
 
 HELP = """\
 Train a recorded step again, apart from the run, and print what was recorded beside what comes out:
@@ -49,7 +50,8 @@ def main(argv: list[str]) -> int:
     run_dir = find_run(options.run_dir, options.run)
     launches = launches_of(run_dir)
 
-    with TemporaryDirectory() as config_directory:  # as that step was trained, not as the run goes on now
+    # The step is trained with the configuration of its launch, not of the newest launch.
+    with TemporaryDirectory() as config_directory:
         Path(config_directory, "config.yaml").write_bytes(
             msgspec.yaml.encode(at(launches, options.step).config)
         )
@@ -78,7 +80,7 @@ def main(argv: list[str]) -> int:
 
     shared_names = [
         name for name in replayed_row if name in recorded_row and name.startswith(COMPARED_PREFIXES)
-    ]  # of the last step
+    ]
     differing_names = [name for name in shared_names if recorded_row[name] != replayed_row[name]]
     print(
         f"{len(shared_names) - len(differing_names)} of {len(shared_names)} metrics of the last step are as "

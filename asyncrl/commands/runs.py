@@ -61,7 +61,7 @@ def list_runs(directory: Path) -> int:
             status = {}
             ending_text = "unreadable"
 
-        if not summary and ending_text != "unreadable":  # under way, or killed: the metrics so far
+        if not summary and ending_text != "unreadable":  # Under way, or killed: summarize the metrics so far
             summary = summarize(some_rows(path, edge=WINDOW, most=WINDOW), flow={}, conserved=True)
 
         total = status.get("total_steps")

@@ -17,8 +17,8 @@ from asyncrl.observe.summary import UNSOUND, flow_line
 from asyncrl.values import printable
 
 NO_STEPS = "an evaluation, without steps,"
-WATCH_INTERVAL = 2.0  # seconds
-SILENT_SECONDS = 5.0  # seconds after which a status is old: there are two a second
+WATCH_INTERVAL = 2.0  # Seconds between two reports of --watch.
+SILENT_SECONDS = 5.0  # Seconds after which a status is old; there are two per second.
 
 
 def main(argv: list[str]) -> int:
@@ -95,7 +95,7 @@ def describe_run(run_dir: Path, ending_text: str, now: float) -> list[str]:
 
     alerts = [] if ending_text else msgspec.convert(status.get("alerts", []), list[Alert])
     failed = unless_quoted(status["failed"], alerts)
-    flow_text = flow_line(gauges) if status["total_steps"] else ""  # of an evaluation nothing is issued
+    flow_text = flow_line(gauges) if status["total_steps"] else ""  # An evaluation issues no episodes.
     detail_lines = filter(None, (*(alert.line for alert in alerts), figures_line, flow_text, failed))
 
     wait_lines = [] if ending_text else [f"  {wait}" for wait in status["waits"]]

@@ -28,10 +28,10 @@ EXPECTED_SCORES = {
     "untouched": {"score": 0, "turn_green": 0, "stay_green": 1},
     "solved": {"score": 1, "turn_green": 1, "stay_green": 1},
 }
-SOLUTION_SECONDS = 600.0  # of a solution, where the task sets no limit for agents
+SOLUTION_SECONDS = 600.0  # Seconds for a solution if the task sets no limit for agents.
 LOOK_SECONDS = 10.0
-SHOWN_OUTPUT = 200  # characters of what a solution printed
-LISTED_TASKS = 20  # names of tasks in a warning
+SHOWN_OUTPUT = 200  # Characters of a solution's output in a fault.
+LISTED_TASKS = 20  # Names of tasks in a warning.
 LINE_FORMAT = "{:<32} {:>9} {:>6} {:>10} {:>7}  {:<14}  {}"
 
 

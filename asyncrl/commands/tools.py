@@ -60,7 +60,7 @@ def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
         except ConfigError:
             if specs:
                 raise
-            factory: Any = tools.load(spec)  # its tools cannot be made without options, or without a package
+            factory: Any = tools.load(spec)  # Without options, or without a package, its tools cannot be made
             option_texts = ", ".join(map(_format_option, inspect.signature(factory).parameters.values()))
             print(f"{spec}  [makes tools; options: {option_texts}]\n    {docstring(factory)[0]}")
             continue

@@ -83,5 +83,5 @@ def with_server(config: RunConfig, url: str) -> RunConfig:
     if url.rstrip("/") in [known.rstrip("/") for known in config.engine.urls]:
         raise ConfigError(f"--url: the server {url} is one of engine.urls: the run uses it")
     config = replace(config, engine=replace(config.engine, urls=[url] if url else []))
-    check_servers(replace(config, scorers={}))  # which are elsewhere, as are their models
+    check_servers(replace(config, scorers={}))  # Scorers and their models are on other machines.
     return config

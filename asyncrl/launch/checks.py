@@ -45,12 +45,12 @@ def collect_notes(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
 def _run_check(check: Check, inputs: Inputs) -> Iterator[Note]:
     try:
         yield from check(inputs)
-    except OSError as error:  # of a path that no check has foreseen
+    except OSError as error:  # A path failed that no check has foreseen
         raise ConfigError(one_line(error)) from error
 
 
 RUN_CHECKS = (
-    preflight.check_directory,  # before a model is fetched
+    preflight.check_directory,  # first, before a model is fetched
     machine.check_libraries,
     machine.check_loopback,
     preflight.check_launch,

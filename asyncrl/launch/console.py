@@ -28,9 +28,10 @@ from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.values import printable
 from asyncrl.wire.messages.shared import Status
 
-LINE_INTERVAL = 5.0  # seconds between plain lines where no step ends; six times as many once there was one
-MAX_PENDING_TEXTS = 1000  # texts that may wait for a terminal; what is printed beyond them is lost
-CLOSE_TIMEOUT = 2.0  # seconds, at the end
+# Seconds between plain lines while no step ends; six times as long once a step has ended.
+LINE_INTERVAL = 5.0
+MAX_PENDING_TEXTS = 1000  # Texts that may wait for a terminal; further texts are lost.
+CLOSE_TIMEOUT = 2.0  # Seconds at the end for texts that still wait.
 
 
 class Console:
@@ -47,7 +48,7 @@ class Console:
         self.terminal = terminal
         self._last_line_at = 0.0
         self._printed_alerts: dict[str, Alert] = {}  # alerts by name: a bad one that returns is printed again
-        self._printed_cause = ""  # of the first failed attempt, once printed: alerts do not repeat it
+        self._printed_cause = ""  # cause of the first failed attempt, which alerts do not repeat
 
     def show_status(self, status: Status) -> None:
         """Show the state of the run, as reported a few times a second."""
@@ -62,9 +63,8 @@ class Console:
         new_lines += self._new_alerts(status)
 
         now = time.monotonic()
-        steps_done = status.step + min(
-            0.999, status.gauges.get(BATCH, 0.0)
-        )  # a whole batch is not yet a step
+        # A full batch is not yet a committed step.
+        steps_done = status.step + min(0.999, status.gauges.get(BATCH, 0.0))
         self.state.progress.update_steps(steps_done, status.phase == "running", now)
 
         for line in new_lines:
@@ -235,7 +235,7 @@ class BackgroundFile:
             while data:
                 try:
                     data = data[os.write(self._fd, data) :]
-                except BlockingIOError:  # another program has set the terminal so
+                except BlockingIOError:  # Another program has made the terminal non-blocking
                     select.select([], [self._fd], [])
 
 
@@ -245,7 +245,7 @@ def open_terminal() -> Iterator[Terminal]:
     CLOSE_TIMEOUT seconds."""
     try:
         file = BackgroundFile(sys.stdout)
-    except (OSError, ValueError, AttributeError):  # closed, none, or a test's
+    except (OSError, ValueError, AttributeError):  # Standard output is closed, missing, or replaced by a test
         yield PipeSafeTerminal()
         return
 

@@ -36,19 +36,20 @@ from asyncrl.observe.transcripts import Transcript
 from asyncrl.wire.messages.shared import Status
 
 FIGURE_GAP = 3  # columns between figures
-# columns
+# Width of progress bar and curves, in columns.
 MIN_BAR_WIDTH = 8
 MAX_BAR_WIDTH = 60
 MAX_CURVE_WIDTH = 120
-# lines of the picture, at most
+# Most lines of each part of the picture.
 MAX_WAIT_LINES = 4
 MAX_FAILURE_LINES = 3
 MAX_HINT_LINES = 2
-ALARM_LEVELS = ("bad", "warn")  # levels of alerts that stand above the curves; others are hints, below them
-ALERT_COLORS = {"bad": "red", "warn": "yellow", "good": "green", "advice": "cyan"}  # of alerts
+# Levels of alerts that stand above the curves; alerts of other levels are hints below them.
+ALARM_LEVELS = ("bad", "warn")
+ALERT_COLORS = {"bad": "red", "warn": "yellow", "good": "green", "advice": "cyan"}  # by level of the alert
 KEYS_HELP = "g: newest good transcript, b: newest bad one"
 BAR_CHARACTERS = "▁▂▃▄▅▆▇█"
-# characters of a plain line, and of its alert
+# Most characters of a plain line, and of the alert in it.
 PLAIN_LINE_WIDTH = 160
 PLAIN_ALERT_WIDTH = 60
 
@@ -90,8 +91,9 @@ class ConsoleState:
     status: Status
     metrics: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
-    history: dict[str, list[float]] = field(default_factory=dict)  # of `TRACED`, a value for each step
-    transcript: Transcript | None = None  # that is shown in place of the figures
+    # a value per step for each metric of `TRACED`
+    history: dict[str, list[float]] = field(default_factory=dict)
+    transcript: Transcript | None = None  # shown in place of the figures
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
 
     @property
@@ -142,7 +144,8 @@ def render(state: ConsoleState, terminal: Terminal, has_keyboard: bool = False) 
 
     if transcript := state.transcript:
         title_lines = render_lines(_text([transcript.title], "bold"))[:2]
-        text_height = max(0, free_lines - len(title_lines) - 1)  # of the text: that is where the answer is
+        # The end of the text is shown, as the answer is there.
+        text_height = max(0, free_lines - len(title_lines) - 1)
         text_lines = render_lines(_text(transcript.text.splitlines()))[-text_height:] if text_height else []
         body_lines = [*title_lines, *text_lines, *render_lines(Text("any other key: back", "dim"))]
     else:
@@ -202,7 +205,7 @@ def _curve_table(state: ConsoleState, width: int) -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
     traced_names = [name for name in TRACED if state.history.get(name)]
     newest_texts = {name: value_of(name, state.history[name][-1]) for name in traced_names}
-    gap_columns = 2  # columns between the three of the table
+    gap_columns = 2  # between the three columns of the table
     taken_width = (
         max(map(len, map(label, traced_names)), default=0)
         + max(map(len, newest_texts.values()), default=0)
@@ -238,9 +241,8 @@ def plain_line(state: ConsoleState, with_waits: bool = True) -> str:
     ending_texts = (unless_quoted(status.failed, status.alerts), waits_text) if with_waits else ()
     endings = list(filter(None, ending_texts))
 
-    ending_width = (
-        2 * (PLAIN_LINE_WIDTH - len(line)) // (2 * len(endings) + bool(figure_texts) or 1) - 3
-    )  # twice the figures' share
+    # The figures together get half the share of each ending.
+    ending_width = 2 * (PLAIN_LINE_WIDTH - len(line)) // (2 * len(endings) + bool(figure_texts) or 1) - 3
     reserved_width = sum(min(len(text), ending_width) + 3 for text in endings)
     for index, figure in enumerate(figure_texts):
         longer_line = f"{line}{', ' if index else ' | '}{figure}"

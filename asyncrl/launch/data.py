@@ -33,10 +33,10 @@ from asyncrl.types import Message, Sample
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-MAX_TRIED_IMAGES = 16  # in which the program that leads episodes is looked for, and sandboxes are started
-MESSAGE_OVERHEAD_TOKENS = 64  # more than a template writes around a message
-MAX_MEASURED_SAMPLES = 1000  # samples whose tokens are counted only for a warning
-# What decides, beside the data and the template, which prompts are too long.
+MAX_TRIED_IMAGES = 16  # Images in which agents are looked up and sandboxes are started.
+MESSAGE_OVERHEAD_TOKENS = 64  # Upper bound of the tokens that a template writes around a message.
+MAX_MEASURED_SAMPLES = 1000  # Samples whose tokens are counted if only a warning depends on them.
+# Keys that, beside data and template, decide which prompts are too long.
 FILTER_KEYS = (
     *("rollout.max_tokens", "rollout.max_new_tokens", "rollout.tools", "rollout.tool_args"),
     *("rollout.history", "rollout.max_reply_tokens"),
@@ -86,13 +86,14 @@ def check_data(parts: EpisodeParts) -> RunData:
 
 
 def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
-    from asyncrl.algorithms.recipe import imitates  # here: it takes a second
+    from asyncrl.algorithms.recipe import imitates  # The import takes a second
 
     config = parts.config
 
     truth_rewards = [reward.name for reward in parts.reward.rewards if reward.needs_truth]
     truth_reader = f"rollout.reward {truth_rewards[0]}" if truth_rewards else ""
-    demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
+    # Held-out rows may be prompts or demonstrations: None.
+    demonstrations = imitates(config) and (split == "train" or None)
     layout = RowLayout(config.data.columns, config.data.system_prompt, truth_reader, demonstrations)
 
     samples, warnings = prepare_samples(config, split, layout, prompt_budgets(parts))
@@ -102,7 +103,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     with ConfigError.instead_of(ConfigError, ValueError, text=f"data.{split}"):
         warnings += [f"data.{split}: {line}" for line in _check_tasks(parts, samples)]
 
-    if not config.rollout.agent:  # which reads what its data says about tools by itself
+    if not config.rollout.agent:  # An agent reads the tools of its data by itself.
         problems, ignored_lines = check_sample_tools(
             parts.toolbox.tools, (sample.extra_info for sample in samples)
         )
@@ -157,7 +158,7 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     rollout = parts.config.rollout
     uses_tests = any(reward.source.spec == TESTS_REWARD for reward in rewards)
 
-    if not (uses_tests or any(map(task_of, samples))):  # 4 µs each
+    if not (uses_tests or any(map(task_of, samples))):  # 4 µs per sample
         return []
 
     unnamed_count = 0
@@ -292,16 +293,17 @@ def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
     def prompt_tokens(sample: Sample) -> int:
         try:
             return len(rules.chat.prompt_ids(sample.prompt, toolbox.schemas(sample)))
-        except ToolError:  # `check_sample_tools` says what is wrong
+        except ToolError:  # reported by `check_sample_tools`
             return 0
         except ConfigError:
-            if rollout.environment:  # its first message follows, and may be what the template asks for
+            if rollout.environment:  # Its first message follows, and may satisfy the template
                 return 0
             raise
 
     def conversation_tokens(sample: Sample) -> int:
         turns = demonstrated(rules, sample, toolbox.schemas(sample))
-        return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))  # a Fail is refused later
+        # A Fail is reported by a later check.
+        return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))
 
     def shown_prompt_tokens(sample: Sample) -> int:
         """Return the tokens of the messages before the first answer, with all tools."""
@@ -432,7 +434,7 @@ class Note(NamedTuple):
 
     level: Level
     text: str
-    subject: str = ""  # by which one, once it is collected
+    subject: str = ""  # name of the check, once collected
 
 
 def ok(text: str) -> Note:

@@ -18,20 +18,22 @@ from asyncrl.trainer.footprint import own_critic
 from asyncrl.weights.model_files import DTYPE_BYTES, parameter_count
 
 CPUINFO = Path("/proc/cpuinfo")
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # other CPUs take longer with bfloat16 than with float32
+# CPUs without these flags are slower with bfloat16 than with float32.
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 # Learning rates of AdamW that worked, by the number of parameters, all weights trained: 4e-4 for 0.16M and
 # 2e-5 for 135M (this repository's demos); 1e-6 to 1e-5 for 0.5B to 32B (verl's and TRL's examples of GRPO,
-# DAPO, NeMo RL). 0.23 / sqrt(parameters) goes through them within a factor of 10, so more than that is far
-# from all of them; below, 15, for the common 1e-6 at 0.5B. Adapters take 10 times as much, in RL, too
+# DAPO, NeMo RL). 0.23 / sqrt(parameters) fits all of these within a factor of 10, so a larger factor is an
+# outlier; below, a factor of 15 admits the common 1e-6 at 0.5B. Adapters take 10 times the rate, also in RL
 # ("LoRA Without Regret", Schulman and others, 2025).
 BASE_LEARNING_RATE = 0.23
 LORA_FACTOR = 10.0
 LOWEST_RATE_DIVISOR = 15.0
 HIGHEST_RATE_FACTOR = 10.0
 
-MIN_TIMED_PARAMETERS = 10e6  # parameters; in smaller models, Python takes more time than products
-# bytes per parameter in a checkpoint: float32 weights, AdamW's two moments
+# Least parameters of a timed model; in smaller models Python takes more time than matrix products.
+MIN_TIMED_PARAMETERS = 10e6
+# Bytes per parameter in a checkpoint: float32 weights, and AdamW's two moments.
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
 
@@ -107,9 +109,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
     parameters = parameter_count(config.model.path)
     trained_bytes = MASTER_BYTES + MOMENT_BYTES
     exported_bytes = DTYPE_BYTES[config.model.dtype]
-    total_bytes = parameters * (
-        (exported_bytes if config.adapters else trained_bytes) + exported_bytes
-    )  # adapters' base is frozen
+    # The base of adapters is frozen.
+    total_bytes = parameters * ((exported_bytes if config.adapters else trained_bytes) + exported_bytes)
 
     if own_critic(config):
         total_bytes += parameter_count(config.critic.path or config.model.path) * trained_bytes

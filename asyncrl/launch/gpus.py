@@ -17,7 +17,7 @@ from asyncrl.launch.placement import ENGINE, SCORER, TRAINER, assign_gpus
 from asyncrl.observe.machine import gpu_driver, list_gpus
 
 INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
-DEFAULT_INTERFACES = "^docker,lo"  # what NCCL takes where that is not set
+DEFAULT_INTERFACES = "^docker,lo"  # NCCL's own default.
 
 
 @preflight_check("GPUs", requires=("libraries",))
@@ -36,15 +36,14 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
             f"CUDA {version.cuda}: "
             + ", ".join(f"{p.name}, {format_bytes(p.total_memory)}" for p in gpu_properties)
         )
-        if inputs.config.launch.kind == "local":  # Ray deals GPUs itself
+        if inputs.config.launch.kind == "local":  # Ray assigns GPUs itself
             yield from _check_peers(inputs.config, gpu_count)
     elif driver_gpus := list_gpus():
         unusable_text = (
             f"nvidia-smi lists {len(driver_gpus)} GPUs, but torch can use none: {_explain_unusable_gpus()}"
         )
-        needs_gpu = (
-            starts_local_servers(inputs.config) and not inputs.config.engine.server_command
-        )  # this Python's
+        # Servers without server_command use the torch of this Python.
+        needs_gpu = starts_local_servers(inputs.config) and not inputs.config.engine.server_command
         if needs_gpu or inputs.config.model.device == "cuda":
             raise ConfigError(unusable_text)
         yield warning(unusable_text)

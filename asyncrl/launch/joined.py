@@ -39,8 +39,8 @@ from asyncrl.wire.messages.channels import ToFileSender
 from asyncrl.wire.messages.shared import PIECE, WrittenBytes
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
-POLL_SECONDS = 0.1  # seconds between two looks at the role
-# between two looks at its files; deadline for what is new in them
+POLL_SECONDS = 0.1  # Seconds between two polls of the role.
+# Seconds between two looks at the role's files, and the deadline for sending new bytes.
 SEND_INTERVAL = 2.0
 SEND_TIMEOUT = 5.0
 
@@ -83,17 +83,15 @@ class JoinedProcess:
         launch_directory = run_directory(ticket.config).absolute() / "elsewhere" / launch_name
         run_dir = launch_directory / run_name
         config = replace(ticket.config, run_dir=str(launch_directory))
-        process_directory = (
-            run_dir / process_spec.process.name
-        )  # what the process was told, and how far its files were sent
+        # The directory holds the configuration of the process, and records how much of its files was sent.
+        process_directory = run_dir / process_spec.process.name
 
         with ConfigError.instead_of(OSError, text=f"run_dir: on {host} it cannot be written to"):
             self._directory_lock = claim_directory(launch_directory, run_name, host)
             process_directory.mkdir(parents=True, exist_ok=True)
             (process_directory / "started").write_text(ticket.start_file_text)
-            (process_directory / "started").replace(
-                run_dir / "started"
-            )  # other processes of the launch may read it now
+            # Written elsewhere first: other processes of the launch may read the file now.
+            (process_directory / "started").replace(run_dir / "started")
             (process_directory / "config.yaml").write_bytes(msgspec.yaml.encode(config))
 
         self._process_directory = process_directory
@@ -125,14 +123,15 @@ class JoinedProcess:
 def copy_log_to_stdout(log: BinaryIO) -> bool:
     """Write the new part of a log to standard output. Return False if standard output is closed; the role
     goes on."""
-    if log.tell() > os.fstat(log.fileno()).st_size:  # a long log was cut
+    if log.tell() > os.fstat(log.fileno()).st_size:  # The log was cut because of its length
         log.seek(0, os.SEEK_END)
 
     try:
         sys.stdout.buffer.write(log.read())
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at exit, too
+        # Python flushes standard output at exit, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
 
@@ -146,7 +145,7 @@ class SentFiles:
         self._endpoints = ticket.endpoints
         self._run_dir = process_directory.parent
         self._identity = identity(process.role, process.index)
-        self._last_name = f"logs/{process.name}.log"  # the file of which bytes were sent last
+        self._last_name = f"logs/{process.name}.log"  # file whose bytes were sent last
         self._file_patterns = [self._last_name, f"timeline/{process.name}.jsonl"]
 
         if process.role == TRAINER:
@@ -181,9 +180,9 @@ class SentFiles:
         self._sent_bytes = {name: sent for name, sent in self._sent_bytes.items() if name in paths}
 
         for name, path in paths.items():
-            with suppress(FileNotFoundError), path.open("rb") as file:  # old ratios are deleted
+            with suppress(FileNotFoundError), path.open("rb") as file:  # old ratio files are deleted
                 size = file.seek(0, os.SEEK_END)
-                self._sent_bytes[name] = min(self._sent_bytes.get(name, 0), size)  # a long log was cut
+                self._sent_bytes[name] = min(self._sent_bytes.get(name, 0), size)  # The log was cut because of its length
                 while file.seek(self._sent_bytes[name]) < size:
                     yield name, file.read(PIECE)
 
@@ -217,7 +216,7 @@ def claim_directory(launch_directory: Path, run_name: str, host: str) -> int:
         pass
 
     for other_launch in launch_directory.parent.glob(f"*-{host}"):
-        with suppress(OSError):  # another process has just removed it
+        with suppress(OSError):  # Another process has just removed the directory
             if other_launch != launch_directory:
                 release_directory(
                     os.open(other_launch, os.O_RDONLY), other_launch / run_name, launch_over=True

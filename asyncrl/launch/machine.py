@@ -30,18 +30,21 @@ from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, SPARE, free_ports, own_address
 from asyncrl.wire.sockets import choose_endpoints
 
+# Freeing a BytesIO crashes in Python versions from the first, up to but without the second.
 CRASHING_PYTHONS = (
     (3, 12, 0),
     (3, 12, 2),
-)  # freeing a BytesIO crashes from the first of these, up to the second
-LOW_DISK_BYTES = 1e9  # bytes; a checkpoint of 0.1B parameters takes more
-LOW_SHARED_BYTES = 1e9  # bytes; NCCL's documentation asks for them, and containers have 64 MiB
+)
+LOW_DISK_BYTES = 1e9  # A checkpoint of 0.1B parameters takes more.
+LOW_SHARED_BYTES = 1e9  # NCCL's documentation asks for this much; containers have 64 MiB.
+# SGLang imports the first module on every GPU, and can do without the second.
 SGLANG_KERNELS = (
     "sgl_kernel",
     "flashinfer",
-)  # SGLang imports the first on every GPU, and does without the second
-MEMORY_SAVER = "torch_memory_saver"  # SGLang needs this, too, for --enable-memory-saver
-# Prints the version, and, if torch can use a GPU, which of the named modules cannot be imported.
+)
+MEMORY_SAVER = "torch_memory_saver"  # Module that SGLang needs for --enable-memory-saver.
+# Program that prints SGLang's version, and, if torch can use a GPU, which of the named modules cannot be
+# imported.
 IMPORT_FAILURE = "cannot be imported:"
 SGLANG_PROBE = f"""
 import sys
@@ -54,8 +57,8 @@ if sys.argv[1:] and import_module("torch").cuda.is_available():
         except Exception as error:
             print(name, {IMPORT_FAILURE!r}, *str(error).split()[:40])
 """
-DIAL_TIMEOUT = 5.0  # from this machine to itself
-VERSION_TIMEOUT = 60.0  # on a busy machine, from a cold disk
+DIAL_TIMEOUT = 5.0  # seconds for a connection from this machine to itself
+VERSION_TIMEOUT = 60.0  # seconds; enough for a busy machine with a cold disk
 
 
 @preflight_check("Python")

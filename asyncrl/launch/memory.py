@@ -129,7 +129,7 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
         has_experts = any(".experts." in name for name in unadapted_names)
         yield (warning if has_experts else ok)(f"adapters      {describe_coverage(config.model.path)}")
 
-    if config.versions_held:  # a server has as much room for each as for the largest
+    if config.versions_held:  # Servers reserve as much room for each adapter as for the largest.
         version_size = adapter_count(config) * DTYPE_BYTES[config.model.dtype]
         adapters_held = config.adapters_held
         adapter_ranks = [rank for rank, _ in config.adapters.values()]
@@ -163,9 +163,8 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
     least_by_gpu = {
         index: least_recomputation(config, size, index, gpu_count) for index, size in memory_by_gpu.items()
     }
-    tightest_gpu = max(
-        least_by_gpu, key=lambda index: RECOMPUTED_EVERY.index(least_by_gpu[index])
-    )  # all ranks do as this one
+    # All ranks recompute as much as the tightest rank needs.
+    tightest_gpu = max(least_by_gpu, key=lambda index: RECOMPUTED_EVERY.index(least_by_gpu[index]))
     config = with_recomputation(config, least_by_gpu[tightest_gpu])
 
     usable_bytes = usable_memory(config, memory_by_gpu[tightest_gpu], tightest_gpu, gpu_count)

@@ -23,7 +23,8 @@ from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
 from asyncrl.weights.model_files import read_json, served_modules, weight_files, weight_shapes
 
 FETCHED_FILES = ("*.safetensors", "*.json", "*.jinja")
-SKIPPED_FILES = ("*/*", "consolidated*")  # exports to other formats; a second copy of the weights (Mistral)
+# Exports to other formats, and a second copy of the weights (Mistral).
+SKIPPED_FILES = ("*/*", "consolidated*")
 _REPOSITORY_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 _CACHED_DIRECTORY = re.compile(
     r".*/models--(?P<name>\w[\w.-]*?--\w[\w.-]*)/snapshots/(?P<revision>[0-9a-f]{40})"
@@ -63,7 +64,7 @@ def resolve_models(
             raise ConfigError(
                 f"{key}: SGLang has no adapters for some layers, or experts, of {model.path}; set {cure}"
             )
-        weights = replace(weights, adapters=True)  # also for those that join with servers of their own
+        weights = replace(weights, adapters=True)  # Servers that join the run need this, too.
 
     return replace(
         config,
@@ -122,7 +123,7 @@ def parse_hub_model(name: str) -> HubModel | None:
 def fetch_model(model: HubModel, key: str) -> str:
     """Fetch the files that a run needs into the hub's cache, unless they are there, and return their
     directory. Without a network (or with HF_HUB_OFFLINE=1) the cached files are used. Raises ConfigError."""
-    from huggingface_hub import errors, snapshot_download  # takes a second
+    from huggingface_hub import errors, snapshot_download  # The import takes a second
 
     full_name = model.name + (f"@{model.revision}" if model.revision else "")
     try:
@@ -133,7 +134,7 @@ def fetch_model(model: HubModel, key: str) -> str:
                 allow_patterns=[*FETCHED_FILES],
                 ignore_patterns=[*SKIPPED_FILES],
             )
-    except errors.RepositoryNotFoundError:  # a gated one, too
+    except errors.RepositoryNotFoundError:  # also if the repository is gated
         reason = "the hub shows no such repository; correct the name (or log in: hf auth login)"
     except errors.RevisionNotFoundError:
         reason = f"the repository has no revision {model.revision!r}"
@@ -142,7 +143,7 @@ def fetch_model(model: HubModel, key: str) -> str:
             "the hub cannot be reached, and its cache here has no such model; fetch it where there is a "
             f"network (hf download {model.name}), or give a directory"
         )
-    except Exception as error:  # of the network, the disk, the cache
+    except Exception as error:  # any fault of the network, the disk or the cache
         reason = f"cannot be fetched from the hub ({one_line(error)})"
     raise ConfigError(f"{key}: {full_name} is no directory here, and {reason}") from None
 

@@ -24,9 +24,9 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, SCORER, TRAINER, PlannedProcess, Unit
 
-PLACING_ORDER = (COORDINATOR, TRAINER, ENGINE, SCORER, ROLLOUT)  # in which processes choose a machine
-SECRET_KEY_SUFFIX = "key_env"  # how the names of keys end whose value is the name of a variable with a secret
-VARIABLE_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # in headers
+PLACING_ORDER = (COORDINATOR, TRAINER, ENGINE, SCORER, ROLLOUT)  # Order in which processes choose a machine.
+SECRET_KEY_SUFFIX = "key_env"  # Keys with this ending name an environment variable that holds a secret.
+VARIABLE_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # Reference to an environment variable in a header.
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,9 @@ class NodeAssignment:
         self._config = config
         self._launcher_node = launcher_node
         self._cluster_has_gpus = any(node.gpus for node in nodes)
-        self._free_gpus = {
-            node.id: node.free_gpus for node in nodes
-        }  # GPUs that other runs leave to this one
-        self._node_of: dict[str, str] = {}  # id of the machine of each process
+        # GPUs that other runs leave to this run.
+        self._free_gpus = {node.id: node.free_gpus for node in nodes}
+        self._node_of: dict[str, str] = {}  # node id by process name
         self._processes = [process for unit in units for process in unit.processes]
 
         for process in sorted(

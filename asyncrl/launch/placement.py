@@ -19,7 +19,7 @@ ROLE_TARGETS = {
     ROLLOUT: "asyncrl.rollout.worker:run",
     TRAINER: "asyncrl.trainer.rank:run",
 }
-UNTRAINED_TARGET = "asyncrl.trainer.untrained:run"  # in place of the trainer, where nothing is trained
+UNTRAINED_TARGET = "asyncrl.trainer.untrained:run"  # Runs in place of the trainer if nothing is trained.
 
 
 @dataclass(frozen=True)

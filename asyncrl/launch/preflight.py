@@ -39,9 +39,11 @@ from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-PLACES_FILE = "places"  # in the run directory: names of its directories elsewhere, and where it was then
-OWN_NAME_LINE = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # nothing else is removed
-SHOWN_CHARACTERS = 80  # characters of a reply
+# File in the run directory: names of the run's directories elsewhere, each with the place of the run
+# directory.
+PLACES_FILE = "places"
+OWN_NAME_LINE = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # Directories with other names are never removed.
+SHOWN_CHARACTERS = 80  # Characters of a reply in a note.
 
 
 @preflight_check("run directory")
@@ -89,7 +91,7 @@ def _read_checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
 
     for name, scorer in config.scorers.items():
         is_started_by_run = scorer.path and not scorer.urls
-        if is_started_by_run and name != "reward":  # a reward model may be of a class that only SGLang has
+        if is_started_by_run and name != "reward":  # A reward model may have a class that only SGLang knows.
             yield f"scorers.{name}.path", scorer.path, "AutoModelForCausalLM"
 
     for reward in inputs.parts.reward.rewards:
@@ -132,7 +134,8 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
         run_data = inputs.run_data
 
     config = inputs.config
-    sources_matter = config.scored_reference and not config.reader("")  # each teacher has sources of its own
+    # Each teacher has its own data sources.
+    sources_matter = config.scored_reference and not config.reader("")
     data_sources = {sample.data_source for sample in run_data.train} if sources_matter else set()
     if untaught_sources := sorted(source for source in data_sources if not config.reader(source)):
         raise ConfigError(
@@ -173,7 +176,7 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
 
     config = inputs.config
     parts = inputs.parts
-    compose(config)  # first: its files may register a shaping
+    compose(config)  # First, as files of the recipe may register a shaping.
     for part_name in ("toolbox", "environment", "agent", "reward", "parser"):
         getattr(parts, part_name)
 
@@ -256,7 +259,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
     truth_answer = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
     answers = [truth_answer] * (truth is not None) + [("no text", "")]
 
-    if task_of(sample):  # what changed is judged, and no answer
+    if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
         notes.append(ok("the tests of tasks are tried by asyncrl tasks check"))
     elif any(text.startswith(SCORER) for text in texts(parts.config.rollout.reward)):
@@ -481,9 +484,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             f"taken for text; set rollout.parser={detected_parser}"
         )
 
-    is_unsure = (
-        writes_calls and rollout.tools and not detected_parser and inputs.has_data
-    )  # or its check has failed
+    # Without data, the check of the data has failed.
+    is_unsure = writes_calls and rollout.tools and not detected_parser and inputs.has_data
     if is_unsure and not shown_calls(inputs.parts, inputs.run_data.train[0].prompt):
         yield warning(
             f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "

@@ -20,13 +20,14 @@ from asyncrl.launch.placement import PlannedProcess, Unit, process_environment
 from asyncrl.observe.files import bound_log
 from asyncrl.wire.sockets import Endpoints
 
-# Exit codes of a role's process. Any other, or a signal, is a crash.
+# Exit codes of a role's process. Any other code, or a signal, is a crash.
 COMPLETED = 0
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 CRASHED = 70
-TRY_AGAIN = 75  # a trainer rank gave up a batch: with less, or without it, the run may go on
+# A trainer rank gave up a batch: with a smaller batch, or without the batch, the run may go on.
+TRY_AGAIN = 75
 
 
 @dataclass(frozen=True)

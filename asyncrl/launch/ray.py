@@ -40,7 +40,7 @@ log = logging.getLogger("asyncrl.launch")
 
 KILLED_CODE = -9
 CONNECT_TIMEOUT = 5.0
-PLACING_WARNING_SECONDS = 20.0  # after which it is said that a process waits for a machine
+PLACING_WARNING_SECONDS = 20.0  # Seconds until a warning says that a process waits for a machine.
 
 
 class RoleActor:
@@ -96,7 +96,7 @@ class RayProcess:
     def poll(self) -> int | None:
         if self._exit_code is None and ray.wait([self._run_call], timeout=0)[0]:
             self._exit_code = self._read_exit_code()
-            ray.kill(self._actor)  # it has returned or is lost: release its process
+            ray.kill(self._actor)  # The call has returned or is lost: release the actor's process
 
         if self._exit_code is None and self._node_call is not None:
             self._check_placed()
@@ -180,12 +180,10 @@ class RaySpawner:
         )
 
         actor: Any = ray.remote(RoleActor).options(**self._actor_options(planned)).remote()  # type: ignore[attr-defined]
-        node_call = (
-            actor.node.remote()
-        )  # an actor makes its calls one after another, and the next one is long
-        run_call = actor.run.remote(
-            ticket, self._launcher_node
-        )  # by Ray's own channel: runtime_env is logged
+        # An actor runs its calls one after another, and the call of `run` is long.
+        node_call = actor.node.remote()
+        # The ticket travels by Ray's own channel, as runtime_env is logged.
+        run_call = actor.run.remote(ticket, self._launcher_node)
         return RayProcess(planned, actor, node_call, run_call, self)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
@@ -203,7 +201,7 @@ class RaySpawner:
         strategy: Any = "DEFAULT"
 
         if (node := self.assignment.choose_node(planned, list_nodes())) is not None:
-            # soft=True went to others that were just as free
+            # With soft=True, Ray chose other machines that were just as free.
             strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
 
         return {
@@ -224,7 +222,7 @@ def connect_cluster(config: RunConfig) -> Iterator[str]:
     try:
         check_listening(address)
         ray.init(
-            address=address or "local",  # None: what RAY_ADDRESS names
+            address=address or "local",  # None would mean the address in RAY_ADDRESS
             include_dashboard=None if address else False,
             log_to_driver=False,
             configure_logging=False,

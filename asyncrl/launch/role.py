@@ -35,8 +35,8 @@ from asyncrl.wire.sockets import Endpoints, flush_sockets
 
 log = logging.getLogger("asyncrl.launch")
 
-LIBRARY_RECORDS = 200  # of each level that each logger of a library writes
-# characters of such a record that are kept; the cause comes last
+LIBRARY_RECORDS = 200  # Records of a level that each logger of a library may write.
+# Characters kept of the start and the end of a library's record; the cause comes last.
 RECORD_START = 2000
 RECORD_END = 6000
 
@@ -78,7 +78,7 @@ def run_role(arguments: argparse.Namespace, config: RunConfig, endpoints: Endpoi
         try:
             with quick_imports():
                 run = getattr(importlib.import_module(module_name), function_name)
-        except ImportError as error:  # of a broken installation: the launcher does not import torch
+        except ImportError as error:  # A broken installation: the launcher does not import torch
             log.exception("%s cannot be imported", module_name)
             raise ConfigError(f"{module_name} cannot be imported ({error}); install asyncrl again") from error
 

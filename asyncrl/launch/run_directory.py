@@ -23,7 +23,7 @@ from asyncrl.store.reader import meta_of
 from asyncrl.store.segments import fsync
 from asyncrl.weights.model_files import MODEL, identity
 
-# SQLite's write-ahead log needs shared memory between processes, which these do not give.
+# SQLite's write-ahead log needs memory shared between processes, which these file systems lack.
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"),
@@ -31,9 +31,9 @@ NETWORK_FILE_SYSTEMS = frozenset(
         *("fuse.ceph-fuse", "fuse.lustre", "fuse.rclone", "fuse.blobfuse2"),
     }
 )
-MAX_NAME_BYTES = 200  # directories elsewhere are named after it, too: a file system allows 255
+MAX_NAME_BYTES = 200  # Directories elsewhere are named after the run, too; a file system allows 255 bytes.
 RUN_FILES = ("run.db", "config.yaml")
-# What a resumed run must keep: its data cursor, its plans and its checkpoints were made with these.
+# Keys that a resumed run must keep: its data cursor, plans and checkpoints were made with their values.
 PATH_KEYS = ("data.train", "model.path", "checkpoint.directory")
 KEPT_KEYS = (
     *PATH_KEYS,
@@ -104,7 +104,8 @@ def check_creatable(path: Path, key: str) -> Path:
 
 def file_system_of(path: Path) -> str:
     """Return the type of the file system that holds `path`, e.g. `ext4`; '' if unknown."""
-    mounts = enumerate(psutil.disk_partitions(all=True))  # a later mount on a directory hides an earlier one
+    # A later mount on a directory hides an earlier mount.
+    mounts = enumerate(psutil.disk_partitions(all=True))
     containing_mounts = [
         (len(mount.mountpoint), index, mount.fstype)
         for index, mount in mounts
@@ -238,7 +239,7 @@ def prepare_and_lock(config: RunConfig) -> Iterator[None]:
             and "://" not in checkpoint_directory
             and checkpoint_run_directory.resolve() != run_dir.resolve()
         ):
-            with suppress(OSError):  # it may be writable later
+            with suppress(OSError):  # The directory may become writable later
                 locks.enter_context(lock_directory(checkpoint_run_directory, "checkpoint.directory"))
 
         try:
@@ -248,7 +249,7 @@ def prepare_and_lock(config: RunConfig) -> Iterator[None]:
                 mark_start(run_dir)
                 _write_config(run_dir / "config.yaml", msgspec.yaml.encode(config))
             yield
-        except ConfigError:  # nothing was started: the corrected command must find no run here
+        except ConfigError:  # Nothing was started: the corrected command must find no run here
             if not (run_dir / "run.db").exists():
                 (run_dir / "config.yaml").unlink(missing_ok=True)
                 (run_dir / "started").unlink(missing_ok=True)
@@ -285,7 +286,8 @@ def lock_directory(directory: Path, key: str) -> Iterator[None]:
     name."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("a+") as file:
-        if not (_try_lock(file) or _try_lock(file, delay=0.1)):  # asyncrl status holds it for a moment
+        # `asyncrl status` holds the lock for a moment.
+        if not (_try_lock(file) or _try_lock(file, delay=0.1)):
             file.seek(0)
             raise ConfigError(
                 f"{key}: another run with this name is using {directory} (process {file.read() or '?'}); "

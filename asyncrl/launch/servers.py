@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError, EngineError
 from asyncrl.launch.nodes import is_loopback
 from asyncrl.weights.model_files import weight_files
 
-ANSWER_TIMEOUT = 30.0  # seconds in which an attached server must answer
+ANSWER_TIMEOUT = 30.0  # Seconds in which an attached server must answer.
 
 
 def check_servers(config: RunConfig) -> None:

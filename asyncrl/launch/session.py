@@ -39,11 +39,11 @@ from asyncrl.wire.sockets import OBSERVER, Endpoints, Link, identity
 
 POLL_SECONDS = 0.1
 HELLO_INTERVAL = 1.0
-KILL_RESERVE = 1.0  # of the stop timeout: for what is killed to be gone
-LEAVE_SECONDS = 5.0  # for the other roles to follow a coordinator that has ended
-TOKEN_LIFETIME = 600.0  # in which a token must be used
-ANSWER_TIMEOUT = 10.0  # for the launcher, which looks ten times a second
-TOKEN_BYTES = 4096  # what a FIFO takes at once
+KILL_RESERVE = 1.0  # Seconds of the stop timeout that are kept for killing.
+LEAVE_SECONDS = 5.0  # Seconds for other roles to end after the coordinator has ended.
+TOKEN_LIFETIME = 600.0  # Seconds in which a token must be used.
+ANSWER_TIMEOUT = 10.0  # Seconds for the launcher to answer, which looks ten times a second.
+TOKEN_BYTES = 4096  # Bytes that a FIFO takes at once.
 WITH_CHECKPOINT = " after the micro-batch under way, with a checkpoint"
 RESUME_ADVICE = {
     True: "resume=auto goes on from the last checkpoint",
@@ -75,17 +75,18 @@ class Session:
         self._link = Link(endpoints.control, ToObserver, identity(OBSERVER, 0), endpoints.keys)
         self._admit_invited = partial(admit_invited, run_dir, endpoints)
 
-        self._last_message_at: float | None = None  # the coordinator's last message; None before the first
+        self._last_message_at: float | None = None  # None before the coordinator's first message
         self._started_at = 0.0
         self._signal_count = 0
         self._has_started = False  # the coordinator has left its start phase: there is something to save
         self._next_hello_at = 0.0
-        self._decided_outcome: RunOutcome | None = None  # decided here; the coordinator may still be saving
-        self._stop_began_at = 0.0  # when the stop began
+        # decided by the session; the coordinator may still be saving
+        self._decided_outcome: RunOutcome | None = None
+        self._stop_began_at = 0.0
         self._stop_deadline: float | None = None
         self._coordinator_stops = False  # the coordinator was asked to stop, or stops by itself
         self._can_save = True  # the trainer can still write a checkpoint
-        self._stop_reason = ""  # for the coordinator to stop
+        self._stop_reason = ""  # why the coordinator was asked to stop
         self._run_end: RunEnd | None = None
 
     def run(self) -> RunOutcome:
@@ -100,9 +101,8 @@ class Session:
                 self._supervisor.kill_all()
                 self._link.close()
 
-        is_decided_here = (
-            outcome is self._decided_outcome
-        )  # of a role that was lost: the coordinator does not know why
+        # After the loss of a role only the session knows the cause.
+        is_decided_here = outcome is self._decided_outcome
         if (
             outcome.code == FAILED
             and not is_decided_here
@@ -181,9 +181,8 @@ class Session:
             case Status():
                 self._has_started = self._has_started or message.phase != "starting"
                 self._supervisor.run_step = message.step
-                if (
-                    message.phase == "stopping" and self._stop_deadline is None
-                ):  # nothing moves in it any more
+                # A stopping coordinator issues no more work.
+                if message.phase == "stopping" and self._stop_deadline is None:
                     limit = self._config.stop_timeout
                     self._begin_stop(now, limit)
                     self._console.print_note(f"the run is stopped{self._stop_manner} (at most {limit:g} s)")
@@ -239,7 +238,7 @@ class Session:
     def _final_outcome(self, process_outcome: RunOutcome) -> RunOutcome:
         """Return the outcome after the coordinator has ended: the coordinator's, unless the session decided
         on another outcome before."""
-        self._listen(0.2)  # its last message may be on the way
+        self._listen(0.2)  # The coordinator's last message may be on the way.
 
         if self._decided_outcome is None or process_outcome.code not in (COMPLETED, FAILED):
             return process_outcome
@@ -299,7 +298,7 @@ class Session:
             self._signal_count += 1
 
         previous_handlers = {number: signal.getsignal(number) for number in ENDING}
-        if previous_handlers[signal.SIGHUP] is signal.SIG_IGN:  # nohup
+        if previous_handlers[signal.SIGHUP] is signal.SIG_IGN:  # ignored, as under nohup
             del previous_handlers[signal.SIGHUP]
         for number in previous_handlers:
             signal.signal(number, count_signal)
@@ -316,7 +315,7 @@ def admit_invited(run_dir: Path, endpoints: Endpoints, link: Link) -> None:
     token from the FIFO; the token is valid once the coordinator has read the Invite. Only the launcher has
     the keys of the run, which are in no file."""
     for fifo_path in run_dir.glob("invite-*"):
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError):  # Nobody reads the FIFO any more
             fifo = os.open(fifo_path, os.O_WRONLY | os.O_NONBLOCK)
             fifo_path.unlink()
             with os.fdopen(fifo, "w") as fifo_file:
@@ -328,7 +327,7 @@ def admit_invited(run_dir: Path, endpoints: Endpoints, link: Link) -> None:
 def ask_for_token(run_dir: Path, role: str, seconds: float = ANSWER_TIMEOUT) -> str:
     """Ask the launcher of a run for a token, as `asyncrl invite` does. Raises ConfigError if no launcher
     answers in time."""
-    fifo_path = run_dir / f"invite-{role}-{secrets.token_hex(4)}"  # others may ask at the same time
+    fifo_path = run_dir / f"invite-{role}-{secrets.token_hex(4)}"  # other commands may ask at the same time
     os.mkfifo(fifo_path, 0o600)
     fifo = os.open(fifo_path, os.O_RDONLY | os.O_NONBLOCK)
 

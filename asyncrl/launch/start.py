@@ -45,13 +45,13 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
     check_paths_are_text(config)
     if dry_run:
         return _dry_run(config)
-    defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half
+    defer("torch")  # Without a GPU no check uses torch, whose import takes 1.5 s.
 
     inputs, warnings = checks.run_checks(config)
     config = inputs.config
     run_data = inputs.run_data
     agent_versions = inputs.agent_versions
-    del inputs  # its tokenizer is needed no more
+    del inputs  # The tokenizer in the inputs is not needed any more.
 
     run_dir = run_directory(config)
     units = placement.plan_units(config)
@@ -63,12 +63,13 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
         run_data.save_samples(run_dir)
         record_machine(run_dir, agent_versions)
 
-        _remove_outside_weights(config)  # of a launcher that was killed
+        _remove_outside_weights(config)  # left by a launcher that was killed
         preflight.record_launch_name(config)
         stack.callback(_remove_outside_weights, config)
 
         spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
-        trackers = stack.enter_context(Trackers.open(config, run_dir))  # once no check can refuse the run
+        # Trackers are opened once no check can refuse the run.
+        trackers = stack.enter_context(Trackers.open(config, run_dir))
         console = stack.enter_context(
             open_console(
                 config.observe.console, config.name, config.total_steps, config.validation.success, run_dir

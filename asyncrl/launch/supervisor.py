@@ -37,8 +37,9 @@ log = logging.getLogger("asyncrl.launch")
 
 BACKOFF_FIRST = 0.5
 BACKOFF_MAX = 8.0
-SOUND_SECONDS = 600.0  # between two deaths of a unit, after which the earlier ones do not count any more
-LEAVE_SECONDS = 5.0  # seconds for the coordinator to follow a process that left in order
+# Seconds between two deaths of a unit, after which earlier deaths do not count any more.
+SOUND_SECONDS = 600.0
+LEAVE_SECONDS = 5.0  # Seconds for the coordinator to end after a process has left in order.
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class SupervisedUnit:
     handles: list[ProcessHandle] = field(default_factory=list)
     incarnation: str = ""
     restart_count: int = 0
-    last_death: tuple[float, int] = (-math.inf, -1)  # when it died last, and at which step of the run
+    last_death: tuple[float, int] = (-math.inf, -1)  # time of the unit's last death, and the step of the run
     restart_at: float | None = None
-    first_left_at: float | None = None  # when a process of it was first seen to have left with 0
+    first_left_at: float | None = None  # when a process of the unit was first seen to have exited with 0
 
     @property
     def alive(self) -> list[ProcessHandle]:
@@ -76,9 +77,8 @@ class SupervisedUnit:
 
         if crashed_handles or not ended_handles:
             self.first_left_at = None
-            gave_up = [
-                crashed for crashed in crashed_handles if crashed[1] == TRY_AGAIN
-            ]  # of ranks: the others end because of it
+            # A rank that gave up is the cause; the other ranks end because of it.
+            gave_up = [crashed for crashed in crashed_handles if crashed[1] == TRY_AGAIN]
             return next(iter(gave_up or crashed_handles), None)
 
         self.first_left_at = now if self.first_left_at is None else self.first_left_at
@@ -102,7 +102,7 @@ class Supervisor:
     ) -> None:
         self.units = [SupervisedUnit(unit) for unit in units]
         self.stopping = self.run_over = False
-        self.run_step = 0  # of the run, as last reported
+        self.run_step = 0  # step of the run, as last reported
 
         self._spawn = spawn
         self._run_dir = run_dir
@@ -188,7 +188,8 @@ class Supervisor:
         exit_text = describe_exit(exit_code)
         log_file = log_path(self._run_dir, dead_process.name)
         cause_text = ""
-        if exit_code > 0 or exit_code == -signal.SIGABRT:  # of other signals its log does not say why
+        # After other signals the log does not tell the cause.
+        if exit_code > 0 or exit_code == -signal.SIGABRT:
             cause_text = cause_of_death(log_file, unit.incarnation, crashed=True)
 
         if exit_code == BAD_INPUT:
@@ -202,7 +203,7 @@ class Supervisor:
                 return RunOutcome(FAILED, f"{ended_text}\n{self._describe_log(dead_process.name)}")
             return None
 
-        if exit_code == TRY_AGAIN:  # each time with less: it ends by itself
+        if exit_code == TRY_AGAIN:  # Each try uses a smaller batch, so the tries end by themselves
             unit.restart_at = now
             self._on_restart(f"{dead_process.name}: {cause_text}; {unit.plan.name} is restarted")
             return None
@@ -234,7 +235,7 @@ class Supervisor:
         """Restart a unit once its back-off is over and all processes of the last start have ended."""
         assert unit.restart_at is not None
         is_ending = self.stopping or self.run_over
-        is_wanted = not is_ending or unit.plan.role == COORDINATOR  # a stop needs the coordinator
+        is_wanted = not is_ending or unit.plan.role == COORDINATOR  # A stop needs the coordinator
         if now >= unit.restart_at and not unit.alive and is_wanted:
             self._start_unit(unit)
 

@@ -12,9 +12,9 @@ from asyncrl.rewards.answers import as_python_writes_bytes, is_number
 from asyncrl.rewards.loading import Reward
 from asyncrl.types import Sample
 
-EXAMINED_SAMPLES = 64  # samples of a split
-SHOWN_CHARACTERS = 50  # characters of a ground truth, and of the text that it is compared as
-TESTS_REWARD = "tests"  # the reward that judges tasks: their ground truths are no answers
+EXAMINED_SAMPLES = 64  # Samples of a split whose ground truths are examined.
+SHOWN_CHARACTERS = 50  # Characters shown of a ground truth, and of the text that is compared.
+TESTS_REWARD = "tests"  # Reward that judges tasks, whose ground truths are no answers.
 KIND_NAMES = {
     str: "text",
     bool: "true or false",

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from asyncrl.planning.forecast import MAX_EPISODES, MIN_STEPS, Forecast, simulate
 from asyncrl.planning.simulator import Workload
 
-MAX_STEPS = 100  # of a simulated run: what flow control adds in the first ones is little of them
-SIMILAR_FRACTION = 0.03  # seconds of a step that differ by less are alike: then the lower lag is better
+# Steps of a simulated run; the lag that flow control adds in the first steps hardly counts among so many.
+MAX_STEPS = 100
+SIMILAR_FRACTION = 0.03  # Seconds of a step that differ by less count as equal; then the lower lag is better.
 
 
 class Placed(msgspec.Struct, frozen=True):

@@ -25,26 +25,26 @@ from asyncrl.types import EpisodeStats, Turn
 Row = Mapping[str, float]
 T = TypeVar("T")
 
+# Phases of timing_s/ whose time grows with the batch.
 EPISODE_TIMINGS = (
     "update_actor",
     "update_critic",
     "values",
     "ref",
     "adv",
-)  # of timing_s/: grow with the batch
-WAITING_TIMINGS = ("wait_data", "wait_devices", "rest", "wake")  # likewise: the trainer computes nothing
-ASSUMED_FIXED_FRACTION = (
-    0.5  # share of a token's seconds that does not depend on the load, where loads hardly differ
 )
-MIN_ROWS = 4  # committed steps of a run: the first third and the last one are left out
-DIFFERING_RATIO = 1.2  # loads that differ by less say nothing of it
-# of a simulated run
+# Phases in which the trainer computes nothing.
+WAITING_TIMINGS = ("wait_data", "wait_devices", "rest", "wake")
+# Assumed fraction of a token's seconds that does not depend on the load, if measured loads hardly differ.
+ASSUMED_FIXED_FRACTION = 0.5
+MIN_ROWS = 4  # Committed steps that a run needs, as the first third and the last step are left out.
+DIFFERING_RATIO = 1.2  # Loads that differ by a smaller ratio do not show how speed depends on load.
+# Bounds of a simulated run.
 MAX_EPISODES = 16_000
 MAX_STEPS = 40
 MIN_STEPS = 18
-MOVE_BYTES_PER_SECOND = (
-    1e10  # bytes/s from a device to main memory and back, where no change of devices was measured
-)
+# Assumed bytes/s between a device and main memory if no change of devices was measured.
+MOVE_BYTES_PER_SECOND = 1e10
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -63,12 +63,12 @@ class Rates(msgspec.Struct, frozen=True):
     base: float
     share: float
     assumed: bool
-    episode_s: float  # of training
-    commit_s: float  # of a batch, whatever its size
+    episode_s: float  # training seconds per episode
+    commit_s: float  # seconds per batch, whatever its size
     publish_s: float
-    group_tokens: float  # that the trainer computes
+    group_tokens: float  # tokens of a group that the trainer computes
     filtered: float
-    shift_s: float = 0.0  # both changes of the devices that engines and trainer share
+    shift_s: float = 0.0  # seconds of both changes of shared devices
     shift_source: str = ""
 
 
@@ -81,7 +81,7 @@ class Forecast(msgspec.Struct, frozen=True):
     trainer_idle: float
     rollout_idle: float
     masked: float
-    tokens: float  # of a batch
+    tokens: float  # tokens of a batch
 
     @property
     def tokens_per_s(self) -> float:
@@ -226,6 +226,7 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
         sum(turn.tokens for turn in episode) for group in rates.recorded for episode in group
     )
 
+    # More filtering than refills can replace does not happen: such a batch is trained.
     return Workload(
         buffer=buffer,
         slots=config.rollout.slots * config.rollout.workers,
@@ -240,7 +241,7 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
         ranks=ranks,
         micro_tokens=config.trainer.micro_batch_tokens,
         computed=rates.group_tokens / max(1.0, buffer.episodes_per_group * episode_tokens),
-        filtered=min(rates.filtered, buffer.max_refill / (1 + buffer.max_refill)),  # as then it is trained
+        filtered=min(rates.filtered, buffer.max_refill / (1 + buffer.max_refill)),
         limit=config.rollout.episode_timeout,
     )
 
@@ -264,7 +265,8 @@ def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> For
     names = ("seconds", "train", "rollout", "awake", "lag", "masked", "tokens")
     columns = ([getattr(step, name) for step in simulated_steps] for name in names)
     seconds, train, rollout, awake, lag, masked, tokens = map(statistics.mean, columns)
-    trainer_seconds = seconds - awake or seconds  # the trainer's; by shifts each side is idle in its own half
+    # By shifts each side is idle only in its own half of the step.
+    trainer_seconds = seconds - awake or seconds
     return Forecast(seconds, lag, 1 - train / trainer_seconds, 1 - rollout / awake, masked, tokens)
 
 
@@ -285,7 +287,7 @@ def time_savings(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -
 
     if work.shift is not None:
         changed_workloads["changes of the devices"] = replace(work, shift=work.shift / 2)
-        del changed_workloads["pushes of weights"]  # they are a part of these
+        del changed_workloads["pushes of weights"]  # pushes are a part of these changes
 
     current_seconds = simulate(work, seeds=seeds).step_s
     return {

@@ -27,8 +27,8 @@ from asyncrl.buffer.staleness import pending
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeResult, EpisodeStats
 
-TIME_EPSILON = 1e-6  # seconds
-# A turn's tokens count as sampled in four quarters: at these parts of its duration before its end.
+TIME_EPSILON = 1e-6  # Seconds by which two times may differ and count as equal.
+# A turn's tokens count as sampled in four quarters: at these fractions of its duration before its end.
 QUARTER_MIDPOINTS = np.array([0.875, 0.625, 0.375, 0.125])
 
 
@@ -51,28 +51,28 @@ class Workload(msgspec.Struct, frozen=True):
     slots: int = 64
     speed: float = 200.0  # tokens/s of one episode alone
     rate: float = 4000.0  # tokens/s of all engines
-    base: float = 0.0  # n episodes that sample take max(1/speed, base + n/rate) seconds for a token each
+    base: float = 0.0  # if n episodes sample, each token takes max(1/speed, base + n/rate) seconds
     train: float = 0.2  # seconds per batch, by its episodes
     commit: float = 0.0  # seconds per batch, at its end: the optimizer's step, the snapshot
     publish: float = 0.05  # seconds from a commit until the engines have the weights
     shift: float | None = None  # engines and trainer use the same devices: seconds of both changes together
     lent: float = 0.0  # tokens/s more of all engines, while the trainer waits
     ranks: int = 1
-    micro_tokens: int = 1 << 30  # of a micro-batch on one rank; more than a batch: batches are trained whole
-    computed: float = 1.0  # tokens that the trainer computes for each that was sampled
-    filtered: float = 0.0  # share of groups without a learning signal
+    micro_tokens: int = 1 << 30  # tokens of a micro-batch on one rank; the default trains whole batches
+    computed: float = 1.0  # tokens that the trainer computes per sampled token
+    filtered: float = 0.0  # fraction of groups without a learning signal
     limit: float = 60.0  # seconds that an episode may take
 
 
 class SimulatedStep(msgspec.Struct, frozen=True):
     """Figures of one step. Times in seconds, lags in batches."""
 
-    limit: int  # on live groups, in it
+    limit: int  # limit of live groups in this step
     seconds: float  # from the last commit to this one
-    train: float  # seconds of these in which the trainer worked
-    rollout: float  # in which the engines worked
-    awake: float  # in which they had the devices; all, without shifts
-    masked: float  # share of the batch's model tokens that were over the bound
+    train: float  # seconds in which the trainer worked
+    rollout: float  # seconds in which the engines worked
+    awake: float  # seconds in which engines had the devices; without shifts all seconds
+    masked: float  # fraction of the batch's model tokens over the staleness bound
     lags: tuple[float, ...]  # sampled tokens of its batch within the bound, by lag: 0, 1, …
 
     @property
@@ -94,7 +94,7 @@ class _SimulatedEpisode:
         self.recorded = recorded
         self.turns_left = len(recorded)
         self.began_at = began_at
-        # times are the engines'
+        # Times are on the engines' clock.
         self.turn_began_at = began_at
         self.version = 0
         self.turn_tokens = 0.0
@@ -121,36 +121,35 @@ class Simulation:
         self.steps: list[SimulatedStep] = []
         shift_fill = buffer_config.shift_fill
         shares_devices = workload.shift is not None
-        self.shifts = (
-            Shifts(shift_fill, 0.0) if shares_devices else None
-        )  # it begins with the trainer's, which has no data
-        # devices change hands; when engines last sampled
+        # The run begins with the trainer's shift, which has no data.
+        self.shifts = Shifts(shift_fill, 0.0) if shares_devices else None
+        # Whether devices change hands, and when engines last sampled.
         self._devices_changing = False
         self._sampled_at = 0.0
         self._event_numbers = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        # The engines divide their rate equally. `served`: tokens of a turn that would run since the start.
+        # Episodes share the engines' rate equally. `_served_tokens`: tokens of a turn that ran
+        # since the start.
         self._served_tokens = 0.0
         self._sampling: list[tuple[float, int, _SimulatedEpisode]] = []  # (served at its end, order, episode)
-        self._drawn_groups: dict[
-            int, tuple[tuple[tuple[RecordedTurn, ...], ...], bool]
-        ] = {}  # drawn; filtered
-        self._landed_turns: dict[str, list[tuple[float, float, float]]] = {}  # of episodes that landed
-        self._used_slots = 0  # slots
+        # By group: the drawn turns, and whether the group is filtered.
+        self._drawn_groups: dict[int, tuple[tuple[tuple[RecordedTurn, ...], ...], bool]] = {}
+        self._landed_turns: dict[str, list[tuple[float, float, float]]] = {}  # turns of landed episodes
+        self._used_slots = 0
         self._state_changed = True  # something may be admitted, begun or trained
         self._trainer_working = False
         self._micro_batches = 0
         self._refused_state = (-1, 0)
         self._published_at: list[float] = []  # when the engines got version 1, 2 …
-        # of the step: engines, trainer; its start
+        # Of the step under way: seconds of engines and trainer, and its start.
         self._engine_seconds = 0.0
         self._trainer_seconds = 0.0
         self._step_began = 0.0
         self._step_clock_began = 0.0
-        # seconds of episodes that landed in it: without sampling, all
+        # Seconds of episodes that landed in the step: without sampling, and in total.
         self._episode_wait_seconds = 0.0
         self._episode_seconds = 0.0
-        self._batch_lags: list[tuple[np.ndarray, np.ndarray]] = []  # of the batch: lags, tokens
+        self._batch_lags: list[tuple[np.ndarray, np.ndarray]] = []  # lags and tokens of the batch
 
     # -- time ----------------------------------------------------------------------------------------
 
@@ -249,7 +248,7 @@ class Simulation:
         """Let engines continue with the newest version. Deadlines move by the time that the engines slept."""
         self._published_at += [self._engine_clock] * (self.buffer.committed - len(self._published_at))
         for _, _, playing in self._sampling:
-            if playing.turn_began_at == self._engine_clock:  # it has waited for this
+            if playing.turn_began_at == self._engine_clock:  # The turn has waited for the engines
                 playing.version = len(self._published_at)
 
         for group in self.buffer.live.values():
@@ -288,7 +287,7 @@ class Simulation:
             if min_version <= version:
                 self._begin_episode(episode, version)
             elif self.buffer.config.on_stale != "hold":
-                return  # later ones need no older weights
+                return  # Later episodes need no older weights
 
     def _begin_episode(self, episode: EpisodeRecord, version: int) -> None:
         self._used_slots += 1
@@ -303,9 +302,8 @@ class Simulation:
             )
             if group.patience < math.inf:
                 self._schedule_deadline(group.deadline)
-        drawn_group, _ = self._drawn_groups[
-            group.id
-        ]  # a group of more members than were recorded has some twice
+        # A group with more members than were recorded repeats some.
+        drawn_group, _ = self._drawn_groups[group.id]
         recorded = (
             drawn_group[episode.member] if episode.member < len(drawn_group) else random.choice(drawn_group)
         )
@@ -407,7 +405,7 @@ class Simulation:
         open_groups = self.buffer.tally.open(self.buffer.committed)
         self.batches.commit(step + 1, self.batches.batches[step].uids)
         self.batches.retain(step + 1)
-        self.buffer.changes()  # kept for a store, which there is not
+        self.buffer.changes()  # Changes are meant for a store; a simulation has none
 
         if self.shifts is None:
             self._schedule(self.workload.publish, self._publish)
@@ -441,7 +439,7 @@ class Simulation:
         if self.buffer.config.target_staleness == "auto":
             idle = 1 - self._trainer_seconds / seconds
             is_at_limit = open_groups >= live_limit
-            if self.shifts is not None:  # the trainer waits for its shift in any case
+            if self.shifts is not None:  # The trainer waits for its shift in any case
                 idle = 1 - self._engine_seconds / max(TIME_EPSILON, self._engine_seconds, awake)
             waiting_fraction = self._episode_wait_seconds / max(1e-9, self._episode_seconds)
             budget_shares = [(crossed_tokens, self.buffer.config.stale_budget)]
