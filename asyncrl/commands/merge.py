@@ -28,7 +28,7 @@ All files are compared with the checksums of the checkpoint."""
 def main(argv: list[str]) -> int:
     parser = command_parser("merge", HELP)
     parser.add_argument("checkpoint", help="a checkpoint, or a run")
-    parser.add_argument("out", type=Path, help="the directory to write, which is not there yet")
+    parser.add_argument("out", type=Path, help="output directory; must not exist")
     parser.add_argument("--adapters", choices=("merged", "apart"), default="merged", help="where they go")
     options = parser.parse_args(argv)
 

@@ -105,9 +105,14 @@ class Measurements(msgspec.Struct, frozen=True):
 def main(argv: list[str]) -> int:
     parser = command_parser("plan", HELP)
     parser.add_argument("what", nargs="+", metavar="RUN|KEY=VALUE", help="runs, or directories; overrides")
-    parser.add_argument("--devices", type=int, default=0, help="of engines and trainer ranks; as they are")
-    parser.add_argument("--shift", type=float, help="seconds of both changes by shifts, if you know")
-    parser.add_argument("--tail", type=float, default=1.0, help="stretch what is longer than its median")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=0,
+        help="total devices for engines and trainer (default: as in the run)",
+    )
+    parser.add_argument("--shift", type=float, help="seconds for switching both ways (default: estimated)")
+    parser.add_argument("--tail", type=float, default=1.0, help="multiply durations above the median by this")
     parser.add_argument("--config-dir", type=Path, help="configuration groups of your own, for a probe")
     options = parser.parse_intermixed_args(argv)
 
@@ -379,7 +384,8 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
     if (compares_sharing and not chosen_split) or not splits(unshared_config, devices):
         return
 
-    print_progress("trying other slots, batches and bounds" + " with that split" * bool(chosen_split))
+    split_text = " with that split" if chosen_split else ""
+    print_progress(f"trying other slots, batches and bounds{split_text}")
     ranked_candidates = candidates(unshared_config, rates, devices, chosen_split)
     key_names = (key, "trainer.ranks", SLOTS_KEY, GROUPS_KEY, STALENESS_KEY)
 
@@ -449,7 +455,8 @@ def _sharing_advice(comparison: Comparison, key: str) -> str:
     """Say which way to choose, and why."""
     best_placed = comparison.best
     keys = f"{key}={best_placed.engines} trainer.ranks={best_placed.ranks}"
-    keys += f" engine.colocated={best_placed.engines}" * (best_placed is comparison.shifts)
+    if best_placed is comparison.shifts:
+        keys += f" engine.colocated={best_placed.engines}"
     if comparison.apart is None or comparison.shifts is None:
         return f"take {keys}: these devices allow nothing else"
 

@@ -100,13 +100,16 @@ async def check_tasks(folders: list[TaskFolder], jobs: int, repeats: int, as_jso
         for running_trial in [group.create_task(try_folder(folder)) for folder in folders]:
             trial = await running_trial
             faulty_count += bool(trial.faults)
-            unnamed_tasks += [trial.task] * bool(trial.warnings)
+            if trial.warnings:
+                unnamed_tasks.append(trial.task)
             print(msgspec.json.encode(trial).decode() if as_json else trial.format_line(), flush=True)
 
     if not as_json:
         print(f"{len(folders) - faulty_count} of {len(folders)} tasks are as they should be")
         if unnamed_tasks:
-            names = ", ".join(unnamed_tasks[:LISTED_TASKS]) + ", …" * (len(unnamed_tasks) > LISTED_TASKS)
+            names = ", ".join(unnamed_tasks[:LISTED_TASKS])
+            if len(unnamed_tasks) > LISTED_TASKS:
+                names += ", …"
             print(f"warning: {len(unnamed_tasks)} of {len(folders)} tasks name no tests ({names}): {UNNAMED}")
     return 1 if faulty_count else 0
 

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--join", required=True, metavar="TOKEN", help="of asyncrl invite; - for standard input"
     )
-    parser.add_argument("--url", default="", help="of a server that is there, as workers reach it")
+    parser.add_argument("--url", default="", help="URL of an already running server, as seen by the workers")
     options = parser.parse_args(argv)
 
     token = sys.stdin.readline() if options.join == "-" else options.join

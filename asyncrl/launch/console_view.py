@@ -147,7 +147,7 @@ def render(state: ConsoleState, terminal: Terminal, has_keyboard: bool = False) 
         # The end of the text is shown, as the answer is there.
         text_height = max(0, free_lines - len(title_lines) - 1)
         text_lines = render_lines(_text(transcript.text.splitlines()))[-text_height:] if text_height else []
-        body_lines = [*title_lines, *text_lines, *render_lines(Text("any other key: back", "dim"))]
+        body_lines = [*title_lines, *text_lines, *render_lines(Text("press any key to go back", "dim"))]
     else:
         status = state.status
         figure_names = (figure for figure in _figure_names(state) if figure not in state.history)

@@ -273,9 +273,12 @@ class PromptBudget:
         if filter_overlong:
             fate_text = "; they were left out (data.filter_overlong)"
 
-        return [f"{overlong_text}{fate_text}"] * bool(self.overlong_count) + [
-            f"{empty_text}; they were left out"
-        ] * bool(self.empty_count)
+        lines = []
+        if self.overlong_count:
+            lines.append(f"{overlong_text}{fate_text}")
+        if self.empty_count:
+            lines.append(f"{empty_text}; they were left out")
+        return lines
 
 
 def _is_empty_answer(message: Message) -> bool:
@@ -314,7 +317,7 @@ def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
 
     longest_prompt = rollout.longest_prompt
     room_left_text = (
-        f", which leaves a turn less than {rollout.max_tokens - longest_prompt} tokens "
+        f", which leaves fewer than {rollout.max_tokens - longest_prompt} tokens for a turn "
         "(rollout.max_new_tokens)"
     )
     overlong_fate = "their episodes are cut short or fail"
@@ -353,8 +356,8 @@ class Inputs:
     def config(self) -> RunConfig:
         """The resolved configuration; before resolution, or if that has failed, the unresolved
         configuration."""
-        found: RunConfig = vars(self).get("resolved_config", self.unresolved_config)
-        return found
+        config: RunConfig = vars(self).get("resolved_config", self.unresolved_config)
+        return config
 
     @cached_property
     def parts(self) -> EpisodeParts:

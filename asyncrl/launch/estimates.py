@@ -133,7 +133,8 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
     speed_note = ""
     if is_timed and uses_gpu(config, has_gpu) is False:
         speedup = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
-        speed_note = f" (bfloat16 multiplies {speedup:.1f} times as fast on this CPU)" * (speedup > 1.1)
+        if speedup > 1.1:
+            speed_note = f" (bfloat16 multiplies {speedup:.1f} times as fast on this CPU)"
 
     parameters_text = _format_count(parameter_count(config.model.path))
     checkpoint_pause = config.checkpoint.pause
@@ -161,28 +162,37 @@ def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_t
     pass_count = total_steps * batch_groups / train_count
     warmup_steps = config.trainer.warmup_steps
     critic_warmup_steps = config.critic.warmup_steps * own_critic(config)
-    schedule_text = " and greedily" * validation.greedy + f", every {validation.every} steps," * (
-        validation.every > 0
-    )
+    lines = [
+        f"data          {train_count:,} samples, {batch_groups} a step: {pass_count:.2g} passes in "
+        f"{total_steps} steps"
+    ]
+    if 0 < last_step < total_steps:
+        lines.append(f"              data.epochs={epochs} ends the run before, at step {last_step}")
 
-    lines = {
-        f"data          {train_count:,} samples, {batch_groups} a step: {pass_count:.2g} passes in {total_steps} steps": True,
-        f"              data.epochs={epochs} ends the run before, at step {last_step}": 0
-        < last_step
-        < total_steps,
+    lengths = (
         f"lengths       prompt, turns and replies share rollout.max_tokens={rollout.max_tokens}, a turn has "
         f"at most rollout.max_new_tokens={rollout.max_new_tokens}"
-        + f"; the first prompt has {prompt_tokens}"
-        * (prompt_tokens > 0): True,
-        f"validation    {min(validation.samples, test_count):,} of {test_count:,} held-out samples "
-        "(validation.samples), "
-        f"{validation.episodes} x sampled{schedule_text} before and after training": test_count
-        and validation.samples,
-        f"warm-up       of the learning rate: {warmup_steps} steps (trainer.warmup_steps)": warmup_steps,
-        f"warm-up       of the critic, the policy waits: {critic_warmup_steps} steps (critic.warmup_steps)": critic_warmup_steps,
-    }
+    )
+    if prompt_tokens > 0:
+        lengths += f"; the first prompt has {prompt_tokens}"
+    lines.append(lengths)
 
-    return [line for line, applies in lines.items() if applies]
+    if test_count and validation.samples:
+        schedule_text = " and greedily" if validation.greedy else ""
+        if validation.every > 0:
+            schedule_text += f", every {validation.every} steps,"
+        lines.append(
+            f"validation    {min(validation.samples, test_count):,} of {test_count:,} held-out samples "
+            f"(validation.samples), {validation.episodes} x sampled{schedule_text} before and after training"
+        )
+
+    if warmup_steps:
+        lines.append(f"warm-up       of the learning rate: {warmup_steps} steps (trainer.warmup_steps)")
+    if critic_warmup_steps:
+        lines.append(
+            f"warm-up       of the critic, the policy waits: {critic_warmup_steps} steps (critic.warmup_steps)"
+        )
+    return lines
 
 
 def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Iterator[str]:
@@ -247,7 +257,9 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
         lora = bool(config.adapters)
         lowest_rate, usual_rate, highest_rate = learning_rates(parameters, lora)
         if not lowest_rate <= config.trainer.lr <= highest_rate:
-            trained_text = "adapters on " * lora + f"{_format_count(parameters)} parameters"
+            trained_text = f"{_format_count(parameters)} parameters"
+            if lora:
+                trained_text = f"adapters on {trained_text}"
             yield (
                 f"trainer.lr={config.trainer.lr:g} is far from the usual {usual_rate:.1g} for "
                 f"{trained_text}: less than "

@@ -64,7 +64,8 @@ def _explain_unusable_gpus() -> str:
         return f"it is built without CUDA; install {fitting_torch}"
 
     versions_text = f"it is built for CUDA {built_cuda}"
-    versions_text += f", and the driver ({driver}) runs CUDA {newest_cuda} at most" * bool(newest_cuda)
+    if newest_cuda:
+        versions_text += f", and the driver ({driver}) runs CUDA {newest_cuda} at most"
     if newest_major and int(newest_major) < int(built_cuda.partition(".")[0]):
         return f"{versions_text}; install a driver for CUDA {built_cuda}, or {fitting_torch}"
 

@@ -182,7 +182,9 @@ class SentFiles:
         for name, path in paths.items():
             with suppress(FileNotFoundError), path.open("rb") as file:  # old ratio files are deleted
                 size = file.seek(0, os.SEEK_END)
-                self._sent_bytes[name] = min(self._sent_bytes.get(name, 0), size)  # The log was cut because of its length
+                self._sent_bytes[name] = min(
+                    self._sent_bytes.get(name, 0), size
+                )  # The log was cut because of its length
                 while file.seek(self._sent_bytes[name]) < size:
                     yield name, file.read(PIECE)
 

@@ -43,9 +43,9 @@ SGLANG_KERNELS = (
     "flashinfer",
 )
 MEMORY_SAVER = "torch_memory_saver"  # Module that SGLang needs for --enable-memory-saver.
+IMPORT_FAILURE = "cannot be imported:"
 # Program that prints SGLang's version, and, if torch can use a GPU, which of the named modules cannot be
 # imported.
-IMPORT_FAILURE = "cannot be imported:"
 SGLANG_PROBE = f"""
 import sys
 from importlib import import_module, metadata
@@ -103,9 +103,12 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
     else:
         starts_on_gpu = engine.server_args.get("device", "cuda") == "cuda" and bool(list_gpus())
         engines_sleep = inputs.config.shifts and engine.remote
-        yield from _check_sglang_version(
-            program, [*SGLANG_KERNELS, *[MEMORY_SAVER] * engines_sleep] if starts_on_gpu else []
-        )
+        needed_modules: list[str] = []
+        if starts_on_gpu:
+            needed_modules += SGLANG_KERNELS
+            if engines_sleep:
+                needed_modules.append(MEMORY_SAVER)
+        yield from _check_sglang_version(program, needed_modules)
 
 
 def _check_sglang_version(program: str, needed_modules: list[str]) -> Iterator[Note]:
@@ -206,14 +209,14 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
     text = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free"
     lacks_room = uses_shared_memory and (needed_bytes > usage.free or (is_small and not needed_bytes))
     nccl_lacks_room = is_small and uses_nccl(config)
-    text += (
-        f", and the versions of the weights take {format_bytes(needed_bytes) if needed_bytes else 'more'}"
-        * lacks_room
-    )
-    text += ", and NCCL wants 1 GB" * nccl_lacks_room
+    if lacks_room:
+        size_text = format_bytes(needed_bytes) if needed_bytes else "more"
+        text += f", and the versions of the weights take {size_text}"
+    if nccl_lacks_room:
+        text += ", and NCCL wants 1 GB"
 
     if is_small and (lacks_room or nccl_lacks_room):
-        advice = "; or weights.directory=run, or a path on a fast disk" * lacks_room
+        advice = "; or weights.directory=run, or a path on a fast disk" if lacks_room else ""
         yield warning(f"{text}; in a container: docker run --shm-size=16g, or --ipc=host{advice}")
     else:
         yield ok(text)

@@ -103,7 +103,7 @@ def local_directory(name: str, key: str, previous_directory: str = "") -> str:
     previous_model = parse_hub_model(previous_directory)
     if hub_model is None:
         raise ConfigError(
-            f"{key}: {name} is no directory; give a Hugging Face model directory, or owner/name of the hub"
+            f"{key}: {name} is not a directory; give a Hugging Face model directory, or owner/name of the hub"
         )
 
     if previous_model is not None and previous_model.name == hub_model.name and hub_model.revision is None:
@@ -145,7 +145,7 @@ def fetch_model(model: HubModel, key: str) -> str:
         )
     except Exception as error:  # any fault of the network, the disk or the cache
         reason = f"cannot be fetched from the hub ({one_line(error)})"
-    raise ConfigError(f"{key}: {full_name} is no directory here, and {reason}") from None
+    raise ConfigError(f"{key}: {full_name} is not a directory here, and {reason}") from None
 
 
 def check_model(config: RunConfig) -> None:

@@ -123,7 +123,7 @@ class NodeAssignment:
             )
             launcher_text = " (this machine)" if node.id == self._launcher_node else ""
             lines.append(
-                f"{node.address}{launcher_text}{gpus_text * bool(node.gpus)}: "
+                f"{node.address}{launcher_text}{gpus_text if node.gpus else ''}: "
                 f"{', '.join(process_names) or 'nothing'}"
             )
         return lines

@@ -132,13 +132,13 @@ def describe_plan(
         COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
         ENGINE: ", ".join(config.engine.urls) or f"a server{gpus_text}, supervised",
         SCORER: "; ".join(
-            f"{n}: {', '.join(scorer.urls) or scorer.path}" for n, scorer in config.scorers.items()
+            f"{name}: {', '.join(scorer.urls) or scorer.path}" for name, scorer in config.scorers.items()
         ),
         ROLLOUT: f"{config.rollout.slots} episodes at once on engine {config.engine.name!r}",
-        TRAINER: f"{config.buffer.batch_size} episodes per step on {device}"
-        if config.total_steps
-        else "none: gives the engines the model as it is",
+        TRAINER: f"{config.buffer.batch_size} episodes per step on {device}",
     }
+    if not config.total_steps:
+        work_by_role[TRAINER] = "none: gives the engines the model as it is"
 
     processes = [process for unit in units for process in unit.processes]
     assigned_gpus = assign_gpus(config, gpu_count) if gpu_count else {}
@@ -148,15 +148,10 @@ def describe_plan(
             gpu_numbers = ", ".join(
                 str(number) for process in role_processes for number in assigned_gpus.get(process.name, ())
             )
-            rows.append(
-                (
-                    role,
-                    str(len(role_processes)),
-                    str(role_processes[0].threads),
-                    text + f" (GPUs {gpu_numbers})" * bool(gpu_numbers),
-                )
-            )
+            if gpu_numbers:
+                text += f" (GPUs {gpu_numbers})"
+            rows.append((role, str(len(role_processes)), str(role_processes[0].threads), text))
 
     total_threads = sum(process.threads for process in processes)
     rows.append(("total", str(len(processes)), str(total_threads), f"launched by {config.launch.kind}"))
-    return [f"{a:<12} {b:>5} {c:>8}  {d}" for a, b, c, d in rows]
+    return [f"{role:<12} {count:>5} {threads:>8}  {work}" for role, count, threads, work in rows]

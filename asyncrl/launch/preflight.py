@@ -252,12 +252,16 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         call = ToolCall(name, msgspec.json.encode(_placeholder_arguments(tool.schema["function"])).decode())
         reply = await call_tool(tool, call, parts.toolbox.timeout, sample)
         line = f"{name}({call.arguments}) replies {reply.content[:SHOWN_CHARACTERS]!r}"
-        notes.append(warning(f"{line}; perhaps its made-up arguments are why") if reply.error else ok(line))
+        notes.append(
+            warning(f"{line}; this may be due to the placeholder arguments") if reply.error else ok(line)
+        )
 
     truth = json.loads(sample.ground_truth)
     reward = parts.reward
     truth_answer = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
-    answers = [truth_answer] * (truth is not None) + [("no text", "")]
+    answers = [("no text", "")]
+    if truth is not None:
+        answers.insert(0, truth_answer)
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
@@ -270,8 +274,10 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         for answer_name, answer in answers:
             messages = (*sample.prompt, Message("assistant", answer))
             with recorded() as failure:
-                score_text = f"{(await reward.score(RewardInput(sample, answer, messages, transcript=answer))).score:g}"
-                score_text += " (it may look for a format around it)" * (score_text == "0" and bool(answer))
+                result = await reward.score(RewardInput(sample, answer, messages, transcript=answer))
+                score_text = f"{result.score:g}"
+                if score_text == "0" and answer:
+                    score_text += " (it may look for a format around it)"
 
             failure_text = (
                 f"rollout.reward fails for {answer_name} as the answer to the first sample: {failure.line}"

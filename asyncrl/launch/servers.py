@@ -27,7 +27,10 @@ def check_servers(config: RunConfig) -> None:
     if engine.remote:
         check_group_address(config)
 
-    for scorer in [*dict(config.scorer_places), *[""] * engine.remote]:
+    served_scorers = [*dict(config.scorer_places)]
+    if engine.remote:
+        served_scorers.append("")  # the policy's own servers
+    for scorer in served_scorers:
         if config.serving(scorer).engine.urls:
             check_urls(config, scorer)
         else:

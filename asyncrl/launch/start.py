@@ -86,12 +86,13 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
         session = Session(config.launch, run_dir, endpoints, supervisor, console, log_report, is_training)
 
         if changed_keys:
-            console.print_note(f"goes on with other keys: {changed_keys}")
+            console.print_note(f"resuming with changed keys: {changed_keys}")
         for line in run_data.truth_lines:
             console.print_note(line)
         for warning in warnings:
             console.print_note(f"warning: {warning}")
-        console.print_note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
+        process_count = sum(len(unit.processes) for unit in units)
+        console.print_note(f"run {run_dir}: starting {process_count} processes; logs in {run_dir / 'logs'}")
 
         outcome = session.run()
         write_status(run_dir, read_status(run_dir) | {"code": outcome.code, "error": outcome.error})
@@ -114,7 +115,7 @@ def _dry_run(config: RunConfig) -> int:
     print(f"run directory: {run_directory(shown_config)}\n")
 
     if changed_keys := describe_resumed_changes(inputs.config):
-        print(f"goes on with other keys: {changed_keys}\n")
+        print(f"resuming with changed keys: {changed_keys}\n")
 
     units = placement.plan_units(shown_config)
     has_gpu = sees_gpu(shown_config)

@@ -120,7 +120,7 @@ def test_a_transcript_has_the_whole_room_and_shows_its_end(width: int, height: i
     assert len(lines) <= height and max(map(cell_len, lines)) <= width and "\x1b" not in "".join(lines)
     if width >= 60:
         assert len(lines) == height or width == 200
-        assert lines[-2:] == ["the end 42", "any other key: back"]
+        assert lines[-2:] == ["the end 42", "press any key to go back"]
 
 
 CHILD = """

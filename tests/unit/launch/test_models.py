@@ -157,17 +157,21 @@ def test_without_a_network_the_cache_is_taken(
     hub.server_close()
     hub.shutdown()
     assert resolve_models(config(tmp_path, "o/m")) == before
-    with pytest.raises(ConfigError, match=r"model\.path: o/other is no directory here, and the hub cannot"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path: o/other is not a directory here, and the hub cannot"
+    ):
         resolve_models(config(tmp_path, "o/other"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_models(config(tmp_path, "o/m")) == before
 
 
 def test_what_the_hub_does_not_have_is_said_on_one_line(tmp_path: Path, hub: Hub) -> None:
-    with pytest.raises(ConfigError, match=r"path: no/such is no directory here, and the hub shows no such"):
+    with pytest.raises(
+        ConfigError, match=r"path: no/such is not a directory here, and the hub shows no such"
+    ):
         resolve_models(config(tmp_path, "no/such"))
     for name in ("./models/mine", "mine", "/models/mine", "a/b/c"):
-        with pytest.raises(ConfigError, match=rf"path: {name} is no directory; give a Hugging Face model"):
+        with pytest.raises(ConfigError, match=rf"path: {name} is not a directory; give a Hugging Face model"):
             resolve_models(config(tmp_path, name))
 
 
@@ -219,7 +223,7 @@ def test_a_role_that_lacks_the_directory_fetches_it(
     assert run_role(options, launcher, where) == 0
     gone = msgspec.structs.replace(launcher, kl=KLConfig(reference="/gone"))
     assert run_role(options, gone, where) == BAD_INPUT
-    assert "kl.reference: /gone is no directory" in caplog.text
+    assert "kl.reference: /gone is not a directory" in caplog.text
 
 
 def test_the_configuration_holds_the_text_of_the_template(tmp_path: Path) -> None:
