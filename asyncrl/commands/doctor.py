@@ -33,7 +33,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_intermixed_args(argv)
 
     from asyncrl.launch.checks import ALL_CHECKS, MACHINE_CHECKS, collect_notes
-    from asyncrl.launch.data import Inputs, Note
+    from asyncrl.launch.inputs import Inputs
+    from asyncrl.launch.notes import Note
 
     checks = ALL_CHECKS
     try:

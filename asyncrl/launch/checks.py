@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.launch import gpus, machine, preflight
-from asyncrl.launch.data import Check, Inputs, Note
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import Check, Note
 
 
 def run_checks(config: RunConfig) -> tuple[Inputs, list[str]]:

@@ -1,16 +1,13 @@
-"""The data of a run before it starts: read, checked, and saved for the coordinator; with it, what checks work
-on, and what they say."""
+"""Reads and checks the data of a run before the start, and saves the samples for the coordinator."""
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -22,10 +19,9 @@ from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, sample
 from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
-from asyncrl.data.tasks import UNNAMED, Task, check_task, task_of
-from asyncrl.errors import AsyncrlError, ConfigError, SetupError
-from asyncrl.gateway import Command
-from asyncrl.launch.run_directory import describe_changes, previous_config, stored_meta
+from asyncrl.data.tasks import UNNAMED, check_task, task_of
+from asyncrl.errors import ConfigError
+from asyncrl.launch.run_directory import describe_changes, stored_meta
 from asyncrl.launch.truths import TESTS_REWARD, describe_truths
 from asyncrl.tools import ToolError, check_sample_tools
 from asyncrl.types import Message, Sample
@@ -33,7 +29,6 @@ from asyncrl.types import Message, Sample
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-MAX_TRIED_IMAGES = 16  # Images in which agents are looked up and sandboxes are started.
 MESSAGE_OVERHEAD_TOKENS = 64  # Upper bound of the tokens that a template writes around a message.
 MAX_MEASURED_SAMPLES = 1000  # Samples whose tokens are counted if only a warning depends on them.
 # Keys that, beside data and template, decide which prompts are too long.
@@ -117,17 +112,16 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
 
 
 def prepare_samples(
-    config: RunConfig, split: str, layout: RowLayout, budgets: Mapping[bool, PromptBudget]
+    config: RunConfig, split: str, layout: RowLayout, budgets: PromptBudgets
 ) -> tuple[Samples, list[str]]:
     """Read the samples of `train` or `test` into a file without a name, and return warnings. Raises
-    ConfigError for any fault of the data. `budgets`: limits of prompts and demonstrations; a kind without a
-    budget is not measured."""
+    ConfigError for any fault of the data."""
     data_key = f"data.{split}"
     filter_overlong = config.data.filter_overlong
     ignored_settings = IgnoredSettings()
 
     def sample_fits(sample: Sample) -> bool:
-        budget = budgets.get(sample.demonstration)
+        budget = budgets.demonstrations if sample.demonstration else budgets.prompts
         return budget is None or budget.keeps_sample(sample, filter_overlong)
 
     sample_iterators = (
@@ -139,7 +133,8 @@ def prepare_samples(
     try:
         with tempfile.TemporaryFile() as file:
             samples = Samples.write(file, fitting_samples)
-        budget_lines = [line for budget in budgets.values() for line in budget.report_lines(filter_overlong)]
+        used_budgets = filter(None, (budgets.demonstrations, budgets.prompts))
+        budget_lines = [line for budget in used_budgets for line in budget.report_lines(filter_overlong)]
     except ConfigError as error:
         raise ConfigError(f"{data_key}: {error}") from error
     except OSError as error:
@@ -281,12 +276,19 @@ class PromptBudget:
         return lines
 
 
+class PromptBudgets(NamedTuple):
+    """The budgets of prompts and demonstrations. Samples of a kind without a budget are not measured."""
+
+    prompts: PromptBudget | None = None
+    demonstrations: PromptBudget | None = None
+
+
 def _is_empty_answer(message: Message) -> bool:
     content = message.content.strip() or message.reasoning.strip() or message.tool_calls
     return message.role == "assistant" and not content
 
 
-def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
+def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
     """Return the budgets of prompts and demonstrations, as the model reads the samples. Prompts of agents
     have no budget: agents write their own prompts."""
     rules = parts.rules
@@ -327,142 +329,6 @@ def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
     conversation_budget = PromptBudget(
         "conversations", rollout.max_tokens, conversation_tokens, shown_prompt_tokens
     )
-    return {True: conversation_budget} | ({} if rollout.agent else {False: prompt_budget})
-
-
-@dataclass
-class Inputs:
-    """The inputs of the checks. Each input is made when a check first reads the input, and no check changes
-    any.
-
-    If making an input fails, the first check that reads the input reports the error, and checks that require
-    that check are skipped.
-    """
-
-    unresolved_config: RunConfig
-    loaded_data: RunData | None = None
-
-    @cached_property
-    def resolved_config(self) -> RunConfig:
-        """The configuration with directories in place of model names, and with the policy for groups."""
-        from asyncrl.algorithms.recipe import with_group_policy
-        from asyncrl.launch.models import resolve_models
-
-        return with_group_policy(
-            resolve_models(self.unresolved_config, previous_config(self.unresolved_config))
-        )
-
-    @property
-    def config(self) -> RunConfig:
-        """The resolved configuration; before resolution, or if that has failed, the unresolved
-        configuration."""
-        config: RunConfig = vars(self).get("resolved_config", self.unresolved_config)
-        return config
-
-    @cached_property
-    def parts(self) -> EpisodeParts:
-        """Chat template, tools and rewards, each made once."""
-        from asyncrl.episodes.parts import EpisodeParts  # imports transformers
-
-        return EpisodeParts(self.config)
-
-    @cached_property
-    def image_tasks(self) -> list[Task]:
-        """One task for each image that episodes work in."""
-        tasks_by_image: dict[str, Task] = {}
-        for samples in filter(None, (self.run_data.train, self.run_data.test)):
-            tasks_by_image |= {task.image: task for task in filter(None, map(task_of, samples))}
-        return [*tasks_by_image.values()]
-
-    @cached_property
-    def agent_versions(self) -> dict[str, str]:
-        """The version of the coding agent that leads episodes, by the agent's name; empty without such an
-        agent. Raises ConfigError if the agent's program cannot be run as episodes run it."""
-        agent = self.parts.agent
-        if not isinstance(agent, Command):
-            return {}
-        name = agent.harness.name
-
-        try:
-            version = asyncio.run(agent.version(self.image_tasks[:MAX_TRIED_IMAGES]))
-            return {name: version} if agent.harness.tested else {}
-        except SetupError as error:
-            raise ConfigError(f"rollout.agent.{name}: {error}") from error
-        except (AsyncrlError, TimeoutError) as error:
-            place_text = "in the sandbox"
-            advice = ", show what it needs to read, or set sandbox: none"
-            if self.image_tasks:
-                place_text = "in the image of a task"
-                advice = ", or install it in the image"
-            elif agent.sandbox == "none":
-                place_text = "here"
-                advice = ""
-            reason = str(error) or "it has not answered in time"
-            raise ConfigError(
-                f"rollout.agent.{name}: it cannot be run {place_text}: {reason}; give its path as "
-                f"program{advice}"
-            ) from error
-
-    @cached_property
-    def run_data(self) -> RunData:
-        """The samples of the run, in files without names."""
-        return self.loaded_data or check_data(self.parts)
-
-    @property
-    def has_data(self) -> bool:
-        """Whether the samples have been read."""
-        return self.loaded_data is not None or "run_data" in vars(self)
-
-    @cached_property
-    def first_prompt(self) -> tuple[int, ...]:
-        """The token ids of the first prompt as the model reads it; for a conversation to be learned, the
-        tokens before its first answer. Empty if an environment or an agent writes the prompts."""
-        sample = self.run_data.train[0]
-        rollout = self.config.rollout
-        if rollout.environment or rollout.agent:
-            return ()
-
-        schemas = self.parts.toolbox.schemas(sample)
-        if not sample.demonstration:
-            return tuple(self.parts.rules.chat.prompt_ids(sample.prompt, schemas))
-        turns = demonstrated(self.parts.rules, sample, schemas)
-        return () if isinstance(turns, Fail) else tuple(turns[0].context)
-
-
-Level = Literal["ok", "warning", "error", "skipped"]
-
-
-class Note(NamedTuple):
-    """One finding of a check."""
-
-    level: Level
-    text: str
-    subject: str = ""  # name of the check, once collected
-
-
-def ok(text: str) -> Note:
-    return Note("ok", text)
-
-
-def warning(text: str) -> Note:
-    return Note("warning", text)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A function that yields notes, with the name of the check. `required_checks`: names of checks without
-    which this check would find nothing new; the check is skipped if one of them fails."""
-
-    name: str
-    required_checks: tuple[str, ...]
-    run: Callable[[Inputs], Iterable[Note]]
-
-    def __call__(self, inputs: Inputs) -> Iterable[Note]:
-        return self.run(inputs)
-
-
-def preflight_check(
-    name: str, requires: tuple[str, ...] = ()
-) -> Callable[[Callable[[Inputs], Iterable[Note]]], Check]:
-    """Make a Check of a generator of notes, which raises ConfigError for faults that must be corrected."""
-    return lambda run: Check(name, requires, run)
+    if rollout.agent:
+        return PromptBudgets(demonstrations=conversation_budget)
+    return PromptBudgets(prompts=prompt_budget, demonstrations=conversation_budget)

@@ -10,9 +10,10 @@ import psutil
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
-from asyncrl.launch.data import Inputs, Note, ok, preflight_check, warning
 from asyncrl.launch.estimates import format_bytes
+from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.nodes import is_loopback
+from asyncrl.launch.notes import Note, ok, preflight_check, warning
 from asyncrl.launch.placement import ENGINE, SCORER, TRAINER, assign_gpus
 from asyncrl.observe.machine import gpu_driver, list_gpus
 

@@ -20,9 +20,10 @@ import asyncrl
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.gateway import Command
 from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES, describe_exit
-from asyncrl.launch.data import Inputs, Note, ok, preflight_check, warning
 from asyncrl.launch.estimates import format_bytes
 from asyncrl.launch.gpus import starts_local_servers, uses_nccl
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import Note, ok, preflight_check, warning
 from asyncrl.launch.run_directory import check_creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.process import quick_imports

@@ -11,8 +11,8 @@ import psutil
 
 from asyncrl.config import RunConfig, described_recomputation, memory_advice
 from asyncrl.errors import ConfigError, recorded
-from asyncrl.launch.data import Note, ok, warning
 from asyncrl.launch.estimates import format_bytes
+from asyncrl.launch.notes import Note, ok, warning
 from asyncrl.runtime.process import main_memory
 from asyncrl.trainer.footprint import (
     RECOMPUTED_EVERY,

@@ -22,9 +22,10 @@ from asyncrl.errors import ConfigError, recorded
 from asyncrl.gateway import Command
 from asyncrl.isolation.sandbox.detection import check_image
 from asyncrl.launch import estimates, memory, placement
-from asyncrl.launch.data import MAX_TRIED_IMAGES, Inputs, Note, ok, preflight_check, warning
 from asyncrl.launch.estimates import count_gpus, format_bytes, sees_gpu, uses_gpu
+from asyncrl.launch.inputs import MAX_TRIED_IMAGES, Inputs
 from asyncrl.launch.models import chat_template, check_model
+from asyncrl.launch.notes import Note, ok, preflight_check, warning
 from asyncrl.launch.run_directory import check_creatable, check_resumed, check_run_directory, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers

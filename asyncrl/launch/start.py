@@ -15,8 +15,8 @@ from asyncrl.config import RunConfig, without_defaults
 from asyncrl.errors import recorded
 from asyncrl.launch import checks, placement, preflight
 from asyncrl.launch.console import Console, open_console
-from asyncrl.launch.data import Inputs
 from asyncrl.launch.estimates import count_gpus, sees_gpu
+from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, LocalSpawner, Spawn
 from asyncrl.launch.run_directory import (
     check_paths_are_text,

@@ -22,7 +22,8 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.launch.checks import ALL_CHECKS, collect_notes
-from asyncrl.launch.data import Inputs, Note
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import Note
 
 Keys = Mapping[str, Any]  # dotted
 Spoil = Keys | Callable[["Given"], Any]

@@ -16,7 +16,8 @@ import pytest
 from asyncrl import cli
 from asyncrl.episodes import parts
 from asyncrl.launch import preflight
-from asyncrl.launch.data import Inputs, RunData
+from asyncrl.launch.data import RunData
+from asyncrl.launch.inputs import Inputs
 from asyncrl.types import Message, Sample
 from tests.fakes.checked import Given, gpus
 from tests.fakes.data import stored

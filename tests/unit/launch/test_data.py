@@ -16,7 +16,7 @@ from asyncrl.data import RowLayout, Samples, check_same_data, samples_path
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.launch import data as data_module
-from asyncrl.launch.data import PromptBudget, check_data, prepare_samples
+from asyncrl.launch.data import PromptBudget, PromptBudgets, check_data, prepare_samples
 from asyncrl.launch.run_directory import run_directory
 from asyncrl.launch.truths import EXAMINED_SAMPLES
 from asyncrl.store.runstore import RunStore
@@ -73,7 +73,7 @@ def test_the_measured_prompts_decide_where_others_are_not_measured(
     monkeypatch.setattr(data_module, "MAX_MEASURED_SAMPLES", 2)
     config = of_letters(tmp_path, 999, 900, 10)
     samples, (line,) = prepare_samples(
-        config, "train", RowLayout(), {False: PromptBudget("prompts", 800, letters, letters)}
+        config, "train", RowLayout(), PromptBudgets(prompts=PromptBudget("prompts", 800, letters, letters))
     )
     assert len(samples) == 3 and "at least 2 prompts" in line
 
@@ -102,14 +102,14 @@ def of_letters(path: Path, *lengths: int, train: Any = None) -> RunConfig:
 
 def test_a_file_may_be_named_twice(tmp_path: Path) -> None:
     twice = of_letters(tmp_path, 1, train=[str(tmp_path / "t.jsonl")] * 2)
-    assert prepare_samples(twice, "train", RowLayout(), {})[0].sizes == (1, 1)
+    assert prepare_samples(twice, "train", RowLayout(), PromptBudgets())[0].sizes == (1, 1)
 
 
 def test_what_is_prepared_is_not_held_in_memory(tmp_path: Path) -> None:
     config = of_letters(tmp_path, *[4000] * 1000)  # 4 MB
     tracemalloc.start()
     try:
-        samples, _ = prepare_samples(config, "train", RowLayout(), {})
+        samples, _ = prepare_samples(config, "train", RowLayout(), PromptBudgets())
         assert sum(letters(sample) for sample in samples) == 4_000_000
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
@@ -138,7 +138,7 @@ def test_an_answer_that_only_calls_a_tool_is_not_empty(given: Given) -> None:
         given.config(),
         "train",
         RowLayout(demonstrations=True),
-        {True: PromptBudget("conversations", 100, lambda _: 1, lambda _: 1)},
+        PromptBudgets(demonstrations=PromptBudget("conversations", 100, lambda _: 1, lambda _: 1)),
     )
     assert [sample.row for sample in samples] == [0, 1, 2] and not samples[0].prompt[-1].tool_calls
     assert line == "data.train: 2 conversations have an empty message of the assistant; they were left out"

@@ -11,7 +11,7 @@ import torch
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.process import arguments
 from asyncrl.errors import ConfigError
-from asyncrl.launch.data import Inputs
+from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.placement import assign_gpus, describe_plan, plan_units, process_environment
 from asyncrl.launch.preflight import check_device
 from asyncrl.rollout import samplers

@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory
-from asyncrl.launch.data import Inputs, ok
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import ok
 from asyncrl.launch.run_directory import check_resumed
 from asyncrl.types import Message, Sample
 from asyncrl.weights import disk

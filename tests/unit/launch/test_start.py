@@ -17,7 +17,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import checks, preflight, run_directory, start
 from asyncrl.launch.console import Console
 from asyncrl.launch.console_view import ConsoleState
-from asyncrl.launch.data import Inputs, RunData, ok, warning
+from asyncrl.launch.data import RunData
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import ok, warning
 from asyncrl.launch.process import COMPLETED, INTERRUPTED
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.summary import summarize

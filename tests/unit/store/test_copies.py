@@ -15,7 +15,8 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError
-from asyncrl.launch.data import Inputs, ok
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import ok
 from asyncrl.launch.preflight import check_checkpoint_directory
 from asyncrl.launch.run_directory import lock_directory
 from asyncrl.store import copies
