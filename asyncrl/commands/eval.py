@@ -182,7 +182,7 @@ def _check_model(name: str, runs_directory: Path) -> None:
 def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     """Make the configuration of an evaluation: keys of training have their defaults, and the name of the run
     identifies the model and the settings."""
-    pairs = (one.partition("=") for one in options.overrides)
+    pairs = (argument.partition("=") for argument in options.overrides)
     arguments = [ALIASES.get(key, key) + equals + value for key, equals, value in pairs]
 
     fixed_overrides = [override("model.path", target.model), "total_steps=0"]
@@ -199,7 +199,7 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
 
     config = resolve_models(config, previous_config(config))
 
-    if not any(one.startswith("name=") for one in arguments):
+    if not any(argument.startswith("name=") for argument in arguments):
         path_parts = Path(target.model).parts
         stem = (
             f"{path_parts[-4]}-{path_parts[-2]}"
@@ -272,10 +272,12 @@ class Result(NamedTuple):
         samples, episodes = evaluated(run_dir)
         numbers = per_sample(episodes, threshold_of(read_config(run_dir), episodes))
 
-        rows = sorted({one.which.row for one in episodes})
+        rows = sorted({episode.which.row for episode in episodes})
         samples_by_row = {row: samples[row] for row in rows}
         tasks = {
-            row: (one.data_source, task.name) for row, one in samples_by_row.items() if (task := task_of(one))
+            row: (episode.data_source, task.name)
+            for row, episode in samples_by_row.items()
+            if (task := task_of(episode))
         }
         return cls(run_dir, samples.fingerprint, episodes, numbers, by_task(tasks, numbers))
 
@@ -321,7 +323,7 @@ def write_result(result: Result, baseline: Result | None = None) -> dict[str, di
 
 def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dict[str, Any]]) -> None:
     shown_names = [name for name in metrics if name.startswith("val-core/")]
-    if len({one.source for one in result.episodes}) == 1:  # `all` would repeat the only source
+    if len({episode.source for episode in result.episodes}) == 1:  # `all` would repeat the only source
         shown_names = [name for name in shown_names if not name.startswith("val-core/all/")]
 
     lines: list[tuple[str, ...]] = [("", *COLUMNS[: 5 if baseline else 3])]
@@ -330,7 +332,9 @@ def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dic
         if not (name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in metrics):
             lines.append((name.removeprefix("val-core/"), *_metric_cells(metrics[name])))
 
-    lines += [(name.removeprefix("val-core/"), f"{v:.4f}") for name, v in losses(result.episodes).items()]
+    lines += [
+        (name.removeprefix("val-core/"), f"{value:.4f}") for name, value in losses(result.episodes).items()
+    ]
 
     if result.tasks:
         columns = sorted(set().union(*result.tasks.values()))
@@ -342,7 +346,7 @@ def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dic
     for first, *cells in (line or ("",) for line in lines):
         print(printable(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))).rstrip()))
 
-    if failed := sum(one.result is None for one in result.episodes):
+    if failed := sum(episode.result is None for episode in result.episodes):
         print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")
     print(f"run: {result.run_dir.absolute()}")
 

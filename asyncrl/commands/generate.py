@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
 
 def _take_out_path(options: argparse.Namespace) -> Path:
     """Take the file to write from the overrides."""
-    out_overrides = [one for one in options.overrides if one.startswith(OUT_PREFIX)]
-    options.overrides = [one for one in options.overrides if one not in out_overrides]
+    out_overrides = [argument for argument in options.overrides if argument.startswith(OUT_PREFIX)]
+    options.overrides = [argument for argument in options.overrides if argument not in out_overrides]
     path = Path(out_overrides[-1].removeprefix(OUT_PREFIX)).expanduser() if out_overrides else Path()
 
     if path.suffix not in (".parquet", ".jsonl"):
@@ -86,30 +86,30 @@ def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     parts = EpisodeParts(read_config(run_dir))
     samples, episodes = evaluated(run_dir)
 
-    def episode_entry(episode: Judged, sample: Sample) -> Sequence[Any]:
-        if episode.result is None or episode.stats is None:
+    def episode_entry(judged: Judged, sample: Sample) -> Sequence[Any]:
+        if judged.result is None or judged.stats is None:
             return None, None, None, "failed", 0
-        ending = episode.result.end
+        ending = judged.result.end
 
         recorded_input = reward_input(
-            parts, sample, judged_turns(reader, episode), ending, episode.stats.tool_calls
+            parts, sample, judged_turns(reader, judged), ending, judged.stats.tool_calls
         )
         messages = msgspec.json.encode([message.openai() for message in recorded_input.messages])
         return (
             recorded_input.answer,
             messages.decode(),
-            episode.result.score,
+            judged.result.score,
             str(ending),
-            episode.result.tokens,
+            judged.result.tokens,
         )
 
     with closing(RunReader.open(run_dir)) as reader:
         sampled_episodes = sorted(
-            (one for one in episodes if one.which.mode == SAMPLED), key=attrgetter("which")
+            (judged for judged in episodes if judged.which.mode == SAMPLED), key=attrgetter("which")
         )
         for row, members in groupby(sampled_episodes, key=attrgetter("which.row")):
             sample = samples[row]
-            entries = [episode_entry(one, sample) for one in members]
+            entries = [episode_entry(judged, sample) for judged in members]
             ground_truth = msgspec.json.decode(sample.ground_truth)
             yield {
                 "data_source": sample.data_source,

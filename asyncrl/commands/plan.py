@@ -215,7 +215,9 @@ def _recorded_episodes(run_dir: Path) -> tuple[Recorded, float, int]:
 
         for group in groups:
             episodes = []
-            for episode in (e for e in reader.members(group.id) if e.stats.turns and not e.greedy):
+            for episode in (
+                member for member in reader.members(group.id) if member.stats.turns and not member.greedy
+            ):
                 turns, missing = kept_turns(reader, episode)
                 if turns and not missing:
                     episodes.append(recorded_turns(turns, episode.stats))
@@ -239,7 +241,11 @@ def _concurrent_episodes(spans: Sequence[Line], config: RunConfig) -> float:
         next_index = bisect_right(validation_ends, span.start)
         return next_index < len(validations) and validations[next_index][0] < span.end
 
-    decode_spans = [s for s in spans if s.name == DECODE and s.end > s.start and not during_validation(s)]
+    decode_spans = [
+        span
+        for span in spans
+        if span.name == DECODE and span.end > span.start and not during_validation(span)
+    ]
     total_seconds = sum(span.seconds for span in decode_spans)
     concurrency = (
         sum(span.seconds**2 / (span.end - span.start) for span in decode_spans) / total_seconds
@@ -286,7 +292,9 @@ def splits(config: RunConfig, devices: int) -> list[Keys]:
         else [*range(1, max_engines + 1, -(-max_engines // MAX_SPLITS) or 1), current_engines]
     )
     return [
-        {key: n, "trainer.ranks": devices - n * tp} for n in dict.fromkeys(engine_counts) if n <= max_engines
+        {key: engines, "trainer.ranks": devices - engines * tp}
+        for engines in dict.fromkeys(engine_counts)
+        if engines <= max_engines
     ]
 
 
@@ -332,7 +340,7 @@ def rank_candidates(forecasts: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Ke
     """Sort forecasts: first all with about the most tokens/s, by lag; then the rest by tokens/s."""
     by_speed = sorted(forecasts, key=lambda one: -one[1].tokens_per_s)
     lowest_speed = (1 - SIMILAR_FRACTION) * by_speed[0][1].tokens_per_s
-    similar = [one for one in by_speed if one[1].tokens_per_s >= lowest_speed]
+    similar = [candidate for candidate in by_speed if candidate[1].tokens_per_s >= lowest_speed]
     return sorted(similar, key=lambda one: one[1].lag) + by_speed[len(similar) :]
 
 
@@ -363,7 +371,8 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
     for label, name, number_format in FIGURES:
         print(
-            f"{label:24}" + "".join(f"{getattr(one, name):>z12{number_format}}" for one in columns.values())
+            f"{label:24}"
+            + "".join(f"{getattr(forecast, name):>z12{number_format}}" for forecast in columns.values())
         )
     assumed_note = (
         "\n(how a token's time splits is assumed, as the load hardly differed: name a second run with other\n"
@@ -394,11 +403,11 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
         " ".join(f"{name.partition('.')[2]:>16}" for name in key_names)
         + "   tokens/s  s/step   lag  masked  idle"
     )
-    for keys, one in ranked_candidates[:SHOWN_CANDIDATES]:
+    for keys, forecast in ranked_candidates[:SHOWN_CANDIDATES]:
         print(
             " ".join(f"{keys[name]:>16}" for name in key_names)
-            + f"{one.tokens_per_s:>11.0f}{one.step_s:>8.3g}{one.lag:>6.2f}{one.masked:>8.1%}"
-            + f"  trainer {one.trainer_idle:z.0%}, rollout {one.rollout_idle:z.0%}"
+            + f"{forecast.tokens_per_s:>11.0f}{forecast.step_s:>8.3g}{forecast.lag:>6.2f}{forecast.masked:>8.1%}"
+            + f"  trainer {forecast.trainer_idle:z.0%}, rollout {forecast.rollout_idle:z.0%}"
         )
 
     print("\n" + " ".join(f"{name}={ranked_candidates[0][0][name]}" for name in key_names))
@@ -425,7 +434,7 @@ def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
         f"devices   apart{FIGURES_HEADER} |    by shifts{FIGURES_HEADER} | elastic, at best"
     )
 
-    for device_count in [*(n for n in map((1).__lshift__, range(16)) if n < devices), devices]:
+    for device_count in [*(power for power in map((1).__lshift__, range(16)) if power < devices), devices]:
         comparison = compare(work, device_count, rates.shift_s, tp)
         elastic_text = f"{comparison.elastic:.3g} ({-comparison.gain:.0%})" if comparison.apart else "-"
         sides_text = " | ".join(map(_format_placed, (comparison.apart, comparison.shifts)))

@@ -132,7 +132,9 @@ async def _regrade_episodes(
     try:
         for group in (group for group in reader.groups() if steps[0] <= _batch_step(group) <= steps[1]):
             members = {episode.uid: episode for episode in reader.members(group.id)}
-            landed = ((uid, kept_turns(reader, e)) for uid, e in members.items() if e.stats.turns)
+            landed = (
+                (uid, kept_turns(reader, member)) for uid, member in members.items() if member.stats.turns
+            )
             turns = {
                 uid: episode_turns
                 for uid, (episode_turns, missing) in landed
@@ -219,10 +221,12 @@ def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
     taught_counts = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
     print(f"{len(rows)} episodes of {len({row.group for row in rows})} groups scored again")
     print(f"{'':32} {'recorded':>12} {'regraded':>12}")
-    print(f"{'score, mean':32} {fmean(a for a, _ in scores):>12.4f} {fmean(b for _, b in scores):>12.4f}")
+    print(
+        f"{'score, mean':32} {fmean(recorded for recorded, _ in scores):>12.4f} {fmean(regraded for _, regraded in scores):>12.4f}"
+    )
 
     if groups:
-        counts_text = " ".join(f"{n:>6} {n / len(groups):>5.0%}" for n in taught_counts)
+        counts_text = " ".join(f"{count:>6} {count / len(groups):>5.0%}" for count in taught_counts)
         print(f"{f'groups that teach, of {len(groups)}':32} {counts_text}")
     if advantages:
         sizes_text = " ".join(f"{fmean(abs(pair[index]) for pair in advantages):>12.4f}" for index in (0, 1))

@@ -119,7 +119,9 @@ def _print_tool(spec: str, tool: Tool) -> None:
     kind = "an object per episode" if tool.state else "a function"
     option_values = {key: getattr(tool, key) for key in SHOWN_OPTIONS}
     changed_options = {
-        key: v for key, v in option_values.items() if v != Tool.__dataclass_fields__[key].default
+        key: option
+        for key, option in option_values.items()
+        if option != Tool.__dataclass_fields__[key].default
     }
     print(f"    {kind}" + "".join(f", {key}={value}" for key, value in changed_options.items()))
 

@@ -80,7 +80,7 @@ def run_configuration(enrolled: Enrolled) -> RunConfig:
 def with_server(config: RunConfig, url: str) -> RunConfig:
     """Configure only one server: at `url`, or to be started. Raises ConfigError if the server cannot be
     used."""
-    if url.rstrip("/") in [known.rstrip("/") for known in config.engine.urls]:
+    if url.rstrip("/") in [engine_url.rstrip("/") for engine_url in config.engine.urls]:
         raise ConfigError(f"--url: the server {url} is one of engine.urls: the run uses it")
     config = replace(config, engine=replace(config.engine, urls=[url] if url else []))
     check_servers(replace(config, scorers={}))  # Scorers and their models are on other machines.

@@ -190,7 +190,8 @@ def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_t
         lines.append(f"warm-up       of the learning rate: {warmup_steps} steps (trainer.warmup_steps)")
     if critic_warmup_steps:
         lines.append(
-            f"warm-up       of the critic, the policy waits: {critic_warmup_steps} steps (critic.warmup_steps)"
+            f"warm-up       of the critic, the policy waits: {critic_warmup_steps} steps "
+            "(critic.warmup_steps)"
         )
     return lines
 
@@ -310,7 +311,9 @@ def _free_bytes(directory: str) -> int:
 
 def _format_count(count: float) -> str:
     """Format 134515008 as 134.5 M."""
-    unit, unit_name = next((u, n) for u, n in _DECIMAL_UNITS if count >= u or u == 1)
+    unit, unit_name = next(
+        (unit_size, prefix) for unit_size, prefix in _DECIMAL_UNITS if count >= unit_size or unit_size == 1
+    )
     return f"{count / unit:.1f} {unit_name}" if unit_name else f"{count:.0f} "
 
 

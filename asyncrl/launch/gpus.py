@@ -35,7 +35,7 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
     if gpu_properties:
         yield ok(
             f"CUDA {version.cuda}: "
-            + ", ".join(f"{p.name}, {format_bytes(p.total_memory)}" for p in gpu_properties)
+            + ", ".join(f"{gpu.name}, {format_bytes(gpu.total_memory)}" for gpu in gpu_properties)
         )
         if inputs.config.launch.kind == "local":  # Ray assigns GPUs itself
             yield from _check_peers(inputs.config, gpu_count)
@@ -113,9 +113,7 @@ def _check_peers(config: RunConfig, gpu_count: int) -> Iterator[Note]:
         for pair in exchange_pairs | group_pairs
         if pair[0] != pair[1] and not can_device_access_peer(*pair)
     }
-    pairs_text = (
-        f"GPUs {', '.join(f'{a}-{b}' for a, b in sorted(unreachable_pairs))} cannot read each other's memory"
-    )
+    pairs_text = f"GPUs {', '.join(f'{first}-{second}' for first, second in sorted(unreachable_pairs))} cannot read each other's memory"
 
     if unreachable_pairs:
         yield warning(

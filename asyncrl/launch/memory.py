@@ -197,8 +197,8 @@ def describe_coverage(path: str) -> str:
     total_parameters = sum(map(prod, shapes.values()))
     adapted_text, unadapted_text = (
         ", ".join(
-            f"{len(n)} x {kind} ({sum(n) / total_parameters:.1%})"
-            for kind, n in sizes_by_kind[is_adapted].items()
+            f"{len(parameter_counts)} x {kind} ({sum(parameter_counts) / total_parameters:.1%})"
+            for kind, parameter_counts in sizes_by_kind[is_adapted].items()
         )
         for is_adapted in (True, False)
     )

@@ -57,9 +57,10 @@ class NodeAssignment:
         self._node_of: dict[str, str] = {}  # node id by process name
         self._processes = [process for unit in units for process in unit.processes]
 
-        for process in sorted(
-            self._processes, key=lambda place: (PLACING_ORDER.index(place.role), place.index)
-        ):
+        def order_of(process: PlannedProcess) -> tuple[int, int]:
+            return PLACING_ORDER.index(process.role), process.index
+
+        for process in sorted(self._processes, key=order_of):
             if self.choose_node(process, nodes) is None:
                 raise ConfigError(self._describe_lack(process, nodes))
 

@@ -52,19 +52,19 @@ class Unit:
 def plan_units(config: RunConfig) -> tuple[Unit, ...]:
     """Return the units of a run, the coordinator first."""
     threads = config.launch.threads
-    gpus = 0 if config.engine.urls else config.engine.tp
+    engine_gpus = 0 if config.engine.urls else config.engine.tp
     server_units = [
-        Unit(ENGINE, (_planned_process(ENGINE, i, threads, gpus),)) for i in range(config.engine.keepers)
+        Unit(ENGINE, (_planned_process(ENGINE, index, threads, engine_gpus),))
+        for index in range(config.engine.keepers)
     ]
 
-    scorer_configs = (config.scorers[name] for name, _ in config.scorer_places)
-    scorer_gpus = [0 if scorer.urls else scorer.tp for scorer in scorer_configs]
-    server_units += [
-        Unit(SCORER, (_planned_process(SCORER, i, threads, gpus),)) for i, gpus in enumerate(scorer_gpus)
-    ]
+    for index, (name, _) in enumerate(config.scorer_places):
+        scorer = config.scorers[name]
+        scorer_gpus = 0 if scorer.urls else scorer.tp
+        server_units.append(Unit(SCORER, (_planned_process(SCORER, index, threads, scorer_gpus),)))
 
     worker_units = [
-        Unit(ROLLOUT, (_planned_process(ROLLOUT, i, threads),)) for i in range(config.rollout.workers)
+        Unit(ROLLOUT, (_planned_process(ROLLOUT, index, threads),)) for index in range(config.rollout.workers)
     ]
     ranks = tuple(_planned_process(TRAINER, rank, threads) for rank in range(config.trainer.ranks))
 

@@ -413,14 +413,15 @@ def outside_weights(config: RunConfig) -> list[Path]:
         OWN_NAME_LINE.match, places_file.read_text().splitlines() if places_file.exists() else ()
     )
     earlier_places = [line.split("\t", 1) for line in recorded_lines]
-    abandoned_names = (
-        name for name, at in earlier_places if not os.path.exists(at) or os.path.samefile(at, run_dir)
+    earlier_names = (
+        name
+        for name, earlier_run_dir in earlier_places
+        if not os.path.exists(earlier_run_dir) or os.path.samefile(earlier_run_dir, run_dir)
     )
 
-    name_prefixes = (f"{SHARED_MEMORY}/asyncrl-", *(f"{at}/" for at in configured_directories))
-    return [
-        Path(at + name) for name in (own_name(run_dir, config.name), *abandoned_names) for at in name_prefixes
-    ]
+    name_prefixes = (f"{SHARED_MEMORY}/asyncrl-", *(f"{path}/" for path in configured_directories))
+    names = (own_name(run_dir, config.name), *earlier_names)
+    return [Path(prefix + name) for name in names for prefix in name_prefixes]
 
 
 def record_launch_name(config: RunConfig) -> None:

@@ -254,14 +254,14 @@ def list_nodes() -> list[Node]:
     free_resources = available_resources_per_node()
     alive_nodes = [
         Node(
-            one["NodeID"],
-            one["NodeManagerAddress"],
-            one["Resources"].get("GPU", 0),
-            free_resources.get(one["NodeID"], {}).get("GPU", 0),
-            frozenset(one["Resources"]),
+            ray_node["NodeID"],
+            ray_node["NodeManagerAddress"],
+            ray_node["Resources"].get("GPU", 0),
+            free_resources.get(ray_node["NodeID"], {}).get("GPU", 0),
+            frozenset(ray_node["Resources"]),
         )
-        for one in ray.nodes()
-        if one["Alive"]
+        for ray_node in ray.nodes()
+        if ray_node["Alive"]
     ]
 
     return sorted(alive_nodes, key=lambda node: node.address)

@@ -48,9 +48,9 @@ class Comparison(msgspec.Struct, frozen=True):
     @property
     def best(self) -> Placed:
         """The fastest way; of two about equally fast ways, the one with less lag."""
-        placements = [one for one in (self.apart, self.shifts) if one]
+        placements = [placed for placed in (self.apart, self.shifts) if placed]
         placements = [
-            one for one in placements if one.forecast.step_s <= self.fastest * (1 + SIMILAR_FRACTION)
+            placed for placed in placements if placed.forecast.step_s <= self.fastest * (1 + SIMILAR_FRACTION)
         ]
         return min(placements, key=lambda placed: placed.forecast.lag)
 
@@ -108,7 +108,7 @@ def compare(
 
     def descend(seconds: Callable[[int], float], engine_count: int) -> int:
         neighbours = (engine_count, engine_count - 1, engine_count + 1)
-        best = min((n for n in neighbours if n in engine_counts), key=seconds)
+        best = min((neighbour for neighbour in neighbours if neighbour in engine_counts), key=seconds)
         return best if best == engine_count else descend(seconds, best)
 
     shifts = None
@@ -122,6 +122,7 @@ def compare(
     if not engine_counts:
         return Comparison(None, shifts)
     best = descend(
-        lambda n: apart(n).forecast.step_s, min(engine_counts, key=lambda n: max(batch_seconds(split(n))))
+        lambda count: apart(count).forecast.step_s,
+        min(engine_counts, key=lambda count: max(batch_seconds(split(count)))),
     )
     return Comparison(apart(best), shifts, elastic(descend(elastic, best)))

@@ -353,7 +353,9 @@ class Simulation:
         self._used_slots -= 1
 
         lifetime = self._engine_clock - play.began_at
-        self._episode_wait_seconds += lifetime - sum(ended - began for began, ended, _ in play.turn_spans)
+        self._episode_wait_seconds += lifetime - sum(
+            ended_at - began_at for began_at, ended_at, _ in play.turn_spans
+        )
         self._episode_seconds += lifetime
         self._landed_turns[episode.uid] = play.turn_spans
 
@@ -411,7 +413,8 @@ class Simulation:
             self._schedule(self.workload.publish, self._publish)
 
         lags, tokens = (
-            np.concatenate([batch_lags[k].ravel() for batch_lags in self._batch_lags]) for k in (0, 1)
+            np.concatenate([batch_lags[column].ravel() for batch_lags in self._batch_lags])
+            for column in (0, 1)
         )
         max_staleness = self.buffer.config.max_staleness
         live_limit = self.buffer.live_limit
@@ -421,15 +424,15 @@ class Simulation:
         tokens_over = tokens_by_lag[max_staleness + 1 :]
         masked = float(tokens_over.sum()) / total_tokens
 
-        seconds = self.now - self._step_began
-        awake = self._engine_clock - self._step_clock_began
+        step_seconds = self.now - self._step_began
+        awake_seconds = self._engine_clock - self._step_clock_began
         self.steps.append(
             SimulatedStep(
                 live_limit,
-                seconds,
+                step_seconds,
                 self._trainer_seconds,
                 self._engine_seconds,
-                awake,
+                awake_seconds,
                 masked,
                 tuple(tokens_within),
             )
@@ -437,10 +440,10 @@ class Simulation:
 
         crossed_tokens = self.crossings.committed(masked, total_tokens, self._engine_clock)
         if self.buffer.config.target_staleness == "auto":
-            idle = 1 - self._trainer_seconds / seconds
+            idle = 1 - self._trainer_seconds / step_seconds
             is_at_limit = open_groups >= live_limit
             if self.shifts is not None:  # The trainer waits for its shift in any case
-                idle = 1 - self._engine_seconds / max(TIME_EPSILON, self._engine_seconds, awake)
+                idle = 1 - self._engine_seconds / max(TIME_EPSILON, self._engine_seconds, awake_seconds)
             waiting_fraction = self._episode_wait_seconds / max(1e-9, self._episode_seconds)
             budget_shares = [(crossed_tokens, self.buffer.config.stale_budget)]
             self.flow_control.update(budget_shares, is_at_limit and idle >= BUSY, idle * waiting_fraction)
