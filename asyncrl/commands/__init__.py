@@ -1,4 +1,5 @@
-"""Commands, one file each; here are helpers of all: parsing of arguments, and finding a run by its name."""
+"""Commands, one module each. This module has helpers for all: parsers of arguments, and finding runs by
+name."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--source", default="", help="another repository of the hub, a directory or a file")
     parser.add_argument("--train", type=int, help="training samples, drawn at random; all by default")
     parser.add_argument("--test", type=int, help="held-out samples, drawn at random; all by default")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random draw")
     parser.add_argument("--instruction", help="text after each question, instead of the usual one")
     parser.add_argument("--system", default="", help="system prompt; reasoning_gym: also one of its names")
     parser.add_argument("--config", default="{}", help="reasoning_gym: options of each task, a JSON object")

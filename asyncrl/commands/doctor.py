@@ -1,4 +1,4 @@
-"""`asyncrl doctor [OVERRIDES]`: what a run would find on this machine, with these keys."""
+"""`asyncrl doctor [OVERRIDES]`: checks this machine, and the keys of a run."""
 
 from __future__ import annotations
 

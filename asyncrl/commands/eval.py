@@ -2,7 +2,7 @@
 
     MODEL, overrides ──► RunConfig with total_steps=0 ──► launch/start.py ──► run store ──► the table
 
-A command that was killed is given again, and goes on: what is over is in the run store.
+After a kill the same command continues: finished episodes are in the run store.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
 
 
 def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
-    parser = command_parser(name, text, "where runs are, and this one is put")
+    parser = command_parser(name, text, "directory of runs, also of this one")
     parser.add_argument("model", help="a model, a checkpoint of a run, or a run")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")

@@ -1,5 +1,5 @@
-"""`asyncrl generate MODEL out=FILE`: what a model answers, as a data set. It is `asyncrl eval` without greedy
-episodes, whose run is written to a file."""
+"""`asyncrl generate MODEL out=FILE`: writes the answers of a model as a data set. An `asyncrl eval` without
+greedy episodes, whose run is written to a file."""
 
 from __future__ import annotations
 

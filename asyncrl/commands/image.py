@@ -28,10 +28,12 @@ def main(argv: list[str]) -> int:
     parser = command_parser("image", HELP, run_dir_help="")
     parser.add_argument("action", choices=("import", "list", "remove"))
     parser.add_argument(
-        "given", nargs="?", default="", metavar="FILE|DIR|-|NAME", help="what to import or remove"
+        "source", nargs="?", default="", metavar="FILE|DIR|-|NAME", help="what to import or remove"
     )
-    parser.add_argument("--name", default="", help="import: its name; by default the file's")
-    parser.add_argument("--over", default="", metavar="IMAGE", help="import: lay it over this one")
+    parser.add_argument("--name", default="", help="import: name of the image (default: name of the file)")
+    parser.add_argument(
+        "--over", default="", metavar="IMAGE", help="import: base image below the imported files"
+    )
 
     for bound in msgspec.structs.fields(Bounds):
         (unit,) = bound.type.__metadata__
@@ -44,17 +46,17 @@ def main(argv: list[str]) -> int:
             print(_image_line(digest, names))
         return 0
 
-    if not options.given:
+    if not options.source:
         parser.error(f"{options.action} takes a FILE, DIR or - to import, or a NAME to remove")
 
     if options.action == "remove":
-        is_removed = remove_image(options.given)
-        print(f"{options.given} is removed{'' if is_removed else '; its image has other names'}")
+        is_removed = remove_image(options.source)
+        print(f"{options.source} is removed{'' if is_removed else '; its image has other names'}")
         return 0
 
     bounds = Bounds(**{name: getattr(options, name) for name in Bounds.__struct_fields__})
-    name = options.name or Path(options.given).name.split(".")[0]
-    image = import_image(options.given, "" if name == "-" else name, options.over, bounds)
+    name = options.name or Path(options.source).name.split(".")[0]
+    image = import_image(options.source, "" if name == "-" else name, options.over, bounds)
     print(_image_line(image.digest, [name]))
     return 0
 

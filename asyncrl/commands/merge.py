@@ -29,7 +29,12 @@ def main(argv: list[str]) -> int:
     parser = command_parser("merge", HELP)
     parser.add_argument("checkpoint", help="a checkpoint, or a run")
     parser.add_argument("out", type=Path, help="output directory; must not exist")
-    parser.add_argument("--adapters", choices=("merged", "apart"), default="merged", help="where they go")
+    parser.add_argument(
+        "--adapters",
+        choices=("merged", "apart"),
+        default="merged",
+        help="merge adapters into the model, or write them alone",
+    )
     options = parser.parse_args(argv)
 
     if options.out.exists():

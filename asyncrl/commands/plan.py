@@ -1,4 +1,4 @@
-"""`asyncrl plan`: what limits a run, and what other splits, slots, batches and bounds would do."""
+"""`asyncrl plan`: finds what limits a run, and predicts other splits, slots, batches and staleness bounds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asyncrl.planning.simulator import Recorded, Workload
 
 HELP = """\
-Say what limits a run, and predict other settings of it, from what it measured and a simulation.
+Find what limits a run, and predict other settings by a simulation from its measurements.
 
   asyncrl plan demo                         of a run, which may be under way
   asyncrl plan demo rollout.slots=128       what it would do with other keys
@@ -104,7 +104,9 @@ class Measurements(msgspec.Struct, frozen=True):
 
 def main(argv: list[str]) -> int:
     parser = command_parser("plan", HELP)
-    parser.add_argument("what", nargs="+", metavar="RUN|KEY=VALUE", help="runs, or directories; overrides")
+    parser.add_argument(
+        "what", nargs="+", metavar="RUN|KEY=VALUE", help="names or directories of runs; overrides"
+    )
     parser.add_argument(
         "--devices",
         type=int,
@@ -338,10 +340,10 @@ def candidates(
 
 def rank_candidates(forecasts: Iterable[tuple[Keys, Forecast]]) -> list[tuple[Keys, Forecast]]:
     """Sort forecasts: first all with about the most tokens/s, by lag; then the rest by tokens/s."""
-    by_speed = sorted(forecasts, key=lambda one: -one[1].tokens_per_s)
+    by_speed = sorted(forecasts, key=lambda candidate: -candidate[1].tokens_per_s)
     lowest_speed = (1 - SIMILAR_FRACTION) * by_speed[0][1].tokens_per_s
     similar = [candidate for candidate in by_speed if candidate[1].tokens_per_s >= lowest_speed]
-    return sorted(similar, key=lambda one: one[1].lag) + by_speed[len(similar) :]
+    return sorted(similar, key=lambda candidate: candidate[1].lag) + by_speed[len(similar) :]
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -365,7 +367,8 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
     print_progress("simulating this configuration")
     predicted = predict(config, rates, seeds=SIMULATION_SEEDS)
     print_progress("finding what limits it")
-    saved_shares = sorted(time_savings(config, rates, SIMULATION_SEEDS).items(), key=lambda one: -one[1])
+    savings = time_savings(config, rates, SIMULATION_SEEDS)
+    saved_shares = sorted(savings.items(), key=lambda saving: -saving[1])
 
     columns = {"predicted": predicted} | ({"measured": measured_forecast(rows)} if rows else {})
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
@@ -406,7 +409,8 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
     for keys, forecast in ranked_candidates[:SHOWN_CANDIDATES]:
         print(
             " ".join(f"{keys[name]:>16}" for name in key_names)
-            + f"{forecast.tokens_per_s:>11.0f}{forecast.step_s:>8.3g}{forecast.lag:>6.2f}{forecast.masked:>8.1%}"
+            + f"{forecast.tokens_per_s:>11.0f}{forecast.step_s:>8.3g}"
+            + f"{forecast.lag:>6.2f}{forecast.masked:>8.1%}"
             + f"  trainer {forecast.trainer_idle:z.0%}, rollout {forecast.rollout_idle:z.0%}"
         )
 

@@ -1,6 +1,6 @@
-"""`asyncrl regrade RUN --reward NEW`: recorded episodes, scored by another reward.
+"""`asyncrl regrade RUN --reward NEW`: scores recorded episodes with another reward.
 
-It only reads the run, which may be under way.
+The command only reads the run, which may be under way.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", help="name of a run, or its directory")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")
     parser.add_argument("--reward", required=True, help="as rollout.reward: a name, a function, or a mapping")
-    parser.add_argument("--steps", type=_parse_steps, default=(0, sys.maxsize), help="A..B; all by default")
+    parser.add_argument(
+        "--steps", type=_parse_steps, default=(0, sys.maxsize), help="steps A..B (default: all)"
+    )
     parser.add_argument("--out", type=Path, help="write a row per episode: FILE.parquet or FILE.jsonl")
     options = parser.parse_intermixed_args(argv)
 
@@ -221,9 +223,9 @@ def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
     taught_counts = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
     print(f"{len(rows)} episodes of {len({row.group for row in rows})} groups scored again")
     print(f"{'':32} {'recorded':>12} {'regraded':>12}")
-    print(
-        f"{'score, mean':32} {fmean(recorded for recorded, _ in scores):>12.4f} {fmean(regraded for _, regraded in scores):>12.4f}"
-    )
+    recorded_mean = fmean(recorded for recorded, _ in scores)
+    regraded_mean = fmean(regraded for _, regraded in scores)
+    print(f"{'score, mean':32} {recorded_mean:>12.4f} {regraded_mean:>12.4f}")
 
     if groups:
         counts_text = " ".join(f"{count:>6} {count / len(groups):>5.0%}" for count in taught_counts)

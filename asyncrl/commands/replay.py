@@ -1,6 +1,6 @@
-"""`asyncrl replay RUN --step N`: a step of a run once more, from the newest checkpoint before it.
+"""`asyncrl replay RUN --step N`: trains a step of a run once more, from the newest checkpoint before it.
 
-It only reads the run, which may be under way.
+The command only reads the run, which may be under way.
 """
 
 from __future__ import annotations

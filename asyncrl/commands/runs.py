@@ -1,5 +1,5 @@
-"""`asyncrl runs list | show | transcripts | restore`: the runs in a directory; summary and episodes of one;
-its damaged run.db made anew."""
+"""`asyncrl runs list | show | transcripts | restore`: lists the runs in a directory; shows the summary or
+episodes of a run; restores a damaged run.db."""
 
 from __future__ import annotations
 

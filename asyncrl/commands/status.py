@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser = command_parser("status", __doc__)
     parser.add_argument("run", nargs="?", default="", help="name of a run, or its directory; else the newest")
     parser.add_argument(
-        "--watch", action="store_true", help=f"again every {WATCH_INTERVAL:g} s, until it ends"
+        "--watch", action="store_true", help=f"repeat every {WATCH_INTERVAL:g} s until the run ends"
     )
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)

@@ -1,4 +1,4 @@
-"""`asyncrl tools list | call`."""
+"""`asyncrl tools list | call`: lists tools, or calls a tool once."""
 
 from __future__ import annotations
 
@@ -33,21 +33,27 @@ def main(argv: list[str]) -> int:
         "file.py:attribute or folder, as in rollout.tools.",
     )
     parser.add_argument("action", choices=("list", "call"))
-    parser.add_argument("given", nargs="*", metavar="SPEC", help="list: all tools by default")
+    parser.add_argument("specs", nargs="*", metavar="SPEC", help="list: all tools by default")
     parser.add_argument("--name", default="", help="call: the tool, where SPEC gives several")
     parser.add_argument("--sample", type=Path, help="call: JSON file of the sample to open the tool with")
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the factory")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the factory that makes the tools",
+    )
     options = parser.parse_intermixed_args(argv)
 
     search_working_directory()
     arguments = _arguments(options.option)
 
     if options.action == "list":
-        return list_tools(options.given, arguments)
+        return list_tools(options.specs, arguments)
 
-    if len(options.given) not in (1, 2):
+    if len(options.specs) not in (1, 2):
         parser.error("call takes a SPEC and, as one word, a JSON object")
-    spec, text = (*options.given, "{}")[:2]
+    spec, text = (*options.specs, "{}")[:2]
     return call_once(spec, text, arguments, options.name, options.sample)
 
 

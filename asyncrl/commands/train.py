@@ -1,4 +1,4 @@
-"""`asyncrl train`."""
+"""`asyncrl train`: trains a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl view [RUN…]`: a page over runs, also while they go on; or that page in a file."""
+"""`asyncrl view [RUN…]`: serves a page about runs, also while they go on; or writes the page to a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser = command_parser("view", HELP)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="names or directories; else the newest one")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file instead")
-    parser.add_argument("--port", type=int, default=0, help="a free one by default")
+    parser.add_argument("--port", type=int, default=0, help="port of the page (default: a free port)")
     parser.add_argument("--open", action="store_true", help="open the browser, too")
     options = parser.parse_intermixed_args(argv)
 

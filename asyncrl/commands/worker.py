@@ -1,12 +1,13 @@
-"""`asyncrl worker --join TOKEN`: be one more rollout worker of a run under way, or the keeper of one more
-server, on this or another machine.
+"""`asyncrl worker --join TOKEN`: runs as one more rollout worker of a run under way, or as the supervisor of
+one more server, on this or another machine, until stopped.
 
-`asyncrl invite` prints the token; `--join -` reads it from standard input, as other users of a machine see
-arguments. The model and plug-ins must be at the same paths as for the other workers; so must the weights,
-where `weights.directory` is a path. SIGTERM or Ctrl-C lets it leave: others go on with its episodes, from the
-last turn that each has had. It ends with 0 when it has left, or when the run has ended.
+`asyncrl invite` prints the token; `--join -` reads the token from standard input, as other users of a machine
+can see arguments. The model and plug-ins must be at the same paths as for the other workers; so must the
+weights, if `weights.directory` is a path. After SIGTERM or Ctrl-C the worker leaves: other workers continue
+its episodes, from the last turn that each episode has had. The exit code is 0 when the worker has left, or
+when the run has ended.
 
-With a token of `asyncrl invite --role engine`, a server is started here, or the one at --url is attached to.
+With a token of `asyncrl invite --role engine`, a server is started here, or the server at --url is attached.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def main(argv: list[str]) -> int:
 
     parser = command_parser("worker", __doc__, "parent of this worker's directory")
     parser.add_argument(
-        "--join", required=True, metavar="TOKEN", help="of asyncrl invite; - for standard input"
+        "--join",
+        required=True,
+        metavar="TOKEN",
+        help="token that asyncrl invite printed; - reads standard input",
     )
     parser.add_argument("--url", default="", help="URL of an already running server, as seen by the workers")
     options = parser.parse_args(argv)

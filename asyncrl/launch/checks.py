@@ -1,8 +1,8 @@
-"""Lists all checks before a run. `asyncrl train` runs RUN up to the first error; `asyncrl doctor` and
-`asyncrl train --dry-run` run all of them, and collect what they find.
+"""Lists the checks before a run. `asyncrl train` runs RUN_CHECKS up to the first error; `asyncrl doctor` and
+`asyncrl train --dry-run` run all checks and collect their notes.
 
-A check yields notes, and raises ConfigError for what has to be corrected. It reads `Inputs` and changes
-nothing, there or elsewhere.
+A check yields notes, and raises ConfigError for faults that must be corrected. A check reads `Inputs` and
+changes nothing, neither the inputs nor anything else.
 """
 
 from __future__ import annotations

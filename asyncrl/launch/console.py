@@ -1,4 +1,4 @@
-"""Console output of a run under way: a live view on a terminal, plain lines elsewhere."""
+"""Shows a run on the terminal while it goes on: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The live view of a run, in the size of the terminal, and its plain line. Pure but for the clock."""
+"""Renders the live view of a run in the size of the terminal, and its plain line. Pure except for the
+clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Estimates what a run will take of the machine, and finds settings far from what model and machine take."""
+"""Estimates the resources that a run will use, and finds settings that do not suit the model or the
+machine."""
 
 from __future__ import annotations
 

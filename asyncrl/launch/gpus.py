@@ -1,4 +1,4 @@
-"""Checks of the GPUs of this machine, and of the ways between them: peers, NCCL, network interfaces."""
+"""Checks the GPUs of this machine, and the connections between them: peers, NCCL, network interfaces."""
 
 from __future__ import annotations
 
@@ -113,13 +113,12 @@ def _check_peers(config: RunConfig, gpu_count: int) -> Iterator[Note]:
         for pair in exchange_pairs | group_pairs
         if pair[0] != pair[1] and not can_device_access_peer(*pair)
     }
-    pairs_text = f"GPUs {', '.join(f'{first}-{second}' for first, second in sorted(unreachable_pairs))} cannot read each other's memory"
 
     if unreachable_pairs:
+        pairs_text = ", ".join(f"{first}-{second}" for first, second in sorted(unreachable_pairs))
         yield warning(
-            f"{pairs_text} (nvidia-smi topo -p2p r): NCCL goes through /dev/shm, which is slower; if a run "
-            "hangs "
-            "in its first collective, export NCCL_P2P_DISABLE=1"
+            f"GPUs {pairs_text} cannot read each other's memory (nvidia-smi topo -p2p r): NCCL goes through "
+            "/dev/shm, which is slower; if a run hangs in its first collective, export NCCL_P2P_DISABLE=1"
         )
 
 

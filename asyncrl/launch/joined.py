@@ -1,13 +1,14 @@
-"""A process on another machine is one that has joined: Ray has placed it, or a person has invited it.
+"""Runs a process on another machine. Such a process has joined the run: Ray has placed the process, or a
+person has invited it.
 
-A ticket says what the process is. `JoinedProcess` is the small parent of the role there: it makes a
-directory, starts the role as the launcher starts its own, and sends what the role writes to the coordinator,
-which adds it to the files of the run directory:
+A ticket describes the process. `JoinedProcess` is the small parent of the role: it makes a directory, starts
+the role as the launcher starts its own roles, and sends the files of the role to the coordinator, which
+appends the bytes to the files of the run directory:
 
     RUN_DIR/NAME/elsewhere/LAUNCH-HOST/NAME/logs/rollout-1.log  ──►  RUN_DIR/NAME/logs/rollout-1.log
 
-What was sent is removed at the end. What could not be sent is kept, and it is said where. The next launch
-removes what is left of a launch that was killed.
+Files that were sent are removed at the end. Files that could not be sent are kept, and their place is
+reported. The next launch removes the files of a launch that was killed.
 """
 
 from __future__ import annotations

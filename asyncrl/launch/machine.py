@@ -1,4 +1,4 @@
-"""Checks of the machine, without a model or data. What lies on other machines, on Ray, is not looked at."""
+"""Checks the machine, without a model or data. On Ray, other machines are not checked."""
 
 from __future__ import annotations
 

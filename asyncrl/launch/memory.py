@@ -1,5 +1,5 @@
-"""Checks and describes the memory of trainer ranks (trainer/footprint.py), and says which matrices adapters
-adapt."""
+"""Checks and describes the memory of trainer ranks (trainer/footprint.py), and describes which matrices
+adapters adapt."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
     if config.adapters:
         unadapted_names = weight_shapes(config.model.path).keys() - linear_shapes(config.model.path)
         has_experts = any(".experts." in name for name in unadapted_names)
-        yield (warning if has_experts else ok)(f"adapters      {describe_coverage(config.model.path)}")
+        coverage_text = f"adapters      {describe_coverage(config.model.path)}"
+        yield warning(coverage_text) if has_experts else ok(coverage_text)
 
     if config.versions_held:  # Servers reserve as much room for each adapter as for the largest.
         version_size = adapter_count(config) * DTYPE_BYTES[config.model.dtype]

@@ -1,9 +1,9 @@
 """Resolves and checks models as the configuration names them: a directory, or a repository of the Hugging
-Face hub; and the chat template in place of the model's own.
+Face hub. Also resolves the chat template that replaces the model's own.
 
-The launcher resolves the names once. From there on the configuration, and with it config.yaml, holds
-directories and the template's text. A directory in the hub's cache names its repository and commit, so that
-on another machine the roles can fetch the same files into the cache there.
+The launcher resolves names once. From then on the configuration, and with it config.yaml, holds directories
+and the template's text. A directory in the hub's cache names its repository and commit, so that roles on
+another machine can fetch the same files into the cache there.
 """
 
 from __future__ import annotations

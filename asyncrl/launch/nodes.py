@@ -1,11 +1,12 @@
-"""Several machines of one run: where its processes go, what it needs of them, and which secrets travel.
+"""Plans several machines of one run: which process runs where, which resources each machine needs, and which
+secrets travel.
 
-Pure: what `--dry-run` prints for a cluster is what is launched on it.
+Pure: the plan that `--dry-run` prints for a cluster is the plan that is launched.
 
     trainer rank 0       the launcher's machine, where the run directory is
-    other ranks          the launcher's machine, then as few others as possible: they talk most
+    other ranks          the launcher's machine, then as few others as possible: ranks communicate most
     servers              each on the machine with most free GPUs
-    what needs no GPU    the machines in turn, the launcher's last; workers where servers are
+    without a GPU        the machines in turn, the launcher's last; workers on machines of servers
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which processes a run has. Pure: the plan that `--dry-run` prints is the plan that is launched."""
+"""Plans the processes of a run. Pure: the plan that `--dry-run` prints is the plan that is launched."""
 
 from __future__ import annotations
 

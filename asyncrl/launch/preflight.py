@@ -1,4 +1,4 @@
-"""Checks before any process starts. Each problem is one ConfigError: what is wrong, and how to correct it."""
+"""Checks the run before any process starts. Each fault is one ConfigError with its cause and its cure."""
 
 from __future__ import annotations
 

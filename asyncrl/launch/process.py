@@ -1,4 +1,5 @@
-"""A process as the supervisor sees it, and those of this machine; `ray` has those of others."""
+"""Starts processes on this machine, and defines processes as the supervisor sees them; `ray` starts processes
+on others."""
 
 from __future__ import annotations
 

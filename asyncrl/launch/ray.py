@@ -1,8 +1,8 @@
-"""Parents of roles as Ray actors. The only importer of ray.
+"""Runs the parents of roles as Ray actors. No other module imports ray.
 
-Ray starts; it never restarts (max_restarts=0, max_task_retries=0): the supervisor does, as for local
-processes, and a stop goes through the control socket, since `ray.kill` skips every clean-up. Where a process
-goes is decided here (`Placing`); what Ray reserves for it there are its GPUs.
+Ray starts processes and never restarts them (max_restarts=0, max_task_retries=0): the supervisor restarts, as
+for local processes. A stop goes through the control socket, since `ray.kill` skips every clean-up. The
+machine of a process is decided here (`NodeAssignment`); Ray only reserves the GPUs of the process there.
 
     launcher's machine: launcher, coordinator, trainer rank 0, run directory
     the others:         engines, workers, more ranks, which have joined (`launch/joined.py`)
@@ -137,7 +137,8 @@ class RayProcess:
         elif time.monotonic() - self._waiting_since > PLACING_WARNING_SECONDS:
             log.warning(
                 "%s waits for Ray, %g s by now: is there a machine with the free GPUs that it needs?",
-                *(self.name, PLACING_WARNING_SECONDS),
+                self.name,
+                PLACING_WARNING_SECONDS,
             )
             self._waiting_since = float("inf")
 

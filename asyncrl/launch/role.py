@@ -1,9 +1,9 @@
-"""The main program of a role's process: set up logging, run the role, end with an exit code.
+"""The main program of a role's process: sets up logging, runs the role, ends with an exit code.
 
 python -m asyncrl.launch.role rollout --index 0 --run-dir runs/demo --incarnation 3f… <endpoints
 
-Where the coordinator is, and the role's key, come on standard input: arguments and variables are for every
-process of the machine, or of the user, to read.
+The coordinator's endpoints and the role's key come on standard input, as every process of the machine, or of
+the user, can read arguments and variables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The run directory: checks before it is used or resumed, and its lock."""
+"""Checks the run directory before it is used or resumed, and locks the directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of SGLang servers before anything starts: attached ones, and the command that starts others."""
+"""Checks SGLang servers before anything starts: attached servers, and the command that starts servers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Watches one launch of a run from its parent: its processes, signals, and the coordinator's messages.
+"""Watches one launch of a run from its parent: the processes, signals, and the coordinator's messages.
 
-`run` starts the supervisor, then loops: `_listen` (messages of the coordinator, at most POLL seconds),
-signals, `Supervisor.tick` (exits and restarts), the deadline of a stop, `_watch` (a silent coordinator).
-At the end `_wind_down` waits for the other processes, then kills them.
+`run` starts the supervisor, then loops: `_listen` (messages of the coordinator, at most POLL_SECONDS),
+signals, `Supervisor.poll_processes` (exits and restarts), the deadline of a stop, `_check_coordinator` (a
+silent coordinator). At the end `_wind_down` waits for the other processes, then kills them.
 
 The first Ctrl-C, SIGTERM or SIGHUP asks the coordinator to stop: the trainer ends its micro-batch and writes
 a checkpoint, all within `launch.stop_timeout`. Without that checkpoint the run counts as failed. The second

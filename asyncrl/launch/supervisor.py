@@ -1,9 +1,9 @@
-"""Keeps the processes of a run alive. One supervisor for local children and Ray actors.
+"""Keeps the processes of a run alive: local children and Ray actors alike.
 
-A unit that dies is started again after a back-off, as often as its budget allows (it is whole again when a
-unit has lived for a while and the run has made a step meanwhile): a worker alone, the
-trainer ranks all together (a lost rank leaves the others in a collective), the coordinator on the same
-endpoints. Restarted processes are new peers: they get a new incarnation, later in order. The coordinator
+A unit that dies is started again after a back-off, as often as its restarts allow; the count starts anew when
+a unit has lived for a while and the run has made a step meanwhile. A worker restarts alone. Trainer ranks
+restart together, as a lost rank leaves the other ranks in a collective. The coordinator restarts on the same
+endpoints. Restarted processes are new peers with a new incarnation, later in order. Only the coordinator
 keeps its incarnation, which names the launch.
 """
 

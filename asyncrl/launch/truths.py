@@ -1,4 +1,4 @@
-"""Shows before the start how ground truths look to the rewards that read them."""
+"""Shows before the start how rewards read ground truths."""
 
 from __future__ import annotations
 

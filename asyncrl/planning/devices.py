@@ -1,4 +1,4 @@
-"""Engines and trainer on devices of their own, or by shifts on the same ones: seconds of a step. Pure.
+"""Compares engines and trainer on separate devices with shifts on the same devices: seconds of a step. Pure.
 
 With g and t device-seconds of a batch's sampling and training, and s seconds of two changes, N devices take
 max(g / (N - k), t / k) apart, where k of them train, and (g + t) / N + s by shifts, if nothing else limits.

@@ -1,9 +1,9 @@
-"""Predictions of other settings from a run's measurements: fitted rates, a workload, a simulated run.
+"""Predicts other settings from a run's measurements: fitted rates, a workload, a simulated run.
 
     episodes, metrics, engine loads ──► Rates ──► workload(config) ──► predict ──► seconds a step, lag, idle
 
-Pure: `asyncrl plan` reads the runs. What is assumed to scale: seconds of training with the episodes, and by
-the number of ranks; episodes that sample at once are shared evenly by the engines.
+Pure: `asyncrl plan` reads the runs. Assumed to scale: seconds of training with the episodes, and inversely
+with the number of ranks; engines share sampling episodes equally.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A run in simulated time: engines, tools and a trainer around the real buffer, plans and flow control.
 
-Seeded and pure: from a workload it computes one record per step. Left out: failures, memory, validation.
-Where engines and trainer use the same devices, the real `Shifts` say whose shift it is.
+Seeded and pure: from a workload the simulation computes one record per step. Left out: failures, memory,
+validation. If engines and trainer share devices, the real `Shifts` decide whose shift it is.
 """
 
 from __future__ import annotations
