@@ -193,7 +193,8 @@ def _regraded_rows(
             for uid, values in advantages_by_uid.items()
         }
 
-    (taught, advantages), (teaches, advantages_new) = judge_group(before), judge_group(after)
+    taught, advantages = judge_group(before)
+    teaches, advantages_new = judge_group(after)
     for uid in ordered_uids:
         yield Row(
             uid=uid,

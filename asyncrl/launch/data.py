@@ -68,8 +68,8 @@ def check_data(parts: EpisodeParts) -> RunData:
 
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
-            f"data.train: {len(train)} samples are less than one batch; lower "
-            f"buffer.groups_per_batch ({config.buffer.groups_per_batch}) or add samples"
+            f"data.train: {len(train)} samples are less than one batch; lower buffer.groups_per_batch "
+            f"({config.buffer.groups_per_batch}) or add samples"
         )
 
     filter_changes = describe_changes(config, FILTER_KEYS) if config.data.filter_overlong else []

@@ -242,8 +242,7 @@ def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Ite
     yield (
         f"time          about {duration(total_seconds)}, a step {duration(training_seconds)} of training and "
         f"{duration(sampling_seconds)} of sampling side by side, if episodes fill rollout.max_tokens; by "
-        "this CPU's "
-        "speed in products"
+        "this CPU's speed in products"
     )
 
 
@@ -264,8 +263,8 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
                 trained_text = f"adapters on {trained_text}"
             yield (
                 f"trainer.lr={config.trainer.lr:g} is far from the usual {usual_rate:.1g} for "
-                f"{trained_text}: less than "
-                f"{lowest_rate:.1e} or more than {highest_rate:.1e} is probably a mistake (docs/models.md)"
+                f"{trained_text}: less than {lowest_rate:.1e} or more than {highest_rate:.1e} is probably a "
+                "mistake (docs/models.md)"
             )
 
     needed_bytes = _checkpoint_count(config) * checkpoint_bytes(config)
@@ -290,8 +289,8 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
     if is_local_cpu and config.launch.threads > 1 and busy_threads > core_count:
         yield (
             f"launch.threads={config.launch.threads} makes {busy_threads} busy threads on {core_count} "
-            "cores: OpenMP "
-            "threads that wait for each other take many times as long (7 s became 95 s); set launch.threads=1"
+            "cores: OpenMP threads that wait for each other take many times as long (7 s became 95 s); set "
+            "launch.threads=1"
         )
 
 

@@ -64,8 +64,7 @@ class Ticket:
         if self.working_directory and not Path(self.working_directory).is_dir():
             raise ConfigError(
                 f"{socket.gethostname()}: the launcher's directory {self.working_directory} is not on this "
-                "machine; start "
-                "asyncrl in a directory that all machines have"
+                "machine; start asyncrl in a directory that all machines have"
             )
 
         os.chdir(self.working_directory or ".")
@@ -148,10 +147,11 @@ class SentFiles:
         self._identity = identity(process.role, process.index)
         self._last_name = f"logs/{process.name}.log"  # file whose bytes were sent last
         self._file_patterns = [self._last_name, f"timeline/{process.name}.jsonl"]
-
         if process.role == TRAINER:
             self._file_patterns.append(f"ratios/step-*-{process.index}-*.jsonl")
-        self._progress_file, self.link = process_directory / "sent.json", self._open_link()
+
+        self._progress_file = process_directory / "sent.json"
+        self.link = self._open_link()
         self._sent_bytes: dict[str, int] = {}
         with suppress(OSError, msgspec.DecodeError):
             self._sent_bytes = msgspec.json.decode(self._progress_file.read_bytes(), type=dict[str, int])
@@ -183,9 +183,8 @@ class SentFiles:
         for name, path in paths.items():
             with suppress(FileNotFoundError), path.open("rb") as file:  # old ratio files are deleted
                 size = file.seek(0, os.SEEK_END)
-                self._sent_bytes[name] = min(
-                    self._sent_bytes.get(name, 0), size
-                )  # The log was cut because of its length
+                # A long log is cut, and may be shorter than the bytes that were sent.
+                self._sent_bytes[name] = min(self._sent_bytes.get(name, 0), size)
                 while file.seek(self._sent_bytes[name]) < size:
                     yield name, file.read(PIECE)
 
@@ -199,6 +198,7 @@ class SentFiles:
             answer = None
             with suppress(ProtocolError):
                 answer = self.link.receive(min(seconds_left, POLL_SECONDS))
+
             if answer and answer[0].name == name and answer[0].size >= offset:
                 self._sent_bytes[name] = answer[0].size
                 with suppress(OSError):

@@ -276,8 +276,7 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
     if agent.sandbox == "none":
         yield warning(
             f"{agent_key}: with sandbox: none the model can read and write all that you can, such as files "
-            "in "
-            f"{os.path.expanduser('~')}, and use the network"
+            f"in {os.path.expanduser('~')}, and use the network"
         )
 
     slot_count = rollout.workers * rollout.slots
@@ -286,9 +285,8 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
     if needed_bytes > memory_bytes and inputs.config.launch.kind == "local":
         yield warning(
             f"{slot_count} slots (rollout.workers * rollout.slots) of {harness.name} take "
-            f"{format_bytes(needed_bytes)}, "
-            f"{harness.resident_mb} MB each, and this machine has {format_bytes(memory_bytes)}; lower "
-            "rollout.slots"
+            f"{format_bytes(needed_bytes)}, {harness.resident_mb} MB each, and this machine has "
+            f"{format_bytes(memory_bytes)}; lower rollout.slots"
         )
 
     isolation_text = "in a sandbox" if agent.sandbox == "jail" else "without a sandbox"

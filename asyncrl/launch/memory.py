@@ -81,10 +81,9 @@ def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
     if available_bytes is not None and needed_bytes > available_bytes:
         raise ConfigError(
             f"weights, gradients and optimizer state of the trainer take {format_bytes(needed_bytes)}, and "
-            "there are "
-            f"{format_bytes(available_bytes)}{place_text}; set model.lora_rank, a trainer.optimizer with "
-            "less state, a model.path "
-            f"with fewer parameters, fewer trainer.replicas, or {advice}"
+            f"there are {format_bytes(available_bytes)}{place_text}; set model.lora_rank, a "
+            "trainer.optimizer with less state, a model.path with fewer parameters, fewer trainer.replicas, "
+            f"or {advice}"
         )
 
 
@@ -117,9 +116,8 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
 
     yield ok(
         f"memory        tensors of a trainer rank: {parts_text}, {micro_batch_text}, "
-        f"{format_bytes(rank_footprint.total)} in all; "
-        f"its process takes about {format_bytes(process_bytes)} beside them, and versions on their way out "
-        f"{format_bytes(outgoing_bytes)} of main memory"
+        f"{format_bytes(rank_footprint.total)} in all; its process takes about {format_bytes(process_bytes)} "
+        f"beside them, and versions on their way out {format_bytes(outgoing_bytes)} of main memory"
     )
 
     yield from recomputation_notes
@@ -136,8 +134,7 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
         adapter_ranks = [rank for rank, _ in config.adapters.values()]
         yield ok(
             f"              a version is {format_bytes(version_size)}; a server, beside its weights, has "
-            f"room for {adapters_held} "
-            "adapters at once: "
+            f"room for {adapters_held} adapters at once: "
             f"{format_bytes(adapters_held * version_size * max(adapter_ranks) // sum(adapter_ranks))}"
         )
 
@@ -145,8 +142,8 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
     if available_bytes is not None and needed_bytes > available_bytes:
         yield warning(
             f"{ranks} trainer ranks need {format_bytes(needed_bytes)}, and there are "
-            f"{format_bytes(available_bytes)}; set a "
-            f"smaller trainer.micro_batch_tokens, {memory_advice(config.trainer.checkpointed_every)}"
+            f"{format_bytes(available_bytes)}; set a smaller trainer.micro_batch_tokens, "
+            f"{memory_advice(config.trainer.checkpointed_every)}"
         )
 
 

@@ -159,8 +159,7 @@ def check_model(config: RunConfig) -> None:
     if missing_names := sorted(file.name for file in weight_paths if not file.is_file()):
         raise ConfigError(
             f"{path}: {len(missing_names)} of {len(weight_paths)} files of weights are missing, first "
-            f"{missing_names[0]}; "
-            "fetch or save the model anew"
+            f"{missing_names[0]}; fetch or save the model anew"
         )
 
     _check_width(path, model_settings)
@@ -185,8 +184,7 @@ def check_model(config: RunConfig) -> None:
     if isinstance(context_length, int) and context_length < config.rollout.max_tokens:
         raise ConfigError(
             f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context "
-            f"({context_length}); "
-            "lower it"
+            f"({context_length}); lower it"
         )
 
     head_count = model_settings.get("num_attention_heads", model_settings.get("n_head"))  # GPT-2
@@ -194,9 +192,8 @@ def check_model(config: RunConfig) -> None:
     if isinstance(head_count, int) and head_count % sequence_ranks:
         raise ConfigError(
             f"trainer.sequence_parallel ({sequence_ranks}) does not divide the model's {head_count} "
-            "attention heads; set "
-            f"it to one of {divisors(gcd(head_count, config.trainer.ranks))}, which divide these and "
-            "trainer.ranks"
+            f"attention heads; set it to one of {divisors(gcd(head_count, config.trainer.ranks))}, which "
+            "divide these and trainer.ranks"
         )
 
 

@@ -206,8 +206,7 @@ class NodeAssignment:
         left_text = ", ".join(f"{node.address} {self._gpus_left(node):g} of {node.gpus:g}" for node in nodes)
         return (
             f"{process.name} needs {wanted_gpus:g} GPU(s) of {where_text}, and there is left: {left_text} "
-            "(the run needs "
-            f"{total_gpus:g}: {demand_text}); {advice}, or model.device=cpu"
+            f"(the run needs {total_gpus:g}: {demand_text}); {advice}, or model.device=cpu"
         )
 
 

@@ -141,8 +141,7 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     if untaught_sources := sorted(source for source in data_sources if not config.reader(source)):
         raise ConfigError(
             f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, and its turns "
-            "would "
-            "not be trained; name it there, or add a teacher without sources"
+            "would not be trained; name it there, or add a teacher without sources"
         )
 
     held_out_text = f", {len(run_data.test)} held out" if run_data.test is not None else ""
@@ -385,8 +384,7 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     elif config.checkpoint.directory and checkpoints.steps():
         raise ConfigError(
             f"checkpoint.directory: {checkpoints.root} holds checkpoints of a run of this name, of which "
-            "there is "
-            f"nothing in {run_dir}; choose another name=…, or restore that directory"
+            f"there is nothing in {run_dir}; choose another name=…, or restore that directory"
         )
 
     yield ok(config.checkpoint.directory or "in the run directory")
@@ -453,10 +451,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         batches_ahead = config.buffer.max_live_groups / config.buffer.groups_per_batch - 1
         yield warning(
             f"at most {live_episodes} episodes run at once, (1 + {batches_ahead:g}, by target_staleness) * "
-            "groups_per_batch * "
-            f"episodes_per_group: {slot_count - live_episodes} of {slot_count} slots (rollout.workers * "
-            "rollout.slots) stay "
-            "empty"
+            f"groups_per_batch * episodes_per_group: {slot_count - live_episodes} of {slot_count} slots "
+            "(rollout.workers * rollout.slots) stay empty"
         )
 
     longest_episode = rollout.rows * rollout.max_tokens
@@ -488,8 +484,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     if detected_parser not in (None, parser):
         yield warning(
             f"rollout.parser is {parser}, but the model's chat template looks like {detected_parser}: calls "
-            "would be "
-            f"taken for text; set rollout.parser={detected_parser}"
+            f"would be taken for text; set rollout.parser={detected_parser}"
         )
 
     # Without data, the check of the data has failed.

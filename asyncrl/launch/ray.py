@@ -230,8 +230,8 @@ def connect_cluster(config: RunConfig) -> Iterator[str]:
         )
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
-            f"launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); "
-            "correct it, or leave it empty to start one here"
+            f"launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); correct it, or leave it "
+            "empty to start one here"
         ) from None
 
     try:

@@ -86,8 +86,7 @@ def check_run_directory(config: RunConfig) -> None:
     if file_system_type in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
             f"{run_dir}: is on a network file system ({file_system_type}), where the run store's write-ahead "
-            "log fails; "
-            "set run_dir=… to a local disk"
+            "log fails; set run_dir=… to a local disk"
         )
 
 
@@ -122,14 +121,12 @@ def check_resumed(config: RunConfig) -> None:
         if key == "model.template":
             raise ConfigError(
                 f"{begun_text} another chat template, which is in its config.yaml; restore that, or begin a "
-                "new "
-                "run with another name=…"
+                "new run with another name=…"
             )
         if key not in PATH_KEYS or _absolute_paths(old_value) != _absolute_paths(new_value):
             raise ConfigError(
                 f"{begun_text} {old_value!r} and would go on with {new_value!r}; set {key}={old_value}, or "
-                "begin a new run with "
-                "another name=…"
+                "begin a new run with another name=…"
             )
 
     _check_group_size(config, previous_config(config).get("algorithm", {}).get("advantage"))
@@ -194,10 +191,8 @@ def _check_group_size(config: RunConfig, previous_advantage: Any) -> None:
     ):
         raise ConfigError(
             f"algorithm.advantage: {run_directory(config)} was begun with {previous_advantage!r} and would "
-            "go on with "
-            f"{advantage!r}, but only one of them uses a greedy episode in each group; resume with the one "
-            "it "
-            "began with"
+            f"go on with {advantage!r}, but only one of them uses a greedy episode in each group; resume "
+            "with the one it began with"
         )
 
 

@@ -64,9 +64,8 @@ def check_group_address(config: RunConfig) -> None:
     if config.weights.transport != "disk" and is_loopback(config.launch.host) and remote_urls:
         raise ConfigError(
             f"launch.host: {config.launch.host} cannot be reached by {remote_urls[0]}, which "
-            "weights.transport="
-            f"{config.weights.transport} needs; set launch.host to this machine's address in the servers' "
-            "network"
+            f"weights.transport={config.weights.transport} needs; set launch.host to this machine's address "
+            "in the servers' network"
         )
 
 

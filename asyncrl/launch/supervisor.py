@@ -101,7 +101,8 @@ class Supervisor:
         on_restart: Callable[[str], None] = log.warning,
     ) -> None:
         self.units = [SupervisedUnit(unit) for unit in units]
-        self.stopping = self.run_over = False
+        self.stopping = False
+        self.run_over = False
         self.run_step = 0  # step of the run, as last reported
 
         self._spawn = spawn
@@ -163,7 +164,8 @@ class Supervisor:
             self._spawn(ProcessSpec(planned, unit.incarnation, rendezvous)) for planned in unit.plan.processes
         ]
 
-        unit.restart_at = unit.first_left_at = None
+        unit.restart_at = None
+        unit.first_left_at = None
 
     def _coordinator_outcome(self, unit: SupervisedUnit) -> RunOutcome | None:
         """Return the result of the run from the coordinator's exit code 0 or 1; any other code is a crash."""
@@ -208,7 +210,8 @@ class Supervisor:
             self._on_restart(f"{dead_process.name}: {cause_text}; {unit.plan.name} is restarted")
             return None
 
-        (previous_death, previous_step), unit.last_death = unit.last_death, (now, self.run_step)
+        previous_death, previous_step = unit.last_death
+        unit.last_death = (now, self.run_step)
         if now - previous_death > SOUND_SECONDS and self.run_step > previous_step:
             unit.restart_count = 0
 

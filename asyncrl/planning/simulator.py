@@ -110,8 +110,8 @@ class Simulation:
         self.random = Random(seed)
 
         buffer_config = workload.buffer
-        filters = workload.filtered > 0 and buffer_config.episodes_per_group > 1
-        buffer_config = replace(buffer_config, filter_zero_variance=filters, retire_pass_rate=1.0)
+        filters_groups = workload.filtered > 0 and buffer_config.episodes_per_group > 1
+        buffer_config = replace(buffer_config, filter_zero_variance=filters_groups, retire_pass_rate=1.0)
         prompts = Prompts(1, lambda epoch: [0])
         self.buffer = ReplayBuffer(buffer_config, prompts, total_groups=1 << 60, retries=0, group_bytes=0)
         self.batches = Batches(self.buffer, workload.micro_tokens, flush=True, packing="packed")
@@ -179,7 +179,7 @@ class Simulation:
     def _advance(self) -> None:
         """Advance to the next event or to the end of the next turn, whichever comes first."""
         engines_awake = self._has_devices(Shift.ROLLOUT)
-        sampling_count = len(self._sampling) * engines_awake
+        sampling_count = len(self._sampling) if engines_awake else 0
         token_rate = self.workload.rate + (0.0 if self._trainer_working else self.workload.lent)
         token_rate = engines_awake / max(
             1 / self.workload.speed, self.workload.base + max(1, sampling_count) / token_rate
@@ -194,8 +194,9 @@ class Simulation:
             raise ValueError("the simulated run waits for nothing: its workload cannot fill a batch")
 
         self._served_tokens += token_rate * (event_time - self.now)
-        self._engine_seconds += (event_time - self.now) * bool(sampling_count)
-        self._sampled_at = event_time if sampling_count else self._sampled_at
+        if sampling_count:
+            self._engine_seconds += event_time - self.now
+            self._sampled_at = event_time
         self.now = event_time
 
         if turn_end <= event_time:
