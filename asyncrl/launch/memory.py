@@ -106,9 +106,7 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
         "gradients": rank_footprint.gradients,
         "optimizer": rank_footprint.optimizer,
     }
-    parts_text = ", ".join(
-        f"{name} {format_bytes(version_size)}" for name, version_size in part_bytes.items()
-    )
+    parts_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in part_bytes.items())
     micro_batch_text = (
         f"a micro-batch of {rank_footprint.rows} x {rank_footprint.length} tokens "
         f"{format_bytes(rank_footprint.work)}"

@@ -429,25 +429,25 @@ class Simulation:
         awake_seconds = self._engine_clock - self._step_clock_began
         self.steps.append(
             SimulatedStep(
-                live_limit,
-                step_seconds,
-                self._trainer_seconds,
-                self._engine_seconds,
-                awake_seconds,
-                masked,
-                tuple(tokens_within),
+                limit=live_limit,
+                seconds=step_seconds,
+                train=self._trainer_seconds,
+                rollout=self._engine_seconds,
+                awake=awake_seconds,
+                masked=masked,
+                lags=tuple(tokens_within),
             )
         )
 
-        crossed_tokens = self.crossings.committed(masked, total_tokens, self._engine_clock)
+        crossed_fraction = self.crossings.committed(masked, total_tokens, self._engine_clock)
         if self.buffer.config.target_staleness == "auto":
             idle = 1 - self._trainer_seconds / step_seconds
             is_at_limit = open_groups >= live_limit
             if self.shifts is not None:  # The trainer waits for its shift in any case
                 idle = 1 - self._engine_seconds / max(TIME_EPSILON, self._engine_seconds, awake_seconds)
             waiting_fraction = self._episode_wait_seconds / max(1e-9, self._episode_seconds)
-            budget_shares = [(crossed_tokens, self.buffer.config.stale_budget)]
-            self.flow_control.update(budget_shares, is_at_limit and idle >= BUSY, idle * waiting_fraction)
+            stale_fractions = [(crossed_fraction, self.buffer.config.stale_budget)]
+            self.flow_control.update(stale_fractions, is_at_limit and idle >= BUSY, idle * waiting_fraction)
             self.buffer.live_limit = self.flow_control.limit
             self.buffer.spare = self.flow_control.spare(waiting_fraction)
 
