@@ -99,7 +99,14 @@ class Measurements(msgspec.Struct, frozen=True):
 
         engine_load = EngineLoad(sampling, seconds / tokens)
         state_bytes = _state_bytes(config, run_dir)
-        return cls(config, rows, recorded, engine_load, publish_s, state_bytes)
+        return cls(
+            config=config,
+            rows=rows,
+            recorded=recorded,
+            engine_load=engine_load,
+            publish_s=publish_s,
+            state_bytes=state_bytes,
+        )
 
 
 def main(argv: list[str]) -> int:

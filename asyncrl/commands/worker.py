@@ -53,11 +53,19 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--url: the token is for a worker; get one with asyncrl invite --role engine")
 
     planned = PlannedProcess(
-        enrolled.role, enrolled.index, config.launch.threads, ROLE_TARGETS[enrolled.role]
+        role=enrolled.role,
+        index=enrolled.index,
+        threads=config.launch.threads,
+        target=ROLE_TARGETS[enrolled.role],
     )
-    joined_process = JoinedProcess(
-        Ticket(ProcessSpec(planned, enrolled.incarnation), config, endpoints, enrolled.started)
+    ticket = Ticket(
+        process_spec=ProcessSpec(planned, enrolled.incarnation),
+        config=config,
+        endpoints=endpoints,
+        start_file_text=enrolled.started,
     )
+
+    joined_process = JoinedProcess(ticket)
     for number in ENDING:
         signal.signal(number, lambda number, _: joined_process.role_process.send_signal(number))
 

@@ -177,7 +177,12 @@ class RaySpawner:
         planned = process_spec.process
         role_endpoints = self._endpoints.given_to(planned.role)
         ticket = Ticket(
-            process_spec, self._config, role_endpoints, self._start_file_text, os.getcwd(), self._secrets
+            process_spec=process_spec,
+            config=self._config,
+            endpoints=role_endpoints,
+            start_file_text=self._start_file_text,
+            working_directory=os.getcwd(),
+            secret_variables=self._secrets,
         )
 
         actor: Any = ray.remote(RoleActor).options(**self._actor_options(planned)).remote()  # type: ignore[attr-defined]
@@ -255,11 +260,11 @@ def list_nodes() -> list[Node]:
     free_resources = available_resources_per_node()
     alive_nodes = [
         Node(
-            ray_node["NodeID"],
-            ray_node["NodeManagerAddress"],
-            ray_node["Resources"].get("GPU", 0),
-            free_resources.get(ray_node["NodeID"], {}).get("GPU", 0),
-            frozenset(ray_node["Resources"]),
+            id=ray_node["NodeID"],
+            address=ray_node["NodeManagerAddress"],
+            gpus=ray_node["Resources"].get("GPU", 0),
+            free_gpus=free_resources.get(ray_node["NodeID"], {}).get("GPU", 0),
+            resources=frozenset(ray_node["Resources"]),
         )
         for ray_node in ray.nodes()
         if ray_node["Alive"]

@@ -83,7 +83,15 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
             units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.print_note
         )
         is_training = config.total_steps > 0
-        session = Session(config.launch, run_dir, endpoints, supervisor, console, log_report, is_training)
+        session = Session(
+            config.launch,
+            run_dir,
+            endpoints,
+            supervisor,
+            console,
+            on_report=log_report,
+            is_training=is_training,
+        )
 
         if changed_keys:
             console.print_note(f"resuming with changed keys: {changed_keys}")

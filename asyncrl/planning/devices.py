@@ -81,7 +81,9 @@ def compare(
 
     def simulate_engines(engines: int, workload: Workload, formula: float) -> Placed:
         steps = min(MAX_STEPS, max(MIN_STEPS, MAX_EPISODES // workload.buffer.batch_size))
-        return Placed(engines, workload.ranks, formula, simulate(workload, steps))
+        return Placed(
+            engines=engines, ranks=workload.ranks, formula=formula, forecast=simulate(workload, steps)
+        )
 
     def split(engine_count: int) -> Workload:
         return workload_for(engine_count, devices - engine_count * tp)
@@ -120,9 +122,11 @@ def compare(
         )
 
     if not engine_counts:
-        return Comparison(None, shifts)
-    best = descend(
+        return Comparison(apart=None, shifts=shifts)
+
+    best_split = descend(
         lambda count: apart(count).forecast.step_s,
         min(engine_counts, key=lambda count: max(batch_seconds(split(count)))),
     )
-    return Comparison(apart(best), shifts, elastic(descend(elastic, best)))
+    best_elastic = elastic(descend(elastic, best_split))
+    return Comparison(apart=apart(best_split), shifts=shifts, elastic=best_elastic)

@@ -201,11 +201,16 @@ def stretch_tail(recorded: Recorded, tail: float) -> Recorded:
     """Stretch the tokens and the waits of turns: a value above the median moves to `tail` times its distance
     from the median."""
     turns = [turn for group in recorded for episode in group for turn in episode]
-    medians = [statistics.median(getattr(turn, name) for turn in turns) for name in ("tokens", "wait")]
+    median_tokens = statistics.median(turn.tokens for turn in turns)
+    median_wait = statistics.median(turn.wait for turn in turns)
+
+    def stretch_value(value: float, median: float) -> float:
+        return value + (tail - 1) * max(0.0, value - median)
 
     def stretch(turn: RecordedTurn) -> RecordedTurn:
-        values = zip((turn.tokens, turn.wait), medians, strict=True)
-        return RecordedTurn(*(value + (tail - 1) * max(0.0, value - half) for value, half in values))
+        return RecordedTurn(
+            tokens=stretch_value(turn.tokens, median_tokens), wait=stretch_value(turn.wait, median_wait)
+        )
 
     return tuple(tuple(tuple(map(stretch, episode)) for episode in group) for group in recorded)
 
@@ -267,7 +272,14 @@ def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> For
     seconds, train, rollout, awake, lag, masked, tokens = map(statistics.mean, columns)
     # By shifts each side is idle only in its own half of the step.
     trainer_seconds = seconds - awake or seconds
-    return Forecast(seconds, lag, 1 - train / trainer_seconds, 1 - rollout / awake, masked, tokens)
+    return Forecast(
+        step_s=seconds,
+        lag=lag,
+        trainer_idle=1 - train / trainer_seconds,
+        rollout_idle=1 - rollout / awake,
+        masked=masked,
+        tokens=tokens,
+    )
 
 
 def time_savings(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict[str, float]:
