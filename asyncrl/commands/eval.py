@@ -275,9 +275,9 @@ class Result(NamedTuple):
         rows = sorted({episode.which.row for episode in episodes})
         samples_by_row = {row: samples[row] for row in rows}
         tasks = {
-            row: (episode.data_source, task.name)
-            for row, episode in samples_by_row.items()
-            if (task := task_of(episode))
+            row: (sample.data_source, task.name)
+            for row, sample in samples_by_row.items()
+            if (task := task_of(sample))
         }
         return cls(run_dir, samples.fingerprint, episodes, numbers, by_task(tasks, numbers))
 
