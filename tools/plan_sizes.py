@@ -74,7 +74,7 @@ def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
     return Rates(
         recorded=recorded,
         base=2 * count / memory,
-        share=float(kv) / memory + 2 * count / decode,
+        slope=float(kv) / memory + 2 * count / decode,
         assumed=False,
         episode_s=passes * count * tokens / (share * TRAIN_USE * FLOPS),
         commit_s=COMMIT,

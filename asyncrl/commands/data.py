@@ -87,8 +87,10 @@ def _benchmark_splits(args: argparse.Namespace, benchmark: Benchmark) -> dict[st
 
     if args.system:
         system_message = {"role": "system", "content": args.system}
-        for rows in drawn_rows.values():
-            rows[:] = [row | {"prompt": [system_message, *row["prompt"]]} for row in rows]
+        drawn_rows = {
+            name: [row | {"prompt": [system_message, *row["prompt"]]} for row in rows]
+            for name, rows in drawn_rows.items()
+        }
 
     if args.name == "hotpotqa":
         sample_ids = {row["extra_info"].get("id") for rows in drawn_rows.values() for row in rows}

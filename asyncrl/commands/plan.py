@@ -375,7 +375,7 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
     predicted = predict(config, rates, seeds=SIMULATION_SEEDS)
     print_progress("finding what limits it")
     savings = time_savings(config, rates, SIMULATION_SEEDS)
-    saved_shares = sorted(savings.items(), key=lambda saving: -saving[1])
+    saved_fractions = sorted(savings.items(), key=lambda saving: -saving[1])
 
     columns = {"predicted": predicted} | ({"measured": measured_forecast(rows)} if rows else {})
     print(f"\n{'':24}" + "".join(f"{name:>12}" for name in columns))
@@ -390,14 +390,16 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
     )
     print(
         f"\nmeasured: {len(rates.recorded)} groups; a token takes {1e3 * rates.base:.3g} ms + "
-        f"{1e3 * rates.share:.3g} ms for each episode that samples on its engine;\n"
+        f"{1e3 * rates.slope:.3g} ms for each episode that samples on its engine;\n"
         f"an episode {1e3 * rates.episode_s:.3g} ms of training on one rank, a step {rates.commit_s:.3g} s "
         f"more, a push {rates.publish_s:.3g} s{assumed_note * rates.assumed}"
     )
 
     print("\nshare of a step's time that would be saved by twice as much of it, or twice as fast:")
-    print("  " + ", ".join(f"{name} {share:z.0%}" for name, share in saved_shares))
-    print(f"limited by: {saved_shares[0][0] if saved_shares[0][1] > SIMILAR_FRACTION else 'nothing alone'}")
+    print("  " + ", ".join(f"{name} {fraction:z.0%}" for name, fraction in saved_fractions))
+    print(
+        f"limited by: {saved_fractions[0][0] if saved_fractions[0][1] > SIMILAR_FRACTION else 'nothing alone'}"
+    )
 
     chosen_split = print_sharing(unshared_config, rates, devices) if compares_sharing else None
     if (compares_sharing and not chosen_split) or not splits(unshared_config, devices):

@@ -55,13 +55,13 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Measured costs of a run's parts. A token takes `base + share * n` seconds if n episodes sample on an
+    """Measured costs of a run's parts. A token takes `base + slope * n` seconds if n episodes sample on an
     engine; `assumed`: loads differed too little to separate the two terms. Seconds of training refer to one
     rank. `filtered`: fraction of the groups."""
 
     recorded: Recorded
     base: float
-    share: float
+    slope: float
     assumed: bool
     episode_s: float  # training seconds per episode
     commit_s: float  # seconds per batch, whatever its size
@@ -105,7 +105,7 @@ def recorded_turns(turns: Sequence[Turn], stats: EpisodeStats) -> tuple[Recorded
 
 
 def fit_engine(loads: Sequence[EngineLoad]) -> tuple[float, float, bool]:
-    """Return (base, share, assumed): seconds of a token = base + share * n, by least squares, neither
+    """Return (base, slope, assumed): seconds of a token = base + slope * n, by least squares, neither
     negative."""
     sampling, token_seconds = (
         np.array([getattr(load, name) for load in loads]) for name in ("sampling", "token_s")
@@ -118,12 +118,12 @@ def fit_engine(loads: Sequence[EngineLoad]) -> tuple[float, float, bool]:
             True,
         )
 
-    share, base = np.polyfit(sampling, token_seconds, 1)
-    if share < 0:
+    slope, base = np.polyfit(sampling, token_seconds, 1)
+    if slope < 0:
         return float(token_seconds.mean()), 0.0, False
     if base < 0:
         return 0.0, float(sampling @ token_seconds / (sampling @ sampling)), False
-    return float(base), float(share), False
+    return float(base), float(slope), False
 
 
 def steady_steps(rows: Sequence[T]) -> Sequence[T]:
@@ -155,7 +155,7 @@ def fit(
     busy_seconds = [row["timing_s/step"] - waited for row, waited in zip(rows, waiting_seconds, strict=True)]
 
     trajectories = _mean(rows, "trainer/trajectories")
-    base, share, assumed = fit_engine(loads)
+    base, slope, assumed = fit_engine(loads)
     shift_s = sum(_mean(rows, name) for name in ("shift/sleep_s", "timing_s/wake", "shift/wake_s"))
     shift_source = (
         f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE_BYTES_PER_SECOND / 1e9:g} "
@@ -165,7 +165,7 @@ def fit(
     return Rates(
         recorded=recorded,
         base=base,
-        share=share,
+        slope=slope,
         assumed=assumed,
         episode_s=statistics.mean(episode_seconds) / trajectories * config.trainer.ranks,
         commit_s=max(0.0, statistics.mean(busy_seconds) - statistics.mean(episode_seconds)),
@@ -237,7 +237,7 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
         slots=config.rollout.slots * config.rollout.workers,
         recorded=rates.recorded,
         speed=math.inf,
-        rate=engine_count(config) / rates.share if rates.share else math.inf,
+        rate=engine_count(config) / rates.slope if rates.slope else math.inf,
         base=rates.base,
         train=rates.episode_s * buffer.batch_size / ranks,
         commit=rates.commit_s,

@@ -99,7 +99,7 @@ def main() -> None:
     probes = [runs[name] for name in PROBES]
     loads = [one.engine_load for one in probes[:2]]
     fast, slow = (fit(p.config, p.rows, p.recorded, loads, p.publish_s) for p in (probes[0], probes[2]))
-    print(f"a token: {fast.base:.4f} s + {fast.share:.5f} s * n", flush=True)
+    print(f"a token: {fast.base:.4f} s + {fast.slope:.5f} s * n", flush=True)
     lines = []
     errors = []
     lags = []

@@ -27,7 +27,7 @@ from asyncrl.types import EpisodeStats, Observation, StopReason, ToolCall, ToolR
 RATES = Rates(  # 8 episodes of 100 tokens; 40 tokens/s of one alone
     recorded=(((RecordedTurn(100.0, 0.0),),) * 4,),
     base=0.025,
-    share=0.0,
+    slope=0.0,
     assumed=False,
     episode_s=0.05,
     commit_s=0.2,
@@ -67,7 +67,7 @@ def test_the_trainer_is_the_limit_where_it_takes_longer() -> None:
 
 def test_engines_are_the_limit_at_tokens_by_their_rate() -> None:
     """They sample 100 tokens/s together: 3200 of a batch take 32 s; two of them half."""
-    shared = replace(RATES, base=0.0, share=0.01)
+    shared = replace(RATES, base=0.0, slope=0.01)
     config = configured()
     assert predict(config, shared, 30).step_s == pytest.approx(32.0, rel=0.05)
     two = replace(config, rollout=replace(config.rollout, workers=2))
