@@ -397,9 +397,8 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
 
     print("\nshare of a step's time that would be saved by twice as much of it, or twice as fast:")
     print("  " + ", ".join(f"{name} {fraction:z.0%}" for name, fraction in saved_fractions))
-    print(
-        f"limited by: {saved_fractions[0][0] if saved_fractions[0][1] > SIMILAR_FRACTION else 'nothing alone'}"
-    )
+    limiting_part, largest_saving = saved_fractions[0]
+    print(f"limited by: {limiting_part if largest_saving > SIMILAR_FRACTION else 'nothing alone'}")
 
     chosen_split = print_sharing(unshared_config, rates, devices) if compares_sharing else None
     if (compares_sharing and not chosen_split) or not splits(unshared_config, devices):
