@@ -54,8 +54,8 @@ class Home:
     def ticket(self, role: str = "rollout", index: int = 1, target: str = "os:abort") -> Ticket:
         base = {"name": "t", "run_dir": str(self.there.parent)}
         config: RunConfig = parse(base | {"model": {"path": str(self.there)}, "data": {"train": "d"}})
-        order = ProcessSpec(PlannedProcess(role, index, 1, target), "launch.1")
-        return Ticket(order, config, self.endpoints.given_to(role), "2026-11-24 00ff")
+        process_spec = ProcessSpec(PlannedProcess(role, index, 1, target), "launch.1")
+        return Ticket(process_spec, config, self.endpoints.given_to(role), "2026-11-24 00ff")
 
     def sender(self, role: str = "rollout", index: int = 1) -> SentFiles:
         (self.there / f"{role}-{index}").mkdir(parents=True, exist_ok=True)

@@ -149,27 +149,34 @@ def test_what_a_pool_has_left_is_named() -> None:
 
 def test_a_process_returns_to_its_machine_and_leaves_one_that_is_gone() -> None:
     first, second, third = machines(1, 1, 1)
-    found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
+    assignment = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
     worker = next(
-        place for unit in plan_units(found._config) for place in unit.processes if place.name == "rollout-0"
+        process
+        for unit in plan_units(assignment._config)
+        for process in unit.processes
+        if process.name == "rollout-0"
     )
-    assert found.choose_node(worker, [first, second, third]) == second
-    assert found.choose_node(worker, [first, third]) is None, "the others' GPUs are taken"
+    assert assignment.choose_node(worker, [first, second, third]) == second
+    assert assignment.choose_node(worker, [first, third]) is None, "the others' GPUs are taken"
     back = Node("4", second.address, 1, 1)
-    assert found.choose_node(worker, [first, third, back]) == back
+    assert assignment.choose_node(worker, [first, third, back]) == back
 
 
 def test_a_process_does_not_wait_for_what_ray_gave_to_another() -> None:
     first, second, third = machines(1, 1, 1)
-    found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
-    places = {place.name: place for unit in plan_units(found._config) for place in unit.processes}
-    assert found.choose_node(places["rollout-0"], [first, third]) is None  # its machine is gone
-    found.record_node(places["rollout-0"], third.id)  # where rollout-1 has just died
-    assert found.choose_node(places["rollout-1"], [first, third]) is None
+    assignment = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
+    processes = {
+        process.name: process for unit in plan_units(assignment._config) for process in unit.processes
+    }
+    assert assignment.choose_node(processes["rollout-0"], [first, third]) is None  # its machine is gone
+    assignment.record_node(processes["rollout-0"], third.id)  # where rollout-1 has just died
+    assert assignment.choose_node(processes["rollout-1"], [first, third]) is None
     back = Node("4", second.address, 1, 1)
-    assert found.choose_node(places["rollout-1"], [first, third, back]) == back
-    found.record_node(places["rollout-0"], first.id)  # where rank 0 has just died, which cannot go elsewhere
-    assert found.choose_node(places["trainer-0"], [first, third, back]) == first
+    assert assignment.choose_node(processes["rollout-1"], [first, third, back]) == back
+    assignment.record_node(
+        processes["rollout-0"], first.id
+    )  # where rank 0 has just died, which cannot go elsewhere
+    assert assignment.choose_node(processes["trainer-0"], [first, third, back]) == first
 
 
 @pytest.mark.parametrize(

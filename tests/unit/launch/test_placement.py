@@ -30,8 +30,8 @@ def test_workers_stand_alone_and_ranks_stand_together() -> None:
     assert [unit.name for unit in units] == [
         *("coordinator-0", "rollout-0", "rollout-1", "rollout-2", "trainer (all ranks)")
     ]
-    assert [place.name for place in units[-1].processes] == ["trainer-0", "trainer-1"]
-    assert {place.threads for unit in units[1:4] for place in unit.processes} == {2}
+    assert [process.name for process in units[-1].processes] == ["trainer-0", "trainer-1"]
+    assert {process.threads for unit in units[1:4] for process in unit.processes} == {2}
 
 
 def test_the_description_adds_up() -> None:
@@ -53,8 +53,8 @@ def test_a_scorer_has_a_process_for_each_of_its_servers(monkeypatch: pytest.Monk
 
 
 def test_threads_are_set_before_anything_numeric_is_imported() -> None:
-    (place,) = plan_units(config(launch={"threads": 2}))[1].processes
-    assert process_environment(place)["OMP_NUM_THREADS"] == "2"
+    (process,) = plan_units(config(launch={"threads": 2}))[1].processes
+    assert process_environment(process)["OMP_NUM_THREADS"] == "2"
 
 
 def test_every_target_exists() -> None:
@@ -106,8 +106,8 @@ def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
         command = arguments(settings, index, "h", 1, count)
         assert command[command.index("--base-gpu-id") + 1] == str(gpus[0])
     units = plan_units(settings)
-    for place in (place for unit in units for place in unit.processes):
-        assert "CUDA_VISIBLE_DEVICES" not in process_environment(place)  # each picks among all
+    for process in (process for unit in units for process in unit.processes):
+        assert "CUDA_VISIBLE_DEVICES" not in process_environment(process)  # each picks among all
     rows = {line.split()[0]: line for line in describe_plan(settings, units, True, count)}
     assert rows["trainer"].endswith(f"on cuda (GPUs {', '.join(map(str, trainer))})")
     if servers:

@@ -54,9 +54,9 @@ class Play:
         self.tracked: list[int] = []
         self._stepped = threading.Event()
 
-    def spawn(self, order: ProcessSpec) -> Process:
-        process = Process(order.process.name, lambda: self.polled())
-        return self.processes.setdefault(order.process.name, process)
+    def spawn(self, process_spec: ProcessSpec) -> Process:
+        process = Process(process_spec.process.name, lambda: self.polled())
+        return self.processes.setdefault(process_spec.process.name, process)
 
     def show_status(self, status: Status) -> None:
         self.shown.append(("status", status))

@@ -17,9 +17,9 @@ from asyncrl.wire.addresses import is_older
 class Fake:
     """A process; `kill` takes effect at once unless it `lingers`."""
 
-    def __init__(self, order: ProcessSpec) -> None:
-        self.name = order.process.name
-        self.order = order
+    def __init__(self, process_spec: ProcessSpec) -> None:
+        self.name = process_spec.process.name
+        self.process_spec = process_spec
         self.code = None
         self.lingers = False
         self.killed = False
@@ -47,8 +47,8 @@ class World:
         )
         self.supervisor.start()
 
-    def spawn(self, order: ProcessSpec) -> Fake:
-        self.started.append(Fake(order))
+    def spawn(self, process_spec: ProcessSpec) -> Fake:
+        self.started.append(Fake(process_spec))
         return self.started[-1]
 
     def newest(self, name: str) -> Fake:
@@ -71,7 +71,7 @@ def test_a_worker_is_restarted_after_its_back_off_as_a_new_peer(world: World) ->
     world.supervisor.poll_processes(0.4)
     assert world.newest("rollout-0") is dead
     world.supervisor.poll_processes(0.6)
-    assert is_older(dead.order.incarnation, world.newest("rollout-0").order.incarnation)
+    assert is_older(dead.process_spec.incarnation, world.newest("rollout-0").process_spec.incarnation)
     assert not world.newest("trainer-0").killed
     assert world.notes == ["rollout-0 was killed by SIGKILL; rollout-0 is restarted in 0.5 s (1 of 2)"]
 
@@ -81,7 +81,7 @@ def test_a_worker_is_restarted_after_its_back_off_as_a_new_peer(world: World) ->
     [("", ["rollout-0", "rollout-1"]), ("rollout-1", ["rollout-1"]), ("its predecessor", [])],
 )
 def test_what_hangs_is_ended_and_nothing_else(world: World, who: str, killed: list[str]) -> None:
-    incarnation = world.newest(who).order.incarnation if who == "rollout-1" else who
+    incarnation = world.newest(who).process_spec.incarnation if who == "rollout-1" else who
     world.supervisor.kill_role("rollout", incarnation)
     assert [process.name for process in world.started if process.killed] == killed
 
@@ -97,10 +97,10 @@ def test_all_ranks_go_together_and_wait_for_the_last_of_the_old(world: World) ->
     assert world.newest("trainer-0") is first  # still there, in the old rendezvous
     first.code = -9
     world.supervisor.poll_processes(101)
-    orders = [world.newest(f"trainer-{rank}").order for rank in (0, 1)]
-    assert orders[0].incarnation == orders[1].incarnation
-    assert is_older(first.order.incarnation, orders[0].incarnation)
-    assert orders[0].rendezvous == orders[1].rendezvous != first.order.rendezvous
+    process_specs = [world.newest(f"trainer-{rank}").process_spec for rank in (0, 1)]
+    assert process_specs[0].incarnation == process_specs[1].incarnation
+    assert is_older(first.process_spec.incarnation, process_specs[0].incarnation)
+    assert process_specs[0].rendezvous == process_specs[1].rendezvous != first.process_spec.rendezvous
 
 
 def test_ranks_that_will_try_with_less_memory_do_not_use_up_restarts(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_crashed_coordinator_comes_back_under_its_name(world: World) -> None:
     assert world.supervisor.poll_processes(0) is None
     world.supervisor.poll_processes(10)
     assert world.newest("coordinator-0") is not dead
-    assert world.newest("coordinator-0").order.incarnation == dead.order.incarnation
+    assert world.newest("coordinator-0").process_spec.incarnation == dead.process_spec.incarnation
 
 
 @pytest.mark.parametrize("code", [0, 1])
