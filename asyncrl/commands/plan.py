@@ -54,8 +54,7 @@ FIGURES = (
     ("rollout idle", "rollout_idle", ".0%"),
 )
 MAX_GROUPS = 500  # Newest groups from which episodes are drawn.
-# Fraction of the newest groups that is left out: their fast episodes have landed, their slow episodes not
-# yet.
+# Fraction of groups, the newest, that is left out: only their fast episodes have landed by now.
 NEWEST_FRACTION = 0.1
 # Steps of a probe, and the divisor of the slots in the second probe.
 PROBE_STEPS = 10

@@ -92,7 +92,7 @@ class ConsoleState:
     status: Status
     metrics: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
-    # a value per step for each metric of `TRACED`
+    # Values by step, for each metric of `TRACED`.
     history: dict[str, list[float]] = field(default_factory=dict)
     transcript: Transcript | None = None  # shown in place of the figures
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))

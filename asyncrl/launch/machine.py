@@ -45,8 +45,7 @@ SGLANG_KERNELS = (
 )
 MEMORY_SAVER = "torch_memory_saver"  # Module that SGLang needs for --enable-memory-saver.
 IMPORT_FAILURE = "cannot be imported:"
-# Program that prints SGLang's version, and, if torch can use a GPU, which of the named modules cannot be
-# imported.
+# Program that prints SGLang's version, and, on a GPU, which of the named modules cannot be imported.
 SGLANG_PROBE = f"""
 import sys
 from importlib import import_module, metadata

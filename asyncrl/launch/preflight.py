@@ -40,8 +40,7 @@ from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-# File in the run directory: names of the run's directories elsewhere, each with the place of the run
-# directory.
+# File in the run directory: names of the run's directories elsewhere, and the run directory's path then.
 PLACES_FILE = "places"
 OWN_NAME_LINE = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # Directories with other names are never removed.
 SHOWN_CHARACTERS = 80  # Characters of a reply in a note.

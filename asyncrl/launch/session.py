@@ -80,7 +80,7 @@ class Session:
         self._signal_count = 0
         self._has_started = False  # the coordinator has left its start phase: there is something to save
         self._next_hello_at = 0.0
-        # decided by the session; the coordinator may still be saving
+        # Outcome that the session has decided; the coordinator may still be saving.
         self._decided_outcome: RunOutcome | None = None
         self._stop_began_at = 0.0
         self._stop_deadline: float | None = None

@@ -231,7 +231,7 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
         sum(turn.tokens for turn in episode) for group in rates.recorded for episode in group
     )
 
-    # More filtering than refills can replace does not happen: such a batch is trained.
+    # Once refills are used up, filtered groups are trained.
     return Workload(
         buffer=buffer,
         slots=config.rollout.slots * config.rollout.workers,

@@ -128,8 +128,7 @@ class Simulation:
         self._sampled_at = 0.0
         self._event_numbers = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        # Episodes share the engines' rate equally. `_served_tokens`: tokens of a turn that ran
-        # since the start.
+        # Episodes share the engines' rate equally. `_served_tokens`: those of a turn running since the start.
         self._served_tokens = 0.0
         self._sampling: list[tuple[float, int, _SimulatedEpisode]] = []  # (served at its end, order, episode)
         # By group: the drawn turns, and whether the group is filtered.
