@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 from asyncrl.algorithms.recipe import with_group_policy
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import compose
-from asyncrl.planning.forecast import Rates, limits, predict
+from asyncrl.planning.forecast import Rates, predict, time_savings
 from asyncrl.planning.simulator import Recorded, RecordedTurn
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/recipes.md"
@@ -74,7 +74,7 @@ def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
     return Rates(
         recorded=recorded,
         base=2 * count / memory,
-        share=float(kv) / memory + 2 * count / decode,
+        slope=float(kv) / memory + 2 * count / decode,
         assumed=False,
         episode_s=passes * count * tokens / (share * TRAIN_USE * FLOPS),
         commit_s=COMMIT,
@@ -93,7 +93,7 @@ def main() -> None:
         config = with_group_policy(compose(shlex.split(command.replace("\\\n", " "))))
         rates = assumed(config, f"Qwen3-{size}", int(gpus))
         told = predict(config, rates, seeds=SEEDS)
-        saved = limits(config, rates, SEEDS)
+        saved = time_savings(config, rates, SEEDS)
         name, most = max(saved.items(), key=lambda one: one[1])
         print(
             f"| {size} on {gpus} | {told.step_s:.1f} | {told.lag:.2f} | {told.trainer_idle:.0%} | "

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.fakes
 
-from asyncrl.commands.status import ending
+from asyncrl.commands.status import describe_ending
 from asyncrl.viewer.views import Views
 from tests.fakes.browser import Tab, browser, served
 
@@ -39,7 +39,7 @@ async def save(tab: Tab, path: Path) -> None:
 
 async def pictures(run: Path, out: Path, light: bool) -> None:
     with tempfile.TemporaryDirectory() as profile:
-        async with served(Views([run], ending)) as url, browser(Path(profile)) as tab:
+        async with served(Views([run], describe_ending)) as url, browser(Path(profile)) as tab:
             await tab.open("about:blank")
             scheme = [{"name": "prefers-color-scheme", "value": "light" if light else "dark"}]
             await tab.call("Emulation.setEmulatedMedia", features=scheme)

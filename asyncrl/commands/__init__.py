@@ -1,4 +1,5 @@
-"""Commands, one file each; here are helpers of all: parsing of arguments, and finding a run by its name."""
+"""Commands, one module each. This module has helpers for all: parsers of arguments, and finding runs by
+name."""
 
 from __future__ import annotations
 
@@ -11,51 +12,53 @@ from asyncrl.errors import ConfigError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that says what a flag it does not have is here: one of Hydra, or a key with dashes."""
+    """A parser that explains foreign flags: flags of Hydra, and keys written with dashes."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raises ConfigError for such flags."""
-        words = [word.partition("=")[0] for word in args or ()]
-        words = words[: words.index("--")] if "--" in words else words
-        known = tuple(self._option_string_actions)
-        foreign = [
-            word
-            for word in words
-            if word.startswith("--") and not any(name.startswith(word) for name in known)
+        """Raise ConfigError for foreign flags."""
+        flag_names = [flag.partition("=")[0] for flag in args or ()]
+        flag_names = flag_names[: flag_names.index("--")] if "--" in flag_names else flag_names
+        known_flags = tuple(self._option_string_actions)
+        foreign_flags = [
+            flag
+            for flag in flag_names
+            if flag.startswith("--") and not any(name.startswith(flag) for name in known_flags)
         ]
+
         takes_keys = any(action.dest in ("overrides", "what") for action in self._actions)
-        if foreign and takes_keys:
+        if foreign_flags and takes_keys:
             from asyncrl.config.composition import refused_flags
 
-            raise refused_flags(foreign)
+            raise refused_flags(foreign_flags)
         return super().parse_known_args(args, namespace)
 
 
 def command_parser(
-    name: str, text: str, run_dir: str = "parent of run directories"
+    name: str, description: str, run_dir_help: str = "parent of run directories"
 ) -> argparse.ArgumentParser:
-    """Make the parser of `asyncrl NAME`: --help shows `text` as it stands. `run_dir`: help for --run-dir; ''
-    leaves it out."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser(prog=f"asyncrl {name}", description=text, formatter_class=form)
-    if run_dir:
-        parser.add_argument("--run-dir", type=Path, default=Path("runs"), help=run_dir)
+    """Make the parser of `asyncrl NAME`, whose --help shows `description` unchanged. `run_dir_help`: help for
+    --run-dir; '' leaves the flag out."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(prog=f"asyncrl {name}", description=description, formatter_class=formatter)
+    if run_dir_help:
+        parser.add_argument("--run-dir", type=Path, default=Path("runs"), help=run_dir_help)
     return parser
 
 
 def find_run(directory: Path, name: str) -> Path:
-    """The directory of a run by its name or path; of the newest one without. ConfigError if there is none."""
+    """Return the directory of a run by its name or path; of the newest run if `name` is empty. Raises
+    ConfigError if there is none."""
     if name and os.path.isfile(os.path.join(name, "config.yaml")):
         return Path(name)
-    runs = {path.name: path for path in reversed(runs_in(directory))}
+    runs = {path.name: path for path in reversed(list_run_directories(directory))}
     path = runs.get(name) if name else next(reversed(runs.values()), None)
     if path is None:
         raise ConfigError(f"{directory}: no run {name!r}; there are: {', '.join(runs) or 'none'}")
     return path
 
 
-def runs_in(directory: Path) -> list[Path]:
-    """Directories of runs, newest first. ConfigError where there is nothing to look at."""
+def list_run_directories(directory: Path) -> list[Path]:
+    """Return the directories of runs, newest first. Raises ConfigError if `directory` does not exist."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; give the parent of run directories as --run-dir")
     paths = [path.parent for path in directory.glob("*/config.yaml")]

@@ -1,4 +1,4 @@
-"""`asyncrl doctor [OVERRIDES]`: what a run would find on this machine, with these keys."""
+"""`asyncrl doctor [OVERRIDES]`: checks this machine, and the keys of a run."""
 
 from __future__ import annotations
 
@@ -23,39 +23,43 @@ hub is fetched, and a sandbox tried. OVERRIDES are those of asyncrl train.
 
 Exit code 0 without errors, 2 with some.
 """
-NO_MODEL = ["model.path=none", "data.train=none"]  # of a configuration for checks that look at neither
+NO_MODEL = ["model.path=none", "data.train=none"]  # Overrides for checks that need neither model nor data.
 
 
 def main(argv: list[str]) -> int:
-    parser = command_parser("doctor", HELP, run_dir="")
+    parser = command_parser("doctor", HELP, run_dir_help="")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
-    from asyncrl.launch.checks import ALL, MACHINE, examine
-    from asyncrl.launch.data import Inputs, Note
 
-    checks = ALL
+    from asyncrl.launch.checks import ALL_CHECKS, MACHINE_CHECKS, collect_notes
+    from asyncrl.launch.inputs import Inputs
+    from asyncrl.launch.notes import Note
+
+    checks = ALL_CHECKS
     try:
         config = compose(options.overrides, options.config_dir)
     except MissingKeyError as error:
         if error.key != "model.path":
             raise
-        checks = MACHINE
+        checks = MACHINE_CHECKS
         config = compose([*NO_MODEL, *options.overrides], options.config_dir)
+
     search_working_directory()
 
-    def shown(findings: Iterable[Note]) -> Iterable[str]:
-        """The level of each, printed as soon as it is found."""
-        for level, text, check in findings:
-            first, _, more = printable(text).partition("\n")
-            print(f"{level:<8} {check:<14} {first}", flush=True)
-            if more:
-                print(indent(more, " " * 24, lambda line: True))
+    def print_notes(notes: Iterable[Note]) -> Iterable[str]:
+        """Yield the level of each note, and print the note as soon as its check has run."""
+        for level, text, subject in notes:
+            first_line, _, more_lines = printable(text).partition("\n")
+            print(f"{level:<8} {subject:<14} {first_line}", flush=True)
+            if more_lines:
+                print(indent(more_lines, " " * 24, lambda line: True))
             yield level
 
-    levels = list(shown(examine(checks, Inputs(config))))
+    levels = list(print_notes(collect_notes(checks, Inputs(config))))
     counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warning", "error", "skipped"))
     print(f"\n{counts}")
-    if checks is MACHINE:
+
+    if checks is MACHINE_CHECKS:
         print("only the machine was checked; name model.path and data.train to have them checked, too")
     return 2 if "error" in levels else 0

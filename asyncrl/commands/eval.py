@@ -2,7 +2,7 @@
 
     MODEL, overrides ──► RunConfig with total_steps=0 ──► launch/start.py ──► run store ──► the table
 
-A command that was killed is given again, and goes on: what is over is in the run store.
+After a kill the same command continues: finished episodes are in the run store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.commands import command_parser, runs_in
+from asyncrl.commands import command_parser, list_run_directories
 from asyncrl.commands.merge import find_checkpoint
 from asyncrl.config import RunConfig, read_config, texts, training
 from asyncrl.config.composition import compose, override, recompose, refused_keys
@@ -52,51 +52,54 @@ all its rows are used, or the first `samples=N`, `episodes=K` times each. Episod
 asyncrl runs transcripts NAME. What the numbers mean: docs/evaluation.md."""
 
 EVALUATION = "evaluation.json"
-ALL = "validation.samples=1000000000"
+ALL_SAMPLES = "validation.samples=1000000000"
 ALIASES = {"data": "data.test", "samples": "validation.samples", "episodes": "validation.episodes"}
-STEM_BYTES = 150  # of the model's name in that of its run
+STEM_BYTES = 150  # Bytes of the model's name in the name of its run.
 SOLVED = re.compile(r"val-core/all/(\w+/(?:success|pass@\d+))")
 COLUMNS = ("mean", "95%", "samples", "minus baseline", "95% of that")
 
 
 class Target(NamedTuple):
-    """The thing to evaluate: a model, and the run whose configuration is taken, if it is a checkpoint."""
+    """The model to evaluate, and, for a checkpoint, the run whose configuration is used."""
 
     model: str
     run_dir: Path | None
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments, evaluate, print and write the numbers. Exit code 1 where the run failed."""
+    """Parse the arguments, evaluate, print and write the numbers. Exit code 1 if the run failed."""
     parser = argument_parser("eval", HELP)
     parser.add_argument("--baseline", help="another MODEL, or a run of asyncrl eval: compare with it")
     options = parser.parse_intermixed_args(argv)
     check_order(options)
-    target = find_target(options.model, options.run_dir)
+    target = resolve_target(options.model, options.run_dir)
     code, run_dir = evaluate(target, options)
     if code or run_dir is None:
         return code
+
     result = Result.read(run_dir)
     if not options.baseline:
         print_result(result)
         return 0
-    for path in (Path(options.baseline), options.run_dir / options.baseline):
-        if (path / "config.yaml").is_file() and not read_config(path).total_steps:
-            break  # an evaluation that is there
-    else:  # one of that model is run now, configured as the one of `target`
-        other = find_target(options.baseline, options.run_dir)
-        code, path = evaluate(other._replace(run_dir=target.run_dir), options)
-    if code or path is None:
+
+    for baseline_dir in (Path(options.baseline), options.run_dir / options.baseline):
+        if (baseline_dir / "config.yaml").is_file() and not read_config(baseline_dir).total_steps:
+            break  # an existing evaluation
+    else:  # Evaluate the baseline model now, configured like `target`.
+        baseline_target = resolve_target(options.baseline, options.run_dir)
+        code, baseline_dir = evaluate(baseline_target._replace(run_dir=target.run_dir), options)
+
+    if code or baseline_dir is None:
         return code
-    baseline = Result.read(path)
-    if not (path / EVALUATION).is_file():  # Compare reads both
+    baseline = Result.read(baseline_dir)
+    if not (baseline_dir / EVALUATION).is_file():  # The viewer's comparison reads both files
         write_result(baseline)
     print_result(result, baseline)
     return 0
 
 
 def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
-    parser = command_parser(name, text, "where runs are, and this one is put")
+    parser = command_parser(name, text, "directory of runs, also of this one")
     parser.add_argument("model", help="a model, a checkpoint of a run, or a run")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
@@ -105,38 +108,46 @@ def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
 
 
 def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | None]:
-    """Run the episodes that are not over yet: the exit code, and the run; None after a dry run."""
+    """Run the episodes that are not finished yet. Return the exit code and the run's directory; None after a
+    dry run."""
     config = configuration(target, options)
     run_dir = Path(config.run_dir) / config.name
+
     if (run_dir / "config.yaml").is_file():
-        before = read_config(run_dir)
-        if before.total_steps or before.held_out_settings != config.held_out_settings:
+        previous_config = read_config(run_dir)
+        if previous_config.total_steps or previous_config.held_out_settings != config.held_out_settings:
             raise ConfigError(f"{run_dir}: is another run; choose another name=…")
     if read_summary(run_dir).get("outcome") == "completed" and not options.dry_run:
         return 0, run_dir
+
     search_working_directory()
     from asyncrl.launch.start import train
 
-    code = train(config, dry_run=options.dry_run)
-    return code, None if options.dry_run else run_dir
+    exit_code = train(config, dry_run=options.dry_run)
+    return exit_code, None if options.dry_run else run_dir
 
 
-def find_target(given: str, runs: Path) -> Target:
-    """A checkpoint's export, for a checkpoint or a run; else the model itself, which need not be here."""
-    path = Path(given)
-    checkpoint = path.name.startswith("step-") and (path / "manifest.json").is_file()
-    if not (checkpoint or (path / "config.yaml").is_file() or (runs / given / "config.yaml").is_file()):
-        _check_model(given, runs)
-        return Target(given, None)
-    checkpoints, step, run_dir = find_checkpoint(given, runs)
+def resolve_target(name: str, runs_directory: Path) -> Target:
+    """Return a checkpoint's export, for a checkpoint or a run; else the model itself, which may be on the
+    hub."""
+    path = Path(name)
+    is_checkpoint = path.name.startswith("step-") and (path / "manifest.json").is_file()
+
+    if not (
+        is_checkpoint or (path / "config.yaml").is_file() or (runs_directory / name / "config.yaml").is_file()
+    ):
+        _check_model(name, runs_directory)
+        return Target(name, None)
+
+    checkpoints, step, run_dir = find_checkpoint(name, runs_directory)
     export = Path(checkpoints.path(step)) / "hf"
     if not (export / "config.json").is_file():
-        raise ConfigError(f"{export}: is no directory with a model; write one with asyncrl merge {given} OUT")
+        raise ConfigError(f"{export}: is no directory with a model; write one with asyncrl merge {name} OUT")
     return Target(str(export), run_dir)
 
 
 def check_order(options: argparse.Namespace) -> None:
-    """ConfigError where a key is in place of the model, which says what keys of other tools are here."""
+    """Raise ConfigError if a key stands in place of the model. The error explains keys of other tools."""
     if "=" in options.model and not os.path.exists(options.model):
         unknown = unknown_keys([options.model, *options.overrides])
         raise unknown or ConfigError(
@@ -145,44 +156,56 @@ def check_order(options: argparse.Namespace) -> None:
 
 
 def unknown_keys(arguments: Sequence[str]) -> ConfigError | None:
-    """Describe the keys that there are not; None if all are there."""
+    """Return an error that describes unknown keys; None if all keys are known."""
     return refused_keys([word for word in arguments if word.partition("=")[0] not in (*ALIASES, "out")])
 
 
-def _check_model(given: str, runs: Path) -> None:
-    """ConfigError for what can be no model: neither a directory nor the name of a hub repository."""
-    from asyncrl.launch.models import hub_model
+def _check_model(name: str, runs_directory: Path) -> None:
+    """Raise ConfigError for a name that can be no model: neither a directory nor a repository of the hub."""
+    from asyncrl.launch.models import parse_hub_model
 
-    path = Path(given).expanduser()
-    if path.is_dir() or (hub_model(given) and path.parent.resolve() != runs.resolve()):
+    path = Path(name).expanduser()
+    if path.is_dir() or (parse_hub_model(name) and path.parent.resolve() != runs_directory.resolve()):
         return
-    names = ", ".join(sorted(run.name for run in runs_in(runs))) if runs.is_dir() else ""
+    names = (
+        ", ".join(sorted(run.name for run in list_run_directories(runs_directory)))
+        if runs_directory.is_dir()
+        else ""
+    )
     raise ConfigError(
-        f"{given}: there is no such model, checkpoint or run; give a model directory, owner/name of the hub, "
-        f"a checkpoint ({runs}/NAME/checkpoints/step-N), or a run in {runs}: {names or 'there is none'}"
+        f"{name}: there is no such model, checkpoint or run; give a model directory, owner/name of the hub, "
+        f"a checkpoint ({runs_directory}/NAME/checkpoints/step-N), or a run in {runs_directory}: "
+        f"{names or 'there is none'}"
     )
 
 
 def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
-    """Make the configuration of an evaluation: keys of training have their defaults, and the name tells what
-    is evaluated, and how."""
-    split = (one.partition("=") for one in options.overrides)
-    given = [ALIASES.get(key, key) + equals + value for key, equals, value in split]
-    fixed = [override("model.path", target.model), "total_steps=0"]
-    if target.run_dir is not None:
-        fixed += [override("run_dir", options.run_dir)]
-        composed = recompose(target.run_dir, [ALL, *given, *fixed])
-    else:
-        first = [ALL, "data.train=-", override("run_dir", options.run_dir)]
-        composed = compose([*first, *given, *fixed], options.config_dir)
-    config = _untrained(composed)
-    from asyncrl.launch.models import resolve_models
-    from asyncrl.launch.run_directory import begun_with
+    """Make the configuration of an evaluation: keys of training have their defaults, and the name of the run
+    identifies the model and the settings."""
+    pairs = (argument.partition("=") for argument in options.overrides)
+    arguments = [ALIASES.get(key, key) + equals + value for key, equals, value in pairs]
 
-    config = resolve_models(config, begun_with(config))
-    if not any(one.startswith("name=") for one in given):
-        parts = Path(target.model).parts
-        stem = f"{parts[-4]}-{parts[-2]}" if parts[-1] == "hf" and len(parts) > 3 else parts[-1]
+    fixed_overrides = [override("model.path", target.model), "total_steps=0"]
+    if target.run_dir is not None:
+        fixed_overrides += [override("run_dir", options.run_dir)]
+        composed_config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides])
+    else:
+        base_overrides = [ALL_SAMPLES, "data.train=-", override("run_dir", options.run_dir)]
+        composed_config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir)
+
+    config = _untrained(composed_config)
+    from asyncrl.launch.models import resolve_models
+    from asyncrl.launch.run_directory import previous_config
+
+    config = resolve_models(config, previous_config(config))
+
+    if not any(argument.startswith("name=") for argument in arguments):
+        path_parts = Path(target.model).parts
+        stem = (
+            f"{path_parts[-4]}-{path_parts[-2]}"
+            if path_parts[-1] == "hf" and len(path_parts) > 3
+            else path_parts[-1]
+        )
         stem = "".join(character if character.isprintable() else "-" for character in stem)
         stem = stem.encode()[:STEM_BYTES].decode(errors="ignore")
         config = replace(config, name=f"eval-{stem}-{fingerprint(config)}", resume="auto")
@@ -215,50 +238,60 @@ def _untrained(config: RunConfig) -> RunConfig:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Hash how episodes are played, and name, size and time of the files: weights, data, the user's own."""
+    """Hash the settings of episodes, and name, size and time of their files: weights, data, plug-ins."""
     from asyncrl.data.sources import named_files, paths
     from asyncrl.weights.model_files import weight_files
 
     plugins = texts(msgspec.to_builtins(config.rollout))
-    named = [plugin.rpartition(":")[0] or plugin for plugin in plugins]  # FILE.py:function
+    plugin_files = [plugin.rpartition(":")[0] or plugin for plugin in plugins]  # FILE.py:function
     data = [name for path in paths(config.data, "test") for name in named_files(path)]
-    used = {*map(str, weight_files(config.model.path)), *data, *named}
-    stats = [(os.path.basename(file), os.stat(file)) for file in sorted(used) if os.path.isfile(file)]
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    return blake2s(msgspec.json.encode((config.held_out_settings, files)), digest_size=4).hexdigest()
+    used_files = {*map(str, weight_files(config.model.path)), *data, *plugin_files}
+
+    file_stats = [
+        (os.path.basename(file), os.stat(file)) for file in sorted(used_files) if os.path.isfile(file)
+    ]
+    file_times = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in file_stats]
+    return blake2s(msgspec.json.encode((config.held_out_settings, file_times)), digest_size=4).hexdigest()
 
 
 class Result(NamedTuple):
-    """An evaluation that is over."""
+    """A finished evaluation."""
 
     run_dir: Path
     data: str  # fingerprint of the samples
     episodes: list[Judged]
     numbers: PerSample
-    tasks: dict[str, dict[str, float]]  # `success` and `pass@k` of each sample that is a task, by its name
+    tasks: dict[str, dict[str, float]]  # `success` and `pass@k` of each task, by name
 
     @classmethod
     def read(cls, run_dir: Path) -> Result:
-        """Raises StoreError and ConfigError."""
+        """Read the evaluation from its run. Raises StoreError and ConfigError."""
         from asyncrl.data.tasks import task_of
         from asyncrl.episodes.recorded import evaluated
 
         samples, episodes = evaluated(run_dir)
         numbers = per_sample(episodes, threshold_of(read_config(run_dir), episodes))
-        rows = sorted({one.which.row for one in episodes})
-        found = {row: samples[row] for row in rows}
-        tasks = {row: (one.data_source, task.name) for row, one in found.items() if (task := task_of(one))}
+
+        rows = sorted({episode.which.row for episode in episodes})
+        samples_by_row = {row: samples[row] for row in rows}
+        tasks = {
+            row: (sample.data_source, task.name)
+            for row, sample in samples_by_row.items()
+            if (task := task_of(sample))
+        }
         return cls(run_dir, samples.fingerprint, episodes, numbers, by_task(tasks, numbers))
 
 
 def by_task(tasks: dict[int, tuple[str, str]], numbers: PerSample) -> dict[str, dict[str, float]]:
-    """Return `success` and `pass@k` of samples, by the names of their tasks; several of one name are told
-    apart by source and row. `tasks`: source and name."""
-    times = Counter(name for _, name in tasks.values())
-    solved = {found[1]: numbers[name] for name in numbers if (found := SOLVED.fullmatch(name))}
+    """Return `success` and `pass@k` of samples, by the names of their tasks; tasks with the same name are
+    distinguished by source and row. `tasks`: source and name by row."""
+    name_counts = Counter(name for _, name in tasks.values())
+    solved_metrics = {
+        name_match[1]: numbers[name] for name in numbers if (name_match := SOLVED.fullmatch(name))
+    }
     return {
-        name if times[name] == 1 else f"{source}/{name}#{row}": {
-            metric: values[row] for metric, values in solved.items() if row in values
+        name if name_counts[name] == 1 else f"{source}/{name}#{row}": {
+            metric: values[row] for metric, values in solved_metrics.items() if row in values
         }
         for row, (source, name) in tasks.items()
     }
@@ -270,63 +303,76 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
 
 
 def write_result(result: Result, baseline: Result | None = None) -> dict[str, dict[str, Any]]:
-    """Write evaluation.json in the run's directory; the numbers of the table."""
+    """Write evaluation.json in the run's directory, and return the numbers of the table."""
     if baseline is not None and baseline.data != result.data:
         raise ConfigError(
             f"{baseline.run_dir}: is of other samples than {result.run_dir}; give the same data=…"
         )
-    found = summary(result.numbers, baseline.numbers if baseline else {})
-    more = sizes(result.episodes) | losses(result.episodes)
+
+    metrics = summarize_metrics(result.numbers, baseline.numbers if baseline else {})
+    extra_values = sizes(result.episodes) | losses(result.episodes)
     for task, values in result.tasks.items():
-        more |= {f"val-task/{task}/{name}": value for name, value in values.items()}
-    written = {**found, **{name: {"mean": value} for name, value in more.items()}}
+        extra_values |= {f"val-task/{task}/{name}": value for name, value in values.items()}
+    written_metrics = {**metrics, **{name: {"mean": value} for name, value in extra_values.items()}}
+
     (result.run_dir / EVALUATION).write_bytes(
-        msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
+        msgspec.json.format(msgspec.json.encode(written_metrics), indent=2) + b"\n"
     )
-    return found
+    return metrics
 
 
-def _print_table(result: Result, baseline: Result | None, found: dict[str, dict[str, Any]]) -> None:
-    shown = [name for name in found if name.startswith("val-core/")]
-    if len({one.source for one in result.episodes}) == 1:  # `all` would say the same again
-        shown = [name for name in shown if not name.startswith("val-core/all/")]
+def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dict[str, Any]]) -> None:
+    shown_names = [name for name in metrics if name.startswith("val-core/")]
+    if len({episode.source for episode in result.episodes}) == 1:  # `all` would repeat the only source
+        shown_names = [name for name in shown_names if not name.startswith("val-core/all/")]
+
     lines: list[tuple[str, ...]] = [("", *COLUMNS[: 5 if baseline else 3])]
-    for name in shown:
-        if not (name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in found):  # `mean@k` says it
-            lines.append((name.removeprefix("val-core/"), *_cells(found[name])))
-    lines += [(name.removeprefix("val-core/"), f"{v:.4f}") for name, v in losses(result.episodes).items()]
+    for name in shown_names:
+        # `mean@1` would repeat `mean@k`.
+        if not (name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in metrics):
+            lines.append((name.removeprefix("val-core/"), *_metric_cells(metrics[name])))
+
+    lines += [
+        (name.removeprefix("val-core/"), f"{value:.4f}") for name, value in losses(result.episodes).items()
+    ]
+
     if result.tasks:
         columns = sorted(set().union(*result.tasks.values()))
         lines += [(), ("task", *columns)]
         for task, values in result.tasks.items():
             lines.append((task, *(f"{values[name]:.4f}" if name in values else "" for name in columns)))
+
     width = max(len(line[0]) for line in filter(None, lines))
     for first, *cells in (line or ("",) for line in lines):
         print(printable(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))).rstrip()))
-    if failed := sum(one.result is None for one in result.episodes):
+
+    if failed := sum(episode.result is None for episode in result.episodes):
         print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")
     print(f"run: {result.run_dir.absolute()}")
 
 
-def summary(numbers: PerSample, baseline: PerSample) -> dict[str, dict[str, Any]]:
-    """Return by metric: `mean`, `low`, `high`, `samples`; where the baseline has the metric, too,
-    `difference`, `difference_low`, `difference_high` over the samples that both have."""
-    found: dict[str, dict[str, Any]] = {}
+def summarize_metrics(numbers: PerSample, baseline: PerSample) -> dict[str, dict[str, Any]]:
+    """Return by metric: `mean`, `low`, `high`, `samples`; if the baseline has the metric, too, also
+    `difference`, `difference_low`, `difference_high` over the samples that both runs have."""
+    metrics: dict[str, dict[str, Any]] = {}
     for (name, mean), values in zip(means(numbers).items(), numbers.values(), strict=True):
         low, high = interval([*values.values()])
-        found[name] = {"mean": mean, "low": low, "high": high, "samples": len(values)}
-        other = baseline.get(name, {})
-        if pairs := [values[row] - other[row] for row in sorted(values.keys() & other.keys())]:
+        metrics[name] = {"mean": mean, "low": low, "high": high, "samples": len(values)}
+
+        baseline_values = baseline.get(name, {})
+        if pairs := [
+            values[row] - baseline_values[row] for row in sorted(values.keys() & baseline_values.keys())
+        ]:
             low, high = interval(pairs)
             difference = {"difference": sum(pairs) / len(pairs)}
-            found[name] |= difference | {"difference_low": low, "difference_high": high}
-    return dict(sorted(found.items()))
+            metrics[name] |= difference | {"difference_low": low, "difference_high": high}
+    return dict(sorted(metrics.items()))
 
 
-def _cells(numbers: dict[str, Any]) -> Sequence[str]:
-    between = f"{numbers['low']:.4f} to {numbers['high']:.4f}"
-    cells = [f"{numbers['mean']:.4f}", between, str(numbers["samples"])]
+def _metric_cells(numbers: dict[str, Any]) -> Sequence[str]:
+    interval_text = f"{numbers['low']:.4f} to {numbers['high']:.4f}"
+    cells = [f"{numbers['mean']:.4f}", interval_text, str(numbers["samples"])]
     if "difference" in numbers:
-        between = f"{numbers['difference_low']:+.4f} to {numbers['difference_high']:+.4f}"
-        cells += [f"{numbers['difference']:+.4f}", between]
+        interval_text = f"{numbers['difference_low']:+.4f} to {numbers['difference_high']:+.4f}"
+        cells += [f"{numbers['difference']:+.4f}", interval_text]
     return cells

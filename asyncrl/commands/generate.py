@@ -1,5 +1,5 @@
-"""`asyncrl generate MODEL out=FILE`: what a model answers, as a data set. It is `asyncrl eval` without greedy
-episodes, whose run is written to a file."""
+"""`asyncrl generate MODEL out=FILE`: writes the answers of a model as a data set. An `asyncrl eval` without
+greedy episodes, whose run is written to a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.commands.eval import argument_parser, check_order, evaluate, find_target, unknown_keys
+from asyncrl.commands.eval import argument_parser, check_order, evaluate, resolve_target, unknown_keys
 from asyncrl.config import read_config
 from asyncrl.data.rows import write_rows
 from asyncrl.errors import ConfigError
@@ -35,7 +35,7 @@ responses (the text of the last turn), conversations (all messages, as JSON), re
 command goes on after a crash.
 OVERRIDES are those of asyncrl train; asyncrl eval --help says what MODEL is."""
 
-OUT = "out="
+OUT_PREFIX = "out="
 COLUMNS = ("responses", "conversations", "rewards", "stop_reasons", "tokens")
 
 
@@ -44,34 +44,41 @@ def main(argv: list[str]) -> int:
     parser = argument_parser("generate", HELP)
     options = parser.parse_intermixed_args(argv)
     check_order(options)
-    out = _out(options)
+    out_path = _take_out_path(options)
     options.overrides.insert(0, "validation.greedy=false")
-    code, run_dir = evaluate(find_target(options.model, options.run_dir), options)
+    code, run_dir = evaluate(resolve_target(options.model, options.run_dir), options)
+
     if code or run_dir is None:
         return code
     from asyncrl.data import Samples, samples_path
 
-    count = write_rows(out, _rows(run_dir))
-    there = len(Samples.open(samples_path(run_dir, "test")))
-    print(f"{out}: {count} prompts, {'all' if count == there else f'the first of {there}'} of the data")
+    row_count = write_rows(out_path, _answer_rows(run_dir))
+    sample_count = len(Samples.open(samples_path(run_dir, "test")))
+    print(
+        f"{out_path}: {row_count} prompts, "
+        f"{'all' if row_count == sample_count else f'the first of {sample_count}'} of the data"
+    )
     return 0
 
 
-def _out(options: argparse.Namespace) -> Path:
-    """The file to write, taken from the overrides."""
-    named = [one for one in options.overrides if one.startswith(OUT)]
-    options.overrides = [one for one in options.overrides if one not in named]
-    path = Path(named[-1].removeprefix(OUT)).expanduser() if named else Path()
+def _take_out_path(options: argparse.Namespace) -> Path:
+    """Take the file to write from the overrides."""
+    out_overrides = [argument for argument in options.overrides if argument.startswith(OUT_PREFIX)]
+    options.overrides = [argument for argument in options.overrides if argument not in out_overrides]
+    path = Path(out_overrides[-1].removeprefix(OUT_PREFIX)).expanduser() if out_overrides else Path()
+
     if path.suffix not in (".parquet", ".jsonl"):
-        missing = ConfigError(f"out={path if named else ''}: write out=FILE.parquet or out=FILE.jsonl")
-        raise unknown_keys(options.overrides) or missing
+        path_error = ConfigError(
+            f"out={path if out_overrides else ''}: write out=FILE.parquet or out=FILE.jsonl"
+        )
+        raise unknown_keys(options.overrides) or path_error
     if not path.parent.is_dir():
         raise ConfigError(f"out={path}: there is no directory {path.parent}; make it, or choose another")
     return path
 
 
-def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yields one row per sample, in their order."""
+def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield one row per sample, in the order of the samples."""
     from asyncrl.episodes.parts import EpisodeParts
     from asyncrl.episodes.recorded import evaluated, judged_turns, reward_input
     from asyncrl.store.reader import RunReader
@@ -79,24 +86,35 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     parts = EpisodeParts(read_config(run_dir))
     samples, episodes = evaluated(run_dir)
 
-    def entry(one: Judged, sample: Sample) -> Sequence[Any]:
-        if one.result is None or one.stats is None:
+    def episode_entry(judged: Judged, sample: Sample) -> Sequence[Any]:
+        if judged.result is None or judged.stats is None:
             return None, None, None, "failed", 0
-        end = one.result.end
-        given = reward_input(parts, sample, judged_turns(reader, one), end, one.stats.tool_calls)
-        messages = msgspec.json.encode([message.openai() for message in given.messages])
-        return given.answer, messages.decode(), one.result.score, str(end), one.result.tokens
+        ending = judged.result.end
+
+        recorded_input = reward_input(
+            parts, sample, judged_turns(reader, judged), ending, judged.stats.tool_calls
+        )
+        messages = msgspec.json.encode([message.openai() for message in recorded_input.messages])
+        return (
+            recorded_input.answer,
+            messages.decode(),
+            judged.result.score,
+            str(ending),
+            judged.result.tokens,
+        )
 
     with closing(RunReader.open(run_dir)) as reader:
-        sampled = sorted((one for one in episodes if one.which.mode == SAMPLED), key=attrgetter("which"))
-        for row, members in groupby(sampled, key=attrgetter("which.row")):
+        sampled_episodes = sorted(
+            (judged for judged in episodes if judged.which.mode == SAMPLED), key=attrgetter("which")
+        )
+        for row, members in groupby(sampled_episodes, key=attrgetter("which.row")):
             sample = samples[row]
-            entries = [entry(one, sample) for one in members]
-            truth = msgspec.json.decode(sample.ground_truth)
+            entries = [episode_entry(judged, sample) for judged in members]
+            ground_truth = msgspec.json.decode(sample.ground_truth)
             yield {
                 "data_source": sample.data_source,
                 "prompt": [message.openai() for message in sample.prompt],
-                "ground_truth": truth if isinstance(truth, str) else sample.ground_truth,
+                "ground_truth": ground_truth if isinstance(ground_truth, str) else sample.ground_truth,
                 **dict(zip(COLUMNS, map(list, zip(*entries, strict=True)), strict=True)),
             }
     asyncio.run(parts.close())

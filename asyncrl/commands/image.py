@@ -25,40 +25,47 @@ Root file systems that sandboxes start from. Nothing is fetched, and no Dockerfi
 
 
 def main(argv: list[str]) -> int:
-    parser = command_parser("image", HELP, run_dir="")
+    parser = command_parser("image", HELP, run_dir_help="")
     parser.add_argument("action", choices=("import", "list", "remove"))
     parser.add_argument(
-        "given", nargs="?", default="", metavar="FILE|DIR|-|NAME", help="what to import or remove"
+        "source", nargs="?", default="", metavar="FILE|DIR|-|NAME", help="what to import or remove"
     )
-    parser.add_argument("--name", default="", help="import: its name; by default the file's")
-    parser.add_argument("--over", default="", metavar="IMAGE", help="import: lay it over this one")
+    parser.add_argument("--name", default="", help="import: name of the image (default: name of the file)")
+    parser.add_argument(
+        "--over", default="", metavar="IMAGE", help="import: base image below the imported files"
+    )
+
     for bound in msgspec.structs.fields(Bounds):
         (unit,) = bound.type.__metadata__
         text = f"import: refused whole above N {unit.description} ({bound.default})"
         parser.add_argument(f"--{bound.name}", type=int, default=bound.default, metavar="N", help=text)
     options = parser.parse_intermixed_args(argv)
+
     if options.action == "list":
         for digest, names in list_images().items():
-            print(_line(digest, names))
+            print(_image_line(digest, names))
         return 0
-    if not options.given:
+
+    if not options.source:
         parser.error(f"{options.action} takes a FILE, DIR or - to import, or a NAME to remove")
+
     if options.action == "remove":
-        gone = remove_image(options.given)
-        print(f"{options.given} is removed{'' if gone else '; its image has other names'}")
+        is_removed = remove_image(options.source)
+        print(f"{options.source} is removed{'' if is_removed else '; its image has other names'}")
         return 0
+
     bounds = Bounds(**{name: getattr(options, name) for name in Bounds.__struct_fields__})
-    name = options.name or Path(options.given).name.split(".")[0]
-    image = import_image(options.given, "" if name == "-" else name, options.over, bounds)
-    print(_line(image.digest, [name]))
+    name = options.name or Path(options.source).name.split(".")[0]
+    image = import_image(options.source, "" if name == "-" else name, options.over, bounds)
+    print(_image_line(image.digest, [name]))
     return 0
 
 
-def _line(digest: str, names: list[str]) -> str:
+def _image_line(digest: str, names: list[str]) -> str:
     try:
         image = find_image(digest)
     except ConfigError as error:
         return str(error)
-    over = f"  over {Path(image.over[0]).parent.name[:19]}" if image.over else ""
+    base_text = f"  over {Path(image.over[0]).parent.name[:19]}" if image.over else ""
     name = " ".join(names) or "–"
-    return f"{name:<24} {digest}  {image.files:>7} files {image.size / 2**20:>8.1f} MiB{over}"
+    return f"{name:<24} {digest}  {image.files:>7} files {image.size / 2**20:>8.1f} MiB{base_text}"

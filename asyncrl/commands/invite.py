@@ -12,7 +12,7 @@ import sys
 from urllib.parse import urlsplit
 
 from asyncrl.commands import command_parser, find_run
-from asyncrl.commands.status import lives
+from asyncrl.commands.status import launcher_lives
 from asyncrl.config import read_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.nodes import is_loopback
@@ -29,12 +29,14 @@ def main(argv: list[str]) -> int:
         "--role", choices=(ROLLOUT, ENGINE), default=ROLLOUT, help="engine: a server; default: %(default)s"
     )
     options = parser.parse_intermixed_args(argv)
+
     run_dir = find_run(options.run_dir, options.run)
-    if not lives(run_dir):
+    if not launcher_lives(run_dir):
         raise ConfigError(f"{run_dir}: the run is not up; workers and servers can join only while it is")
     if options.role == ENGINE and not read_config(run_dir).engine.remote:
         raise ConfigError(f"{run_dir}: engine.name is not sglang: only workers join, --role rollout")
     token = ask_for_token(run_dir, options.role)
+
     if is_loopback(urlsplit(read_token(token).control).hostname or ""):
         text = "asyncrl: the run listens on this machine alone (launch.host): only processes here can join it"
         print(text, file=sys.stderr)

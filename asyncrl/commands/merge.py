@@ -28,17 +28,25 @@ All files are compared with the checksums of the checkpoint."""
 def main(argv: list[str]) -> int:
     parser = command_parser("merge", HELP)
     parser.add_argument("checkpoint", help="a checkpoint, or a run")
-    parser.add_argument("out", type=Path, help="the directory to write, which is not there yet")
-    parser.add_argument("--adapters", choices=("merged", "apart"), default="merged", help="where they go")
+    parser.add_argument("out", type=Path, help="output directory; must not exist")
+    parser.add_argument(
+        "--adapters",
+        choices=("merged", "apart"),
+        default="merged",
+        help="merge adapters into the model, or write them alone",
+    )
     options = parser.parse_args(argv)
+
     if options.out.exists():
         raise ConfigError(f"{options.out}: exists; choose another directory, or delete it")
+
     checkpoints, step, run_dir = find_checkpoint(options.checkpoint, options.run_dir)
     if damage := checkpoints.damage(step):
         raise ConfigError(f"{checkpoints.path(step)}: cannot be used: {damage}")
-    work = options.out.with_name(f"{options.out.name}.writing")
-    shutil.rmtree(work, ignore_errors=True)  # of a command that was killed
-    work.mkdir(parents=True)
+
+    work_directory = options.out.with_name(f"{options.out.name}.writing")
+    shutil.rmtree(work_directory, ignore_errors=True)  # left by a command that was killed
+    work_directory.mkdir(parents=True)
     try:
         if options.adapters == "merged" and run_dir is not None and read_config(run_dir).agents:
             raise ConfigError(f"{options.checkpoint}: agents have an adapter each; add --adapters apart")
@@ -47,31 +55,32 @@ def main(argv: list[str]) -> int:
                 raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")
             from asyncrl.trainer.checkpoint import write_adapters
 
-            write_adapters(checkpoints, step, read_config(run_dir), work)
+            write_adapters(checkpoints, step, read_config(run_dir), work_directory)
         else:
-            _copy_export(checkpoints, step, work)
-            _compare_export(work, checkpoints.path(step))
-        work.rename(options.out)
+            _copy_export(checkpoints, step, work_directory)
+            _compare_export(work_directory, checkpoints.path(step))
+        work_directory.rename(options.out)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work_directory, ignore_errors=True)
     print(f"{options.out}: the {'adapters' if options.adapters == 'apart' else 'model'} of step {step}")
     return 0
 
 
-def find_checkpoint(given: str, runs: Path) -> tuple[Checkpoints, int, Path | None]:
-    """The place, the step, and the run's directory if it is known: of a checkpoint by its path or URL, or of
-    the newest one of a run. ConfigError where there is none."""
+def find_checkpoint(name: str, runs: Path) -> tuple[Checkpoints, int, Path | None]:
+    """Return the checkpoints, the step, and the run's directory if known: for a checkpoint by its path or
+    URL, or for the newest checkpoint of a run. Raises ConfigError if there is none."""
     from asyncrl.store.checkpoints import Checkpoints, checkpoints_of
 
-    parent, _, last = given.rstrip("/").rpartition("/")
-    number = last.removeprefix("step-")
-    if last.startswith("step-") and number.isdigit():
-        beside = Path(parent).resolve().parent
+    parent, _, last_part = name.rstrip("/").rpartition("/")
+    step_text = last_part.removeprefix("step-")
+
+    if last_part.startswith("step-") and step_text.isdigit():
+        parent_directory = Path(parent).resolve().parent
         checkpoints = Checkpoints(parent or ".")
-        steps = [int(number)]
-        run_dir = beside if (beside / "config.yaml").is_file() else None
+        steps = [int(step_text)]
+        run_dir = parent_directory if (parent_directory / "config.yaml").is_file() else None
     else:
-        run_dir = find_run(runs, given)
+        run_dir = find_run(runs, name)
         checkpoints = checkpoints_of(read_config(run_dir), run_dir)
         steps = checkpoints.steps()
     if not steps:
@@ -80,23 +89,27 @@ def find_checkpoint(given: str, runs: Path) -> tuple[Checkpoints, int, Path | No
 
 
 def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
-    """Each checkpoint has the merged model; see trainer/export.py."""
-    folder = "hf/"
-    names = [name for name in checkpoints.manifest(step).files if name.startswith(folder)]
+    """Copy the merged model, which each checkpoint has; see trainer/export.py."""
+    export_prefix = "hf/"
+    names = [name for name in checkpoints.manifest(step).files if name.startswith(export_prefix)]
     if not names:
-        raise ConfigError(f"{checkpoints.path(step)}: has no model in its folder {folder}")
+        raise ConfigError(f"{checkpoints.path(step)}: has no model in its folder {export_prefix}")
     for name in names:
-        with checkpoints.open(step, name) as source, (out / name.removeprefix(folder)).open("wb") as target:
+        with (
+            checkpoints.open(step, name) as source,
+            (out / name.removeprefix(export_prefix)).open("wb") as target,
+        ):
             shutil.copyfileobj(source, target)
 
 
 def _compare_export(directory: Path, checkpoint: str) -> None:
-    """Warn of what the model's class does not use; ConfigError where the export is not the model's."""
+    """Warn about tensors that the model's class does not use. Raises ConfigError if the export does not fit
+    the model."""
     from asyncrl.weights.checkpoint_match import UnknownModelError, check_checkpoint
 
     try:
         warning = check_checkpoint(str(directory), checkpoint)
-    except UnknownModelError as error:  # of a class that the run's own files register
+    except UnknownModelError as error:  # The run's own files register the class
         warning = str(error)
     if warning:
         print(f"warning: {warning}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""`asyncrl regrade RUN --reward NEW`: recorded episodes, scored by another reward.
+"""`asyncrl regrade RUN --reward NEW`: scores recorded episodes with another reward.
 
-It only reads the run, which may be under way.
+The command only reads the run, which may be under way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from asyncrl.buffer.records import EpisodeRecord, GroupRecord
     from asyncrl.types import Turn
 
-AT_ONCE = 32  # episodes that are scored side by side
+MAX_CONCURRENT = 32  # Episodes that are scored at once.
 
 HELP = """\
 Score recorded episodes with another reward, and compare: what advantages would have been, and how many
@@ -43,8 +43,8 @@ kept any more are left out (store.keep_bytes)."""
 
 
 class Row(msgspec.Struct):
-    """Holds the scores of one episode before and after. `step`: that of its batch, or the one under way when
-    it was issued."""
+    """The scores of one episode before and after. `step`: the step of its batch, or the step under way when
+    the episode was issued."""
 
     uid: str
     group: int
@@ -55,7 +55,7 @@ class Row(msgspec.Struct):
     score_new: float
     advantage: float | None
     advantage_new: float | None
-    taught: bool | None  # its group; None: not all of whom it is compared with could be scored
+    taught: bool | None  # whether its group teaches; None: not all of the baseline could be scored
     teaches: bool | None
 
 
@@ -64,35 +64,44 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", help="name of a run, or its directory")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")
     parser.add_argument("--reward", required=True, help="as rollout.reward: a name, a function, or a mapping")
-    parser.add_argument("--steps", type=_steps, default=(0, sys.maxsize), help="A..B; all by default")
+    parser.add_argument(
+        "--steps", type=_parse_steps, default=(0, sys.maxsize), help="steps A..B (default: all)"
+    )
     parser.add_argument("--out", type=Path, help="write a row per episode: FILE.parquet or FILE.jsonl")
     options = parser.parse_intermixed_args(argv)
+
     if options.out is not None and options.out.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"--out {options.out}: write FILE.parquet or FILE.jsonl")
     run_dir = find_run(options.run_dir, options.run)
     search_working_directory()
+
     config = recompose(run_dir, ["~rollout.reward", f"rollout.reward={options.reward}", *options.overrides])
     from asyncrl.launch.models import resolve_models
 
-    rows, problems = asyncio.run(_regraded(resolve_models(config), run_dir, options.steps))
+    rows, problems = asyncio.run(_regrade_episodes(resolve_models(config), run_dir, options.steps))
+
     if not rows:
-        why = problems[-1] if problems else "no episode of these steps has its turns (store.keep_bytes)"
-        raise ConfigError(f"{run_dir}: nothing could be scored: {why}")
-    _print(rows, problems)
+        reason = problems[-1] if problems else "no episode of these steps has its turns (store.keep_bytes)"
+        raise ConfigError(f"{run_dir}: nothing could be scored: {reason}")
+
+    _print_comparison(rows, problems)
     if options.out is not None:
         write_rows(options.out, (msgspec.structs.asdict(row) for row in rows))
     return 0
 
 
-def _steps(text: str) -> tuple[int, int]:
+def _parse_steps(text: str) -> tuple[int, int]:
     first, dots, last = text.partition("..")
     if not first.isdigit() or (dots and not last.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not A..B, e.g. 40..60, or one step")
     return int(first), int(last or first)
 
 
-async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) -> tuple[list[Row], list[str]]:
-    """The episodes of all groups of these steps, and why others could not be scored."""
+async def _regrade_episodes(
+    config: RunConfig, run_dir: Path, steps: tuple[int, int]
+) -> tuple[list[Row], list[str]]:
+    """Score the episodes of all groups of these steps. Return their rows, and why other episodes could not be
+    scored."""
     from asyncrl.algorithms.recipe import compose
     from asyncrl.data import Samples, samples_path
     from asyncrl.episodes.parts import EpisodeParts
@@ -100,47 +109,55 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
     from asyncrl.store.reader import RunReader
 
     recipe = compose(config)
-    # No environment or agent: they need not be there any more.
+
+    # Environment and agent are not loaded, as their files may be gone.
     parts = EpisodeParts(config).load("rules", "toolbox", "reward")
     samples = Samples.open(samples_path(run_dir, "train"))
     reader = RunReader.open(run_dir)
-    room = asyncio.Semaphore(AT_ONCE)
+    scoring_slots = asyncio.Semaphore(MAX_CONCURRENT)
     rows = list[Row]()
     problems = list[str]()
 
     async def score(group: GroupRecord, episode: EpisodeRecord, turns: list[Turn]) -> EpisodeRecord | None:
-        async with room:
+        async with scoring_slots:
             try:
                 end = episode.result.end
                 sample = samples[group.sample]
                 result = kept_result(reader, episode.uid, episode.turns)
                 with users_code():
-                    earned = await regrade(parts, sample, turns, end, episode.stats.tool_calls, result)
+                    new_result = await regrade(parts, sample, turns, end, episode.stats.tool_calls, result)
             except Exception as error:
                 problems.append(f"episode {episode.uid}: {one_line(error)}")
                 return None
-        return msgspec.structs.replace(episode, result=earned)
+        return msgspec.structs.replace(episode, result=new_result)
 
     try:
-        for group in (group for group in reader.groups() if steps[0] <= _step(group) <= steps[1]):
+        for group in (group for group in reader.groups() if steps[0] <= _batch_step(group) <= steps[1]):
             members = {episode.uid: episode for episode in reader.members(group.id)}
-            landed = ((uid, kept_turns(reader, e)) for uid, e in members.items() if e.stats.turns)
-            turns = {uid: found for uid, (found, missing) in landed if found and not missing}
+            landed = (
+                (uid, kept_turns(reader, member)) for uid, member in members.items() if member.stats.turns
+            )
+            turns = {
+                uid: episode_turns
+                for uid, (episode_turns, missing) in landed
+                if episode_turns and not missing
+            }
             scored = await asyncio.gather(*(score(group, members[uid], turns[uid]) for uid in turns))
-            again = members | {episode.uid: episode for episode in scored if episode is not None}
-            rows += _rows(config, recipe, group, members, again, turns)
+            regraded_members = members | {episode.uid: episode for episode in scored if episode is not None}
+            rows += _regraded_rows(config, recipe, group, members, regraded_members, turns)
     finally:
         reader.close()
         await parts.close()
     return rows, problems
 
 
-def _step(group: GroupRecord) -> int:
-    """The step of its batch, or the one under way when it was issued; counted from 1."""
+def _batch_step(group: GroupRecord) -> int:
+    """Return the step of the group's batch, or the step under way when the group was issued; counted from
+    1."""
     return (group.step if group.step >= 0 else group.issued_step) + 1
 
 
-def _rows(
+def _regraded_rows(
     config: RunConfig,
     recipe: Recipe,
     group: GroupRecord,
@@ -148,36 +165,42 @@ def _rows(
     after: Mapping[str, EpisodeRecord],
     turns: Mapping[str, list[Turn]],
 ) -> Iterator[Row]:
-    """Yield a row for each member that was scored. A group is compared if all of its baseline were."""
+    """Yield a row for each member that was scored. A group is compared if its whole baseline was scored."""
     from asyncrl.buffer.batches import Baseline
     from asyncrl.buffer.prompts import ComparedParts, all_equal
     from asyncrl.episodes.recorded import credited
 
     scored = {uid for uid in turns if after[uid] is not before[uid]}
-    needed = {group.members[number] for number in group.baseline}
-    reads = ComparedParts(turns=recipe.advantage.turns, components=recipe.advantage.components)
-    ordered = sorted(scored, key=lambda uid: before[uid].member)
-    compared = [uid for uid in ordered if not before[uid].greedy]  # late members, too
+    baseline_uids = {group.members[number] for number in group.baseline}
+    compared_parts = ComparedParts(turns=recipe.advantage.turns, components=recipe.advantage.components)
 
-    def judged(members: Mapping[str, EpisodeRecord]) -> tuple[bool | None, dict[str, float | None]]:
-        """Return whether the group teaches, and the advantages of those that may be trained."""
-        if not needed or not needed <= scored:
+    ordered_uids = sorted(scored, key=lambda uid: before[uid].member)
+    compared_uids = [uid for uid in ordered_uids if not before[uid].greedy]  # including late members
+
+    def judge_group(members: Mapping[str, EpisodeRecord]) -> tuple[bool | None, dict[str, float | None]]:
+        """Return whether the group teaches, and the advantages of members that may be trained."""
+        if not baseline_uids or not baseline_uids <= scored:
             return None, {}
         baseline = Baseline.of(group, members)
-        alike = all_equal([members[uid].result for uid in compared], baseline.greedy, reads)
-        found = {uid: credited(config, members[uid], baseline, turns[uid])[1] for uid in compared}
-        return not alike, {
+        is_uniform = all_equal(
+            [members[uid].result for uid in compared_uids], baseline.greedy, compared_parts
+        )
+        advantages_by_uid = {
+            uid: credited(config, members[uid], baseline, turns[uid])[1] for uid in compared_uids
+        }
+        return not is_uniform, {
             uid: None if values is None or not len(values) else float(values.mean())
-            for uid, values in found.items()
+            for uid, values in advantages_by_uid.items()
         }
 
-    (taught, advantages), (teaches, advantages_new) = judged(before), judged(after)
-    for uid in ordered:
+    taught, advantages = judge_group(before)
+    teaches, advantages_new = judge_group(after)
+    for uid in ordered_uids:
         yield Row(
             uid=uid,
             group=group.id,
             sample=group.sample,
-            step=_step(group),
+            step=_batch_step(group),
             state=before[uid].state,
             score=before[uid].result.score,
             score_new=after[uid].result.score,
@@ -188,8 +211,8 @@ def _rows(
         )
 
 
-def _print(rows: Sequence[Row], problems: Sequence[str]) -> None:
-    """The table, and why some episodes are not in it."""
+def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
+    """Print the table, and why some episodes are missing in it."""
     groups = {row.group: row for row in rows if row.teaches is not None}
     scores = [(row.score, row.score_new) for row in rows]
     advantages = [
@@ -197,23 +220,27 @@ def _print(rows: Sequence[Row], problems: Sequence[str]) -> None:
         for row in rows
         if row.advantage is not None and row.advantage_new is not None
     ]
-    taught = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
+
+    taught_counts = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
     print(f"{len(rows)} episodes of {len({row.group for row in rows})} groups scored again")
     print(f"{'':32} {'recorded':>12} {'regraded':>12}")
-    print(f"{'score, mean':32} {fmean(a for a, _ in scores):>12.4f} {fmean(b for _, b in scores):>12.4f}")
+    recorded_mean = fmean(recorded for recorded, _ in scores)
+    regraded_mean = fmean(regraded for _, regraded in scores)
+    print(f"{'score, mean':32} {recorded_mean:>12.4f} {regraded_mean:>12.4f}")
+
     if groups:
-        parts = " ".join(f"{n:>6} {n / len(groups):>5.0%}" for n in taught)
-        print(f"{f'groups that teach, of {len(groups)}':32} {parts}")
+        counts_text = " ".join(f"{count:>6} {count / len(groups):>5.0%}" for count in taught_counts)
+        print(f"{f'groups that teach, of {len(groups)}':32} {counts_text}")
     if advantages:
-        sizes = " ".join(f"{fmean(abs(pair[at]) for pair in advantages):>12.4f}" for at in (0, 1))
-        print(f"{'advantage before scaling, mean |A|':32} {sizes}")
+        sizes_text = " ".join(f"{fmean(abs(pair[index]) for pair in advantages):>12.4f}" for index in (0, 1))
+        print(f"{'advantage before scaling, mean |A|':32} {sizes_text}")
     print(f"correlation of scores {_correlation(scores)}, of advantages {_correlation(advantages)}")
     if problems:
         print(printable(f"{len(problems)} episodes could not be scored; the last one: {problems[-1]}"))
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
-    """Pearson's; unknown where one side does not vary."""
+    """Return Pearson's correlation; "unknown" if one side does not vary."""
     if len(pairs) < 2 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return "unknown"
     return f"{correlation(*zip(*pairs, strict=True)):.3f}"

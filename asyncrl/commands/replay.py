@@ -1,6 +1,6 @@
-"""`asyncrl replay RUN --step N`: a step of a run once more, from the newest checkpoint before it.
+"""`asyncrl replay RUN --step N`: trains a step of a run once more, from the newest checkpoint before it.
 
-It only reads the run, which may be under way.
+The command only reads the run, which may be under way.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from asyncrl.observe.files import read_rows
 from asyncrl.store.launches import at, described, launches_of, tree
 
 LOSS = "actor/pg_loss"
-NORM = "actor/grad_norm"
+GRADIENT_NORM = "actor/grad_norm"
 TITLES = ("loss: recorded", "replayed", "gradient norm: recorded", "replayed")
-SHOWN = ("actor/", "critic/", "rollout_corr/", "staleness/", "trainer/")  # metrics that recorded data decide
+# Prefixes of metrics that the recorded data determine.
+COMPARED_PREFIXES = (
+    "actor/",
+    "critic/",
+    "rollout_corr/",
+    "staleness/",
+    "trainer/",
+)
 
 HELP = """\
 Train a recorded step again, apart from the run, and print what was recorded beside what comes out:
@@ -42,37 +49,57 @@ def main(argv: list[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)
     launches = launches_of(run_dir)
-    with TemporaryDirectory() as place:  # as that step was trained, not as the run goes on now
-        Path(place, "config.yaml").write_bytes(msgspec.yaml.encode(at(launches, options.step).config))
-        config = recompose(Path(place), options.overrides)
+
+    # The step is trained with the configuration of its launch, not of the newest launch.
+    with TemporaryDirectory() as config_directory:
+        Path(config_directory, "config.yaml").write_bytes(
+            msgspec.yaml.encode(at(launches, options.step).config)
+        )
+        config = recompose(Path(config_directory), options.overrides)
+
     rows = {int(row["training/step"]): row for row in read_rows(run_dir) if "timing_s/step" in row}
-    before = dict[str, float]()
-    now = dict[str, float]()
+    recorded_row = dict[str, float]()
+    replayed_row = dict[str, float]()
     steps = list[int]()
-    had = at(launches, options.step).config["trainer"]["micro_batch_tokens"]
+    recorded_budget = at(launches, options.step).config["trainer"]["micro_batch_tokens"]
     budget = config.trainer.micro_batch_tokens
-    for step, now in _replayed(config, run_dir, options.step, 0 if budget == had else budget):
-        if not before:
+
+    for step, replayed_row in _replay_steps(
+        config, run_dir, options.step, 0 if budget == recorded_budget else budget
+    ):
+        if not recorded_row:
             print(f"{'step':>6} " + " ".join(f"{title:>24}" for title in TITLES))
-        before = rows.get(step, {})
-        cells = [f"{row.get(name, '–')!s:>24}" for name in (LOSS, NORM) for row in (before, now)]
+        recorded_row = rows.get(step, {})
+        cells = [
+            f"{row.get(name, '–')!s:>24}"
+            for name in (LOSS, GRADIENT_NORM)
+            for row in (recorded_row, replayed_row)
+        ]
         print(f"{step:>6}", *cells, flush=True)
         steps.append(step)
-    both = [name for name in now if name in before and name.startswith(SHOWN)]  # of the last step
-    differing = [name for name in both if before[name] != now[name]]
-    print(f"{len(both) - len(differing)} of {len(both)} metrics of the last step are as recorded")
-    for name in differing:
-        print(f"  {name}: {before[name]:.6g} recorded, {now[name]:.6g} replayed")
-    for first, given in {at(launches, step).step: at(launches, step).config for step in steps}.items():
-        if changed := described(given, tree(config)):
-            print(f"steps after {first} were trained with other keys: {changed}")
+
+    shared_names = [
+        name for name in replayed_row if name in recorded_row and name.startswith(COMPARED_PREFIXES)
+    ]
+    differing_names = [name for name in shared_names if recorded_row[name] != replayed_row[name]]
+    print(
+        f"{len(shared_names) - len(differing_names)} of {len(shared_names)} metrics of the last step are as "
+        "recorded"
+    )
+    for name in differing_names:
+        print(f"  {name}: {recorded_row[name]:.6g} recorded, {replayed_row[name]:.6g} replayed")
+    for first_step, launch_config in {
+        at(launches, step).step: at(launches, step).config for step in steps
+    }.items():
+        if changed_keys := described(launch_config, tree(config)):
+            print(f"steps after {first_step} were trained with other keys: {changed_keys}")
     return 0
 
 
-def _replayed(
+def _replay_steps(
     config: RunConfig, run_dir: Path, step: int, budget: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, metrics) of the steps up to this one."""
+    """Yield (step, metrics) of the steps up to `step`."""
     from asyncrl.launch.models import resolve_models
     from asyncrl.store.checkpoints import checkpoints_of
     from asyncrl.store.reader import RunReader
@@ -80,5 +107,5 @@ def _replayed(
 
     trainer = msgspec.structs.replace(config.trainer, ranks=1, replicas=1, sequence_parallel=1)
     with closing(RunReader.open(run_dir)) as reader:
-        alone = resolve_models(msgspec.structs.replace(config, trainer=trainer))
-        yield from retrain(alone, reader, checkpoints_of(config, run_dir), step, budget)
+        single_config = resolve_models(msgspec.structs.replace(config, trainer=trainer))
+        yield from retrain(single_config, reader, checkpoints_of(config, run_dir), step, budget)

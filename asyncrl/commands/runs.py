@@ -1,12 +1,12 @@
-"""`asyncrl runs list | show | transcripts | restore`: the runs in a directory; summary and episodes of one;
-its damaged run.db made anew."""
+"""`asyncrl runs list | show | transcripts | restore`: lists the runs in a directory; shows the summary or
+episodes of a run; restores a damaged run.db."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.commands import command_parser, find_run, runs_in
-from asyncrl.commands.status import ending
+from asyncrl.commands import command_parser, find_run, list_run_directories
+from asyncrl.commands.status import describe_ending
 from asyncrl.errors import ConfigError
 from asyncrl.observe.alerts import WINDOW
 from asyncrl.observe.files import read_lines, read_status, read_summary, some_rows
@@ -26,75 +26,83 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="show diagnostics, too")
     parser.add_argument("--step", type=int, help="transcripts of this step; the last one by default")
     options = parser.parse_intermixed_args(argv)
+
     if options.action == "list":
         return list_runs(options.run_dir)
     if options.action == "transcripts":
-        return transcripts(find_run(options.run_dir, options.name), options.of, options.step)
+        return print_transcripts(find_run(options.run_dir, options.name), options.of, options.step)
     if options.action == "restore":
-        return restore(options.run_dir, options.name)
-    return show(options.run_dir, options.name, options.all)
+        return restore_database(options.run_dir, options.name)
+    return show_summary(options.run_dir, options.name, options.all)
 
 
-def restore(directory: Path, name: str) -> int:
+def restore_database(directory: Path, name: str) -> int:
     """Make run.db anew from the newest good copy."""
-    from asyncrl.launch.run_directory import lock
+    from asyncrl.launch.run_directory import lock_directory
     from asyncrl.store import copies
 
     if not name:
         raise ConfigError("runs restore: name the run")
-    with lock(run_dir := find_run(directory, name), "run_dir"):
+    with lock_directory(run_dir := find_run(directory, name), "run_dir"):
         print(*copies.restore(run_dir), "resume=auto goes on from here", sep="\n")
     return 0
 
 
 def list_runs(directory: Path) -> int:
-    """Print a line per run, the newest first: how it ended or that it goes on, its steps, and its newest
-    held-out number."""
-    for path in runs_in(directory):
+    """Print a line per run, the newest first: its ending or `running`, its steps, and its newest held-out
+    number."""
+    for path in list_run_directories(directory):
         try:
             summary = read_summary(path)
             status = read_status(path)
-            ended = summary.get("outcome") or ending(path).partition(":")[0]
+            ending_text = summary.get("outcome") or describe_ending(path).partition(":")[0]
         except ConfigError:
             summary = {}
             status = {}
-            ended = "unreadable"
-        if not summary and ended != "unreadable":  # under way, or killed: the metrics so far
+            ending_text = "unreadable"
+
+        if not summary and ending_text != "unreadable":  # Under way, or killed: summarize the metrics so far
             summary = summarize(some_rows(path, edge=WINDOW, most=WINDOW), flow={}, conserved=True)
+
         total = status.get("total_steps")
-        of = f" of {total}" if total and ended != "completed" else ""
-        steps = "evaluation" if total == 0 else f"step {summary.get('steps', '–')}{of}"
-        line = f"{path.name:<32} {ended or 'running':<10} {steps}  {newest_number(summary)}"
+        total_text = f" of {total}" if total and ending_text != "completed" else ""
+        steps = "evaluation" if total == 0 else f"step {summary.get('steps', '–')}{total_text}"
+        line = f"{path.name:<32} {ending_text or 'running':<10} {steps}  {newest_number(summary)}"
         print(printable(line.rstrip()))
     return 0
 
 
-def show(directory: Path, name: str, everything: bool = False) -> int:
-    """The summary of a run, by its name or path; of the newest one without."""
+def show_summary(directory: Path, name: str, everything: bool = False) -> int:
+    """Print the summary of a run, by its name or path; of the newest run if `name` is empty."""
     path = find_run(directory, name)
-    found = read_summary(path)
-    if not found:
+    summary = read_summary(path)
+    if not summary:
         raise ConfigError(f"{path}: has no summary.json: it is running, or was killed")
-    if "flow" not in found:
+    if "flow" not in summary:
         raise ConfigError(f"{path / 'summary.json'}: is not the summary of a run")
     from asyncrl.observe.table import print_summary
 
-    print_summary(found, path, everything=everything)
-    return 0 if found["conserved"] else 1
+    print_summary(summary, path, everything=everything)
+    return 0 if summary["conserved"] else 1
 
 
-def transcripts(run_dir: Path, kind: str, step: int | None) -> int:
+def print_transcripts(run_dir: Path, kind: str, step: int | None) -> int:
     """Print the episodes of a step that were kept as text."""
     paths = (run_dir / "transcripts" / kind).glob("step-*.jsonl")
     steps = {int(path.stem.partition("-")[2]): path for path in paths}
+
     if not steps:
         raise ConfigError(f"{run_dir}: has no {kind} transcripts")
-    chosen = max(steps) if step is None else step
-    if chosen not in steps:
-        have = ", ".join(map(str, sorted(steps)))
-        raise ConfigError(f"{run_dir}: no {kind} transcripts of step {chosen}; those that have some: {have}")
-    for entry in read_lines(steps[chosen]):
+
+    chosen_step = max(steps) if step is None else step
+    if chosen_step not in steps:
+        steps_text = ", ".join(map(str, sorted(steps)))
+        raise ConfigError(
+            f"{run_dir}: no {kind} transcripts of step {chosen_step}; those that have some: {steps_text}"
+        )
+
+    for entry in read_lines(steps[chosen_step]):
         text = entry.pop("text", "")
-        head = ", ".join(f"{key} {value}" for key, value in entry.items())
-        print(printable(f"== {kind}, step {chosen}: {head}\n{text}"), end="\n\n")
+        header = ", ".join(f"{key} {value}" for key, value in entry.items())
+        print(printable(f"== {kind}, step {chosen_step}: {header}\n{text}"), end="\n\n")
     return 0

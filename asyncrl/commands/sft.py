@@ -38,8 +38,15 @@ docs/sft.md shows what a row is, and a whole example."""
 
 def main(argv: list[str]) -> int:
     def with_preset(overrides: list[str], config_dir: Path | None) -> RunConfig:
-        if other := [one for one in overrides if one.startswith("algorithm=") and one != "algorithm=sft"]:
-            raise ConfigError(f"asyncrl sft is algorithm=sft; for {other[0]} use asyncrl train")
-        return compose(["algorithm=sft", *(one for one in overrides if one != "algorithm=sft")], config_dir)
+        if other_algorithms := [
+            argument
+            for argument in overrides
+            if argument.startswith("algorithm=") and argument != "algorithm=sft"
+        ]:
+            raise ConfigError(f"asyncrl sft is algorithm=sft; for {other_algorithms[0]} use asyncrl train")
+        return compose(
+            ["algorithm=sft", *(argument for argument in overrides if argument != "algorithm=sft")],
+            config_dir,
+        )
 
-    return train.main(argv, with_preset, name="sft", help_text=HELP, begin=BEGIN)
+    return train.main(argv, with_preset, name="sft", help_text=HELP, no_model_text=BEGIN)

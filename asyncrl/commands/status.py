@@ -17,44 +17,48 @@ from asyncrl.observe.summary import UNSOUND, flow_line
 from asyncrl.values import printable
 
 NO_STEPS = "an evaluation, without steps,"
-WATCH_EVERY = 2.0  # seconds
-SILENT = 5.0  # seconds after which a status is old: there are two a second
+WATCH_INTERVAL = 2.0  # Seconds between two reports of --watch.
+SILENT_SECONDS = 5.0  # Seconds after which a status is old; there are two per second.
 
 
 def main(argv: list[str]) -> int:
     parser = command_parser("status", __doc__)
     parser.add_argument("run", nargs="?", default="", help="name of a run, or its directory; else the newest")
-    parser.add_argument("--watch", action="store_true", help=f"again every {WATCH_EVERY:g} s, until it ends")
+    parser.add_argument(
+        "--watch", action="store_true", help=f"repeat every {WATCH_INTERVAL:g} s until the run ends"
+    )
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)
     while True:
         now = time.time()
-        ended = ending(run_dir)
-        lines = describe(run_dir, ended, now)
+        ending_text = describe_ending(run_dir)
+        lines = describe_run(run_dir, ending_text, now)
         print(*map(printable, lines), sep="\n", flush=True)
-        if ended or not options.watch:
+        if ending_text or not options.watch:
             return 1 if any(UNSOUND in line for line in lines) else 0
-        time.sleep(WATCH_EVERY)
+        time.sleep(WATCH_INTERVAL)
 
 
-def ending(run_dir: Path) -> str:
-    """Return how a run ended, and why; '' while its launcher lives, or lives perhaps on another machine."""
+def describe_ending(run_dir: Path) -> str:
+    """Return how a run ended, and why; '' while its launcher lives, or may live on another machine."""
     if not run_dir.exists():
         return "deleted"
     summary = read_summary(run_dir)
     status = read_status(run_dir)
+
     if error := summary.get("error") or status.get("error"):
         return f"{summary.get('outcome', 'failed')}: {error}"
     if "outcome" in summary or "code" in status:
         return str(summary.get("outcome", "ended"))
-    if lives(run_dir):
+
+    if launcher_lives(run_dir):
         return ""
     return "killed: its launcher is gone, and wrote no end; resume=auto goes on from the last checkpoint"
 
 
-def lives(run_dir: Path) -> bool:
-    """True if the launcher that locked the run directory lives, as far as can be seen from here: the kernel
-    keeps its lock for as long."""
+def launcher_lives(run_dir: Path) -> bool:
+    """Return whether the launcher that locked the run directory lives, as far as this machine can see: the
+    kernel holds the launcher's lock as long as the launcher lives."""
     try:
         with (run_dir / "lock").open() as lock:
             if lock.read().partition(" on ")[2] != platform.node():
@@ -67,24 +71,33 @@ def lives(run_dir: Path) -> bool:
         return False
 
 
-def describe(run_dir: Path, ended: str, now: float) -> list[str]:
-    """Lines: phase and step, the last step, what is wrong, the flow, who waits for what."""
+def describe_run(run_dir: Path, ending_text: str, now: float) -> list[str]:
+    """Return lines: phase and step, the last step, alerts, the account of episodes, and waits."""
     status = read_status(run_dir)
     if "phase" not in status:
         return [
-            f"{run_dir}: {ended or 'starts: its coordinator has not reported yet'}; logs: {run_dir / 'logs'}"
+            f"{run_dir}: {ending_text or 'starts: its coordinator has not reported yet'}; logs: "
+            f"{run_dir / 'logs'}"
         ]
-    age = now - status["time"]
-    heard = f", silent for {duration(age)}" if age > SILENT and not ended else ""
-    progress = f"step {status['step']} of {status['total_steps']}" if status["total_steps"] else NO_STEPS
-    steps = f"{progress} after {clock(status['seconds'])}"
+
+    status_age = now - status["time"]
+    silent_text = (
+        f", silent for {duration(status_age)}" if status_age > SILENT_SECONDS and not ending_text else ""
+    )
+    progress_text = f"step {status['step']} of {status['total_steps']}" if status["total_steps"] else NO_STEPS
+    steps_line = f"{progress_text} after {clock(status['seconds'])}"
+
     gauges = status["gauges"]
-    when = "last step" if status["metrics"] else "so far"
-    numbers = (shown := ", ".join(figures(OF_STEP, gauges | status["metrics"]))) and f"{when}: {shown}"
-    alerts = [] if ended else msgspec.convert(status.get("alerts", []), list[Alert])
+    figures_label = "last step" if status["metrics"] else "so far"
+    figures_line = (
+        figures_text := ", ".join(figures(OF_STEP, gauges | status["metrics"]))
+    ) and f"{figures_label}: {figures_text}"
+
+    alerts = [] if ending_text else msgspec.convert(status.get("alerts", []), list[Alert])
     failed = unless_quoted(status["failed"], alerts)
-    flow = flow_line(gauges) if status["total_steps"] else ""  # of an evaluation nothing is issued
-    known = filter(None, (*(alert.line for alert in alerts), numbers, flow, failed))
-    waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
-    lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *known]
-    return [*lines, "waits:", *waits] if waits else lines
+    flow_text = flow_line(gauges) if status["total_steps"] else ""  # An evaluation issues no episodes.
+    detail_lines = filter(None, (*(alert.line for alert in alerts), figures_line, flow_text, failed))
+
+    wait_lines = [] if ending_text else [f"  {wait}" for wait in status["waits"]]
+    lines = [f"{run_dir}: {ending_text or status['phase'] + silent_text}", steps_line, *detail_lines]
+    return [*lines, "waits:", *wait_lines] if wait_lines else lines

@@ -24,21 +24,21 @@ from asyncrl.rewards.task_tests import JudgedByTests, pack
 from asyncrl.types import RewardResult
 from asyncrl.values import encodable, in_short, printable
 
-EXPECTED = {
+EXPECTED_SCORES = {
     "untouched": {"score": 0, "turn_green": 0, "stay_green": 1},
     "solved": {"score": 1, "turn_green": 1, "stay_green": 1},
 }
-SECONDS = 600.0  # of a solution, where the task sets no limit for agents
+SOLUTION_SECONDS = 600.0  # Seconds for a solution if the task sets no limit for agents.
 LOOK_SECONDS = 10.0
-SAID = 200  # characters of what a solution printed
-LISTED = 20  # names of tasks in a warning
-LINE = "{:<32} {:>9} {:>6} {:>10} {:>7}  {:<14}  {}"
+SHOWN_OUTPUT = 200  # Characters of a solution's output in a fault.
+LISTED_TASKS = 20  # Names of tasks in a warning.
+LINE_FORMAT = "{:<32} {:>9} {:>6} {:>10} {:>7}  {:<14}  {}"
 
 
 class Trial(msgspec.Struct):
-    """Describes how a task went. `untouched`, `solved`: the scores without changes and with those of the
-    solution. `network`: which of tests and solution tried to reach one. `faults`: why not to train on it;
-    `warnings`: what to look at before training."""
+    """The result of trying a task. `untouched`, `solved`: the scores without changes and with the changes of
+    the solution. `network`: which of tests and solution tried to reach a network. `faults`: reasons not to
+    train on the task; `warnings`: hints to follow before training."""
 
     task: str
     untouched: list[float] = []
@@ -53,7 +53,7 @@ class Trial(msgspec.Struct):
         """Add a fault as one line, without the control characters that a program of the sandbox wrote."""
         self.faults.append(printable(" ".join(encodable(text).split())))
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         scores = [
             " ".join(f"{score:g}" for score in dict.fromkeys(scores))
             for scores in (self.untouched, self.solved)
@@ -61,7 +61,7 @@ class Trial(msgspec.Struct):
         seconds = (f"{part:.2f}" for part in (self.solution_seconds, self.tests_seconds))
         cells = (*scores, *seconds, " ".join(self.network))
         verdict = "; ".join(self.faults) or ("ok, with a warning" if self.warnings else "ok")
-        return LINE.format(self.task, *(cell or "-" for cell in cells), verdict)
+        return LINE_FORMAT.format(self.task, *(cell or "-" for cell in cells), verdict)
 
 
 def main(argv: list[str]) -> int:
@@ -74,104 +74,114 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each task")
     arguments = parser.parse_args(argv)
+
     if min(arguments.jobs, arguments.repeats) < 1:
         raise ConfigError("--jobs and --repeats are numbers from 1")
+
     folders = list(read_tasks(arguments.directory))
-    return asyncio.run(check(folders, arguments.jobs, arguments.repeats, arguments.json))
+    return asyncio.run(check_tasks(folders, arguments.jobs, arguments.repeats, arguments.json))
 
 
-async def check(folders: list[TaskFolder], jobs: int, repeats: int, as_json: bool) -> int:
-    """Try tasks, `jobs` at once, and print a line for each, in their order. Returns 1 if one has a fault."""
+async def check_tasks(folders: list[TaskFolder], jobs: int, repeats: int, as_json: bool) -> int:
+    """Try tasks, `jobs` at once, and print a line for each task in the given order. Return 1 if a task has a
+    fault."""
     judge = JudgedByTests(at_once=jobs)
     slots = asyncio.Semaphore(jobs)
-    faulty = 0
-    unnamed: list[str] = []
+    faulty_count = 0
+    unnamed_tasks: list[str] = []
 
-    async def tried(folder: TaskFolder) -> Trial:
+    async def try_folder(folder: TaskFolder) -> Trial:
         async with slots:
             return await try_task(folder, judge, repeats)
 
     if not as_json:
-        print(LINE.format("task", "untouched", "solved", "solution s", "tests s", "network", ""))
+        print(LINE_FORMAT.format("task", "untouched", "solved", "solution s", "tests s", "network", ""))
     async with asyncio.TaskGroup() as group:
-        for trying in [group.create_task(tried(folder)) for folder in folders]:
-            trial = await trying
-            faulty += bool(trial.faults)
-            unnamed += [trial.task] * bool(trial.warnings)
-            print(msgspec.json.encode(trial).decode() if as_json else trial.line(), flush=True)
+        for running_trial in [group.create_task(try_folder(folder)) for folder in folders]:
+            trial = await running_trial
+            faulty_count += bool(trial.faults)
+            if trial.warnings:
+                unnamed_tasks.append(trial.task)
+            print(msgspec.json.encode(trial).decode() if as_json else trial.format_line(), flush=True)
+
     if not as_json:
-        print(f"{len(folders) - faulty} of {len(folders)} tasks are as they should be")
-        if unnamed:
-            names = ", ".join(unnamed[:LISTED]) + ", …" * (len(unnamed) > LISTED)
-            print(f"warning: {len(unnamed)} of {len(folders)} tasks name no tests ({names}): {UNNAMED}")
-    return 1 if faulty else 0
+        print(f"{len(folders) - faulty_count} of {len(folders)} tasks are as they should be")
+        if unnamed_tasks:
+            names = ", ".join(unnamed_tasks[:LISTED_TASKS])
+            if len(unnamed_tasks) > LISTED_TASKS:
+                names += ", …"
+            print(f"warning: {len(unnamed_tasks)} of {len(folders)} tasks name no tests ({names}): {UNNAMED}")
+    return 1 if faulty_count else 0
 
 
 async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Trial:
-    """Judge a task without changes, and with those of its solution, `repeats` times each."""
+    """Judge a task without changes, and with the changes of its solution, `repeats` times each."""
     trial = Trial(printable(in_short(folder.task.name)))
     if not folder.tests.named:
         trial.warnings.append(f"no tests are named: {UNNAMED}")
     sample = question(Place(str(folder.path), 0), folder.row, RowLayout())
-    for what, scores in (("untouched", trial.untouched), ("solved", trial.solved)):
+    for variant, scores in (("untouched", trial.untouched), ("solved", trial.solved)):
         try:
-            result = await left_behind(folder, trial, what == "solved")
+            result = await sandbox_result(folder, trial, variant == "solved")
             verdicts = []
             for _ in range(repeats):
                 verdicts.append(await evaluate(judge, RewardInput(sample, "", result=result)))
         except AsyncrlError as error:
-            trial.add_fault(f"{what}: {reason(error)}")
+            trial.add_fault(f"{variant}: {reason(error)}")
             break
+
         scores += [verdict.score for verdict in verdicts]
         trial.tests_seconds = verdicts[0].components.get("seconds", 0.0)
         if any(verdict.components.get("network") for verdict in verdicts) and "tests" not in trial.network:
             trial.network.append("tests")
-        for fault in faults(what, verdicts):
+        for fault in find_faults(variant, verdicts):
             trial.add_fault(fault)
     return trial
 
 
-def faults(what: str, verdicts: Sequence[RewardResult]) -> Iterator[str]:
-    """Compare what the tests gave with what a task needs."""
-    parts = [{"score": verdict.score, **verdict.components} for verdict in verdicts]
-    for name, expected in EXPECTED[what].items():
-        values = sorted({part[name] for part in parts if name in part})
+def find_faults(variant: str, verdicts: Sequence[RewardResult]) -> Iterator[str]:
+    """Compare the verdicts of the tests with the scores that a task needs."""
+    score_tables = [{"score": verdict.score, **verdict.components} for verdict in verdicts]
+    for name, expected in EXPECTED_SCORES[variant].items():
+        values = sorted({scores_by_name[name] for scores_by_name in score_tables if name in scores_by_name})
         if values and values != [expected]:
             numbers = " and ".join(f"{value:g}" for value in values)
-            yield f"{'flaky, ' * (len(values) > 1)}{what}: {name} is {numbers}, not {expected}"
-    if what == "solved" and (notes := verdicts[0].notes.get("tests")):
+            yield f"{'flaky, ' * (len(values) > 1)}{variant}: {name} is {numbers}, not {expected}"
+    if variant == "solved" and (notes := verdicts[0].notes.get("tests")):
         yield notes
 
 
-async def left_behind(folder: TaskFolder, trial: Trial, solved: bool) -> Any:
-    """Return what the reward is given of an episode that did nothing, or ran the solution."""
+async def sandbox_result(folder: TaskFolder, trial: Trial, solved: bool) -> Any:
+    """Return the reward's input from an episode that did nothing, or that ran the solution."""
     sandbox = TaskSandbox(folder.task, LIMITS, ISOLATION)
     try:
         await sandbox.start()
         if solved:
-            await solve(folder, trial, sandbox)
+            await run_solution(folder, trial, sandbox)
         else:
-            hidden = shlex.join((str(folder.path), "/tests", "/solution"))
-            look = f'for one in {hidden}; do test ! -e "$one" || echo "$one"; done'
-            if visible := (await sandbox.jail.run("shell", look, LOOK_SECONDS)).output.split():
-                trial.add_fault(f"agents can see {' '.join(visible)}")
+            hidden_paths = shlex.join((str(folder.path), "/tests", "/solution"))
+            look_command = f'for one in {hidden_paths}; do test ! -e "$one" || echo "$one"; done'
+            if visible_paths := (await sandbox.jail.run("shell", look_command, LOOK_SECONDS)).output.split():
+                trial.add_fault(f"agents can see {' '.join(visible_paths)}")
         return await sandbox.result()
     finally:
         await sandbox.jail.close()
 
 
-async def solve(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -> None:
-    """Run the task's solution. ConfigError where there is none."""
-    top = folder.path / "solution"
-    if not (top / "solve.sh").is_file():
+async def run_solution(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -> None:
+    """Run the task's solution. Raises ConfigError if the task has none."""
+    solution_folder = folder.path / "solution"
+    if not (solution_folder / "solve.sh").is_file():
         raise ConfigError("there is no solution/solve.sh, so nobody knows whether the task can be solved")
-    await sandbox.jail.apply(packed(pack(top, "solution/solve.sh")))
+    await sandbox.jail.apply(packed(pack(solution_folder, "solution/solve.sh")))
+
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder.solution.items())
-    seconds = folder.task.seconds or SECONDS
+    seconds = folder.task.seconds or SOLUTION_SECONDS
     result = await sandbox.jail.run("shell", f"{variables} /solution/solve.sh", seconds)
     trial.solution_seconds = result.seconds
+
     if result.ending is not RunEnding.DONE:
-        said = " ".join(result.output.split())[-SAID:]
-        trial.add_fault(f"solution/solve.sh {result.ending} with {result.status}: {said}")
+        output_end = " ".join(result.output.split())[-SHOWN_OUTPUT:]
+        trial.add_fault(f"solution/solve.sh {result.ending} with {result.status}: {output_end}")
     if await sandbox.unreached():
         trial.network.append("solution")

@@ -1,4 +1,4 @@
-"""`asyncrl tools list | call`."""
+"""`asyncrl tools list | call`: lists tools, or calls a tool once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncrl.tools.schema import docstring, outline
 from asyncrl.tools.toolbox import call_tool
 from asyncrl.types import Sample, ToolCall
 
-SHOWN = ("timeout", "retries", "concurrency", "rate", "replay", "blocking", "process")
+SHOWN_OPTIONS = ("timeout", "retries", "concurrency", "rate", "replay", "blocking", "process")
 
 
 def main(argv: list[str]) -> int:
@@ -33,49 +33,62 @@ def main(argv: list[str]) -> int:
         "file.py:attribute or folder, as in rollout.tools.",
     )
     parser.add_argument("action", choices=("list", "call"))
-    parser.add_argument("given", nargs="*", metavar="SPEC", help="list: all tools by default")
+    parser.add_argument("specs", nargs="*", metavar="SPEC", help="list: all tools by default")
     parser.add_argument("--name", default="", help="call: the tool, where SPEC gives several")
     parser.add_argument("--sample", type=Path, help="call: JSON file of the sample to open the tool with")
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the factory")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the factory that makes the tools",
+    )
     options = parser.parse_intermixed_args(argv)
+
     search_working_directory()
     arguments = _arguments(options.option)
+
     if options.action == "list":
-        return list_tools(options.given, arguments)
-    if len(options.given) not in (1, 2):
+        return list_tools(options.specs, arguments)
+
+    if len(options.specs) not in (1, 2):
         parser.error("call takes a SPEC and, as one word, a JSON object")
-    spec, text = (*options.given, "{}")[:2]
-    return call(spec, text, arguments, options.name, options.sample)
+    spec, text = (*options.specs, "{}")[:2]
+    return call_once(spec, text, arguments, options.name, options.sample)
 
 
 def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
-    """Name, parameters, description and options of the tools of `specs`, or of all that have a name."""
+    """Print name, parameters, description and options of the tools of `specs`, or of all tools that have a
+    name."""
     for spec in specs or tools.known():
         try:
-            found = load_all(spec, arguments)
+            loaded_tools = load_all(spec, arguments)
         except ConfigError:
             if specs:
                 raise
-            factory: Any = tools.load(spec)  # its tools cannot be made without options, or without a package
-            taken = ", ".join(map(_option, inspect.signature(factory).parameters.values()))
-            print(f"{spec}  [makes tools; options: {taken}]\n    {docstring(factory)[0]}")
+            factory: Any = tools.load(spec)  # Without options, or without a package, its tools cannot be made
+            option_texts = ", ".join(map(_format_option, inspect.signature(factory).parameters.values()))
+            print(f"{spec}  [makes tools; options: {option_texts}]\n    {docstring(factory)[0]}")
             continue
-        for tool in found:
-            _print(spec, tool)
+        for tool in loaded_tools:
+            _print_tool(spec, tool)
     return 0
 
 
-def call(spec: str, text: str, options: Mapping[str, Any], name: str = "", sample: Path | None = None) -> int:
-    """Open the tool of `spec` (called `name`, where it gives several) for a sample, call it once and print
-    the reply. 1 when that is an error."""
-    found = {tool.name: tool for tool in load_all(spec, options)}
-    if len(found) == 1 and not name:
-        name = next(iter(found))
-    if name not in found:
-        has = f"has no tool {name!r}" if name else f"gives {len(found)} tools"
-        raise ConfigError(f"{spec!r} {has}; choose one with --name: {names(found)}")
-    row = _sample(sample) if sample else None
-    reply = asyncio.run(call_tool(found[name], ToolCall(name, text), sample=row))
+def call_once(
+    spec: str, text: str, options: Mapping[str, Any], name: str = "", sample: Path | None = None
+) -> int:
+    """Open the tool of `spec` (`name` chooses one of several) for a sample, call the tool once and print the
+    reply. Return 1 if the reply is an error."""
+    tools_by_name = {tool.name: tool for tool in load_all(spec, options)}
+    if len(tools_by_name) == 1 and not name:
+        name = next(iter(tools_by_name))
+    if name not in tools_by_name:
+        problem = f"has no tool {name!r}" if name else f"gives {len(tools_by_name)} tools"
+        raise ConfigError(f"{spec!r} {problem}; choose one with --name: {names(tools_by_name)}")
+
+    sample_row = _read_sample(sample) if sample else None
+    reply = asyncio.run(call_tool(tools_by_name[name], ToolCall(name, text), sample=sample_row))
     print(reply.content)
     reward = f", reward {reply.reward:g}" if reply.reward else ""
     print(f"-- {name}: {'error' if reply.error else 'reply'} after {reply.seconds:.3f} s{reward}")
@@ -83,38 +96,46 @@ def call(spec: str, text: str, options: Mapping[str, Any], name: str = "", sampl
 
 
 def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """`key=value` of the command line; values are JSON where they can be read as such."""
-    given: dict[str, Any] = {}
+    """Parse `key=value` of the command line; values are read as JSON if possible."""
+    arguments: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--option {pair!r}: write key=value")
         try:
-            given[key] = json.loads(value)
+            arguments[key] = json.loads(value)
         except ValueError:
-            given[key] = value
-    return given
+            arguments[key] = value
+    return arguments
 
 
-def _sample(path: Path) -> Sample:
-    """A row of a data set, in a JSON file, as tools see it in training; it may lack the prompt."""
+def _read_sample(path: Path) -> Sample:
+    """Read a row of a data set from a JSON file, as tools see the row in training; the prompt may be
+    missing."""
     with ConfigError.instead_of(OSError, *UNDECODABLE, text=f"--sample {path}: no sample as a JSON object"):
         row = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     return question(Place(str(path), 0), {"prompt": "?"} | row, RowLayout())
 
 
-def _print(spec: str, tool: Tool) -> None:
+def _print_tool(spec: str, tool: Tool) -> None:
     body = tool.schema["function"]
     print(f"{tool.name}({outline(tool.schema)})" + (f"  [{spec}]" if spec != tool.name else ""))
     print(f"    {body.get('description') or 'no description'}")
+
     kind = "an object per episode" if tool.state else "a function"
-    given = {key: getattr(tool, key) for key in SHOWN}
-    changed = {key: v for key, v in given.items() if v != Tool.__dataclass_fields__[key].default}
-    print(f"    {kind}" + "".join(f", {key}={value}" for key, value in changed.items()))
+    option_values = {key: getattr(tool, key) for key in SHOWN_OPTIONS}
+    changed_options = {
+        key: option
+        for key, option in option_values.items()
+        if option != Tool.__dataclass_fields__[key].default
+    }
+    print(f"    {kind}" + "".join(f", {key}={value}" for key, value in changed_options.items()))
 
 
-def _option(parameter: inspect.Parameter) -> str:
-    kind = parameter.annotation
-    kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
-    given = parameter.default is not parameter.empty
-    return f"{parameter.name}: {kind}" + f" = {json.dumps(parameter.default, default=repr)}" * given
+def _format_option(parameter: inspect.Parameter) -> str:
+    annotation = parameter.annotation
+    annotation = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    has_default = parameter.default is not parameter.empty
+    return (
+        f"{parameter.name}: {annotation}" + f" = {json.dumps(parameter.default, default=repr)}" * has_default
+    )

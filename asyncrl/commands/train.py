@@ -1,4 +1,4 @@
-"""`asyncrl train`."""
+"""`asyncrl train`: trains a run."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def main(
     compose: Callable[[list[str], Path | None], RunConfig] = compose,
     name: str = "train",
     help_text: str = HELP,
-    begin: str = BEGIN,
+    no_model_text: str = BEGIN,
 ) -> int:
     """Parse the arguments, compose the configuration and train. Exit code 2 without a model."""
-    parser = command_parser(name, help_text, run_dir="")
+    parser = command_parser(name, help_text, run_dir_help="")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument(
         "--dry-run",
@@ -64,13 +64,15 @@ def main(
     )
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
+
     try:
         config = compose(options.overrides, options.config_dir)
     except MissingKeyError as error:
         if error.key != "model.path":
             raise
-        print(begin, file=sys.stderr)
+        print(no_model_text, file=sys.stderr)
         return 2
+
     search_working_directory()
     from asyncrl.launch.start import train
 

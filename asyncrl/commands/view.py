@@ -1,4 +1,4 @@
-"""`asyncrl view [RUN…]`: a page over runs, also while they go on; or that page in a file."""
+"""`asyncrl view [RUN…]`: serves a page about runs, also while they go on; or writes the page to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.commands import command_parser, find_run
-from asyncrl.commands.status import ending
+from asyncrl.commands.status import describe_ending
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import in_thread
 
@@ -32,9 +32,10 @@ def main(argv: list[str]) -> int:
     parser = command_parser("view", HELP)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="names or directories; else the newest one")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file instead")
-    parser.add_argument("--port", type=int, default=0, help="a free one by default")
+    parser.add_argument("--port", type=int, default=0, help="port of the page (default: a free port)")
     parser.add_argument("--open", action="store_true", help="open the browser, too")
     options = parser.parse_intermixed_args(argv)
+
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: a port is a number from 1 to 65535, or 0 for a free one")
     paths = [find_run(options.run_dir, name) for name in options.runs or [""]]
@@ -42,16 +43,17 @@ def main(argv: list[str]) -> int:
     from asyncrl.viewer.views import Views
 
     if (file := options.html) is None:
-        asyncio.run(_serve(Views(paths, ending), options.port, options.open))
+        asyncio.run(_serve(Views(paths, describe_ending), options.port, options.open))
         return 0
+
     if file.suffix != ".html" or file.is_dir():
         raise ConfigError(f"{file}: give a name that ends with .html")
-    exact = write(file, Views(paths, ending))
+    exact = write(file, Views(paths, describe_ending))
     print(file)
     return 0 if exact else 1
 
 
-async def _serve(views: Views, port: int, show: bool) -> None:
+async def _serve(views: Views, port: int, open_browser: bool) -> None:
     """Serve the page until an interrupt."""
     from asyncrl.viewer.server import ViewServer
 
@@ -63,7 +65,7 @@ async def _serve(views: Views, port: int, show: bool) -> None:
         raise ConfigError(f"--port {port}: cannot be used ({one_line(error)}); leave it out") from None
     print(f"{server.url}\nCtrl-C ends it", flush=True)
     try:
-        if show:
+        if open_browser:
             await in_thread(partial(webbrowser.open, server.url), "browser")
         await asyncio.Event().wait()
     finally:

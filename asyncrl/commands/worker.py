@@ -1,12 +1,13 @@
-"""`asyncrl worker --join TOKEN`: be one more rollout worker of a run under way, or the keeper of one more
-server, on this or another machine.
+"""`asyncrl worker --join TOKEN`: runs as one more rollout worker of a run under way, or as the supervisor of
+one more server, on this or another machine, until stopped.
 
-`asyncrl invite` prints the token; `--join -` reads it from standard input, as other users of a machine see
-arguments. The model and plug-ins must be at the same paths as for the other workers; so must the weights,
-where `weights.directory` is a path. SIGTERM or Ctrl-C lets it leave: others go on with its episodes, from the
-last turn that each has had. It ends with 0 when it has left, or when the run has ended.
+`asyncrl invite` prints the token; `--join -` reads the token from standard input, as other users of a machine
+can see arguments. The model and plug-ins must be at the same paths as for the other workers; so must the
+weights, if `weights.directory` is a path. After SIGTERM or Ctrl-C the worker leaves: other workers continue
+its episodes, from the last turn that each episode has had. The exit code is 0 when the worker has left, or
+when the run has ended.
 
-With a token of `asyncrl invite --role engine`, a server is started here, or the one at --url is attached to.
+With a token of `asyncrl invite --role engine`, a server is started here, or the server at --url is attached.
 """
 
 from __future__ import annotations
@@ -21,57 +22,78 @@ import asyncrl
 from asyncrl.commands import command_parser
 from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, ConfigError
-from asyncrl.launch.placement import ENGINE, TARGETS, RolePlace
+from asyncrl.launch.placement import ENGINE, ROLE_TARGETS, PlannedProcess
 from asyncrl.launch.servers import check_servers
 from asyncrl.runtime.process import ENDING
 from asyncrl.wire.messages.shared import Enrolled
 
 
 def main(argv: list[str]) -> int:
-    """Enrol, then be the parent of the role."""
+    """Enrol, then run the role as its parent process."""
     from asyncrl.launch.joined import JoinedProcess, Ticket  # imports zmq
     from asyncrl.launch.process import ProcessSpec
     from asyncrl.wire.enrolment import enrol
 
     parser = command_parser("worker", __doc__, "parent of this worker's directory")
     parser.add_argument(
-        "--join", required=True, metavar="TOKEN", help="of asyncrl invite; - for standard input"
+        "--join",
+        required=True,
+        metavar="TOKEN",
+        help="token that asyncrl invite printed; - reads standard input",
     )
-    parser.add_argument("--url", default="", help="of a server that is there, as workers reach it")
+    parser.add_argument("--url", default="", help="URL of an already running server, as seen by the workers")
     options = parser.parse_args(argv)
+
     token = sys.stdin.readline() if options.join == "-" else options.join
-    endpoints, given = enrol(token)
-    config = replace(configuration(given), run_dir=str(options.run_dir))
-    if given.role == ENGINE:
+    endpoints, enrolled = enrol(token)
+    config = replace(run_configuration(enrolled), run_dir=str(options.run_dir))
+    if enrolled.role == ENGINE:
         config = with_server(config, options.url)
     elif options.url:
         raise ConfigError("--url: the token is for a worker; get one with asyncrl invite --role engine")
-    place = RolePlace(given.role, given.index, config.launch.threads, TARGETS[given.role])
-    joined = JoinedProcess(Ticket(ProcessSpec(place, given.incarnation), config, endpoints, given.started))
+
+    planned = PlannedProcess(
+        role=enrolled.role,
+        index=enrolled.index,
+        threads=config.launch.threads,
+        target=ROLE_TARGETS[enrolled.role],
+    )
+    ticket = Ticket(
+        process_spec=ProcessSpec(planned, enrolled.incarnation),
+        config=config,
+        endpoints=endpoints,
+        start_file_text=enrolled.started,
+    )
+
+    joined_process = JoinedProcess(ticket)
     for number in ENDING:
-        signal.signal(number, lambda number, _: joined.role.signal(number))
-    code, kept = joined.wait(shows=True)
-    if kept:
-        print(f"asyncrl: the run has not got all that {place.name} wrote: {kept}", file=sys.stderr)
-    return code
+        signal.signal(number, lambda number, _: joined_process.role_process.send_signal(number))
+
+    exit_code, kept_at = joined_process.wait_for_exit(show_log=True)
+    if kept_at:
+        print(f"asyncrl: the run has not got all that {planned.name} wrote: {kept_at}", file=sys.stderr)
+    return exit_code
 
 
-def configuration(given: Enrolled) -> RunConfig:
-    """The run's configuration. ConfigError where this version cannot read it."""
-    if given.version != asyncrl.__version__:
+def run_configuration(enrolled: Enrolled) -> RunConfig:
+    """Return the run's configuration. Raises ConfigError if this version of asyncrl cannot read the
+    configuration."""
+    if enrolled.version != asyncrl.__version__:
         raise ConfigError(
-            f"the run is of asyncrl {given.version}, and this is {asyncrl.__version__}; install the same here"
+            f"the run is of asyncrl {enrolled.version}, and this is {asyncrl.__version__}; install the same "
+            "here"
         )
     try:
-        return msgspec.json.decode(given.config, type=RunConfig)
+        return msgspec.json.decode(enrolled.config, type=RunConfig)
     except UNDECODABLE as error:
         raise ConfigError(f"the run's configuration cannot be read here ({error}); use its version") from None
 
 
 def with_server(config: RunConfig, url: str) -> RunConfig:
-    """Keep one server alone: at `url`, or to be started. ConfigError where it cannot be used."""
-    if url.rstrip("/") in [known.rstrip("/") for known in config.engine.urls]:
+    """Configure only one server: at `url`, or to be started. Raises ConfigError if the server cannot be
+    used."""
+    if url.rstrip("/") in [engine_url.rstrip("/") for engine_url in config.engine.urls]:
         raise ConfigError(f"--url: the server {url} is one of engine.urls: the run uses it")
     config = replace(config, engine=replace(config.engine, urls=[url] if url else []))
-    check_servers(replace(config, scorers={}))  # which are elsewhere, as are their models
+    check_servers(replace(config, scorers={}))  # Scorers and their models are on other machines.
     return config

@@ -1,8 +1,8 @@
-"""Lists all checks before a run. `asyncrl train` runs RUN up to the first error; `asyncrl doctor` and
-`asyncrl train --dry-run` run all of them, and collect what they find.
+"""Lists the checks before a run. `asyncrl train` runs RUN_CHECKS up to the first error; `asyncrl doctor` and
+`asyncrl train --dry-run` run all checks and collect their notes.
 
-A check yields notes, and raises ConfigError for what has to be corrected. It reads `Inputs` and changes
-nothing, there or elsewhere.
+A check yields notes, and raises ConfigError for faults that must be corrected. A check reads `Inputs` and
+changes nothing, neither the inputs nor anything else.
 """
 
 from __future__ import annotations
@@ -12,41 +12,46 @@ from collections.abc import Iterable, Iterator
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.launch import gpus, machine, preflight
-from asyncrl.launch.data import Check, Inputs, Note
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import Check, Note
 
 
-def check(config: RunConfig) -> tuple[Inputs, list[str]]:
-    """Raise the first ConfigError of RUN, cheap checks first. Return what a run needs, and all warnings about
-    what is valid, but probably a mistake."""
+def run_checks(config: RunConfig) -> tuple[Inputs, list[str]]:
+    """Run RUN_CHECKS, cheap checks first, and raise the first ConfigError. Return the inputs that a run
+    needs, and all warnings: settings that are valid, but probably a mistake."""
     inputs = Inputs(config)
-    return inputs, [note.text for each in RUN for note in _notes(each, inputs) if note.level == "warning"]
+    return inputs, [
+        note.text for check in RUN_CHECKS for note in _run_check(check, inputs) if note.level == "warning"
+    ]
 
 
-def examine(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
-    """Yield what each of them finds, errors included. One that needs another which has failed is skipped."""
-    failed: set[str] = set()
-    for each in checks:
-        if lacking := [name for name in each.needs if name in failed]:
-            failed.add(each.name)
-            yield Note("skipped", f"not checked: it needs {lacking[0]}", each.name)
+def collect_notes(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
+    """Yield the notes of all checks, errors included. A check is skipped if a check that it requires has
+    failed."""
+    failed_checks: set[str] = set()
+    for check in checks:
+        if failed_requirements := [name for name in check.required_checks if name in failed_checks]:
+            failed_checks.add(check.name)
+            yield Note("skipped", f"not checked: it needs {failed_requirements[0]}", check.name)
             continue
+
         try:
-            for note in _notes(each, inputs):
-                yield note._replace(check=each.name)
+            for note in _run_check(check, inputs):
+                yield note._replace(subject=check.name)
         except AsyncrlError as error:
-            failed.add(each.name)
-            yield Note("error", " ".join(str(error).split()), each.name)
+            failed_checks.add(check.name)
+            yield Note("error", " ".join(str(error).split()), check.name)
 
 
-def _notes(each: Check, inputs: Inputs) -> Iterator[Note]:
+def _run_check(check: Check, inputs: Inputs) -> Iterator[Note]:
     try:
-        yield from each(inputs)
-    except OSError as error:  # of a path that no check has foreseen
+        yield from check(inputs)
+    except OSError as error:  # A path failed that no check has foreseen
         raise ConfigError(one_line(error)) from error
 
 
-RUN = (
-    preflight.check_directory,  # before a model is fetched
+RUN_CHECKS = (
+    preflight.check_directory,  # first, before a model is fetched
     machine.check_libraries,
     machine.check_loopback,
     preflight.check_launch,
@@ -57,14 +62,14 @@ RUN = (
     preflight.check_tasks,
     machine.check_agent,
     preflight.check_device,
-    preflight.check_room,
+    preflight.check_memory_room,
     preflight.check_weights_directory,
     preflight.check_checkpoint_directory,
     preflight.check_remote,
     preflight.check_settings,
     preflight.check_template,
 )
-MACHINE = (
+MACHINE_CHECKS = (
     machine.check_python,
     machine.check_libraries,
     gpus.check_gpus,
@@ -73,17 +78,17 @@ MACHINE = (
     machine.check_sglang,
     machine.check_ports,
     machine.check_loopback,
-    machine.check_files,
+    machine.check_open_files,
     machine.check_shared_memory,
     machine.check_locks,
     machine.check_disk,
     machine.check_sandbox,
     machine.check_images,
 )
-PLAN = (  # a dry run prints these
+PLAN_CHECKS = (  # a dry run prints these
     preflight.describe_cluster,
     preflight.show_truths,
     preflight.check_sample,
     preflight.estimate,
 )
-ALL = tuple(dict.fromkeys((*MACHINE, *RUN, preflight.describe_chat, *PLAN)))
+ALL_CHECKS = tuple(dict.fromkeys((*MACHINE_CHECKS, *RUN_CHECKS, preflight.describe_chat, *PLAN_CHECKS)))

@@ -1,4 +1,4 @@
-"""Console output of a run under way: a live view on a terminal, plain lines elsewhere."""
+"""Shows a run on the terminal while it goes on: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from asyncrl.observe.transcripts import Transcript, newest
 from asyncrl.values import printable
 from asyncrl.wire.messages.shared import Status
 
-LINE_EVERY = 5.0  # seconds between plain lines where no step ends; six times as many once there was one
-MOST = 1000  # texts that may wait for a terminal; what is printed beyond them is lost
-PATIENCE = 2.0  # seconds, at the end
+# Seconds between plain lines while no step ends; six times as long once a step has ended.
+LINE_INTERVAL = 5.0
+MAX_PENDING_TEXTS = 1000  # Texts that may wait for a terminal; further texts are lost.
+CLOSE_TIMEOUT = 2.0  # Seconds at the end for texts that still wait.
 
 
 class Console:
-    """Shows a run; errors of the terminal do not reach the caller."""
+    """Shows a run on the terminal. Errors of the terminal do not reach the caller."""
 
     def __init__(
         self,
@@ -45,62 +46,71 @@ class Console:
         self.mode = mode
         self.state = state
         self.terminal = terminal
-        self._line_at = 0.0
-        self._printed: dict[str, Alert] = {}  # alerts by name: a bad one that returns is printed again
-        self._cause = ""  # of the first failed attempt, once printed: alerts do not repeat it
+        self._last_line_at = 0.0
+        self._printed_alerts: dict[str, Alert] = {}  # alerts by name: a bad one that returns is printed again
+        self._printed_cause = ""  # cause of the first failed attempt, which alerts do not repeat
 
-    def status(self, status: Status) -> None:
-        """The state of the run, a few times a second."""
-        before = self.state.status
+    def show_status(self, status: Status) -> None:
+        """Show the state of the run, as reported a few times a second."""
+        previous_status = self.state.status
         self.state.status = status
-        news = [f"phase: {status.phase}"] if status.phase != before.phase else []
-        failed = unless_quoted(status.failed, status.alerts)
-        if failed and not before.failed:
-            news.append(failed)
-            self._cause = newest_cause(failed)
-        news += self._new_alerts(status)
+
+        new_lines = [f"phase: {status.phase}"] if status.phase != previous_status.phase else []
+        failure_text = unless_quoted(status.failed, status.alerts)
+        if failure_text and not previous_status.failed:
+            new_lines.append(failure_text)
+            self._printed_cause = newest_cause(failure_text)
+        new_lines += self._new_alerts(status)
+
         now = time.monotonic()
-        done = status.step + min(0.999, status.gauges.get(BATCH, 0.0))  # a whole batch is not yet a step
-        self.state.progress.update(done, status.phase == "running", now)
-        for line in news:
-            self._line(line)
-        often = not status.step or status.phase in ("starting", "stopping")
-        if not news and now - self._line_at > (LINE_EVERY if often else 6 * LINE_EVERY):
-            self._line(plain_line(self.state))
+        # A full batch is not yet a committed step.
+        steps_done = status.step + min(0.999, status.gauges.get(BATCH, 0.0))
+        self.state.progress.update_steps(steps_done, status.phase == "running", now)
+
+        for line in new_lines:
+            self._print_plain(line)
+
+        is_frequent = not status.step or status.phase in ("starting", "stopping")
+        if not new_lines and now - self._last_line_at > (LINE_INTERVAL if is_frequent else 6 * LINE_INTERVAL):
+            self._print_plain(plain_line(self.state))
 
     def _new_alerts(self, status: Status) -> list[str]:
-        """Return the lines of alerts that are to be printed now."""
+        """Return the lines of the alerts that have not been printed yet."""
         alerts = {alert.name: alert for alert in status.alerts}
-        lines = [alert.line for name, alert in alerts.items() if name not in self._printed]
-        lasting = {name: alert for name, alert in self._printed.items() if alert.level != "bad"}
-        self._printed = lasting | alerts
-        return [line.replace(f": {self._cause}", "") for line in lines] if self._cause else lines
+        lines = [alert.line for name, alert in alerts.items() if name not in self._printed_alerts]
+        lasting_alerts = {name: alert for name, alert in self._printed_alerts.items() if alert.level != "bad"}
+        self._printed_alerts = lasting_alerts | alerts
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics row of a committed step, or of a validation."""
+        return (
+            [line.replace(f": {self._printed_cause}", "") for line in lines] if self._printed_cause else lines
+        )
+
+    def show_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the metrics row of a committed step, or of a validation."""
         if VALIDATED in metrics:
             self.state.validation = metrics
-            why = (
+            reason = (
                 "without a reward" if HIGHEST in metrics else "no result, as it was not done by its deadline"
             )
-            self._line(f"validation at step {step}: {', '.join(figures(HELD_OUT, metrics)) or why}")
+            self._print_plain(f"validation at step {step}: {', '.join(figures(HELD_OUT, metrics)) or reason}")
             return
-        self.state.committed(step, metrics)
-        self._line(plain_line(self.state, waits=False))
 
-    def note(self, text: str) -> None:
-        """An event worth a line in every mode but off."""
+        self.state.record_step(step, metrics)
+        self._print_plain(plain_line(self.state, with_waits=False))
+
+    def print_note(self, text: str) -> None:
+        """Print an event that is worth a line in every mode but `off`."""
         if self.mode != "off":
             self._print(text)
 
-    def fail(self, text: str) -> None:
-        """Prints why the run failed on standard error, in every mode."""
+    def print_error(self, text: str) -> None:
+        """Print on standard error, in every mode, why the run failed."""
         with suppress(OSError):
             print(printable(f"asyncrl: {text}"), file=sys.stderr, flush=True)
 
-    def _line(self, text: str) -> None:
+    def _print_plain(self, text: str) -> None:
         if self.mode == "plain":
-            self._line_at = time.monotonic()
+            self._last_line_at = time.monotonic()
             self._print(text)
 
     def _print(self, text: str) -> None:
@@ -109,100 +119,110 @@ class Console:
 
 @contextmanager
 def open_console(
-    mode: Literal["auto", "live", "plain", "off"], title: str, total: int, threshold: float, run_dir: Path
+    mode: Literal["auto", "live", "plain", "off"],
+    title: str,
+    total_steps: int,
+    success_threshold: float,
+    run_dir: Path,
 ) -> Iterator[Console]:
-    """A console; a live one gives the terminal back. `run_dir`: where transcripts are, which keys show."""
+    """Yield a console; a live one restores the terminal at the end. `run_dir`: the run whose transcripts the
+    keys show."""
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
-        chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
-        state = ConsoleState(title, Status("starting", 0, total, {}, ()))
-        console = Console(chosen, state, terminal)
-        pressed = stack.enter_context(_keyboard(chosen == "live"))
+        chosen_mode = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
+        state = ConsoleState(title, Status("starting", 0, total_steps, {}, ()))
+        console = Console(chosen_mode, state, terminal)
+        read_keys = stack.enter_context(_keyboard(chosen_mode == "live"))
 
-        def picture() -> RenderableType:
-            for key in pressed():
-                state.transcript = _chosen(key, run_dir, threshold)
-            return render(state, terminal, keys=pressed is not _nothing)
+        def render_frame() -> RenderableType:
+            for key in read_keys():
+                state.transcript = _transcript_for_key(key, run_dir, success_threshold)
+            return render(state, terminal, has_keyboard=read_keys is not _no_keys)
 
-        live = LiveView(console=terminal, get_renderable=picture, refresh_per_second=4, transient=True)
-        if chosen == "live":
-            live.start()
+        live_view = LiveView(
+            console=terminal, get_renderable=render_frame, refresh_per_second=4, transient=True
+        )
+        if chosen_mode == "live":
+            live_view.start()
         try:
             yield console
         finally:
             with suppress(OSError):
-                live.stop()
+                live_view.stop()
 
 
 # -- keys ------------------------------------------------------------------------------------------
 
 
-def _chosen(key: str, run_dir: Path, threshold: float) -> Transcript | None:
-    """Return the transcript that a key asks for; None: the figures again."""
+def _transcript_for_key(key: str, run_dir: Path, success_threshold: float) -> Transcript | None:
+    """Return the transcript that a key asks for; None to show the figures again."""
     if key not in "gb":
         return None
-    found = newest(run_dir, key == "g", threshold)
-    return found or Transcript(f"no {'good' if key == 'g' else 'bad'} transcript yet", "")
+    transcript = newest(run_dir, key == "g", success_threshold)
+    return transcript or Transcript(f"no {'good' if key == 'g' else 'bad'} transcript yet", "")
 
 
-def _nothing() -> str:
+def _no_keys() -> str:
     return ""
 
 
 @contextmanager
-def _keyboard(wanted: bool) -> Iterator[Callable[[], str]]:
-    """Yields a function that returns the keys pressed since its last call. Ctrl-C stays a signal. No keys in
-    the background: reading the terminal there would stop this process (SIGTTIN)."""
+def _keyboard(enabled: bool) -> Iterator[Callable[[], str]]:
+    """Yield a function that returns the keys pressed since its last call. Ctrl-C stays a signal. A process in
+    the background gets no keys: reading the terminal there would stop the process (SIGTTIN)."""
     try:
-        file = sys.stdin.fileno()
-        before = termios.tcgetattr(file) if wanted and _in_front(file) else None
-        if before is not None:
-            tty.setcbreak(file, termios.TCSANOW)
+        stdin_fd = sys.stdin.fileno()
+        terminal_settings = termios.tcgetattr(stdin_fd) if enabled and _is_foreground(stdin_fd) else None
+        if terminal_settings is not None:
+            tty.setcbreak(stdin_fd, termios.TCSANOW)
     except (OSError, ValueError, AttributeError, termios.error):
-        before = None
-    if before is None:
-        yield _nothing
+        terminal_settings = None
+
+    if terminal_settings is None:
+        yield _no_keys
         return
 
-    def pressed() -> str:
+    def read_keys() -> str:
         with suppress(OSError):
-            if _in_front(file) and select.select([file], [], [], 0)[0]:
-                return os.read(file, 64).decode(errors="replace")
+            if _is_foreground(stdin_fd) and select.select([stdin_fd], [], [], 0)[0]:
+                return os.read(stdin_fd, 64).decode(errors="replace")
         return ""
 
     try:
-        yield pressed
+        yield read_keys
     finally:
         with suppress(OSError, termios.error):
-            if _in_front(file):
-                termios.tcsetattr(file, termios.TCSANOW, before)
+            if _is_foreground(stdin_fd):
+                termios.tcsetattr(stdin_fd, termios.TCSANOW, terminal_settings)
 
 
-def _in_front(file: int) -> bool:
-    return os.tcgetpgrp(file) == os.getpgrp()
+def _is_foreground(terminal_fd: int) -> bool:
+    return os.tcgetpgrp(terminal_fd) == os.getpgrp()
 
 
 class BackgroundFile:
-    """Takes what rich writes to `file`: a thread of its own writes it, so that nothing waits while nobody
-    reads (Ctrl-S, a full pipe, a stalled connection). A launcher that waits restarts no process. A terminal
-    that is closed is no error. OSError where `file` is not one of the operating system."""
+    """A text file for rich whose content a separate thread writes to `file`, so that the launcher never waits
+    for a terminal that nobody reads (Ctrl-S, a full pipe, a stalled connection): a waiting launcher restarts
+    no process. A closed terminal is no error. Raises OSError if `file` is not a file of the operating
+    system."""
 
     def __init__(self, file: TextIO) -> None:
         self._fd = file.fileno()
         self.encoding = file.encoding
         file.flush()
-        self._held: list[str] = []
-        self.writer = Background("terminal", MOST)
+
+        self._unflushed_texts: list[str] = []
+        self.writer = Background("terminal", MAX_PENDING_TEXTS)
 
     def write(self, text: str) -> int:
-        self._held.append(text)
+        self._unflushed_texts.append(text)
         return len(text)
 
     def flush(self) -> None:
-        data = "".join(self._held).encode(self.encoding, "replace")
-        self._held.clear()
+        data = "".join(self._unflushed_texts).encode(self.encoding, "replace")
+        self._unflushed_texts.clear()
         if data:
-            self.writer.call(partial(self._put, data))
+            self.writer.call(partial(self._write_all, data))
 
     def isatty(self) -> bool:
         return os.isatty(self._fd)
@@ -210,31 +230,33 @@ class BackgroundFile:
     def fileno(self) -> int:
         return self._fd
 
-    def _put(self, data: bytes) -> None:
+    def _write_all(self, data: bytes) -> None:
         with suppress(OSError):
             while data:
                 try:
                     data = data[os.write(self._fd, data) :]
-                except BlockingIOError:  # another program has set the terminal so
+                except BlockingIOError:  # Another program has made the terminal non-blocking
                     select.select([], [self._fd], [])
 
 
 @contextmanager
 def open_terminal() -> Iterator[Terminal]:
-    """Standard output. At the end what waits is written, for PATIENCE seconds."""
+    """Yield standard output as a terminal. At the end, texts that still wait are written for up to
+    CLOSE_TIMEOUT seconds."""
     try:
         file = BackgroundFile(sys.stdout)
-    except (OSError, ValueError, AttributeError):  # closed, none, or a test's
+    except (OSError, ValueError, AttributeError):  # Standard output is closed, missing, or replaced by a test
         yield PipeSafeTerminal()
         return
+
     try:
         yield PipeSafeTerminal(file=file)  # type: ignore[arg-type]
     finally:
-        file.writer.close(PATIENCE)
+        file.writer.close(CLOSE_TIMEOUT)
 
 
 class LiveView(Live):
-    """Leaves out pictures while the terminal has not taken the one before."""
+    """Skips pictures while the terminal has not accepted the previous picture."""
 
     def refresh(self) -> None:
         file = self.console.file

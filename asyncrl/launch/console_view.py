@@ -1,4 +1,5 @@
-"""The live view of a run, in the size of the terminal, and its plain line. Pure but for the clock."""
+"""Renders the live view of a run in the size of the terminal, and its plain line. Pure except for the
+clock."""
 
 from __future__ import annotations
 
@@ -35,48 +36,52 @@ from asyncrl.observe.metrics import (
 from asyncrl.observe.transcripts import Transcript
 from asyncrl.wire.messages.shared import Status
 
-GAP = 3  # columns between figures
-# columns
-LEAST_BAR = 8
-MOST_BAR = 60
-MOST_CURVE = 120
-# lines of the picture, at most
-WAITS = 4
-FAILED = 3
-HINT = 2
-WRONG = ("bad", "warn")  # levels of alerts that stand above the curves; others are hints, below them
-HUES = {"bad": "red", "warn": "yellow", "good": "green", "advice": "cyan"}  # of alerts
-KEYS = "g: newest good transcript, b: newest bad one"
-LEVELS = "▁▂▃▄▅▆▇█"
-# characters of a plain line, and of its alert
-WIDEST = 160
-SAID = 60
+FIGURE_GAP = 3  # columns between figures
+# Width of progress bar and curves, in columns.
+MIN_BAR_WIDTH = 8
+MAX_BAR_WIDTH = 60
+MAX_CURVE_WIDTH = 120
+# Most lines of each part of the picture.
+MAX_WAIT_LINES = 4
+MAX_FAILURE_LINES = 3
+MAX_HINT_LINES = 2
+# Levels of alerts that stand above the curves; alerts of other levels are hints below them.
+ALARM_LEVELS = ("bad", "warn")
+ALERT_COLORS = {"bad": "red", "warn": "yellow", "good": "green", "advice": "cyan"}  # by level of the alert
+KEYS_HELP = "g: newest good transcript, b: newest bad one"
+BAR_CHARACTERS = "▁▂▃▄▅▆▇█"
+# Most characters of a plain line, and of the alert in it.
+PLAIN_LINE_WIDTH = 160
+PLAIN_ALERT_WIDTH = 60
 
 
 @dataclass
 class Progress:
-    """`steps` are those done and the share of the next one, so that something is known before the first."""
+    """Counts the finished steps, plus the fraction of the step under way, so that progress shows before the
+    first step has ended."""
 
-    began: float
-    steps: float = 0.0
-    origin: tuple[float, float] | None = None  # (time, steps) at which this launch began to train
+    began_at: float
+    steps_done: float = 0.0
+    training_start: tuple[float, float] | None = None  # (time, steps) at which this launch began to train
 
-    def update(self, steps: float, training: bool, now: float) -> None:
-        self.steps = steps
-        if training and self.origin is None:
-            self.origin = now, steps
+    def update_steps(self, steps_done: float, training: bool, now: float) -> None:
+        self.steps_done = steps_done
+        if training and self.training_start is None:
+            self.training_start = now, steps_done
 
-    def remaining(self, total: int, now: float) -> float | None:
-        """Seconds to the last step, at the mean speed of this launch; None before its first step is done. For
-        example 1.5 of 10 steps in 30 s leave 8.5 of them for 170 s."""
-        since, before = self.origin or (now, self.steps)
-        done = self.steps - before
-        return (total - self.steps) * (now - since) / done if done >= 1 else None
+    def remaining_seconds(self, total_steps: int, now: float) -> float | None:
+        """Return the seconds to the last step at the mean speed of this launch; None before the first step of
+        this launch has ended. Example: 1.5 of 10 steps in 30 s leave 8.5 steps, hence 170 s."""
+        start_time, start_steps = self.training_start or (now, self.steps_done)
+        steps_done = self.steps_done - start_steps
+        return (total_steps - self.steps_done) * (now - start_time) / steps_done if steps_done >= 1 else None
 
-    def line(self, total: int, now: float) -> str:
-        left = self.remaining(total, now)
-        eta = "" if left is None or self.steps >= total else f", ETA {clock(left)}"
-        return f"elapsed {clock(now - self.began)}{eta}"
+    def format_times(self, total_steps: int, now: float) -> str:
+        seconds_left = self.remaining_seconds(total_steps, now)
+        eta_text = (
+            "" if seconds_left is None or self.steps_done >= total_steps else f", ETA {clock(seconds_left)}"
+        )
+        return f"elapsed {clock(now - self.began_at)}{eta_text}"
 
 
 @dataclass
@@ -87,147 +92,195 @@ class ConsoleState:
     status: Status
     metrics: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
-    history: dict[str, list[float]] = field(default_factory=dict)  # of `TRACED`, a value for each step
-    transcript: Transcript | None = None  # that is shown in place of the figures
+    # Values by step, for each metric of `TRACED`.
+    history: dict[str, list[float]] = field(default_factory=dict)
+    transcript: Transcript | None = None  # shown in place of the figures
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
 
     @property
-    def times(self) -> str:
-        return self.progress.line(self.status.total_steps, time.monotonic())
+    def times_text(self) -> str:
+        return self.progress.format_times(self.status.total_steps, time.monotonic())
 
     @property
-    def steps(self) -> str:
-        """Steps done; until the first one is, also the share of its batch: that is all that moves. An
-        evaluation has none."""
+    def steps_text(self) -> str:
+        """Return the finished steps. Before the first step has ended, add how full its batch is, the only
+        number that moves by then. An evaluation has no steps."""
         if not self.status.total_steps:
             return "evaluation"
-        step = self.status.step
-        share = self.status.gauges.get(BATCH, 0.0)
-        first = f" ({share:.0%} of the first batch)" if not step and share else ""
-        return f"step {step}/{self.status.total_steps}{first}"
 
-    def committed(self, step: int, metrics: dict[str, float]) -> None:
-        """A step with its row, which is newer than the gauges."""
+        step = self.status.step
+        batch_fraction = self.status.gauges.get(BATCH, 0.0)
+        first_batch_text = (
+            f" ({batch_fraction:.0%} of the first batch)" if not step and batch_fraction else ""
+        )
+        return f"step {step}/{self.status.total_steps}{first_batch_text}"
+
+    def record_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Record a committed step and its metrics row, which is newer than the gauges."""
         gauges = {name: value for name, value in self.status.gauges.items() if name not in metrics}
         self.status = replace(self.status, step=step, gauges=gauges)
+
         self.metrics = metrics
-        self.progress.update(step, True, time.monotonic())
+        self.progress.update_steps(step, True, time.monotonic())
         for name in metrics.keys() & TRACED:
             self.history.setdefault(name, []).append(metrics[name])
 
     @property
-    def known(self) -> dict[str, float]:
-        """Gauges and metrics; of two values of a name the newer one."""
+    def newest_values(self) -> dict[str, float]:
+        """Return gauges and metrics; of two values with the same name the newer one."""
         return self.validation | self.metrics | self.status.gauges
 
 
-def render(state: ConsoleState, terminal: Terminal, keys: bool = False) -> Segments:
-    """Make the live view, one line less than the terminal has: progress; then what is wrong, curves, a hint,
-    figures and who waits on whom, or a transcript. What has no room is left out. `keys`: there is a
-    keyboard."""
+def render(state: ConsoleState, terminal: Terminal, has_keyboard: bool = False) -> Segments:
+    """Make the live view, one line shorter than the terminal: progress; then alarms, curves, hints, figures
+    and waits, or a transcript. Parts without room are left out. `has_keyboard`: show which keys there are."""
     width = terminal.width
     height = terminal.height - 1
 
-    def lines(*parts: RenderableType) -> list[list[Segment]]:
-        return terminal.render_lines(Group(*parts), terminal.options.update(width=width), pad=False)
+    def render_lines(*renderables: RenderableType) -> list[list[Segment]]:
+        return terminal.render_lines(Group(*renderables), terminal.options.update(width=width), pad=False)
 
-    top = lines(*_progress(state, width))
-    room = max(0, height - len(top))
-    if found := state.transcript:
-        title = lines(_text([found.title], "bold"))[:2]
-        end = max(0, room - len(title) - 1)  # of the text: that is where the answer is
-        text = lines(_text(found.text.splitlines()))[-end:] if end else []
-        rest = [*title, *text, *lines(Text("any other key: back", "dim"))]
+    progress_lines = render_lines(*_progress_header(state, width))
+    free_lines = max(0, height - len(progress_lines))
+
+    if transcript := state.transcript:
+        title_lines = render_lines(_text([transcript.title], "bold"))[:2]
+        # The end of the text is shown, as the answer is there.
+        text_height = max(0, free_lines - len(title_lines) - 1)
+        text_lines = render_lines(_text(transcript.text.splitlines()))[-text_height:] if text_height else []
+        body_lines = [*title_lines, *text_lines, *render_lines(Text("press any key to go back", "dim"))]
     else:
         status = state.status
-        known = (figure for figure in _figures(state) if figure not in state.history)
-        curves = lines(_curves(state, width))
-        cells = lines(Columns(figures(known, state.known), padding=(0, GAP, 0, 0), equal=True))
-        wrong = lines(*(_alert(alert) for alert in status.alerts if alert.level in WRONG))
-        failed = unless_quoted(status.failed, status.alerts)
-        wrong += lines(_text([failed], "red")) if failed else []
-        wrong = wrong[:FAILED]
-        hints = lines(*(_alert(alert) for alert in status.alerts if alert.level not in WRONG))[:HINT]
-        below = [*lines("waiting:"), *lines(_text(status.waits, "yellow"))[:WAITS]] if status.waits else []
-        below += lines(Text(KEYS, "dim")) if keys else []
-        fixed = len(wrong) + len(curves) + len(hints) + len(below)
-        rest = [*wrong, *curves, *hints, *cells[: max(0, room - fixed)], *below]
-    shown = [*top, *rest[:room]][:height]
-    return Segments([part for line in shown for part in (*line, Segment.line())])
+        figure_names = (figure for figure in _figure_names(state) if figure not in state.history)
+        curve_lines = render_lines(_curve_table(state, width))
+        figure_lines = render_lines(
+            Columns(figures(figure_names, state.newest_values), padding=(0, FIGURE_GAP, 0, 0), equal=True)
+        )
+
+        alarm_lines = render_lines(
+            *(_alert_text(alert) for alert in status.alerts if alert.level in ALARM_LEVELS)
+        )
+        failure_text = unless_quoted(status.failed, status.alerts)
+        alarm_lines += render_lines(_text([failure_text], "red")) if failure_text else []
+        alarm_lines = alarm_lines[:MAX_FAILURE_LINES]
+        hint_lines = render_lines(
+            *(_alert_text(alert) for alert in status.alerts if alert.level not in ALARM_LEVELS)
+        )[:MAX_HINT_LINES]
+
+        footer_lines = (
+            [*render_lines("waiting:"), *render_lines(_text(status.waits, "yellow"))[:MAX_WAIT_LINES]]
+            if status.waits
+            else []
+        )
+        footer_lines += render_lines(Text(KEYS_HELP, "dim")) if has_keyboard else []
+
+        fixed_height = len(alarm_lines) + len(curve_lines) + len(hint_lines) + len(footer_lines)
+        body_lines = [
+            *alarm_lines,
+            *curve_lines,
+            *hint_lines,
+            *figure_lines[: max(0, free_lines - fixed_height)],
+            *footer_lines,
+        ]
+
+    picture_lines = [*progress_lines, *body_lines[:free_lines]][:height]
+    return Segments([segment for line in picture_lines for segment in (*line, Segment.line())])
 
 
-def _progress(state: ConsoleState, width: int) -> list[RenderableType]:
-    """Name and phase; bar, steps and times, on two lines where one has no room for them."""
+def _progress_header(state: ConsoleState, width: int) -> list[RenderableType]:
+    """Return the name and phase, then bar, steps and times: on two lines if one line is too narrow."""
     name = Text(f"{state.title}  {state.status.phase}", "bold", no_wrap=True, overflow="ellipsis")
-    for words in ([f"{state.steps} {state.times}"], [state.steps, state.times]):
-        if (bar := width - len(words[0]) - 1) >= LEAST_BAR:
-            line = Table.grid(padding=(0, 1, 0, 0))
-            total = max(1, state.status.total_steps)
-            line.add_row(ProgressBar(total, state.progress.steps, min(bar, MOST_BAR)), words[0])
-            return [name, line, *words[1:]]
-    return [name, *words]
+    for layout in ([f"{state.steps_text} {state.times_text}"], [state.steps_text, state.times_text]):
+        if (bar_width := width - len(layout[0]) - 1) >= MIN_BAR_WIDTH:
+            grid = Table.grid(padding=(0, 1, 0, 0))
+            total_steps = max(1, state.status.total_steps)
+            grid.add_row(
+                ProgressBar(total_steps, state.progress.steps_done, min(bar_width, MAX_BAR_WIDTH)), layout[0]
+            )
+            return [name, grid, *layout[1:]]
+    return [name, *layout]
 
 
-def _curves(state: ConsoleState, width: int) -> Table:
-    """Label, curve of all steps so far, newest value."""
+def _curve_table(state: ConsoleState, width: int) -> Table:
+    """Return a table with a row per traced metric: label, curve of all steps so far, newest value."""
     table = Table.grid(padding=(0, 1, 0, 0))
-    traced = [name for name in TRACED if state.history.get(name)]
-    newest = {name: value_of(name, state.history[name][-1]) for name in traced}
-    gaps = 2  # columns between the three of the table
-    taken = max(map(len, map(label, traced)), default=0) + max(map(len, newest.values()), default=0) + gaps
-    for name in traced:
-        curve = sparkline(state.history[name], max(1, min(MOST_CURVE, width - taken)))
-        table.add_row(Text(label(name), "dim"), Text(curve, "cyan"), newest[name])
+    traced_names = [name for name in TRACED if state.history.get(name)]
+    newest_texts = {name: value_of(name, state.history[name][-1]) for name in traced_names}
+    gap_columns = 2  # between the three columns of the table
+    taken_width = (
+        max(map(len, map(label, traced_names)), default=0)
+        + max(map(len, newest_texts.values()), default=0)
+        + gap_columns
+    )
+
+    for name in traced_names:
+        curve = sparkline(state.history[name], max(1, min(MAX_CURVE_WIDTH, width - taken_width)))
+        table.add_row(Text(label(name), "dim"), Text(curve, "cyan"), newest_texts[name])
     return table
 
 
-def _alert(alert: Alert) -> Text:
-    return _text([alert.line], HUES[alert.level])
+def _alert_text(alert: Alert) -> Text:
+    return _text([alert.line], ALERT_COLORS[alert.level])
 
 
 def _text(lines: Iterable[str], style: str = "") -> Text:
-    """Lines of what a model or a tool may have written, without control characters."""
+    """Join lines that a model or a tool may have written, without their control characters."""
     return Text("\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines), style)
 
 
-def plain_line(state: ConsoleState, waits: bool = True) -> str:
-    """The same on one line of at most WIDEST characters: figures that are unknown, or beyond that, are left
-    out. `waits`: with failures and who waits for what."""
+def plain_line(state: ConsoleState, with_waits: bool = True) -> str:
+    """Return the state on one line of at most PLAIN_LINE_WIDTH characters. Figures that are unknown, or that
+    have no room, are left out. `with_waits`: add failures and waits."""
     status = state.status
-    line = f"[{state.status.phase}] {state.steps} | {state.times}"
-    said = [f"{alert.name}: {alert.what}" for alert in status.alerts if alert.level != "advice"][:1]
-    line += "".join(f" | {text[:SAID]}" for text in said)
-    names = (name for name in _figures(state) if not name.startswith("val-core/"))
-    known = [*figures(names, state.known)] if status.phase != "starting" else []
-    named = f"waits: {'; '.join(status.waits)}" if status.waits else ""
-    texts = (unless_quoted(status.failed, status.alerts), named) if waits else ()
-    ends = list(filter(None, texts))
-    each = 2 * (WIDEST - len(line)) // (2 * len(ends) + bool(known) or 1) - 3  # twice the figures' share
-    kept = sum(min(len(text), each) + 3 for text in ends)
-    for at, figure in enumerate(known):
-        longer = f"{line}{', ' if at else ' | '}{figure}"
-        line = longer if len(longer) + kept <= WIDEST else line
-    each = (WIDEST - len(line)) // (len(ends) or 1) - 3
-    return line + "".join(f" | {text if len(text) <= each else text[: each - 1] + '…'}" for text in ends)
+    line = f"[{state.status.phase}] {state.steps_text} | {state.times_text}"
+
+    alert_texts = [f"{alert.name}: {alert.what}" for alert in status.alerts if alert.level != "advice"][:1]
+    line += "".join(f" | {text[:PLAIN_ALERT_WIDTH]}" for text in alert_texts)
+    figure_names = (name for name in _figure_names(state) if not name.startswith("val-core/"))
+    figure_texts = [*figures(figure_names, state.newest_values)] if status.phase != "starting" else []
+    waits_text = f"waits: {'; '.join(status.waits)}" if status.waits else ""
+    ending_texts = (unless_quoted(status.failed, status.alerts), waits_text) if with_waits else ()
+    endings = list(filter(None, ending_texts))
+
+    # The figures together get half the share of each ending.
+    ending_width = 2 * (PLAIN_LINE_WIDTH - len(line)) // (2 * len(endings) + bool(figure_texts) or 1) - 3
+    reserved_width = sum(min(len(text), ending_width) + 3 for text in endings)
+    for index, figure in enumerate(figure_texts):
+        longer_line = f"{line}{', ' if index else ' | '}{figure}"
+        line = longer_line if len(longer_line) + reserved_width <= PLAIN_LINE_WIDTH else line
+
+    ending_width = (PLAIN_LINE_WIDTH - len(line)) // (len(endings) or 1) - 3
+    return line + "".join(
+        f" | {text if len(text) <= ending_width else text[: ending_width - 1] + '…'}" for text in endings
+    )
 
 
-def _figures(state: ConsoleState) -> list[str]:
-    """The figures of this kind of run: a supervised one has a loss, all others rewards."""
-    other = (REWARD, FILTERED, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL, NLL_HELD_OUT)
-    return [name for name in FIGURES if name not in other]
+def _figure_names(state: ConsoleState) -> list[str]:
+    """Return the figures of this kind of run: a supervised run has a loss, all other runs have rewards."""
+    hidden_names = (REWARD, FILTERED, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL, NLL_HELD_OUT)
+    return [name for name in FIGURES if name not in hidden_names]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` characters, each the mean of as many values as the others (within one), between the
-    least and the largest of these means. Values that are not finite are left out."""
-    known = [value for value in values if math.isfinite(value)]
-    count = min(width, len(known))
-    edges = [len(known) * at // count for at in range(count + 1)] if count else []
-    means = [sum(known[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
-    least = min(means, default=0.0)
-    most = max(means, default=0.0)
-    span = most - least
+    """Return a curve of at most `width` characters. Each character is the mean of equally many values (within
+    one), scaled between the lowest and the highest of these means. Values that are not finite are left
+    out."""
+    finite_values = [value for value in values if math.isfinite(value)]
+    column_count = min(width, len(finite_values))
+    column_edges = (
+        [len(finite_values) * column // column_count for column in range(column_count + 1)]
+        if column_count
+        else []
+    )
+    means = [sum(finite_values[start:end]) / (end - start) for start, end in itertools.pairwise(column_edges)]
+
+    lowest = min(means, default=0.0)
+    highest = max(means, default=0.0)
+    value_range = highest - lowest
+
     return "".join(
-        LEVELS[min(len(LEVELS) - 1, int((mean - least) / span * len(LEVELS)))] if span else LEVELS[0]
+        BAR_CHARACTERS[min(len(BAR_CHARACTERS) - 1, int((mean - lowest) / value_range * len(BAR_CHARACTERS)))]
+        if value_range
+        else BAR_CHARACTERS[0]
         for mean in means
     )

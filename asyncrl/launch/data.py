@@ -1,16 +1,13 @@
-"""The data of a run before it starts: read, checked, and saved for the coordinator; with it, what checks work
-on, and what they say."""
+"""Reads and checks the data of a run before the start, and saves the samples for the coordinator."""
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -22,38 +19,36 @@ from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, sample
 from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
-from asyncrl.data.tasks import UNNAMED, Task, check_task, task_of
-from asyncrl.errors import AsyncrlError, ConfigError, SetupError
-from asyncrl.gateway import Command
-from asyncrl.launch.run_directory import begun_with, changes, stored
-from asyncrl.launch.truths import TESTS, describe_truths
+from asyncrl.data.tasks import UNNAMED, check_task, task_of
+from asyncrl.errors import ConfigError
+from asyncrl.launch.run_directory import describe_changes, stored_meta
+from asyncrl.launch.truths import TESTS_REWARD, describe_truths
 from asyncrl.tools import ToolError, check_sample_tools
 from asyncrl.types import Message, Sample
 
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
 
-IMAGES = 16  # in which the program that leads episodes is looked for, and sandboxes are started
-MESSAGE_TOKENS = 64  # more than a template writes around a message
-MEASURED = 1000  # samples whose tokens are counted only for a warning
-# What decides, beside the data and the template, which prompts are too long.
-FILTERED_BY = (
+MESSAGE_OVERHEAD_TOKENS = 64  # Upper bound of the tokens that a template writes around a message.
+MAX_MEASURED_SAMPLES = 1000  # Samples whose tokens are counted if only a warning depends on them.
+# Keys that, beside data and template, decide which prompts are too long.
+FILTER_KEYS = (
     *("rollout.max_tokens", "rollout.max_new_tokens", "rollout.tools", "rollout.tool_args"),
     *("rollout.history", "rollout.max_reply_tokens"),
 )
 
 
 class RunData(NamedTuple):
-    """The samples of a run, in files without names, and warnings about them. `truths`: lines that show how
-    ground truths look to the rewards."""
+    """The samples of a run, in files without names, and warnings about the samples. `truth_lines`: lines that
+    show how the rewards read ground truths."""
 
     train: Samples
     test: Samples | None
     warnings: list[str]
-    truths: Sequence[str] = ()
+    truth_lines: Sequence[str] = ()
 
-    def save(self, run_dir: Path) -> None:
-        """Save them where the coordinator finds them. Raises ConfigError where they cannot be written."""
+    def save_samples(self, run_dir: Path) -> None:
+        """Save the samples where the coordinator finds them. Raises ConfigError if writing fails."""
         try:
             self.train.save(samples_path(run_dir, "train"))
             if self.test is not None:
@@ -63,324 +58,277 @@ class RunData(NamedTuple):
 
 
 def check_data(parts: EpisodeParts) -> RunData:
-    """The data sets load, hold at least a batch, and name only configured tools; prompts are not too long; a
-    resumed run finds the samples that it was begun with. Raises ConfigError."""
+    """Check that the data sets load, hold at least a batch and name only configured tools, that prompts are
+    not too long, and that a resumed run finds the samples of its first launch. Raises ConfigError."""
     config = parts.config
     check_columns(config.data.columns)
-    test, more = _check_split(parts, "test") if config.data.test else (None, [])
-    train, warnings = (test, []) if test and not config.total_steps else _check_split(parts, "train")
+
+    test, test_warnings = _check_split(parts, "test") if config.data.test else (None, [])
+    train, train_warnings = (test, []) if test and not config.total_steps else _check_split(parts, "train")
+
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
-            f"data.train: {len(train)} samples are less than one batch; lower "
-            f"buffer.groups_per_batch ({config.buffer.groups_per_batch}) or add samples"
+            f"data.train: {len(train)} samples are less than one batch; lower buffer.groups_per_batch "
+            f"({config.buffer.groups_per_batch}) or add samples"
         )
-    filtered_by = changes(config, FILTERED_BY) if config.data.filter_overlong else []
-    check_same_data(train, stored(config, "data"), "; ".join(filtered_by))
+
+    filter_changes = describe_changes(config, FILTER_KEYS) if config.data.filter_overlong else []
+    check_same_data(train, stored_meta(config, "data"), "; ".join(filter_changes))
     EpochOrder(train, config.data, config.seed)(0)
-    truths, _ = describe_truths(parts.reward.rewards, train)
-    return RunData(train, test, warnings + more, truths)
+
+    truth_lines, _ = describe_truths(parts.reward.rewards, train)
+    return RunData(train, test, train_warnings + test_warnings, truth_lines)
 
 
 def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
-    from asyncrl.algorithms.recipe import imitates  # here: it takes a second
+    from asyncrl.algorithms.recipe import imitates  # The import takes a second
 
     config = parts.config
-    needing = [reward.name for reward in parts.reward.rewards if reward.needs_truth]
-    truth = f"rollout.reward {needing[0]}" if needing else ""
-    demonstrations = imitates(config) and (split == "train" or None)  # None: held-out rows may be both
-    layout = RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
-    samples, warnings = prepare(config, split, layout, prompt_budgets(parts))
-    _, unequalled = describe_truths(parts.reward.rewards, samples)
-    warnings += [f"data.{split}: {line}" for line in unequalled]
+
+    truth_rewards = [reward.name for reward in parts.reward.rewards if reward.needs_truth]
+    truth_reader = f"rollout.reward {truth_rewards[0]}" if truth_rewards else ""
+    # Held-out rows may be prompts or demonstrations: None.
+    demonstrations = imitates(config) and (split == "train" or None)
+    layout = RowLayout(config.data.columns, config.data.system_prompt, truth_reader, demonstrations)
+
+    samples, warnings = prepare_samples(config, split, layout, prompt_budgets(parts))
+    _, truth_warnings = describe_truths(parts.reward.rewards, samples)
+    warnings += [f"data.{split}: {line}" for line in truth_warnings]
+
     with ConfigError.instead_of(ConfigError, ValueError, text=f"data.{split}"):
         warnings += [f"data.{split}: {line}" for line in _check_tasks(parts, samples)]
-    if not config.rollout.agent:  # which reads what its data says about tools by itself
-        problems, ignored = check_sample_tools(parts.toolbox.tools, (sample.extra_info for sample in samples))
+
+    if not config.rollout.agent:  # An agent reads the tools of its data by itself.
+        problems, ignored_lines = check_sample_tools(
+            parts.toolbox.tools, (sample.extra_info for sample in samples)
+        )
         if problems:
             raise ConfigError(
                 f"data.{split}: {'; '.join(problems)}; add it to rollout.tools, or correct the data"
             )
-        warnings += [f"data.{split}: {line}; ignored" for line in ignored]
+        warnings += [f"data.{split}: {line}; ignored" for line in ignored_lines]
+
     return samples, warnings
 
 
-def prepare(
-    config: RunConfig, split: str, layout: RowLayout, budgets: Mapping[bool, PromptBudget]
+def prepare_samples(
+    config: RunConfig, split: str, layout: RowLayout, budgets: PromptBudgets
 ) -> tuple[Samples, list[str]]:
-    """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
-    wrong with them. `budgets`: of prompts, and (True) of demonstrations; what has none is not measured."""
-    key = f"data.{split}"
-    filtered = config.data.filter_overlong
-    asked = IgnoredSettings()
+    """Read the samples of `train` or `test` into a file without a name, and return warnings. Raises
+    ConfigError for any fault of the data."""
+    data_key = f"data.{split}"
+    filter_overlong = config.data.filter_overlong
+    ignored_settings = IgnoredSettings()
 
-    def fits(sample: Sample) -> bool:
-        budget = budgets.get(sample.demonstration)
-        return budget is None or budget.keeps(sample, filtered)
+    def sample_fits(sample: Sample) -> bool:
+        budget = budgets.demonstrations if sample.demonstration else budgets.prompts
+        return budget is None or budget.keeps_sample(sample, filter_overlong)
 
-    read = (read_samples(config.data, path, split, layout, asked.see) for path in paths(config.data, split))
-    fitting = (filter(fits, samples) for samples in read)
+    sample_iterators = (
+        read_samples(config.data, path, split, layout, ignored_settings.see)
+        for path in paths(config.data, split)
+    )
+    fitting_samples = (filter(sample_fits, samples) for samples in sample_iterators)
+
     try:
         with tempfile.TemporaryFile() as file:
-            samples = Samples.write(file, fitting)
-        complaints = [line for budget in budgets.values() for line in budget.complaints(filtered)]
+            samples = Samples.write(file, fitting_samples)
+        used_budgets = filter(None, (budgets.demonstrations, budgets.prompts))
+        budget_lines = [line for budget in used_budgets for line in budget.report_lines(filter_overlong)]
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{data_key}: {error}") from error
     except OSError as error:
-        where = tempfile.gettempdir()
-        raise ConfigError(f"{key}: no room for the samples in {where} ({error}); set TMPDIR") from error
-    return samples, [f"{key}: {line}" for line in (*complaints, *asked.unmet(config))]
+        temporary_directory = tempfile.gettempdir()
+        raise ConfigError(
+            f"{data_key}: no room for the samples in {temporary_directory} ({error}); set TMPDIR"
+        ) from error
+
+    return samples, [f"{data_key}: {line}" for line in (*budget_lines, *ignored_settings.unmet(config))]
 
 
 def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
-    """ConfigError unless samples are tasks where the reward judges them, and the other way round. Returns a
-    warning if some can be solved without a solution."""
+    """Raise ConfigError unless the samples are tasks exactly where the reward judges tasks. Return a warning
+    if some tasks can be solved without a solution."""
     rewards = parts.reward.rewards
     rollout = parts.config.rollout
-    judged = any(reward.source.spec == TESTS for reward in rewards)
-    if not (judged or any(map(task_of, samples))):  # 4 µs each
+    uses_tests = any(reward.source.spec == TESTS_REWARD for reward in rewards)
+
+    if not (uses_tests or any(map(task_of, samples))):  # 4 µs per sample
         return []
-    unnamed = 0
+
+    unnamed_count = 0
     for sample in samples:
-        tests = check_task(sample, judged)
-        unnamed += tests is not None and not tests.named
-    warnings = [f"{unnamed} of {len(samples)} tasks name no tests: {UNNAMED}"] if unnamed else []
-    if other := [reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS]:
-        raise ConfigError(f"rollout.reward {other[0]} cannot judge tasks; set rollout.reward={TESTS}")
+        tests = check_task(sample, uses_tests)
+        unnamed_count += tests is not None and not tests.named
+    warnings = [f"{unnamed_count} of {len(samples)} tasks name no tests: {UNNAMED}"] if unnamed_count else []
+
+    if other_rewards := [
+        reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS_REWARD
+    ]:
+        raise ConfigError(
+            f"rollout.reward {other_rewards[0]} cannot judge tasks; set rollout.reward={TESTS_REWARD}"
+        )
+
     if rollout.agent or rollout.environment:
         return warnings
+
     states = {tool.state for tool in parts.toolbox.tools.values() if tool.state}
-    leaving = sum(hasattr(getattr(state, "func", state), "result") for state in states)
-    if judged and leaving != 1:
-        why = f"{leaving} of rollout.tools leave changes" if leaving else "nothing works on its tasks"
-        raise ConfigError(f"{why}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
+    change_tool_count = sum(hasattr(getattr(state, "func", state), "result") for state in states)
+    if uses_tests and change_tool_count != 1:
+        problem = (
+            f"{change_tool_count} of rollout.tools leave changes"
+            if change_tool_count
+            else "nothing works on its tasks"
+        )
+        raise ConfigError(f"{problem}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
     return warnings
 
 
 @dataclass
 class PromptBudget:
-    """Counts which samples of one kind have at most `limit` tokens.
+    """Counts how many samples of one kind have at most `limit` tokens.
 
-    `tokens`: of a sample as the model reads it, with its tools. `fixed`: more than template and tools add to
-    the text of any sample, found by one of them. `meaning`: of the limit; `fate`: of what is longer.
+    `count_tokens` counts the tokens of a sample as the model reads the sample, with its tools.
+    `count_fixed_tokens` gives an upper bound of the tokens that template and tools add to the text of any
+    sample, found with one sample. `limit_meaning` explains the limit, `overlong_fate` what happens to longer
+    samples.
     """
 
     kind: str
     limit: int
-    tokens: Callable[[Sample], int]
-    fixed: Callable[[Sample], int]
-    meaning: str = ""
-    fate: str = "their episodes fail"
-    fitting: int = 0
-    over: int = 0
-    empty: int = 0
-    longest: int = 0
-    measured: int = 0
-    unmeasured: int = 0
-    _fixed: int | None = field(default=None, init=False)
+    count_tokens: Callable[[Sample], int]
+    count_fixed_tokens: Callable[[Sample], int]
+    limit_meaning: str = ""
+    overlong_fate: str = "their episodes fail"
+    fitting_count: int = 0
+    overlong_count: int = 0
+    empty_count: int = 0
+    longest_tokens: int = 0
+    measured_count: int = 0
+    unmeasured_count: int = 0
+    _fixed_tokens: int | None = field(default=None, init=False)
 
-    def fits(self, sample: Sample) -> bool:
-        """Also counts it. A token is a byte of text at least, so most samples need not be rendered."""
-        if self._fixed is None:
-            self._fixed = self.fixed(sample)
-        text = len(msgspec.msgpack.encode((sample.prompt, sample.extra_info if sample.demonstration else "")))
-        found = 0
-        if text + MESSAGE_TOKENS * len(sample.prompt) + self._fixed > self.limit:
-            found = self.tokens(sample)
-            self.measured += 1
-        fits = found <= self.limit
-        self.fitting = self.fitting + fits
-        self.over = self.over + (not fits)
-        self.longest = max(self.longest, found)
-        return fits
+    def fits_limit(self, sample: Sample) -> bool:
+        """Return whether a sample fits, and count the sample. A token is at least a byte of text, so most
+        samples need not be rendered."""
+        if self._fixed_tokens is None:
+            self._fixed_tokens = self.count_fixed_tokens(sample)
 
-    def keeps(self, sample: Sample, filtered: bool) -> bool:
-        """Return True if it fits, or if samples are not `filtered`; at most MEASURED are measured then. An
-        answer without content teaches the model to end its turn at once: it is left out in any case."""
-        if sample.demonstration and any(map(_says_nothing, sample.prompt[sample.given :])):
-            self.empty += 1
+        text_bytes = len(
+            msgspec.msgpack.encode((sample.prompt, sample.extra_info if sample.demonstration else ""))
+        )
+        token_count = 0
+        if text_bytes + MESSAGE_OVERHEAD_TOKENS * len(sample.prompt) + self._fixed_tokens > self.limit:
+            token_count = self.count_tokens(sample)
+            self.measured_count += 1
+
+        is_fitting = token_count <= self.limit
+        self.fitting_count = self.fitting_count + is_fitting
+        self.overlong_count = self.overlong_count + (not is_fitting)
+        self.longest_tokens = max(self.longest_tokens, token_count)
+        return is_fitting
+
+    def keeps_sample(self, sample: Sample, filter_overlong: bool) -> bool:
+        """Return True if a sample fits, or if overlong samples are kept; in that case at most
+        MAX_MEASURED_SAMPLES are measured. An answer without content would teach the model to end its turn at
+        once, so a sample with an empty answer is always left out."""
+        if sample.demonstration and any(map(_is_empty_answer, sample.prompt[sample.given :])):
+            self.empty_count += 1
             return False
-        if not filtered and self.measured >= MEASURED:
-            self.unmeasured += 1
+
+        if not filter_overlong and self.measured_count >= MAX_MEASURED_SAMPLES:
+            self.unmeasured_count += 1
             return True
-        return self.fits(sample) or not filtered
+        return self.fits_limit(sample) or not filter_overlong
 
-    def complaints(self, filtered: bool) -> list[str]:
-        """Return what was found, in lines. Raises ConfigError if no sample is kept that fits."""
-        none = not self.fitting and not self.unmeasured
-        some = "all" if none and not self.empty else f"{self.over}" if filtered else f"at least {self.over}"
-        size = f"more than {self.limit} tokens (the longest {self.longest})"
-        over = f"{some} {self.kind} have {size}{self.meaning}"
-        empty = f"{self.empty} {self.kind} have an empty message of the assistant"
-        if none and (self.over or self.empty):
-            advice = f"{over}; raise rollout.max_tokens" if self.over else f"{empty}, and there are no others"
+    def report_lines(self, filter_overlong: bool) -> list[str]:
+        """Return the counts as lines of text. Raises ConfigError if no sample that fits is left."""
+        nothing_fits = not self.fitting_count and not self.unmeasured_count
+        count_text = (
+            "all"
+            if nothing_fits and not self.empty_count
+            else f"{self.overlong_count}"
+            if filter_overlong
+            else f"at least {self.overlong_count}"
+        )
+
+        size_text = f"more than {self.limit} tokens (the longest {self.longest_tokens})"
+        overlong_text = f"{count_text} {self.kind} have {size_text}{self.limit_meaning}"
+        empty_text = f"{self.empty_count} {self.kind} have an empty message of the assistant"
+
+        if nothing_fits and (self.overlong_count or self.empty_count):
+            advice = (
+                f"{overlong_text}; raise rollout.max_tokens"
+                if self.overlong_count
+                else f"{empty_text}, and there are no others"
+            )
             raise ConfigError(advice)
-        fate = f"; {self.fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
-        if filtered:
-            fate = "; they were left out (data.filter_overlong)"
-        return [f"{over}{fate}"] * bool(self.over) + [f"{empty}; they were left out"] * bool(self.empty)
+
+        fate_text = f"; {self.overlong_fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
+        if filter_overlong:
+            fate_text = "; they were left out (data.filter_overlong)"
+
+        lines = []
+        if self.overlong_count:
+            lines.append(f"{overlong_text}{fate_text}")
+        if self.empty_count:
+            lines.append(f"{empty_text}; they were left out")
+        return lines
 
 
-def _says_nothing(message: Message) -> bool:
-    said = message.content.strip() or message.reasoning.strip() or message.tool_calls
-    return message.role == "assistant" and not said
+class PromptBudgets(NamedTuple):
+    """The budgets of prompts and demonstrations. Samples of a kind without a budget are not measured."""
+
+    prompts: PromptBudget | None = None
+    demonstrations: PromptBudget | None = None
 
 
-def prompt_budgets(parts: EpisodeParts) -> dict[bool, PromptBudget]:
-    """Return the budgets of prompts, and (True) of demonstrations, as the model reads them. Agents write
-    their own prompts."""
+def _is_empty_answer(message: Message) -> bool:
+    content = message.content.strip() or message.reasoning.strip() or message.tool_calls
+    return message.role == "assistant" and not content
+
+
+def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
+    """Return the budgets of prompts and demonstrations, as the model reads the samples. Prompts of agents
+    have no budget: agents write their own prompts."""
     rules = parts.rules
-    box = parts.toolbox
+    toolbox = parts.toolbox
     rollout = parts.config.rollout
 
-    def tokens(sample: Sample) -> int:
+    def prompt_tokens(sample: Sample) -> int:
         try:
-            return len(rules.chat.prompt_ids(sample.prompt, box.schemas(sample)))
-        except ToolError:  # `check_sample_tools` says what is wrong
+            return len(rules.chat.prompt_ids(sample.prompt, toolbox.schemas(sample)))
+        except ToolError:  # reported by `check_sample_tools`
             return 0
         except ConfigError:
-            if rollout.environment:  # its first message follows, and may be what the template asks for
+            if rollout.environment:  # Its first message follows, and may satisfy the template
                 return 0
             raise
 
-    def whole(sample: Sample) -> int:
-        turns = demonstrated(rules, sample, box.schemas(sample))
-        return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))  # a Fail is refused later
+    def conversation_tokens(sample: Sample) -> int:
+        turns = demonstrated(rules, sample, toolbox.schemas(sample))
+        # A Fail is reported by a later check.
+        return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))
 
-    def shown(sample: Sample) -> int:
-        """Return its messages up to the first of the assistant, with all tools."""
-        asked = tuple(takewhile(lambda message: message.role != "assistant", sample.prompt))
-        return tokens(msgspec.structs.replace(sample, prompt=asked or sample.prompt, extra_info="{}"))
+    def shown_prompt_tokens(sample: Sample) -> int:
+        """Return the tokens of the messages before the first answer, with all tools."""
+        opening_messages = tuple(takewhile(lambda message: message.role != "assistant", sample.prompt))
+        return prompt_tokens(
+            msgspec.structs.replace(sample, prompt=opening_messages or sample.prompt, extra_info="{}")
+        )
 
-    longest = rollout.longest_prompt
-    short = f", which leaves a turn less than {rollout.max_tokens - longest} tokens (rollout.max_new_tokens)"
-    fate = "their episodes are cut short or fail"
-    prompts = PromptBudget("prompts", longest, tokens, shown, short, fate)
-    conversations = PromptBudget("conversations", rollout.max_tokens, whole, shown)
-    return {True: conversations} | ({} if rollout.agent else {False: prompts})
-
-
-@dataclass
-class Inputs:
-    """Holds what checks read, each made once, when a check first asks for it; no check changes any of it.
-
-    An error while something is made is found by the check that asks first; those that need it are skipped.
-    """
-
-    given: RunConfig
-    data: RunData | None = None
-
-    @cached_property
-    def resolved(self) -> RunConfig:
-        """The configuration with directories for the names of models, and the policy for groups."""
-        from asyncrl.algorithms.recipe import with_group_policy
-        from asyncrl.launch.models import resolve_models
-
-        return with_group_policy(resolve_models(self.given, begun_with(self.given)))
-
-    @property
-    def config(self) -> RunConfig:
-        """Return the resolved configuration; the given one before, or where it cannot be resolved."""
-        found: RunConfig = vars(self).get("resolved", self.given)
-        return found
-
-    @cached_property
-    def parts(self) -> EpisodeParts:
-        """Chat template, tools and rewards, each made once."""
-        from asyncrl.episodes.parts import EpisodeParts  # imports transformers
-
-        return EpisodeParts(self.config)
-
-    @cached_property
-    def tasks(self) -> list[Task]:
-        """Return a task of each image that episodes work in."""
-        found: dict[str, Task] = {}
-        for samples in filter(None, (self.samples.train, self.samples.test)):
-            found |= {task.image: task for task in filter(None, map(task_of, samples))}
-        return [*found.values()]
-
-    @cached_property
-    def agent_version(self) -> dict[str, str]:
-        """Ask the coding agent that leads episodes for its version, by its name; empty where none does.
-        ConfigError where the program of an agent cannot be run as episodes run it."""
-        agent = self.parts.agent
-        if not isinstance(agent, Command):
-            return {}
-        name = agent.harness.name
-        try:
-            version = asyncio.run(agent.version(self.tasks[:IMAGES]))
-            return {name: version} if agent.harness.tested else {}
-        except SetupError as error:
-            raise ConfigError(f"rollout.agent.{name}: {error}") from error
-        except (AsyncrlError, TimeoutError) as error:
-            where = "in the sandbox"
-            more = ", show what it needs to read, or set sandbox: none"
-            if self.tasks:
-                where = "in the image of a task"
-                more = ", or install it in the image"
-            elif agent.sandbox == "none":
-                where = "here"
-                more = ""
-            why = str(error) or "it has not answered in time"
-            raise ConfigError(
-                f"rollout.agent.{name}: it cannot be run {where}: {why}; give its path as program{more}"
-            ) from error
-
-    @cached_property
-    def samples(self) -> RunData:
-        """The samples of the run, in files without names."""
-        return self.data or check_data(self.parts)
-
-    @property
-    def loaded(self) -> bool:
-        """True once there are samples."""
-        return self.data is not None or "samples" in vars(self)
-
-    @cached_property
-    def prompt(self) -> tuple[int, ...]:
-        """The token ids of the first prompt as the model reads it; of a conversation that is to be learned,
-        what precedes its first answer. Empty where an environment or an agent writes it."""
-        sample = self.samples.train[0]
-        rollout = self.config.rollout
-        if rollout.environment or rollout.agent:
-            return ()
-        schemas = self.parts.toolbox.schemas(sample)
-        if not sample.demonstration:
-            return tuple(self.parts.rules.chat.prompt_ids(sample.prompt, schemas))
-        turns = demonstrated(self.parts.rules, sample, schemas)
-        return () if isinstance(turns, Fail) else tuple(turns[0].context)
-
-
-Level = Literal["ok", "warning", "error", "skipped"]
-
-
-class Note(NamedTuple):
-    """Holds one thing that a check has found."""
-
-    level: Level
-    text: str
-    check: str = ""  # by which one, once it is collected
-
-
-def ok(text: str) -> Note:
-    return Note("ok", text)
-
-
-def warning(text: str) -> Note:
-    return Note("warning", text)
-
-
-@dataclass(frozen=True)
-class Check:
-    """`needs`: names of checks without which this one says nothing new; it is skipped if one fails."""
-
-    name: str
-    needs: tuple[str, ...]
-    run: Callable[[Inputs], Iterable[Note]]
-
-    def __call__(self, inputs: Inputs) -> Iterable[Note]:
-        return self.run(inputs)
-
-
-def check(name: str, needs: tuple[str, ...] = ()) -> Callable[[Callable[[Inputs], Iterable[Note]]], Check]:
-    """Make a check of a generator of notes. It raises ConfigError for what has to be corrected."""
-    return lambda run: Check(name, needs, run)
+    longest_prompt = rollout.longest_prompt
+    room_left_text = (
+        f", which leaves fewer than {rollout.max_tokens - longest_prompt} tokens for a turn "
+        "(rollout.max_new_tokens)"
+    )
+    overlong_fate = "their episodes are cut short or fail"
+    prompt_budget = PromptBudget(
+        "prompts", longest_prompt, prompt_tokens, shown_prompt_tokens, room_left_text, overlong_fate
+    )
+    conversation_budget = PromptBudget(
+        "conversations", rollout.max_tokens, conversation_tokens, shown_prompt_tokens
+    )
+    if rollout.agent:
+        return PromptBudgets(demonstrations=conversation_budget)
+    return PromptBudgets(prompts=prompt_budget, demonstrations=conversation_budget)

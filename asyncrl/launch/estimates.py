@@ -1,4 +1,5 @@
-"""Estimates what a run will take of the machine, and finds settings far from what model and machine take."""
+"""Estimates the resources that a run will use, and finds settings that do not suit the model or the
+machine."""
 
 from __future__ import annotations
 
@@ -11,37 +12,40 @@ from math import sqrt
 from pathlib import Path
 
 from asyncrl.config import RunConfig
-from asyncrl.launch.run_directory import creatable
+from asyncrl.launch.run_directory import check_creatable
 from asyncrl.observe.metrics import duration
 from asyncrl.runtime.process import is_imported
 from asyncrl.trainer.footprint import own_critic
 from asyncrl.weights.model_files import DTYPE_BYTES, parameter_count
 
 CPUINFO = Path("/proc/cpuinfo")
-BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # other CPUs take longer with bfloat16 than with float32
+# CPUs without these flags are slower with bfloat16 than with float32.
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 # Learning rates of AdamW that worked, by the number of parameters, all weights trained: 4e-4 for 0.16M and
 # 2e-5 for 135M (this repository's demos); 1e-6 to 1e-5 for 0.5B to 32B (verl's and TRL's examples of GRPO,
-# DAPO, NeMo RL). 0.23 / sqrt(parameters) goes through them within a factor of 10, so more than that is far
-# from all of them; below, 15, for the common 1e-6 at 0.5B. Adapters take 10 times as much, in RL, too
+# DAPO, NeMo RL). 0.23 / sqrt(parameters) fits all of these within a factor of 10, so a larger factor is an
+# outlier; below, a factor of 15 admits the common 1e-6 at 0.5B. Adapters take 10 times the rate, also in RL
 # ("LoRA Without Regret", Schulman and others, 2025).
-RATE = 0.23
-LORA = 10.0
-TIMES_LOWER = 15.0
-TIMES_HIGHER = 10.0
+BASE_LEARNING_RATE = 0.23
+LORA_FACTOR = 10.0
+LOWEST_RATE_DIVISOR = 15.0
+HIGHEST_RATE_FACTOR = 10.0
 
-LEAST_TIMED = 10e6  # parameters; in smaller models, Python takes more time than products
-# bytes per parameter in a checkpoint: float32 weights, AdamW's two moments
-MASTER = 4
-MOMENTS = 8
+# Least parameters of a timed model; in smaller models Python takes more time than matrix products.
+MIN_TIMED_PARAMETERS = 10e6
+# Bytes per parameter in a checkpoint: float32 weights, and AdamW's two moments.
+MASTER_BYTES = 4
+MOMENT_BYTES = 8
 
-_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
+_DECIMAL_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 
 
 def sees_gpu(config: RunConfig) -> bool | None:
-    """Tell whether torch sees a GPU on this machine; None on Ray, whose processes may be elsewhere."""
+    """Return whether torch sees a GPU on this machine; None on Ray, whose processes may run elsewhere."""
     if config.launch.kind == "ray":
         return None
+
     if not (is_imported("torch") or has_driver()):
         return False
     import torch
@@ -50,7 +54,8 @@ def sees_gpu(config: RunConfig) -> bool | None:
 
 
 def has_driver() -> bool:
-    """Tell whether there is a driver, without which torch sees no GPU: a start on a CPU imports no torch."""
+    """Return whether there is a GPU driver. Without a driver torch sees no GPU, so that a start on a CPU need
+    not import torch."""
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
         return True
@@ -66,183 +71,252 @@ def count_gpus(config: RunConfig) -> int:
     return device_count()
 
 
-def multiplies_bfloat16(gpu: bool | None = False) -> bool:
-    """Tell whether the CPU has instructions for it, by its flags; or the GPU (None: expected, on Ray)."""
-    if gpu is not False:
+def multiplies_bfloat16(has_gpu: bool | None = False) -> bool:
+    """Return whether the GPU or the CPU has instructions for bfloat16. On Ray (`has_gpu` is None) a GPU with
+    such instructions is assumed; CPUs are judged by their flags."""
+    if has_gpu is not False:
         import torch
 
-        return gpu is None or torch.cuda.is_bf16_supported(including_emulation=False)
+        return has_gpu is None or torch.cuda.is_bf16_supported(including_emulation=False)
     with suppress(OSError):
         lines = CPUINFO.read_text().splitlines()
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-        return bool(BFLOAT16 & set(flags.split()))
+        return bool(BFLOAT16_FLAGS & set(flags.split()))
     return False
 
 
-def cpu_speed(dtype: str, rows: int) -> float:
-    """Operations per second of one thread of this CPU in products of so many rows, measured at once."""
+def cpu_speed(dtype: str, row_count: int) -> float:
+    """Measure the operations per second of one thread of this CPU, in matrix products of `row_count` rows."""
     import torch
     from torch.utils.benchmark import Timer
 
-    kind = getattr(torch, dtype)
-    given = {"a": torch.ones(rows, 768, dtype=kind), "b": torch.ones(768, 768, dtype=kind)}
-    return 2 * rows * 768**2 / Timer("a @ b.T", globals=given, num_threads=1).timeit(5).median
+    tensor_type = getattr(torch, dtype)
+    operands = {
+        "a": torch.ones(row_count, 768, dtype=tensor_type),
+        "b": torch.ones(768, 768, dtype=tensor_type),
+    }
+    return 2 * row_count * 768**2 / Timer("a @ b.T", globals=operands, num_threads=1).timeit(5).median
 
 
 def learning_rates(parameters: int, lora: bool) -> tuple[float, float, float]:
-    """The usual learning rate, between the bounds outside of which one is probably a mistake."""
-    usual = RATE / sqrt(parameters) * (LORA if lora else 1.0)
-    return usual / TIMES_LOWER, usual, usual * TIMES_HIGHER
+    """Return the usual learning rate, between the bounds outside of which a rate is probably a mistake."""
+    usual_rate = BASE_LEARNING_RATE / sqrt(parameters) * (LORA_FACTOR if lora else 1.0)
+    return usual_rate / LOWEST_RATE_DIVISOR, usual_rate, usual_rate * HIGHEST_RATE_FACTOR
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """About what one checkpoint takes: the state of the policy and of a critic of its own, and the export."""
+    """Estimate the size of one checkpoint: the state of the policy and of a separate critic, and the
+    export."""
     parameters = parameter_count(config.model.path)
-    trained = MASTER + MOMENTS
-    exported = DTYPE_BYTES[config.model.dtype]
-    size = parameters * ((exported if config.adapters else trained) + exported)  # adapters' base is frozen
+    trained_bytes = MASTER_BYTES + MOMENT_BYTES
+    exported_bytes = DTYPE_BYTES[config.model.dtype]
+    # The base of adapters is frozen.
+    total_bytes = parameters * ((exported_bytes if config.adapters else trained_bytes) + exported_bytes)
+
     if own_critic(config):
-        size += parameter_count(config.critic.path or config.model.path) * trained
-    return size
+        total_bytes += parameter_count(config.critic.path or config.model.path) * trained_bytes
+    return total_bytes
 
 
-def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
-    """Model and checkpoints for a person to read. `gpu`: whether there is one; None: unknown."""
-    kept = _kept(config)
-    each = checkpoint_bytes(config)
-    place = _place(config)
-    room = f" of {sized(_free(place))} free in {place}" if place else ""
-    ranks = ", ".join(
+def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
+    """Describe model and checkpoints for people. `has_gpu`: None if unknown."""
+    kept_count = _checkpoint_count(config)
+    checkpoint_size = checkpoint_bytes(config)
+    directory = _checkpoint_directory(config)
+    free_text = f" of {format_bytes(_free_bytes(directory))} free in {directory}" if directory else ""
+
+    adapter_ranks = ", ".join(
         f"{rank} of {agent}" if agent else str(rank) for agent, (rank, _) in config.adapters.items()
     )
-    of = f"adapters of rank {ranks}" if ranks else "all weights trained"
-    counts = config.model.dtype == "float32" and parameter_count(config.model.path) >= LEAST_TIMED
-    note = ""
-    if counts and on_gpu(config, gpu) is False:
-        times = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
-        note = f" (bfloat16 multiplies {times:.1f} times as fast on this CPU)" * (times > 1.1)
-    size = _short(parameter_count(config.model.path))
-    pause = config.checkpoint.pause
-    when = f"every {pause} steps" if pause < config.total_steps else "at the end"
+    trained_text = f"adapters of rank {adapter_ranks}" if adapter_ranks else "all weights trained"
+
+    is_timed = config.model.dtype == "float32" and parameter_count(config.model.path) >= MIN_TIMED_PARAMETERS
+    speed_note = ""
+    if is_timed and uses_gpu(config, has_gpu) is False:
+        speedup = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
+        if speedup > 1.1:
+            speed_note = f" (bfloat16 multiplies {speedup:.1f} times as fast on this CPU)"
+
+    parameters_text = _format_count(parameter_count(config.model.path))
+    checkpoint_pause = config.checkpoint.pause
+    interval_text = (
+        f"every {checkpoint_pause} steps" if checkpoint_pause < config.total_steps else "at the end"
+    )
+
     return [
-        f"model         {size} parameters, {of}, {config.model.dtype}{note}",
-        f"checkpoints   {sized(each)} each, {when}; at most {kept} at once: {sized(kept * each)}{room}",
+        f"model         {parameters_text} parameters, {trained_text}, {config.model.dtype}{speed_note}",
+        f"checkpoints   {format_bytes(checkpoint_size)} each, {interval_text}; at most {kept_count} at once: "
+        f"{format_bytes(kept_count * checkpoint_size)}{free_text}",
     ]
 
 
-def describe_work(config: RunConfig, train: int, test: int, prompt: int) -> list[str]:
-    """Describe what a run goes through, with so many samples and tokens of the first prompt."""
+def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_tokens: int) -> list[str]:
+    """Describe the amount of work of a run, given the numbers of samples and the tokens of the first
+    prompt."""
     rollout = config.rollout
-    held_out = config.validation
-    steps = config.total_steps
-    batch = config.buffer.groups_per_batch
+    validation = config.validation
+    total_steps = config.total_steps
+    batch_groups = config.buffer.groups_per_batch
     epochs = config.data.epochs
-    ends = -(-epochs * train // batch)
-    share = steps * batch / train
-    warming = config.trainer.warmup_steps
-    critic = config.critic.warmup_steps * own_critic(config)
-    often = " and greedily" * held_out.greedy + f", every {held_out.every} steps," * (held_out.every > 0)
-    lines = {
-        f"data          {train:,} samples, {batch} a step: {share:.2g} passes in {steps} steps": True,
-        f"              data.epochs={epochs} ends the run before, at step {ends}": 0 < ends < steps,
+
+    last_step = -(-epochs * train_count // batch_groups)
+    pass_count = total_steps * batch_groups / train_count
+    warmup_steps = config.trainer.warmup_steps
+    critic_warmup_steps = config.critic.warmup_steps * own_critic(config)
+    lines = [
+        f"data          {train_count:,} samples, {batch_groups} a step: {pass_count:.2g} passes in "
+        f"{total_steps} steps"
+    ]
+    if 0 < last_step < total_steps:
+        lines.append(f"              data.epochs={epochs} ends the run before, at step {last_step}")
+
+    lengths = (
         f"lengths       prompt, turns and replies share rollout.max_tokens={rollout.max_tokens}, a turn has "
         f"at most rollout.max_new_tokens={rollout.max_new_tokens}"
-        + f"; the first prompt has {prompt}"
-        * (prompt > 0): True,
-        f"validation    {min(held_out.samples, test):,} of {test:,} held-out samples (validation.samples), "
-        f"{held_out.episodes} x sampled{often} before and after training": test and held_out.samples,
-        f"warm-up       of the learning rate: {warming} steps (trainer.warmup_steps)": warming,
-        f"warm-up       of the critic, the policy waits: {critic} steps (critic.warmup_steps)": critic,
-    }
-    return [line for line, applies in lines.items() if applies]
+    )
+    if prompt_tokens > 0:
+        lengths += f"; the first prompt has {prompt_tokens}"
+    lines.append(lengths)
+
+    if test_count and validation.samples:
+        schedule_text = " and greedily" if validation.greedy else ""
+        if validation.every > 0:
+            schedule_text += f", every {validation.every} steps,"
+        lines.append(
+            f"validation    {min(validation.samples, test_count):,} of {test_count:,} held-out samples "
+            f"(validation.samples), {validation.episodes} x sampled{schedule_text} before and after training"
+        )
+
+    if warmup_steps:
+        lines.append(f"warm-up       of the learning rate: {warmup_steps} steps (trainer.warmup_steps)")
+    if critic_warmup_steps:
+        lines.append(
+            f"warm-up       of the critic, the policy waits: {critic_warmup_steps} steps "
+            "(critic.warmup_steps)"
+        )
+    return lines
 
 
-def describe_time(config: RunConfig, test: int, prompt: int) -> Iterator[str]:
-    """About how long a run takes on this CPU, if products of the engine and the trainer do most of it."""
-    size = 2 * parameter_count(config.model.path)
+def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Iterator[str]:
+    """Estimate how long a run takes on this CPU, assuming that matrix products of engine and trainer
+    dominate."""
+    token_operations = 2 * parameter_count(config.model.path)
     dtype = config.model.dtype
-    held_out = config.validation
-    if config.engine.remote or config.rollout.agent or size < 2 * LEAST_TIMED:
+    validation = config.validation
+
+    if config.engine.remote or config.rollout.agent or token_operations < 2 * MIN_TIMED_PARAMETERS:
         return
+
     groups = config.buffer.groups_per_batch
-    each = config.buffer.episodes_per_group
-    written = groups * each * max(config.rollout.max_tokens - prompt, 1)
-    asked = groups * prompt
-    read = asked * (1 if config.trainer.packing == "tree" else each)
-    passes = 3 + (1 / config.trainer.checkpointed_every if config.trainer.checkpointed_every else 0)
-    training = size * (written + read) * passes / cpu_speed(dtype, 512) / config.trainer.ranks
-    sampling = size * (written + asked) / cpu_speed(dtype, config.rollout.slots) / config.rollout.workers
-    played = min(held_out.samples, test) * (held_out.episodes + held_out.greedy) / (groups * each)
-    times = 2 + config.total_steps // (held_out.every or config.total_steps + 1)
-    total = config.total_steps * max(training, sampling) + times * played * sampling
+    group_size = config.buffer.episodes_per_group
+    written_tokens = groups * group_size * max(config.rollout.max_tokens - prompt_tokens, 1)
+    prompt_batch_tokens = groups * prompt_tokens
+    read_tokens = prompt_batch_tokens * (1 if config.trainer.packing == "tree" else group_size)
+
+    pass_count = 3 + (1 / config.trainer.checkpointed_every if config.trainer.checkpointed_every else 0)
+    training_seconds = (
+        token_operations
+        * (written_tokens + read_tokens)
+        * pass_count
+        / cpu_speed(dtype, 512)
+        / config.trainer.ranks
+    )
+    sampling_seconds = (
+        token_operations
+        * (written_tokens + prompt_batch_tokens)
+        / cpu_speed(dtype, config.rollout.slots)
+        / config.rollout.workers
+    )
+
+    validation_batches = (
+        min(validation.samples, test_count)
+        * (validation.episodes + validation.greedy)
+        / (groups * group_size)
+    )
+    validation_count = 2 + config.total_steps // (validation.every or config.total_steps + 1)
+    total_seconds = (
+        config.total_steps * max(training_seconds, sampling_seconds)
+        + validation_count * validation_batches * sampling_seconds
+    )
+
     yield (
-        f"time          about {duration(total)}, a step {duration(training)} of training and "
-        f"{duration(sampling)} of sampling side by side, if episodes fill rollout.max_tokens; by this CPU's "
-        "speed in products"
+        f"time          about {duration(total_seconds)}, a step {duration(training_seconds)} of training and "
+        f"{duration(sampling_seconds)} of sampling side by side, if episodes fill rollout.max_tokens; by "
+        "this CPU's speed in products"
     )
 
 
-def on_gpu(config: RunConfig, gpu: bool | None) -> bool | None:
-    """`gpu`, unless the configuration leaves it aside."""
-    return gpu if config.model.device != "cpu" else False
+def uses_gpu(config: RunConfig, has_gpu: bool | None) -> bool | None:
+    """Return `has_gpu`, or False if the configuration asks for the CPU."""
+    return has_gpu if config.model.device != "cpu" else False
 
 
-def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
-    """Settings far from what model and machine take."""
+def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
+    """Yield warnings about settings that do not suit the model or the machine."""
     parameters = parameter_count(config.model.path)
     if parameters:
         lora = bool(config.adapters)
-        low, usual, high = learning_rates(parameters, lora)
-        if not low <= config.trainer.lr <= high:
-            of = "adapters on " * lora + f"{_short(parameters)} parameters"
+        lowest_rate, usual_rate, highest_rate = learning_rates(parameters, lora)
+        if not lowest_rate <= config.trainer.lr <= highest_rate:
+            trained_text = f"{_format_count(parameters)} parameters"
+            if lora:
+                trained_text = f"adapters on {trained_text}"
             yield (
-                f"trainer.lr={config.trainer.lr:g} is far from the usual {usual:.1g} for {of}: less than "
-                f"{low:.1e} or more than {high:.1e} is probably a mistake (docs/models.md)"
+                f"trainer.lr={config.trainer.lr:g} is far from the usual {usual_rate:.1g} for "
+                f"{trained_text}: less than {lowest_rate:.1e} or more than {highest_rate:.1e} is probably a "
+                "mistake (docs/models.md)"
             )
-    needed = _kept(config) * checkpoint_bytes(config)
-    place = _place(config)
-    if place and needed > _free(place):
+
+    needed_bytes = _checkpoint_count(config) * checkpoint_bytes(config)
+    directory = _checkpoint_directory(config)
+    if directory and needed_bytes > _free_bytes(directory):
         yield (
-            f"checkpoints need {sized(needed)} (checkpoint.keep and one being written), and "
-            f"{place} has {sized(_free(place))} free; free some, or set checkpoint.directory"
+            f"checkpoints need {format_bytes(needed_bytes)} (checkpoint.keep and one being written), and "
+            f"{directory} has {format_bytes(_free_bytes(directory))} free; free some, or set "
+            "checkpoint.directory"
         )
-    if config.model.dtype == "bfloat16" and not multiplies_bfloat16(on_gpu(config, gpu)):
+
+    if config.model.dtype == "bfloat16" and not multiplies_bfloat16(uses_gpu(config, has_gpu)):
         yield (
             "model.dtype=bfloat16 takes many times the time of float32 on this machine, which has no "
             "instructions for it; set model.dtype=float32, or auto"
         )
-    embedded = 0 if config.engine.remote else config.rollout.workers
-    busy = config.launch.threads * (embedded + config.trainer.ranks)
-    cores = len(os.sched_getaffinity(0))
-    here = config.launch.kind == "local" and on_gpu(config, gpu) is False
-    if here and config.launch.threads > 1 and busy > cores:
+
+    embedded_engines = 0 if config.engine.remote else config.rollout.workers
+    busy_threads = config.launch.threads * (embedded_engines + config.trainer.ranks)
+    core_count = len(os.sched_getaffinity(0))
+    is_local_cpu = config.launch.kind == "local" and uses_gpu(config, has_gpu) is False
+    if is_local_cpu and config.launch.threads > 1 and busy_threads > core_count:
         yield (
-            f"launch.threads={config.launch.threads} makes {busy} busy threads on {cores} cores: OpenMP "
-            "threads that wait for each other take many times as long (7 s became 95 s); set launch.threads=1"
+            f"launch.threads={config.launch.threads} makes {busy_threads} busy threads on {core_count} "
+            "cores: OpenMP threads that wait for each other take many times as long (7 s became 95 s); set "
+            "launch.threads=1"
         )
 
 
-def _kept(config: RunConfig) -> int:
-    """Checkpoints there may be at once, one of them being written."""
+def _checkpoint_count(config: RunConfig) -> int:
+    """Return how many checkpoints exist at once, at most; one of them is being written."""
     return config.checkpoint.keep + config.checkpoint.best + 1
 
 
-def _place(config: RunConfig) -> str:
-    """Return the directory of checkpoints; '' if they are at a URL."""
+def _checkpoint_directory(config: RunConfig) -> str:
+    """Return the directory of checkpoints; '' if checkpoints are at a URL."""
     directory = config.checkpoint.directory
     return "" if "://" in directory else directory or config.run_dir
 
 
-def _free(place: str) -> int:
-    return shutil.disk_usage(creatable(Path(place), "checkpoint.directory")).free
+def _free_bytes(directory: str) -> int:
+    return shutil.disk_usage(check_creatable(Path(directory), "checkpoint.directory")).free
 
 
-def _short(count: float) -> str:
-    """134515008 as 134.5 M."""
-    unit, name = next((u, n) for u, n in _UNITS if count >= u or u == 1)
-    return f"{count / unit:.1f} {name}" if name else f"{count:.0f} "
+def _format_count(count: float) -> str:
+    """Format 134515008 as 134.5 M."""
+    unit, unit_name = next(
+        (unit_size, prefix) for unit_size, prefix in _DECIMAL_UNITS if count >= unit_size or unit_size == 1
+    )
+    return f"{count / unit:.1f} {unit_name}" if unit_name else f"{count:.0f} "
 
 
-def sized(count: float) -> str:
-    """4800000000 as 4.8 GB."""
-    return f"{_short(count).replace('B', 'G')}B"
+def format_bytes(count: float) -> str:
+    """Format 4800000000 as 4.8 GB."""
+    return f"{_format_count(count).replace('B', 'G')}B"

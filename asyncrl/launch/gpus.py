@@ -1,4 +1,4 @@
-"""Checks of the GPUs of this machine, and of the ways between them: peers, NCCL, network interfaces."""
+"""Checks the GPUs of this machine, and the connections between them: peers, NCCL, network interfaces."""
 
 from __future__ import annotations
 
@@ -10,96 +10,121 @@ import psutil
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
-from asyncrl.launch.data import Inputs, Note, check, ok, warning
-from asyncrl.launch.estimates import sized
+from asyncrl.launch.estimates import format_bytes
+from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.nodes import is_loopback
-from asyncrl.launch.placement import ENGINE, SCORER, TRAINER, dealt
+from asyncrl.launch.notes import Note, ok, preflight_check, warning
+from asyncrl.launch.placement import ENGINE, SCORER, TRAINER, assign_gpus
 from asyncrl.observe.machine import gpu_driver, list_gpus
 
-INTERFACES = "NCCL_SOCKET_IFNAME"
-UNSET = "^docker,lo"  # what NCCL takes where that is not set
+INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
+DEFAULT_INTERFACES = "^docker,lo"  # NCCL's own default.
 
 
-@check("GPUs", needs=("libraries",))
+@preflight_check("GPUs", requires=("libraries",))
 def check_gpus(inputs: Inputs) -> Iterator[Note]:
-    """Compare the GPUs that torch sees with those that the driver lists."""
+    """Compare the GPUs that torch sees with the GPUs that the driver lists."""
     from torch import cuda, version
 
     try:
-        count = cuda.device_count() if cuda.is_available() else 0
-        names = [cuda.get_device_properties(index) for index in range(count)]
+        gpu_count = cuda.device_count() if cuda.is_available() else 0
+        gpu_properties = [cuda.get_device_properties(index) for index in range(gpu_count)]
     except RuntimeError as error:
         raise ConfigError(f"torch cannot use the GPUs: {one_line(error)}; nvidia-smi may say more") from None
-    if names:
-        yield ok(f"CUDA {version.cuda}: " + ", ".join(f"{p.name}, {sized(p.total_memory)}" for p in names))
-        if inputs.config.launch.kind == "local":  # Ray deals GPUs itself
-            yield from _check_peers(inputs.config, count)
-    elif listed := list_gpus():
-        text = f"nvidia-smi lists {len(listed)} GPUs, but torch can use none: {_why_unusable()}"
-        own = servers_here(inputs.config) and not inputs.config.engine.server_command  # this Python's
-        if own or inputs.config.model.device == "cuda":
-            raise ConfigError(text)
-        yield warning(text)
+
+    if gpu_properties:
+        yield ok(
+            f"CUDA {version.cuda}: "
+            + ", ".join(f"{gpu.name}, {format_bytes(gpu.total_memory)}" for gpu in gpu_properties)
+        )
+        if inputs.config.launch.kind == "local":  # Ray assigns GPUs itself
+            yield from _check_peers(inputs.config, gpu_count)
+    elif driver_gpus := list_gpus():
+        unusable_text = (
+            f"nvidia-smi lists {len(driver_gpus)} GPUs, but torch can use none: {_explain_unusable_gpus()}"
+        )
+        # Servers without server_command use the torch of this Python.
+        needs_gpu = starts_local_servers(inputs.config) and not inputs.config.engine.server_command
+        if needs_gpu or inputs.config.model.device == "cuda":
+            raise ConfigError(unusable_text)
+        yield warning(unusable_text)
     else:
         yield ok("none; the trainer runs on the CPU")
 
 
-def _why_unusable() -> str:
-    """Tells why torch uses none of the GPUs that the driver lists, and what to do about it."""
+def _explain_unusable_gpus() -> str:
+    """Explain why torch uses none of the GPUs that the driver lists, and how to correct this."""
     from torch import cuda, version
 
-    driver, newest = gpu_driver()
-    major = newest.partition(".")[0]
-    built = version.cuda
-    fitting = f"a torch that is built for CUDA {major or 'of the driver'}"
-    if not built:
-        return f"it is built without CUDA; install {fitting}"
-    both = f"it is built for CUDA {built}"
-    both += f", and the driver ({driver}) runs CUDA {newest} at most" * bool(newest)
-    if major and int(major) < int(built.partition(".")[0]):
-        return f"{both}; install a driver for CUDA {built}, or {fitting}"
+    driver, newest_cuda = gpu_driver()
+    newest_major = newest_cuda.partition(".")[0]
+    built_cuda = version.cuda
+    fitting_torch = f"a torch that is built for CUDA {newest_major or 'of the driver'}"
+
+    if not built_cuda:
+        return f"it is built without CUDA; install {fitting_torch}"
+
+    versions_text = f"it is built for CUDA {built_cuda}"
+    if newest_cuda:
+        versions_text += f", and the driver ({driver}) runs CUDA {newest_cuda} at most"
+    if newest_major and int(newest_major) < int(built_cuda.partition(".")[0]):
+        return f"{versions_text}; install a driver for CUDA {built_cuda}, or {fitting_torch}"
+
     with recorded() as failure:
         cuda.init()  # type: ignore[no-untyped-call]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    return f"{both} ({failure.line}); CUDA_VISIBLE_DEVICES is {visible!r}"
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    return f"{versions_text} ({failure.line}); CUDA_VISIBLE_DEVICES is {visible_devices!r}"
 
 
-def servers_here(config: RunConfig) -> bool:
-    engines = config.engine.remote and not config.engine.urls
-    started = engines or any(not config.scorers[name].urls for name in config.scorers_used)
-    return started and config.launch.kind == "local"
+def starts_local_servers(config: RunConfig) -> bool:
+    starts_engines = config.engine.remote and not config.engine.urls
+    starts_servers = starts_engines or any(not config.scorers[name].urls for name in config.scorers_used)
+    return starts_servers and config.launch.kind == "local"
 
 
-def grouped(config: RunConfig) -> bool:
-    """Tell whether processes on GPUs of this machine use NCCL: ranks, parts of a server, or both together."""
+def uses_nccl(config: RunConfig) -> bool:
+    """Return whether processes on GPUs of this machine use NCCL: ranks, parts of a server, or ranks with
+    servers."""
     from torch.cuda import is_available
 
-    sizes = [config.engine.tp, *(one.tp for one in config.scorers.values())]
-    tp = max(sizes) if servers_here(config) else 1
-    return is_available() and (max(config.trainer.ranks, tp) > 1 or config.weights.transport != "disk")
+    server_sizes = [config.engine.tp, *(scorer.tp for scorer in config.scorers.values())]
+    largest_server = max(server_sizes) if starts_local_servers(config) else 1
+    return is_available() and (
+        max(config.trainer.ranks, largest_server) > 1 or config.weights.transport != "disk"
+    )
 
 
-def _check_peers(config: RunConfig, count: int) -> Iterator[Note]:
+def _check_peers(config: RunConfig, gpu_count: int) -> Iterator[Note]:
     """Check that GPUs which exchange tensors can read each other's memory."""
     from torch.cuda import can_device_access_peer
 
-    used = dealt(config, count)
-    ranks = sorted({gpu for name in used if name.startswith(TRAINER) for gpu in used[name]})
-    servers = [used[name] for name in used if name.startswith((ENGINE, SCORER))]
-    across = {*product(ranks, chain(*servers))} if config.weights.transport != "disk" else set()
-    within = {pair for group in (ranks, *servers) for pair in combinations(group, 2)}
-    apart = {pair for pair in across | within if pair[0] != pair[1] and not can_device_access_peer(*pair)}
-    text = f"GPUs {', '.join(f'{a}-{b}' for a, b in sorted(apart))} cannot read each other's memory"
-    if apart:
+    assigned_gpus = assign_gpus(config, gpu_count)
+    rank_gpus = sorted(
+        {gpu for name in assigned_gpus if name.startswith(TRAINER) for gpu in assigned_gpus[name]}
+    )
+    server_gpus = [assigned_gpus[name] for name in assigned_gpus if name.startswith((ENGINE, SCORER))]
+
+    exchange_pairs = (
+        {*product(rank_gpus, chain(*server_gpus))} if config.weights.transport != "disk" else set()
+    )
+    group_pairs = {pair for group in (rank_gpus, *server_gpus) for pair in combinations(group, 2)}
+    unreachable_pairs = {
+        pair
+        for pair in exchange_pairs | group_pairs
+        if pair[0] != pair[1] and not can_device_access_peer(*pair)
+    }
+
+    if unreachable_pairs:
+        pairs_text = ", ".join(f"{first}-{second}" for first, second in sorted(unreachable_pairs))
         yield warning(
-            f"{text} (nvidia-smi topo -p2p r): NCCL goes through /dev/shm, which is slower; if a run hangs "
-            "in its first collective, export NCCL_P2P_DISABLE=1"
+            f"GPUs {pairs_text} cannot read each other's memory (nvidia-smi topo -p2p r): NCCL goes through "
+            "/dev/shm, which is slower; if a run hangs in its first collective, export NCCL_P2P_DISABLE=1"
         )
 
 
-@check("NCCL", needs=("libraries",))
+@preflight_check("NCCL", requires=("libraries",))
 def check_nccl(inputs: Inputs) -> Iterator[Note]:
-    """Ranks on GPUs, and weights that are broadcast between GPUs, speak NCCL."""
+    """Check for NCCL, over which ranks on GPUs communicate and weights are broadcast between GPUs."""
     import torch
     from torch import distributed
 
@@ -117,36 +142,54 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
         yield ok("none; one rank, and weights through files, do without")
 
 
-@check("network", needs=("libraries",))
+@preflight_check("network", requires=("libraries",))
 def check_network(inputs: Inputs) -> Iterator[Note]:
-    """Check the interfaces over which processes on GPUs would talk to each other. On Ray, if NCCL's
-    variable is not set, they use the one that has the machine's address (`launch.ray.use_interface_of`)."""
+    """Check the interfaces over which processes on GPUs would communicate. On Ray, if NCCL's variable is not
+    set, processes use the interface that has the machine's address (`launch.ray.use_interface_of`)."""
     config = inputs.config
-    named = os.environ.get(INTERFACES, "")
+    interface_setting = os.environ.get(INTERFACE_VARIABLE, "")
     stats = psutil.net_if_stats()
-    ray = bool(config.launch.ray_address)
-    far = config.engine.urls and not is_loopback(config.launch.host)
-    others = {name: its for name, its in stats.items() if "loopback" not in its.flags}
-    seen = ", ".join(f"{name}{' (down)' * (not its.isup)}" for name, its in others.items()) or "loopback only"
-    usable = [name for name, its in stats.items() if its.isup and _means(named or UNSET, name)]
+    is_on_ray = bool(config.launch.ray_address)
+    has_remote_servers = config.engine.urls and not is_loopback(config.launch.host)
+
+    network_interfaces = {name: its for name, its in stats.items() if "loopback" not in its.flags}
+    seen_text = (
+        ", ".join(f"{name}{' (down)' * (not its.isup)}" for name, its in network_interfaces.items())
+        or "loopback only"
+    )
+    usable_names = [
+        name
+        for name, its in stats.items()
+        if its.isup and _matches_setting(interface_setting or DEFAULT_INTERFACES, name)
+    ]
+
     problem = ""
-    if named and not usable:
-        problem = f"{INTERFACES}={named} matches none that is up ({seen}); correct it, or unset it"
-    elif (ray or far) and all("loopback" in stats[name].flags for name in usable):
-        problem = f"only loopback is left ({seen}): other machines cannot be reached; see {INTERFACES}"
-    elif far and not named and len(usable) > 1:
-        problem = f"NCCL may take any of {seen}; export {INTERFACES}=NAME here and for the servers"
-    if not problem or not (ray or grouped(config)):
-        yield ok(seen)
-    elif named and not (usable or ray):
+    if interface_setting and not usable_names:
+        problem = (
+            f"{INTERFACE_VARIABLE}={interface_setting} matches none that is up ({seen_text}); correct it, or "
+            "unset it"
+        )
+    elif (is_on_ray or has_remote_servers) and all("loopback" in stats[name].flags for name in usable_names):
+        problem = (
+            f"only loopback is left ({seen_text}): other machines cannot be reached; see {INTERFACE_VARIABLE}"
+        )
+    elif has_remote_servers and not interface_setting and len(usable_names) > 1:
+        problem = (
+            f"NCCL may take any of {seen_text}; export {INTERFACE_VARIABLE}=NAME here and for the servers"
+        )
+
+    if not problem or not (is_on_ray or uses_nccl(config)):
+        yield ok(seen_text)
+    elif interface_setting and not (usable_names or is_on_ray):
         raise ConfigError(problem)
     else:
         yield warning(problem)
 
 
-def _means(named: str, interface: str) -> bool:
-    """Tell whether NCCL would use it: by prefix, `eth,ib`; by name, `=eth0`; all but these, `^docker,lo`."""
-    names = named.removeprefix("^").removeprefix("=").split(",")
-    whole = named.removeprefix("^").startswith("=")
-    found = interface in names if whole else interface.startswith(tuple(names))
-    return found != named.startswith("^")
+def _matches_setting(setting: str, interface: str) -> bool:
+    """Return whether NCCL would use an interface: by prefix, `eth,ib`; by name, `=eth0`; by exclusion,
+    `^docker,lo`."""
+    names = setting.removeprefix("^").removeprefix("=").split(",")
+    is_exact = setting.removeprefix("^").startswith("=")
+    is_listed = interface in names if is_exact else interface.startswith(tuple(names))
+    return is_listed != setting.startswith("^")

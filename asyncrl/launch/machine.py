@@ -1,4 +1,4 @@
-"""Checks of the machine, without a model or data. What lies on other machines, on Ray, is not looked at."""
+"""Checks the machine, without a model or data. On Ray, other machines are not checked."""
 
 from __future__ import annotations
 
@@ -20,24 +20,33 @@ import asyncrl
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.gateway import Command
 from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES, describe_exit
-from asyncrl.launch.data import Inputs, Note, check, ok, warning
-from asyncrl.launch.estimates import sized
-from asyncrl.launch.gpus import grouped, servers_here
-from asyncrl.launch.run_directory import creatable, run_directory
+from asyncrl.launch.estimates import format_bytes
+from asyncrl.launch.gpus import starts_local_servers, uses_nccl
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import Note, ok, preflight_check, warning
+from asyncrl.launch.run_directory import check_creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.process import quick_imports
 from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, SPARE, free_ports, own_address
 from asyncrl.wire.sockets import choose_endpoints
 
-CRASHES = (3, 12, 0), (3, 12, 2)  # freeing a BytesIO crashes from the first of these, up to the second
-LITTLE_DISK = 1e9  # bytes; a checkpoint of 0.1B parameters takes more
-LITTLE_SHARED = 1e9  # bytes; NCCL's documentation asks for them, and containers have 64 MiB
-KERNELS = ("sgl_kernel", "flashinfer")  # SGLang imports the first on every GPU, and does without the second
-SAVER = "torch_memory_saver"  # SGLang needs this, too, for --enable-memory-saver
-# Prints the version, and, if torch can use a GPU, which of the named modules cannot be imported.
-BROKEN = "cannot be imported:"
-ASK_SGLANG = f"""
+# Freeing a BytesIO crashes in Python versions from the first, up to but without the second.
+CRASHING_PYTHONS = (
+    (3, 12, 0),
+    (3, 12, 2),
+)
+LOW_DISK_BYTES = 1e9  # A checkpoint of 0.1B parameters takes more.
+LOW_SHARED_BYTES = 1e9  # NCCL's documentation asks for this much; containers have 64 MiB.
+# SGLang imports the first module on every GPU, and can do without the second.
+SGLANG_KERNELS = (
+    "sgl_kernel",
+    "flashinfer",
+)
+MEMORY_SAVER = "torch_memory_saver"  # Module that SGLang needs for --enable-memory-saver.
+IMPORT_FAILURE = "cannot be imported:"
+# Program that prints SGLang's version, and, on a GPU, which of the named modules cannot be imported.
+SGLANG_PROBE = f"""
 import sys
 from importlib import import_module, metadata
 print(metadata.version("sglang"), flush=True)
@@ -46,31 +55,32 @@ if sys.argv[1:] and import_module("torch").cuda.is_available():
         try:
             import_module(name)
         except Exception as error:
-            print(name, {BROKEN!r}, *str(error).split()[:40])
+            print(name, {IMPORT_FAILURE!r}, *str(error).split()[:40])
 """
-DIAL_SECONDS = 5.0  # from this machine to itself
-VERSION_SECONDS = 60.0  # on a busy machine, from a cold disk
+DIAL_TIMEOUT = 5.0  # seconds for a connection from this machine to itself
+VERSION_TIMEOUT = 60.0  # seconds; enough for a busy machine with a cold disk
 
 
-@check("Python")
+@preflight_check("Python")
 def check_python(inputs: Inputs) -> Iterator[Note]:
     text = f"{platform.python_version()} ({sys.executable}), asyncrl {asyncrl.__version__}"
-    if CRASHES[0] <= sys.version_info[:3] < CRASHES[1]:
+    if CRASHING_PYTHONS[0] <= sys.version_info[:3] < CRASHING_PYTHONS[1]:
         yield warning(f"{text}: it crashes after some failed writes (docs/install.md); take a newer 3.12")
     else:
         yield ok(text)
 
 
-@check("libraries")
+@preflight_check("libraries")
 def check_libraries(inputs: Inputs) -> Iterator[Note]:
-    """torch and transformers can be imported; a broken installation raises whatever it likes. A start defers
-    torch, and leaves a broken one to the roles."""
+    """Check that torch and transformers can be imported; a broken installation raises any exception. A start
+    defers torch, so a broken torch is found by the roles."""
     with recorded() as failure, quick_imports():
         import torch  # noqa: F401
         import transformers
 
         torch_version = version("torch")
         import asyncrl.episodes.parts  # noqa: F401 (now, without garbage collection)
+
     if failure:
         raise ConfigError(
             f"torch and transformers cannot be imported ({failure.line}); install asyncrl again"
@@ -78,47 +88,60 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
     yield ok(f"torch {torch_version}, transformers {transformers.__version__}")
 
 
-@check("SGLang")
+@preflight_check("SGLang")
 def check_sglang(inputs: Inputs) -> Iterator[Note]:
-    """Check the version of the servers that the run would start, and with GPUs their kernels. Whether their
-    program exists is left to `check_servers`."""
+    """Check the version of SGLang that the run would start, and on GPUs its kernels. `check_servers` checks
+    whether the program exists."""
     engine = inputs.config.engine
     program = engine.server_command[0] if engine.server_command else sys.executable
     if not (engine.remote or inputs.config.scorers):
         yield ok(f"not used: engine.name is {engine.name}")
-    elif not servers_here(inputs.config):
+    elif not starts_local_servers(inputs.config):
         yield ok("on other machines, or started already: not looked at here")
     elif not Path(program).name.startswith("python"):
         yield ok(f"{program} is not Python: its version is seen when the server starts")
     else:
-        on_gpu = engine.server_args.get("device", "cuda") == "cuda" and bool(list_gpus())
-        sleeps = inputs.config.shifts and engine.remote
-        yield from _sglang_of(program, [*KERNELS, *[SAVER] * sleeps] if on_gpu else [])
+        starts_on_gpu = engine.server_args.get("device", "cuda") == "cuda" and bool(list_gpus())
+        engines_sleep = inputs.config.shifts and engine.remote
+        needed_modules: list[str] = []
+        if starts_on_gpu:
+            needed_modules += SGLANG_KERNELS
+            if engines_sleep:
+                needed_modules.append(MEMORY_SAVER)
+        yield from _check_sglang_version(program, needed_modules)
 
 
-def _sglang_of(program: str, needed: list[str]) -> Iterator[Note]:
+def _check_sglang_version(program: str, needed_modules: list[str]) -> Iterator[Note]:
     from asyncrl.engines.sglang.http import PROTOCOLS
 
-    command = [program, "-c", ASK_SGLANG, *needed]
+    command = [program, "-c", SGLANG_PROBE, *needed_modules]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=True)
+        completed = subprocess.run(
+            command, capture_output=True, text=True, timeout=VERSION_TIMEOUT, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        yield warning(f"{program}: no version of sglang could be read ({_said(error)}); install it there")
+        yield warning(
+            f"{program}: no version of sglang could be read ({_failure_reason(error)}); install it there"
+        )
         return
-    found, *lines = done.stdout.strip().splitlines() or ["none"]
-    known = ", ".join(PROTOCOLS)
-    advice = f"{program} -m pip install sglang=={found}"
-    if found not in PROTOCOLS:
-        raise ConfigError(f"{program} has sglang {found}; install one of {known} there")
-    for line in (line for line in lines if BROKEN in line):
-        if line.startswith((KERNELS[0], SAVER)):
-            raise ConfigError(f"sglang {found} cannot start on a GPU: {line}; {advice}")
-        yield warning(f"sglang {found} is slower than it could be: {line}; {advice}")
-    yield ok(f"{found} ({program})")
+
+    sglang_version, *module_lines = completed.stdout.strip().splitlines() or ["none"]
+    known_versions = ", ".join(PROTOCOLS)
+    advice = f"{program} -m pip install sglang=={sglang_version}"
+    if sglang_version not in PROTOCOLS:
+        raise ConfigError(f"{program} has sglang {sglang_version}; install one of {known_versions} there")
+
+    for line in (line for line in module_lines if IMPORT_FAILURE in line):
+        if line.startswith((SGLANG_KERNELS[0], MEMORY_SAVER)):
+            raise ConfigError(f"sglang {sglang_version} cannot start on a GPU: {line}; {advice}")
+        yield warning(f"sglang {sglang_version} is slower than it could be: {line}; {advice}")
+
+    yield ok(f"{sglang_version} ({program})")
 
 
-def _said(error: Exception) -> str:
-    """Returns what a program said at last, or how it ended: its error would quote the whole command."""
+def _failure_reason(error: Exception) -> str:
+    """Return the last line that a program printed, or how the program ended; the exception itself would quote
+    the whole command."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"no answer within {error.timeout:g} s"
     if isinstance(error, subprocess.CalledProcessError):
@@ -126,153 +149,182 @@ def _said(error: Exception) -> str:
     return one_line(error)
 
 
-@check("ports")
+@preflight_check("ports")
 def check_ports(inputs: Inputs) -> Iterator[Note]:
     launch = inputs.config.launch
     choose_endpoints(launch.host, launch.port)
-    ports = f"{launch.port} to {launch.port + 2}" if launch.port else "free ones (launch.port=0)"
-    yield ok(f"{ports} on {launch.host} can be bound")
+    ports_text = f"{launch.port} to {launch.port + 2}" if launch.port else "free ones (launch.port=0)"
+    yield ok(f"{ports_text} on {launch.host} can be bound")
 
 
-@check("loopback")
+@preflight_check("loopback")
 def check_loopback(inputs: Inputs) -> Iterator[Note]:
-    """The processes of a run dial this machine by its own address. Where its loopback interface is missing or
-    down, as in some sandboxes, a port can be bound and nobody reaches it."""
+    """Check that this machine reaches its own address, which the processes of a run dial. If the loopback
+    interface is missing or down, as in some sandboxes, a port can be bound but nobody can connect."""
     host = inputs.config.launch.host
     address = own_address() if host == EVERY_ADDRESS else host
     text = f"launch.host: this machine does not reach itself at {address}"
     advice = "bring its loopback interface up: ip link set lo up"
+
     (port,) = free_ports(address, 0, 1)
     with (
         ConfigError.instead_of(OSError, text=text, advice=advice),
         socket.create_server((address, port)),
-        socket.create_connection((address, port), timeout=DIAL_SECONDS),
+        socket.create_connection((address, port), timeout=DIAL_TIMEOUT),
     ):
         yield ok(f"this machine reaches itself at {address}")
 
 
-@check("open files")
-def check_files(inputs: Inputs) -> Iterator[Note]:
-    """Each process has three connections to the coordinator, at most."""
+@preflight_check("open files")
+def check_open_files(inputs: Inputs) -> Iterator[Note]:
+    """Check the limit of open files. Each process has at most three connections to the coordinator."""
     config = inputs.config
-    keepers = config.engine.keepers + len(config.scorer_places)
-    wanted = 3 * (config.rollout.workers + keepers + config.trainer.ranks)
-    room = ROLE_FILES - 2 * SPARE
+    supervisor_count = config.engine.keepers + len(config.scorer_places)
+    wanted_connections = 3 * (config.rollout.workers + supervisor_count + config.trainer.ranks)
+    free_files = ROLE_FILES - 2 * SPARE
+
     text = f"{ROLE_FILES} per process of a run (ulimit -n: {FILES}, at most {HARD_FILES})"
-    more = f"{text}: {wanted} connections to the coordinator have no room; raise the hard limit"
-    yield ok(text) if wanted <= room else warning(more)
+    shortage_text = (
+        f"{text}: {wanted_connections} connections to the coordinator have no room; raise the hard limit"
+    )
+    yield ok(text) if wanted_connections <= free_files else warning(shortage_text)
 
 
-@check("/dev/shm")
+@preflight_check("/dev/shm")
 def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
-    """Check that /dev/shm has room for NCCL, and for the weights if they go there."""
+    """Check that /dev/shm has room for NCCL, and for the weights if they are published there."""
     from asyncrl.weights.disk import SHARED_MEMORY, space_needed
 
     if not SHARED_MEMORY.is_dir():
         yield warning(f"{SHARED_MEMORY} is missing: weights go through the run directory, which is slower")
         return
+
     config = inputs.config
     weights = inputs.config.weights
     usage = shutil.disk_usage(SHARED_MEMORY)
-    needed = space_needed(config, published_bytes(config))
-    here = weights.transport == "disk" and weights.directory in ("auto", "shm")
-    little = usage.total < LITTLE_SHARED
-    text = f"{sized(usage.free)} of {sized(usage.total)} free"
-    lacking = here and (needed > usage.free or (little and not needed))
-    nccl = little and grouped(config)
-    text += f", and the versions of the weights take {sized(needed) if needed else 'more'}" * lacking
-    text += ", and NCCL wants 1 GB" * nccl
-    if little and (lacking or nccl):
-        elsewhere = "; or weights.directory=run, or a path on a fast disk" * lacking
-        yield warning(f"{text}; in a container: docker run --shm-size=16g, or --ipc=host{elsewhere}")
+    needed_bytes = space_needed(config, published_bytes(config))
+    uses_shared_memory = weights.transport == "disk" and weights.directory in ("auto", "shm")
+    is_small = usage.total < LOW_SHARED_BYTES
+
+    text = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free"
+    lacks_room = uses_shared_memory and (needed_bytes > usage.free or (is_small and not needed_bytes))
+    nccl_lacks_room = is_small and uses_nccl(config)
+    if lacks_room:
+        size_text = format_bytes(needed_bytes) if needed_bytes else "more"
+        text += f", and the versions of the weights take {size_text}"
+    if nccl_lacks_room:
+        text += ", and NCCL wants 1 GB"
+
+    if is_small and (lacks_room or nccl_lacks_room):
+        advice = "; or weights.directory=run, or a path on a fast disk" if lacks_room else ""
+        yield warning(f"{text}; in a container: docker run --shm-size=16g, or --ipc=host{advice}")
     else:
         yield ok(text)
 
 
-@check("file locks")
+@preflight_check("file locks")
 def check_locks(inputs: Inputs) -> Iterator[Note]:
-    """A file that is locked cannot be locked again: what keeps two launchers out of one run directory."""
-    where = creatable(run_directory(inputs.config), "run_dir")
-    with tempfile.NamedTemporaryFile(dir=where, prefix=".asyncrl-") as first, open(first.name) as second:
+    """Check that a locked file cannot be locked again: such a lock keeps two launchers out of one run
+    directory."""
+    directory = check_creatable(run_directory(inputs.config), "run_dir")
+    with (
+        tempfile.NamedTemporaryFile(dir=directory, prefix=".asyncrl-") as locked_file,
+        open(locked_file.name) as second_handle,
+    ):
         try:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(locked_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"{where}: files cannot be locked ({error.strerror}); set run_dir=… to a local disk"
+                f"{directory}: files cannot be locked ({error.strerror}); set run_dir=… to a local disk"
             ) from None
+
         try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second_handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield ok(f"hold in {where}")
+            yield ok(f"hold in {directory}")
             return
-    raise ConfigError(f"{where}: a locked file can be locked again; set run_dir=… to a local disk")
+
+    raise ConfigError(f"{directory}: a locked file can be locked again; set run_dir=… to a local disk")
 
 
-@check("disk")
+@preflight_check("disk")
 def check_disk(inputs: Inputs) -> Iterator[Note]:
-    where = creatable(run_directory(inputs.config), "run_dir")
-    free = shutil.disk_usage(where).free
-    text = f"{sized(free)} free in {where}"
-    yield ok(text) if free >= LITTLE_DISK else warning(f"{text}; free some, or set run_dir=…")
+    directory = check_creatable(run_directory(inputs.config), "run_dir")
+    free_bytes = shutil.disk_usage(directory).free
+    text = f"{format_bytes(free_bytes)} free in {directory}"
+    yield ok(text) if free_bytes >= LOW_DISK_BYTES else warning(f"{text}; free some, or set run_dir=…")
 
 
-@check("agent", needs=("tasks",))
+@preflight_check("agent", requires=("tasks",))
 def check_agent(inputs: Inputs) -> Iterator[Note]:
-    """Check that a program that leads episodes can be run as they run it, that its version was tested, and
-    that there is memory for as many as run at once."""
+    """Check that a program that leads episodes runs as episodes run it, that its version was tested, and that
+    the memory suffices for all that run at once."""
     agent = inputs.parts.agent
     rollout = inputs.config.rollout
     if not isinstance(agent, Command):
         return
+
     harness = agent.harness
-    found = inputs.agent_version.get(agent.harness.name, "")
-    where = f"rollout.agent.{harness.name}"
-    if harness.tested not in ("", found):
-        yield warning(f"{where}: version {found or 'unknown'} was not tried; {harness.tested} was")
+    agent_version = inputs.agent_versions.get(agent.harness.name, "")
+    agent_key = f"rollout.agent.{harness.name}"
+
+    if harness.tested not in ("", agent_version):
+        yield warning(
+            f"{agent_key}: version {agent_version or 'unknown'} was not tried; {harness.tested} was"
+        )
     if agent.sandbox == "none":
         yield warning(
-            f"{where}: with sandbox: none the model can read and write all that you can, such as files in "
-            f"{os.path.expanduser('~')}, and use the network"
+            f"{agent_key}: with sandbox: none the model can read and write all that you can, such as files "
+            f"in {os.path.expanduser('~')}, and use the network"
         )
-    slots = rollout.workers * rollout.slots
-    needed = slots * harness.resident_mb * 2**20
-    memory = psutil.virtual_memory().total
-    if needed > memory and inputs.config.launch.kind == "local":
+
+    slot_count = rollout.workers * rollout.slots
+    needed_bytes = slot_count * harness.resident_mb * 2**20
+    memory_bytes = psutil.virtual_memory().total
+    if needed_bytes > memory_bytes and inputs.config.launch.kind == "local":
         yield warning(
-            f"{slots} slots (rollout.workers * rollout.slots) of {harness.name} take {sized(needed)}, "
-            f"{harness.resident_mb} MB each, and this machine has {sized(memory)}; lower rollout.slots"
+            f"{slot_count} slots (rollout.workers * rollout.slots) of {harness.name} take "
+            f"{format_bytes(needed_bytes)}, {harness.resident_mb} MB each, and this machine has "
+            f"{format_bytes(memory_bytes)}; lower rollout.slots"
         )
-    inside = "in a sandbox" if agent.sandbox == "jail" else "without a sandbox"
-    yield ok(" ".join(filter(None, (harness.name, found, inside))))
+
+    isolation_text = "in a sandbox" if agent.sandbox == "jail" else "without a sandbox"
+    yield ok(" ".join(filter(None, (harness.name, agent_version, isolation_text))))
 
 
-@check("sandbox")
+@preflight_check("sandbox")
 def check_sandbox(inputs: Inputs) -> Iterator[Note]:
-    """Only code that a model has written needs it, and says so itself (`require`, of a tool or reward)."""
+    """Check the isolation of sandboxes. Only code that a model has written needs a sandbox; a tool or reward
+    that requires one checks that itself (`require`)."""
     from asyncrl.isolation.sandbox.base import SandboxError
     from asyncrl.isolation.sandbox.detection import detect_isolation
 
     try:
-        found = detect_isolation()
+        isolation = detect_isolation()
     except SandboxError as error:
         yield warning(f"does not start: {error}; tools and rewards that run code will not work")
         return
-    if found.missing:
-        lacking = ", ".join(found.missing)
-        yield warning(f"cannot isolate {lacking} ({found.notes}); allow namespaces (docs/sandbox.md)")
+
+    if isolation.missing:
+        missing_text = ", ".join(isolation.missing)
+        yield warning(
+            f"cannot isolate {missing_text} ({isolation.notes}); allow namespaces (docs/sandbox.md)"
+        )
     else:
-        yield ok("isolates " + ", ".join(sorted(found.holds)))
+        yield ok("isolates " + ", ".join(sorted(isolation.holds)))
 
 
-@check("images")
+@preflight_check("images")
 def check_images(inputs: Inputs) -> Iterator[Note]:
-    """Only tasks, and tools with an image, need them, and say so themselves."""
+    """Check that sandboxes can start from images. Tasks, and tools with an image, check their own images."""
     from asyncrl.isolation.images import images_directory, list_images
     from asyncrl.isolation.sandbox.detection import detect_images
 
-    there = f"{len(list_images())} in {images_directory()}"
-    if why := detect_images():
-        release = os.uname().release
-        yield warning(f"{there}; {why}; needed: namespaces and Linux 6.6 (this is {release})")
+    images_text = f"{len(list_images())} in {images_directory()}"
+    if obstacle := detect_images():
+        kernel_release = os.uname().release
+        yield warning(
+            f"{images_text}; {obstacle}; needed: namespaces and Linux 6.6 (this is {kernel_release})"
+        )
     else:
-        yield ok(f"{there}; sandboxes can have one")
+        yield ok(f"{images_text}; sandboxes can have one")

@@ -1,5 +1,5 @@
-"""Checks and describes the memory of trainer ranks (trainer/footprint.py), and says which matrices adapters
-adapt."""
+"""Checks and describes the memory of trainer ranks (trainer/footprint.py), and describes which matrices
+adapters adapt."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import psutil
 
 from asyncrl.config import RunConfig, described_recomputation, memory_advice
 from asyncrl.errors import ConfigError, recorded
-from asyncrl.launch.data import Note, ok, warning
-from asyncrl.launch.estimates import sized
+from asyncrl.launch.estimates import format_bytes
+from asyncrl.launch.notes import Note, ok, warning
 from asyncrl.runtime.process import main_memory
 from asyncrl.trainer.footprint import (
     RECOMPUTED_EVERY,
@@ -27,134 +27,175 @@ from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, linear_shape
 
 
 def version_bytes(config: RunConfig) -> int:
-    """Main memory of a trainer rank for versions on their way out, at most: copies of its shards that ranks
-    collect, and the next one; where only what has changed is published, the one that was published last; and
-    two buckets, where those of several ranks are put together to be broadcast."""
+    """Return the main memory, at most, that a trainer rank needs for versions that are being published:
+    copies of its shards that ranks collect, and the next copy; the last published version, if only changes
+    are published; and two buckets, in which the parts of several ranks are joined for a broadcast."""
     from asyncrl.trainer.publishing import readers
 
     ranks = config.trainer.ranks
-    copies = readers(config, ranks) + 1 + (config.weights.full_every > 1)
-    shards = ranks // config.trainer.replicas
-    whole = weight_shapes(config.model.path)
-    parameters = adapter_count(config) if config.adapters_apart else sum(map(prod, whole.values()))
-    size = DTYPE_BYTES[config.model.dtype]
-    buckets = 0
+    copy_count = readers(config, ranks) + 1 + (config.weights.full_every > 1)
+    shard_count = ranks // config.trainer.replicas
+
+    shapes = weight_shapes(config.model.path)
+    parameters = adapter_count(config) if config.adapters_apart else sum(map(prod, shapes.values()))
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+
+    bucket_bytes = 0
     if config.weights.transport == "collective" and ranks > 1:
-        largest_tensor = max((prod(shape) for shape in whole.values()), default=0) * size
-        buckets = 2 * min(parameters * size, max(config.weights.bucket_bytes, largest_tensor))
-    return copies * parameters * size // shards + buckets
+        largest_tensor = max((prod(shape) for shape in shapes.values()), default=0) * dtype_bytes
+        bucket_bytes = 2 * min(parameters * dtype_bytes, max(config.weights.bucket_bytes, largest_tensor))
+
+    return copy_count * parameters * dtype_bytes // shard_count + bucket_bytes
 
 
-def room(config: RunConfig, gpu: bool | None) -> int | None:
-    """Memory for all ranks: that of their GPUs, or of the machine. None where it is not known: on Ray."""
-    if gpu is None:
+def available_memory(config: RunConfig, has_gpu: bool | None) -> int | None:
+    """Return the memory for all ranks: of their GPUs, or of the machine. None if unknown, as on Ray."""
+    if has_gpu is None:
         return None
-    if gpu and config.model.device != "cpu" and not config.trainer.offload_optimizer:
+    if has_gpu and config.model.device != "cpu" and not config.trainer.offload_optimizer:
         from torch.cuda import device_count, get_device_properties
 
-        devices = range(min(config.trainer.ranks, device_count()))
-        return sum(int(get_device_properties(index).total_memory) for index in devices)
+        rank_gpus = range(min(config.trainer.ranks, device_count()))
+        return sum(int(get_device_properties(index).total_memory) for index in rank_gpus)
+
     return main_memory().total
 
 
-def check_memory(config: RunConfig, gpu: bool | None) -> None:
-    """Raise ConfigError if what stays in memory cannot fit. The largest micro-batch is tried before the first
-    step, and made smaller where it does not fit."""
-    needed = config.trainer.ranks * sum(static_bytes(config))
-    there = room(config, gpu)
-    place = ""
-    more = "with GPUs, more trainer.ranks or trainer.offload_optimizer=true"
-    if config.shifts and there is not None and there > (main := main_memory().total):
-        there = main
-        place = " of main memory, where they rest"
-        more = "engine.colocated=0"
-    if there is not None and needed > there:
+def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
+    """Raise ConfigError if the tensors that stay in memory cannot fit. The largest micro-batch is tried
+    before the first step, and made smaller if it does not fit."""
+    needed_bytes = config.trainer.ranks * sum(static_bytes(config))
+    available_bytes = available_memory(config, has_gpu)
+    place_text = ""
+    advice = "with GPUs, more trainer.ranks or trainer.offload_optimizer=true"
+
+    if (
+        config.shifts
+        and available_bytes is not None
+        and available_bytes > (main_bytes := main_memory().total)
+    ):
+        available_bytes = main_bytes
+        place_text = " of main memory, where they rest"
+        advice = "engine.colocated=0"
+
+    if available_bytes is not None and needed_bytes > available_bytes:
         raise ConfigError(
-            f"weights, gradients and optimizer state of the trainer take {sized(needed)}, and there are "
-            f"{sized(there)}{place}; set model.lora_rank, a trainer.optimizer with less state, a model.path "
-            f"with fewer parameters, fewer trainer.replicas, or {more}"
+            f"weights, gradients and optimizer state of the trainer take {format_bytes(needed_bytes)}, and "
+            f"there are {format_bytes(available_bytes)}{place_text}; set model.lora_rank, a "
+            "trainer.optimizer with less state, a model.path with fewer parameters, fewer trainer.replicas, "
+            f"or {advice}"
         )
 
 
-def describe_memory(config: RunConfig, gpu: bool | None) -> Iterator[Note]:
+def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
     """Yield lines of the plan, and a warning if the largest micro-batch does not fit."""
     with recorded() as failure:
-        config, recomputation = _with_chosen_recomputation(config, gpu)
-        found = footprint(config)
+        config, recomputation_notes = _with_chosen_recomputation(config, has_gpu)
+        rank_footprint = footprint(config)
     if failure:
         yield warning(f"the memory of a trainer rank is not estimated: {failure.line}")
         return
+
     ranks = config.trainer.ranks
-    there = room(config, gpu)
-    own = psutil.Process().memory_info().rss
-    out = version_bytes(config)
-    parts = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer}
-    each = ", ".join(f"{name} {sized(size)}" for name, size in parts.items())
-    micro = f"a micro-batch of {found.rows} x {found.length} tokens {sized(found.work)}"
-    yield ok(
-        f"memory        tensors of a trainer rank: {each}, {micro}, {sized(found.total)} in all; "
-        f"its process takes about {sized(own)} beside them, and versions on their way out "
-        f"{sized(out)} of main memory"
+    available_bytes = available_memory(config, has_gpu)
+    process_bytes = psutil.Process().memory_info().rss
+    outgoing_bytes = version_bytes(config)
+
+    part_bytes = {
+        "weights": rank_footprint.weights,
+        "gradients": rank_footprint.gradients,
+        "optimizer": rank_footprint.optimizer,
+    }
+    parts_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in part_bytes.items())
+    micro_batch_text = (
+        f"a micro-batch of {rank_footprint.rows} x {rank_footprint.length} tokens "
+        f"{format_bytes(rank_footprint.work)}"
     )
-    yield from recomputation
+
+    yield ok(
+        f"memory        tensors of a trainer rank: {parts_text}, {micro_batch_text}, "
+        f"{format_bytes(rank_footprint.total)} in all; its process takes about {format_bytes(process_bytes)} "
+        f"beside them, and versions on their way out {format_bytes(outgoing_bytes)} of main memory"
+    )
+
+    yield from recomputation_notes
+
     if config.adapters:
-        left_out = weight_shapes(config.model.path).keys() - linear_shapes(config.model.path)
-        experts = any(".experts." in name for name in left_out)
-        yield (warning if experts else ok)(f"adapters      {coverage(config.model.path)}")
-    if config.versions_held:  # a server has as much room for each as for the largest
-        size = adapter_count(config) * DTYPE_BYTES[config.model.dtype]
-        held = config.adapters_held
-        of = [rank for rank, _ in config.adapters.values()]
+        unadapted_names = weight_shapes(config.model.path).keys() - linear_shapes(config.model.path)
+        has_experts = any(".experts." in name for name in unadapted_names)
+        coverage_text = f"adapters      {describe_coverage(config.model.path)}"
+        yield warning(coverage_text) if has_experts else ok(coverage_text)
+
+    if config.versions_held:  # Servers reserve as much room for each adapter as for the largest.
+        version_size = adapter_count(config) * DTYPE_BYTES[config.model.dtype]
+        adapters_held = config.adapters_held
+        adapter_ranks = [rank for rank, _ in config.adapters.values()]
         yield ok(
-            f"              a version is {sized(size)}; a server, beside its weights, has room for {held} "
-            f"adapters at once: {sized(held * size * max(of) // sum(of))}"
+            f"              a version is {format_bytes(version_size)}; a server, beside its weights, has "
+            f"room for {adapters_held} adapters at once: "
+            f"{format_bytes(adapters_held * version_size * max(adapter_ranks) // sum(adapter_ranks))}"
         )
-    needed = ranks * (found.total if gpu else found.total + out)
-    if there is not None and needed > there:
+
+    needed_bytes = ranks * (rank_footprint.total if has_gpu else rank_footprint.total + outgoing_bytes)
+    if available_bytes is not None and needed_bytes > available_bytes:
         yield warning(
-            f"{ranks} trainer ranks need {sized(needed)}, and there are {sized(there)}; set a "
-            f"smaller trainer.micro_batch_tokens, {memory_advice(config.trainer.checkpointed_every)}"
+            f"{ranks} trainer ranks need {format_bytes(needed_bytes)}, and there are "
+            f"{format_bytes(available_bytes)}; set a smaller trainer.micro_batch_tokens, "
+            f"{memory_advice(config.trainer.checkpointed_every)}"
         )
 
 
-def _with_chosen_recomputation(config: RunConfig, gpu: bool | None) -> tuple[RunConfig, list[Note]]:
-    """Return the configuration with what `auto` of trainer.activation_checkpointing means on these GPUs, and
-    a note that says so; without GPUs or `auto`, as it is."""
-    if config.trainer.activation_checkpointing != "auto" or not gpu or config.model.device == "cpu":
+def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple[RunConfig, list[Note]]:
+    """Replace `auto` of trainer.activation_checkpointing by its meaning on these GPUs, and return a note
+    about the choice; without GPUs or `auto` return the configuration unchanged."""
+    if config.trainer.activation_checkpointing != "auto" or not has_gpu or config.model.device == "cpu":
         return config, []
 
     from torch.cuda import device_count, get_device_properties
 
-    count = device_count()
-    rank_gpus = range(min(config.trainer.ranks, count))
-    memory = {index: get_device_properties(index).total_memory for index in rank_gpus}
-    least = {index: least_recomputation(config, size, index, count) for index, size in memory.items()}
-    tightest = max(least, key=lambda index: RECOMPUTED_EVERY.index(least[index]))  # all ranks do as this one
-    config = with_recomputation(config, least[tightest])
+    gpu_count = device_count()
+    rank_gpus = range(min(config.trainer.ranks, gpu_count))
+    memory_by_gpu = {index: get_device_properties(index).total_memory for index in rank_gpus}
+    least_by_gpu = {
+        index: least_recomputation(config, size, index, gpu_count) for index, size in memory_by_gpu.items()
+    }
+    # All ranks recompute as much as the tightest rank needs.
+    tightest_gpu = max(least_by_gpu, key=lambda index: RECOMPUTED_EVERY.index(least_by_gpu[index]))
+    config = with_recomputation(config, least_by_gpu[tightest_gpu])
 
-    usable = usable_memory(config, memory[tightest], tightest, count)
-    text = f"recomputation {described_recomputation(least[tightest])} in the backward"
-    if (held := held_on_gpu(config)) > usable:
-        cure = f"a smaller trainer.micro_batch_tokens, {memory_advice(least[tightest])}"
+    usable_bytes = usable_memory(config, memory_by_gpu[tightest_gpu], tightest_gpu, gpu_count)
+    text = f"recomputation {described_recomputation(least_by_gpu[tightest_gpu])} in the backward"
+    if (held_bytes := held_on_gpu(config)) > usable_bytes:
+        cure = f"a smaller trainer.micro_batch_tokens, {memory_advice(least_by_gpu[tightest_gpu])}"
         return config, [
-            warning(f"{text}, but a rank still needs {sized(held)} and has only {sized(usable)}; set {cure}")
+            warning(
+                f"{text}, but a rank still needs {format_bytes(held_bytes)} and has only "
+                f"{format_bytes(usable_bytes)}; set {cure}"
+            )
         ]
-    return config, [ok(f"{text}: the least with which a rank fits into {sized(usable)} of its GPU")]
+    return config, [
+        ok(f"{text}: the least with which a rank fits into {format_bytes(usable_bytes)} of its GPU")
+    ]
 
 
-def coverage(path: str) -> str:
-    """Return the matrices that adapters adapt and those they leave, by kind, with their number and their
-    share of all parameters. (Stacked experts are no linear layers.)"""
+def describe_coverage(path: str) -> str:
+    """List the kinds of matrices that adapters adapt and the kinds that they leave, with their number and
+    their fraction of all parameters. (Stacked experts are no linear layers.)"""
     shapes = weight_shapes(path)
-    adapted = linear_shapes(path)
-    sizes = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
+    adapted_names = linear_shapes(path)
+    sizes_by_kind = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
+
     for name, shape in shapes.items():
-        parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
+        name_parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
         if len(shape) > 1:
-            sizes[name in adapted][".".join(parts[-2:])].append(prod(shape))
-    total = sum(map(prod, shapes.values()))
-    yes, no = (
-        ", ".join(f"{len(n)} x {kind} ({sum(n) / total:.1%})" for kind, n in sizes[which].items())
-        for which in (True, False)
+            sizes_by_kind[name in adapted_names][".".join(name_parts[-2:])].append(prod(shape))
+
+    total_parameters = sum(map(prod, shapes.values()))
+    adapted_text, unadapted_text = (
+        ", ".join(
+            f"{len(parameter_counts)} x {kind} ({sum(parameter_counts) / total_parameters:.1%})"
+            for kind, parameter_counts in sizes_by_kind[is_adapted].items()
+        )
+        for is_adapted in (True, False)
     )
-    return f"{yes}; not adapted: {no or 'nothing'} (shares of all parameters)"
+    return f"{adapted_text}; not adapted: {unadapted_text or 'nothing'} (shares of all parameters)"

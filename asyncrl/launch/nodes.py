@@ -1,11 +1,12 @@
-"""Several machines of one run: where its processes go, what it needs of them, and which secrets travel.
+"""Plans several machines of one run: which process runs where, which resources each machine needs, and which
+secrets travel.
 
-Pure: what `--dry-run` prints for a cluster is what is launched on it.
+Pure: the plan that `--dry-run` prints for a cluster is the plan that is launched.
 
     trainer rank 0       the launcher's machine, where the run directory is
-    other ranks          the launcher's machine, then as few others as possible: they talk most
+    other ranks          the launcher's machine, then as few others as possible: ranks communicate most
     servers              each on the machine with most free GPUs
-    what needs no GPU    the machines in turn, the launcher's last; workers where servers are
+    without a GPU        the machines in turn, the launcher's last; workers on machines of servers
 """
 
 from __future__ import annotations
@@ -22,165 +23,218 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, SCORER, TRAINER, RolePlace, Unit
+from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, SCORER, TRAINER, PlannedProcess, Unit
 
-ORDER = (COORDINATOR, TRAINER, ENGINE, SCORER, ROLLOUT)  # in which processes choose a machine
-KEY_NAMES = "key_env"  # how the names of keys end whose value is the name of a variable with a secret
-VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # in headers
+PLACING_ORDER = (COORDINATOR, TRAINER, ENGINE, SCORER, ROLLOUT)  # Order in which processes choose a machine.
+SECRET_KEY_SUFFIX = "key_env"  # Keys with this ending name an environment variable that holds a secret.
+VARIABLE_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # Reference to an environment variable in a header.
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster. `gpus`: of all; `free`: of those, what nobody had when it was looked at.
-    `resources`: names of what it has, for pools."""
+    """A machine of the cluster. `gpus`: all its GPUs; `free_gpus`: GPUs that were free when the cluster was
+    listed; `resources`: names of the node's resources, for pools."""
 
     id: str
     address: str
     gpus: float = 0
-    free: float = 0
+    free_gpus: float = 0
     resources: frozenset[str] = frozenset()
 
 
-class Placing:
-    """Which machine each process of a run has. ConfigError when the machines cannot have them all."""
+class NodeAssignment:
+    """Assigns each process of a run to a machine. Raises ConfigError if the machines have no room for all
+    processes."""
 
-    def __init__(self, config: RunConfig, units: Iterable[Unit], nodes: Sequence[Node], here: str) -> None:
-        """`here`: the id of the launcher's machine."""
+    def __init__(
+        self, config: RunConfig, units: Iterable[Unit], nodes: Sequence[Node], launcher_node: str
+    ) -> None:
+        """`launcher_node`: the id of the launcher's machine."""
         self._config = config
-        self._here = here
-        self._gpus_known = any(node.gpus for node in nodes)
-        self._free = {node.id: node.free for node in nodes}  # GPUs that other runs leave to this one
-        self._at: dict[str, str] = {}  # id of the machine of each process
-        self._places = [place for unit in units for place in unit.places]
-        for place in sorted(self._places, key=lambda place: (ORDER.index(place.role), place.index)):
-            if self.choose(place, nodes) is None:
-                raise ConfigError(self._lack(place, nodes))
+        self._launcher_node = launcher_node
+        self._cluster_has_gpus = any(node.gpus for node in nodes)
+        # GPUs that other runs leave to this run.
+        self._free_gpus = {node.id: node.free_gpus for node in nodes}
+        self._node_of: dict[str, str] = {}  # node id by process name
+        self._processes = [process for unit in units for process in unit.processes]
 
-    def choose(self, place: RolePlace, nodes: Sequence[Node]) -> Node | None:
-        """Choose a machine for a starting process: its previous one if it has room, else any other; None if
-        none has room. A process that must stay where it was waits for room there."""
-        had = self._at.pop(place.name, "")
+        def order_of(process: PlannedProcess) -> tuple[int, int]:
+            return PLACING_ORDER.index(process.role), process.index
+
+        for process in sorted(self._processes, key=order_of):
+            if self.choose_node(process, nodes) is None:
+                raise ConfigError(self._describe_lack(process, nodes))
+
+    def choose_node(self, process: PlannedProcess, nodes: Sequence[Node]) -> Node | None:
+        """Choose a machine for a starting process: its previous machine if that has room, else any other;
+        None if no machine has room. A process that must stay on its machine waits for room there."""
+        previous_node = self._node_of.pop(process.name, "")
+
         for node in nodes:
-            self._free.setdefault(node.id, min(node.gpus, node.free + self._held(node)))
-        fitting = [node for node in nodes if self._fits(place, node)]
-        fitting = fitting or [node for node in nodes if stays(place) and node.id == had]
-        if not fitting:
+            self._free_gpus.setdefault(node.id, min(node.gpus, node.free_gpus + self._gpus_held(node)))
+        fitting_nodes = [node for node in nodes if self._fits_node(process, node)]
+        fitting_nodes = fitting_nodes or [
+            node for node in nodes if stays_with_launcher(process) and node.id == previous_node
+        ]
+        if not fitting_nodes:
             return None
-        chosen = min(fitting, key=lambda node: (node.id != had, *self._cost(place, node)))
-        self._at[place.name] = chosen.id
-        return chosen
 
-    def put(self, place: RolePlace, node: str) -> None:
-        """Ray has started it there, perhaps by a choice of its own."""
-        self._at[place.name] = node
+        chosen_node = min(
+            fitting_nodes, key=lambda node: (node.id != previous_node, *self._node_cost(process, node))
+        )
+        self._node_of[process.name] = chosen_node.id
+        return chosen_node
 
-    def gpus(self, place: RolePlace) -> float:
-        """As `launch.gpus` says, or else one for a rank and `tp` for a server, and one for an embedded
-        engine with `model.device=cuda`; none on a cluster without any, unless they are asked for."""
+    def record_node(self, process: PlannedProcess, node: str) -> None:
+        """Record the machine on which Ray has started a process; Ray may have chosen another machine."""
+        self._node_of[process.name] = node
+
+    def gpus_for(self, process: PlannedProcess) -> float:
+        """Return the GPUs of a process: as `launch.gpus` says, or else one for a rank, `tp` for a server, and
+        one for an embedded engine with `model.device=cuda`; none on a cluster without GPUs, unless GPUs are
+        asked for."""
         config = self._config
-        role = place.role
+        role = process.role
         for name, gpus in config.launch.gpus.items():
             if name == role:
                 return gpus
+
         cuda = config.model.device == "cuda"
         if role == TRAINER and config.total_steps:
-            return int(cuda or (config.model.device == "auto" and self._gpus_known))
+            return int(cuda or (config.model.device == "auto" and self._cluster_has_gpus))
         if role == ROLLOUT:
             return int(cuda and not config.engine.remote)
-        return place.gpus if role in (ENGINE, SCORER) and self._gpus_known else 0
+        return process.gpus if role in (ENGINE, SCORER) and self._cluster_has_gpus else 0
 
-    def pool(self, place: RolePlace) -> str:
-        """The resource that its machine must have; '' for none."""
-        return next((pool for role, pool in self._config.launch.pools.items() if role == place.role), "")
+    def pool_for(self, process: PlannedProcess) -> str:
+        """Return the resource that the machine of a process must have; '' for none."""
+        return next((pool for role, pool in self._config.launch.pools.items() if role == process.role), "")
 
-    def machines(self, role: str) -> set[str]:
-        return {self._at[place.name] for place in self._places if place.role == role}
+    def nodes_of(self, role: str) -> set[str]:
+        return {self._node_of[process.name] for process in self._processes if process.role == role}
 
-    def describe(self, nodes: Sequence[Node]) -> list[str]:
-        """A line for each machine, for a person to read."""
+    def describe_nodes(self, nodes: Sequence[Node]) -> list[str]:
+        """Return a line for each machine, for people to read."""
         lines = []
         for node in nodes:
-            mine = [place.name for place in self._places if self._at[place.name] == node.id]
-            gpus = f", {node.free:g} of {node.gpus:g} GPUs free, {self._held(node):g} for this run"
-            here = " (this machine)" if node.id == self._here else ""
-            lines.append(f"{node.address}{here}{gpus * bool(node.gpus)}: {', '.join(mine) or 'nothing'}")
+            process_names = [
+                process.name for process in self._processes if self._node_of[process.name] == node.id
+            ]
+            gpus_text = (
+                f", {node.free_gpus:g} of {node.gpus:g} GPUs free, {self._gpus_held(node):g} for this run"
+            )
+            launcher_text = " (this machine)" if node.id == self._launcher_node else ""
+            lines.append(
+                f"{node.address}{launcher_text}{gpus_text if node.gpus else ''}: "
+                f"{', '.join(process_names) or 'nothing'}"
+            )
         return lines
 
-    def _fits(self, place: RolePlace, node: Node) -> bool:
-        pool = self.pool(place)
-        room = self._left(node) >= self.gpus(place)
-        return room and (not stays(place) or node.id == self._here) and (not pool or pool in node.resources)
-
-    def _left(self, node: Node) -> float:
-        """GPUs, to the fraction that Ray counts: 1 - 0.8 is less than 0.2."""
-        return round(self._free[node.id] - self._held(node), 4)
-
-    def _held(self, node: Node) -> float:
-        return sum(self.gpus(place) for place in self._places if self._at.get(place.name) == node.id)
-
-    def _cost(self, place: RolePlace, node: Node) -> tuple[Any, ...]:
-        """Return the cost of a machine that fits; the least is chosen."""
-        away = node.id != self._here
-        left = self._left(node)
-        mine = Counter(
-            self._at[one.name] for one in self._places if one.role == place.role and one.name in self._at
+    def _fits_node(self, process: PlannedProcess, node: Node) -> bool:
+        pool = self.pool_for(process)
+        has_gpus = self._gpus_left(node) >= self.gpus_for(process)
+        return (
+            has_gpus
+            and (not stays_with_launcher(process) or node.id == self._launcher_node)
+            and (not pool or pool in node.resources)
         )
-        if place.role == TRAINER:
-            return away, not mine[node.id], -left, node.address
-        if self.gpus(place):
-            return -left, not away, node.address
-        servers = self._config.engine.remote and place.role == ROLLOUT
-        beside = servers and any(
-            one.role == ENGINE and self._at.get(one.name) == node.id for one in self._places
-        )
-        return servers and not beside, mine[node.id], not away, node.address
 
-    def _lack(self, place: RolePlace, nodes: Sequence[Node]) -> str:
-        """Say what the machines lack, and what to do."""
-        wants = self.gpus(place)
-        pool = self.pool(place)
-        if stays(place):
-            nodes = [node for node in nodes if node.id == self._here]
-            where = "the launcher's machine"
+    def _gpus_left(self, node: Node) -> float:
+        """Return the GPUs left, rounded to the fraction that Ray counts: 1 - 0.8 is less than 0.2."""
+        return round(self._free_gpus[node.id] - self._gpus_held(node), 4)
+
+    def _gpus_held(self, node: Node) -> float:
+        return sum(
+            self.gpus_for(process)
+            for process in self._processes
+            if self._node_of.get(process.name) == node.id
+        )
+
+    def _node_cost(self, process: PlannedProcess, node: Node) -> tuple[Any, ...]:
+        """Return the cost of placing a process on a machine that has room; the least cost is chosen."""
+        is_remote = node.id != self._launcher_node
+        gpus_left = self._gpus_left(node)
+        role_counts = Counter(
+            self._node_of[other_process.name]
+            for other_process in self._processes
+            if other_process.role == process.role and other_process.name in self._node_of
+        )
+
+        if process.role == TRAINER:
+            return is_remote, not role_counts[node.id], -gpus_left, node.address
+        if self.gpus_for(process):
+            return -gpus_left, not is_remote, node.address
+        uses_servers = self._config.engine.remote and process.role == ROLLOUT
+        has_server = uses_servers and any(
+            other_process.role == ENGINE and self._node_of.get(other_process.name) == node.id
+            for other_process in self._processes
+        )
+        return uses_servers and not has_server, role_counts[node.id], not is_remote, node.address
+
+    def _describe_lack(self, process: PlannedProcess, nodes: Sequence[Node]) -> str:
+        """Explain which resources the machines lack, and how to correct this."""
+        wanted_gpus = self.gpus_for(process)
+        pool = self.pool_for(process)
+        if stays_with_launcher(process):
+            nodes = [node for node in nodes if node.id == self._launcher_node]
+            where_text = "the launcher's machine"
             advice = "start asyncrl on another one"
         else:
-            where = "one machine"
+            where_text = "one machine"
             advice = "change trainer.ranks, or servers or tp of engine and scorers"
+
         if pool and not any(pool in node.resources for node in nodes):
             return (
-                f"launch.pools: {place.name} needs {pool!r}, which {where} must have; start Ray "
+                f"launch.pools: {process.name} needs {pool!r}, which {where_text} must have; start Ray "
                 f"there with ray start --resources='{{\"{pool}\": 1}}'"
             )
+
         if pool:
             nodes = [node for node in nodes if pool in node.resources]
-            where = f"{where} with {pool!r}"
-        total = sum(map(self.gpus, self._places))
-        sums = {role: sum(self.gpus(one) for one in self._places if one.role == role) for role in ORDER}
-        listed = ", ".join(f"{role} {count:g}" for role, count in sums.items() if count)
-        left = ", ".join(f"{node.address} {self._left(node):g} of {node.gpus:g}" for node in nodes)
+            where_text = f"{where_text} with {pool!r}"
+
+        total_gpus = sum(map(self.gpus_for, self._processes))
+        gpus_by_role = {
+            role: sum(
+                self.gpus_for(other_process)
+                for other_process in self._processes
+                if other_process.role == role
+            )
+            for role in PLACING_ORDER
+        }
+        demand_text = ", ".join(f"{role} {count:g}" for role, count in gpus_by_role.items() if count)
+        left_text = ", ".join(f"{node.address} {self._gpus_left(node):g} of {node.gpus:g}" for node in nodes)
         return (
-            f"{place.name} needs {wants:g} GPU(s) of {where}, and there is left: {left} (the run needs "
-            f"{total:g}: {listed}); {advice}, or model.device=cpu"
+            f"{process.name} needs {wanted_gpus:g} GPU(s) of {where_text}, and there is left: {left_text} "
+            f"(the run needs {total_gpus:g}: {demand_text}); {advice}, or model.device=cpu"
         )
 
 
-def stays(place: RolePlace) -> bool:
-    """On the launcher's machine, where the run directory is."""
-    return place.role == COORDINATOR or (place.role == TRAINER and place.index == 0)
+def stays_with_launcher(process: PlannedProcess) -> bool:
+    """Return whether a process must run on the launcher's machine, where the run directory is."""
+    return process.role == COORDINATOR or (process.role == TRAINER and process.index == 0)
 
 
-def check_shared(config: RunConfig, nodes: Sequence[Node], here: str, dialled: str, placing: Placing) -> None:
-    """ConfigError where processes on these machines could not work together: an address that only one of them
-    knows, checkpoints that only one of them has. `dialled`: the coordinator's host."""
+def check_shared_resources(
+    config: RunConfig,
+    nodes: Sequence[Node],
+    launcher_node: str,
+    dialled_host: str,
+    assignment: NodeAssignment,
+) -> None:
+    """Raise ConfigError if processes on these machines could not work together: if only one machine knows the
+    coordinator's address, or has the checkpoints. `dialled_host`: the coordinator's host."""
     if len(nodes) < 2:
         return
-    if is_loopback(dialled):
-        own = next(node.address for node in nodes if node.id == here)
+
+    if is_loopback(dialled_host):
+        own_address = next(node.address for node in nodes if node.id == launcher_node)
         raise ConfigError(
-            f"launch.host: {dialled} is another machine on each of the {len(nodes)} of the cluster; set "
-            f"launch.host={own}"
+            f"launch.host: {dialled_host} is another machine on each of the {len(nodes)} of the cluster; set "
+            f"launch.host={own_address}"
         )
-    if len(placing.machines(TRAINER)) > 1 and not config.checkpoint.directory:
+
+    if len(assignment.nodes_of(TRAINER)) > 1 and not config.checkpoint.directory:
         raise ConfigError(
             "checkpoint.directory: trainer ranks are on several machines; set it to a path that all of them "
             "share, or to a URL"
@@ -188,7 +242,7 @@ def check_shared(config: RunConfig, nodes: Sequence[Node], here: str, dialled: s
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address or a name of the machine itself, such as 127.0.0.1 or localhost."""
+    """Return whether a host is the machine itself, such as 127.0.0.1 or localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -196,23 +250,23 @@ def is_loopback(host: str) -> bool:
 
 
 def named_secrets(config: RunConfig) -> dict[str, str]:
-    """Variables that the configuration names as those of API keys, of headers and of programs, which
-    processes elsewhere need too."""
-    names = set(_named(msgspec.to_builtins(config)))
-    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
+    """Return the environment variables that the configuration names for API keys, headers and programs, which
+    processes on other machines need, too."""
+    variable_names = set(_secret_variables(msgspec.to_builtins(config)))
+    return {name: os.environ[name] for name in sorted(variable_names) if name in os.environ}
 
 
-def _named(tree: Any) -> Iterator[str]:
+def _secret_variables(tree: Any) -> Iterator[str]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if isinstance(value, str):
-                if str(key).endswith(KEY_NAMES):
+                if str(key).endswith(SECRET_KEY_SUFFIX):
                     yield value
                 elif key == "env":
                     yield from (name.strip() for name in value.split(","))
                 elif key == "headers":
-                    yield from VARIABLE.findall(value)
-            yield from _named(value)
+                    yield from VARIABLE_REFERENCE.findall(value)
+            yield from _secret_variables(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _named(value)
+            yield from _secret_variables(value)

@@ -1,4 +1,4 @@
-"""Which processes a run has. Pure: the plan that `--dry-run` prints is the plan that is launched."""
+"""Plans the processes of a run. Pure: the plan that `--dry-run` prints is the plan that is launched."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ ENGINE = "engine"
 ROLLOUT = "rollout"
 TRAINER = "trainer"
 SCORER = "scorer"
-TARGETS = {
+ROLE_TARGETS = {
     COORDINATOR: "asyncrl.coordinator.loop:run",
     ENGINE: "asyncrl.keeper.keeper:run",
     SCORER: "asyncrl.keeper.keeper:run",
     ROLLOUT: "asyncrl.rollout.worker:run",
     TRAINER: "asyncrl.trainer.rank:run",
 }
-UNTRAINED = "asyncrl.trainer.untrained:run"  # in place of the trainer, where nothing is trained
+UNTRAINED_TARGET = "asyncrl.trainer.untrained:run"  # Runs in place of the trainer if nothing is trained.
 
 
 @dataclass(frozen=True)
-class RolePlace:
-    """Names one process. It runs the function `target`, and has `gpus` of its own."""
+class PlannedProcess:
+    """One process of the plan. The process runs the function `target`, and has `gpus` of its own."""
 
     role: str
     index: int
@@ -39,38 +39,53 @@ class RolePlace:
 
 @dataclass(frozen=True)
 class Unit:
-    """Processes that only live together: the coordinator, one server, one worker, or all trainer ranks."""
+    """Processes that live and die together: the coordinator, one server, one worker, or all trainer ranks."""
 
     role: str
-    places: tuple[RolePlace, ...]
+    processes: tuple[PlannedProcess, ...]
 
     @property
     def name(self) -> str:
-        return self.places[0].name if len(self.places) == 1 else f"{self.role} (all ranks)"
+        return self.processes[0].name if len(self.processes) == 1 else f"{self.role} (all ranks)"
 
 
-def processes_of(config: RunConfig) -> tuple[Unit, ...]:
+def plan_units(config: RunConfig) -> tuple[Unit, ...]:
     """Return the units of a run, the coordinator first."""
     threads = config.launch.threads
-    gpus = 0 if config.engine.urls else config.engine.tp
-    engines = [Unit(ENGINE, (_place(ENGINE, i, threads, gpus),)) for i in range(config.engine.keepers)]
-    owners = (config.scorers[name] for name, _ in config.scorer_places)
-    held = [0 if one.urls else one.tp for one in owners]
-    engines += [Unit(SCORER, (_place(SCORER, i, threads, gpus),)) for i, gpus in enumerate(held)]
-    workers = [Unit(ROLLOUT, (_place(ROLLOUT, i, threads),)) for i in range(config.rollout.workers)]
-    ranks = tuple(_place(TRAINER, rank, threads) for rank in range(config.trainer.ranks))
+    engine_gpus = 0 if config.engine.urls else config.engine.tp
+    server_units = [
+        Unit(ENGINE, (_planned_process(ENGINE, index, threads, engine_gpus),))
+        for index in range(config.engine.keepers)
+    ]
+
+    for index, (name, _) in enumerate(config.scorer_places):
+        scorer = config.scorers[name]
+        scorer_gpus = 0 if scorer.urls else scorer.tp
+        server_units.append(Unit(SCORER, (_planned_process(SCORER, index, threads, scorer_gpus),)))
+
+    worker_units = [
+        Unit(ROLLOUT, (_planned_process(ROLLOUT, index, threads),)) for index in range(config.rollout.workers)
+    ]
+    ranks = tuple(_planned_process(TRAINER, rank, threads) for rank in range(config.trainer.ranks))
+
     if not config.total_steps:
-        ranks = (RolePlace(TRAINER, 0, threads, UNTRAINED),)
-    return (Unit(COORDINATOR, (_place(COORDINATOR, 0, 1),)), *engines, *workers, Unit(TRAINER, ranks))
+        ranks = (PlannedProcess(TRAINER, 0, threads, UNTRAINED_TARGET),)
+
+    return (
+        Unit(COORDINATOR, (_planned_process(COORDINATOR, 0, 1),)),
+        *server_units,
+        *worker_units,
+        Unit(TRAINER, ranks),
+    )
 
 
-def _place(role: str, index: int, threads: int, gpus: int = 0) -> RolePlace:
-    return RolePlace(role, index, threads, TARGETS[role], gpus)
+def _planned_process(role: str, index: int, threads: int, gpus: int = 0) -> PlannedProcess:
+    return PlannedProcess(role, index, threads, ROLE_TARGETS[role], gpus)
 
 
-def environment(place: RolePlace) -> dict[str, str]:
-    """Variables that must be set before the process imports anything numeric."""
-    threads = str(place.threads)
+def process_environment(process: PlannedProcess) -> dict[str, str]:
+    """Return variables that must be set before the process imports any numeric library."""
+    threads = str(process.threads)
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -82,44 +97,61 @@ def environment(place: RolePlace) -> dict[str, str]:
     }
 
 
-def dealt(config: RunConfig, count: int) -> dict[str, list[int]]:
-    """Deal the `count` GPUs of this machine to ranks, to servers started here and to embedded engines, by the
-    process's name. Ranks come first; where none is left, it begins at 0 again. Every process sees all."""
+def assign_gpus(config: RunConfig, gpu_count: int) -> dict[str, list[int]]:
+    """Assign the `gpu_count` GPUs of this machine to ranks, to servers started here and to embedded engines,
+    by the process's name. Ranks come first; when all GPUs are assigned, numbering restarts at 0. Every
+    process sees all GPUs."""
     from asyncrl.engines.sglang.process import server_gpus  # imports torch
     from asyncrl.rollout.samplers import engine_gpu
 
-    embedded = config.rollout.workers if not config.engine.remote and config.model.device != "cpu" else 0
+    embedded_engines = (
+        config.rollout.workers if not config.engine.remote and config.model.device != "cpu" else 0
+    )
     return {
-        **{f"{TRAINER}-{rank}": [rank % count] for rank in range(config.ranks_on_gpus)},
-        **server_gpus(config, count),
-        **{f"{ROLLOUT}-{worker}": [engine_gpu(config, worker, count)] for worker in range(embedded)},
+        **{f"{TRAINER}-{rank}": [rank % gpu_count] for rank in range(config.ranks_on_gpus)},
+        **server_gpus(config, gpu_count),
+        **{
+            f"{ROLLOUT}-{worker}": [engine_gpu(config, worker, gpu_count)]
+            for worker in range(embedded_engines)
+        },
     }
 
 
-def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None, count: int = 0) -> list[str]:
-    """The plan for a person to read: one line per kind of process. `gpu`: whether this machine has one; None:
-    unknown, as on a cluster. `count`: how many it has."""
+def describe_plan(
+    config: RunConfig, units: Iterable[Unit], has_gpu: bool | None, gpu_count: int = 0
+) -> list[str]:
+    """Describe the plan for people, one line per kind of process. `has_gpu`: whether this machine has a GPU;
+    None if unknown, as on a cluster. `gpu_count`: the number of its GPUs."""
     device = config.model.device
-    if device == "auto" and gpu is not None:
-        device = "cuda" if gpu else "cpu"
-    gpus = "" if gpu is False or config.engine.server_command else f" on {config.engine.tp} GPU(s)"
+    if device == "auto" and has_gpu is not None:
+        device = "cuda" if has_gpu else "cpu"
+    gpus_text = "" if has_gpu is False or config.engine.server_command else f" on {config.engine.tp} GPU(s)"
+
     rows = [("process", "count", "threads", "does")]
-    does = {
+    work_by_role = {
         COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
-        ENGINE: ", ".join(config.engine.urls) or f"a server{gpus}, supervised",
-        SCORER: "; ".join(f"{n}: {', '.join(one.urls) or one.path}" for n, one in config.scorers.items()),
+        ENGINE: ", ".join(config.engine.urls) or f"a server{gpus_text}, supervised",
+        SCORER: "; ".join(
+            f"{name}: {', '.join(scorer.urls) or scorer.path}" for name, scorer in config.scorers.items()
+        ),
         ROLLOUT: f"{config.rollout.slots} episodes at once on engine {config.engine.name!r}",
-        TRAINER: f"{config.buffer.batch_size} episodes per step on {device}"
-        if config.total_steps
-        else "none: gives the engines the model as it is",
+        TRAINER: f"{config.buffer.batch_size} episodes per step on {device}",
     }
-    places = [place for unit in units for place in unit.places]
-    used = dealt(config, count) if count else {}
-    for role, text in does.items():
-        mine = [place for place in places if place.role == role]
-        if mine:
-            on = ", ".join(str(number) for place in mine for number in used.get(place.name, ()))
-            rows.append((role, str(len(mine)), str(mine[0].threads), text + f" (GPUs {on})" * bool(on)))
-    total = sum(place.threads for place in places)
-    rows.append(("total", str(len(places)), str(total), f"launched by {config.launch.kind}"))
-    return [f"{a:<12} {b:>5} {c:>8}  {d}" for a, b, c, d in rows]
+    if not config.total_steps:
+        work_by_role[TRAINER] = "none: gives the engines the model as it is"
+
+    processes = [process for unit in units for process in unit.processes]
+    assigned_gpus = assign_gpus(config, gpu_count) if gpu_count else {}
+    for role, text in work_by_role.items():
+        role_processes = [process for process in processes if process.role == role]
+        if role_processes:
+            gpu_numbers = ", ".join(
+                str(number) for process in role_processes for number in assigned_gpus.get(process.name, ())
+            )
+            if gpu_numbers:
+                text += f" (GPUs {gpu_numbers})"
+            rows.append((role, str(len(role_processes)), str(role_processes[0].threads), text))
+
+    total_threads = sum(process.threads for process in processes)
+    rows.append(("total", str(len(processes)), str(total_threads), f"launched by {config.launch.kind}"))
+    return [f"{role:<12} {count:>5} {threads:>8}  {work}" for role, count, threads, work in rows]

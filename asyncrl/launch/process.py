@@ -1,4 +1,5 @@
-"""A process as the supervisor sees it, and those of this machine; `ray` has those of others."""
+"""Starts processes on this machine, and defines processes as the supervisor sees them; `ray` starts processes
+on others."""
 
 from __future__ import annotations
 
@@ -16,30 +17,32 @@ import msgspec
 
 from asyncrl.isolation import wrapper
 from asyncrl.isolation.child import wrapped
-from asyncrl.launch.placement import RolePlace, Unit, environment
+from asyncrl.launch.placement import PlannedProcess, Unit, process_environment
 from asyncrl.observe.files import bound_log
 from asyncrl.wire.sockets import Endpoints
 
-# Exit codes of a role's process. Any other, or a signal, is a crash.
+# Exit codes of a role's process. Any other code, or a signal, is a crash.
 COMPLETED = 0
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 CRASHED = 70
-TRY_AGAIN = 75  # a trainer rank gave up a batch: with less, or without it, the run may go on
+# A trainer rank gave up a batch: with a smaller batch, or without the batch, the run may go on.
+TRY_AGAIN = 75
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A request to start `place`. Ranks that start together share `incarnation` and `rendezvous`."""
+    """A request to start `process`. Ranks that start together share `incarnation` and `rendezvous`."""
 
-    place: RolePlace
+    process: PlannedProcess
     incarnation: str
     rendezvous: str = ""
 
 
 class ProcessHandle(Protocol):
-    """Is a started process. `poll` is None while it runs, afterwards its exit code (negative: a signal)."""
+    """A started process. `poll` returns None while the process runs, afterwards its exit code (negative: a
+    signal)."""
 
     name: str
 
@@ -61,14 +64,15 @@ class LocalProcess:
     def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name = name
         self._process = process
-        self._log = log
+        self._log_path = log
 
     def poll(self) -> int | None:
-        """Return the exit code, None while it runs; bound its log, as the supervisor asks often."""
-        bound_log(self._log)
+        """Return the exit code, or None while the process runs. Also bound the size of its log, as the
+        supervisor polls often."""
+        bound_log(self._log_path)
         return self._process.poll()
 
-    def signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Pass a signal on to the role."""
         self._process.send_signal(number)
 
@@ -79,61 +83,65 @@ class LocalProcess:
 
 @contextmanager
 def full_pipe(content: bytes) -> Iterator[int]:
-    """The end of a pipe that a child reads this content from: less than a pipe holds (64 KiB)."""
-    end, ours = os.pipe()
+    """Yield the end of a pipe from which a child reads this content, which must fit into a pipe (64 KiB)."""
+    read_end, write_end = os.pipe()
     try:
-        with os.fdopen(ours, "wb") as file:
+        with os.fdopen(write_end, "wb") as file:
             file.write(content)
-        yield end
+        yield read_end
     finally:
-        os.close(end)
+        os.close(read_end)
 
 
 class LocalSpawner:
-    """Starts roles as local processes. `config_dir`: of their config.yaml, if not the run directory."""
+    """Starts roles as local processes. `config_dir`: the directory of their config.yaml, if not the run
+    directory."""
 
     def __init__(self, run_dir: Path, endpoints: Endpoints, config_dir: Path | None = None) -> None:
         self._run_dir = run_dir
         self._endpoints = endpoints
         self._config_dir = config_dir or run_dir
 
-    def __call__(self, order: ProcessSpec) -> LocalProcess:
-        """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
-        the terminal reaches only the launcher, which stops everything in order; at a signal to all processes
-        of a job (Slurm's) workers leave, and the others wait for the launcher (`role.main`)."""
-        path = log_path(self._run_dir, order.place.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        given = self._endpoints.given_to(order.place.role)
-        with path.open("ab") as log, full_pipe(msgspec.msgpack.encode(given)) as told:
+    def __call__(self, process_spec: ProcessSpec) -> LocalProcess:
+        """Start a process that appends its output to its log. The process has a session of its own, so that a
+        Ctrl-C in the terminal reaches only the launcher, which stops all processes in order. On a signal to
+        all processes of a job (Slurm's) workers leave, and all other roles wait for the launcher
+        (`role.main`)."""
+        log_file = log_path(self._run_dir, process_spec.process.name)
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        role_endpoints = self._endpoints.given_to(process_spec.process.role)
+
+        with log_file.open("ab") as log, full_pipe(msgspec.msgpack.encode(role_endpoints)) as endpoints_pipe:
             process = subprocess.Popen(
-                wrapped(self._command(order), grace=math.inf),
-                stdin=told,
+                wrapped(self._role_command(process_spec), grace=math.inf),
+                stdin=endpoints_pipe,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment(order),
+                env=self._role_environment(process_spec),
                 start_new_session=True,
             )
-        return LocalProcess(order.place.name, process, path)
 
-    def _environment(self, order: ProcessSpec) -> dict[str, str]:
+        return LocalProcess(process_spec.process.name, process, log_file)
+
+    def _role_environment(self, process_spec: ProcessSpec) -> dict[str, str]:
         """Keep the working directory off the import path: `role.main` adds it behind Python's own modules."""
-        return os.environ | environment(order.place) | {"PYTHONSAFEPATH": "1"}
+        return os.environ | process_environment(process_spec.process) | {"PYTHONSAFEPATH": "1"}
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
-        """The path of a new file where the ranks of one start meet; '' for a single process."""
-        if len(unit.places) == 1:
+        """Return the path of a new file where the ranks of one start meet; '' for a single process."""
+        if len(unit.processes) == 1:
             return ""
         path = (self._run_dir / "rendezvous" / incarnation).absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         return str(path)
 
-    def _command(self, order: ProcessSpec) -> list[str]:
-        place = order.place
+    def _role_command(self, process_spec: ProcessSpec) -> list[str]:
+        planned = process_spec.process
         return [
-            *(sys.executable, "-m", "asyncrl.launch.role", place.role),
-            *("--index", str(place.index)),
+            *(sys.executable, "-m", "asyncrl.launch.role", planned.role),
+            *("--index", str(planned.index)),
             *("--run-dir", str(self._config_dir)),
-            *("--incarnation", order.incarnation),
-            *("--rendezvous", order.rendezvous),
-            *("--target", place.target),
+            *("--incarnation", process_spec.incarnation),
+            *("--rendezvous", process_spec.rendezvous),
+            *("--target", planned.target),
         ]

@@ -1,4 +1,4 @@
-"""The run directory: checks before it is used or resumed, and its lock."""
+"""Checks the run directory before it is used or resumed, and locks the directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncrl.store.reader import meta_of
 from asyncrl.store.segments import fsync
 from asyncrl.weights.model_files import MODEL, identity
 
-# SQLite's write-ahead log needs shared memory between processes, which these do not give.
+# SQLite's write-ahead log needs memory shared between processes, which these file systems lack.
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"),
@@ -31,12 +31,12 @@ NETWORK_FILE_SYSTEMS = frozenset(
         *("fuse.ceph-fuse", "fuse.lustre", "fuse.rclone", "fuse.blobfuse2"),
     }
 )
-NAME_BYTES = 200  # directories elsewhere are named after it, too: a file system allows 255
-EXISTING = ("run.db", "config.yaml")
-# What a resumed run must keep: its data cursor, its plans and its checkpoints were made with these.
-PATHS = ("data.train", "model.path", "checkpoint.directory")
-KEPT = (
-    *PATHS,
+MAX_NAME_BYTES = 200  # Directories elsewhere are named after the run, too; a file system allows 255 bytes.
+RUN_FILES = ("run.db", "config.yaml")
+# Keys that a resumed run must keep: its data cursor, plans and checkpoints were made with their values.
+PATH_KEYS = ("data.train", "model.path", "checkpoint.directory")
+KEPT_KEYS = (
+    *PATH_KEYS,
     *("data.columns", "data.dataset", "data.system_prompt", "data.filter_overlong", "data.order"),
     *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group", "critic.backbone"),
     *("algorithm.steps_per_batch", "trainer.optimizer", "model.lora_rank", "model.lora_alpha"),
@@ -49,7 +49,8 @@ def run_directory(config: RunConfig) -> Path:
 
 
 def check_paths_are_text(config: RunConfig) -> None:
-    """ConfigError where the working directory or the run's has bytes that are no text: files name them."""
+    """Raise ConfigError if the path of the working directory or of the run directory is not UTF-8 text: files
+    contain these paths."""
     for path, cure in ((Path.cwd(), "work in another"), (run_directory(config).absolute(), "set run_dir=…")):
         try:
             os.fspath(path).encode()
@@ -58,15 +59,20 @@ def check_paths_are_text(config: RunConfig) -> None:
 
 
 def check_run_directory(config: RunConfig) -> None:
-    """ConfigError unless it is writable, on a local disk, and new or to be resumed as `resume` says."""
+    """Raise ConfigError unless the run directory is writable, on a local disk, and new or to be resumed as
+    `resume` says."""
     run_dir = run_directory(config)
+
     if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
         raise ConfigError(
             f"name: {config.name!r} is no directory name; choose one without '/' and line breaks"
         )
-    if len(os.fsencode(config.name)) > NAME_BYTES:
-        raise ConfigError(f"name: {config.name[:20]}… has more than {NAME_BYTES} bytes; choose a shorter one")
-    exists = any((run_dir / name).exists() for name in EXISTING)
+    if len(os.fsencode(config.name)) > MAX_NAME_BYTES:
+        raise ConfigError(
+            f"name: {config.name[:20]}… has more than {MAX_NAME_BYTES} bytes; choose a shorter one"
+        )
+
+    exists = any((run_dir / name).exists() for name in RUN_FILES)
     if exists and config.resume == "never":
         raise ConfigError(
             f"{run_dir}: a run of that name exists; continue it with resume=auto, or choose another name=…"
@@ -75,142 +81,170 @@ def check_run_directory(config: RunConfig) -> None:
         raise ConfigError(
             f"{run_dir}: resume=must, but there is no run to continue; correct name= or run_dir="
         )
-    kind = file_system(creatable(run_dir, "run_dir"))
-    if kind in NETWORK_FILE_SYSTEMS:
+
+    file_system_type = file_system_of(check_creatable(run_dir, "run_dir"))
+    if file_system_type in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
-            f"{run_dir}: is on a network file system ({kind}), where the run store's write-ahead log fails; "
-            "set run_dir=… to a local disk"
+            f"{run_dir}: is on a network file system ({file_system_type}), where the run store's write-ahead "
+            "log fails; set run_dir=… to a local disk"
         )
 
 
-def creatable(path: Path, key: str) -> Path:
-    """The existing directory in which it lies or can be made. Raises ConfigError, which names the key."""
-    parent = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path}: cannot be created, {parent} is not a writable directory; set {key}=…")
-    return parent
+def check_creatable(path: Path, key: str) -> Path:
+    """Return the existing directory in which `path` lies or can be created. Raises ConfigError, which names
+    the key."""
+    existing_parent = next(ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists())
+    if not existing_parent.is_dir() or not os.access(existing_parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{path}: cannot be created, {existing_parent} is not a writable directory; set {key}=…"
+        )
+    return existing_parent
 
 
-def file_system(path: Path) -> str:
-    """Type of the file system that holds `path`, e.g. `ext4`; '' if unknown."""
-    mounts = enumerate(psutil.disk_partitions(all=True))  # a later mount on a directory hides an earlier one
-    inside = [
-        (len(mount.mountpoint), at, mount.fstype)
-        for at, mount in mounts
+def file_system_of(path: Path) -> str:
+    """Return the type of the file system that holds `path`, e.g. `ext4`; '' if unknown."""
+    # A later mount on a directory hides an earlier mount.
+    mounts = enumerate(psutil.disk_partitions(all=True))
+    containing_mounts = [
+        (len(mount.mountpoint), index, mount.fstype)
+        for index, mount in mounts
         if path.resolve().is_relative_to(mount.mountpoint)
     ]
-    return max(inside, default=(0, 0, ""))[2]
+    return max(containing_mounts, default=(0, 0, ""))[2]
 
 
 def check_resumed(config: RunConfig) -> None:
-    """ConfigError if a resumed run would change what its store and its checkpoints are made of."""
-    for key, old, new in _changed(config, KEPT):
-        begun = f"{key}: {run_directory(config)} was begun with"
+    """Raise ConfigError if a resumed run would change settings on which its store and its checkpoints
+    depend."""
+    for key, old_value, new_value in _changed_values(config, KEPT_KEYS):
+        begun_text = f"{key}: {run_directory(config)} was begun with"
         if key == "model.template":
             raise ConfigError(
-                f"{begun} another chat template, which is in its config.yaml; restore that, or begin a new "
-                "run with another name=…"
+                f"{begun_text} another chat template, which is in its config.yaml; restore that, or begin a "
+                "new run with another name=…"
             )
-        if key not in PATHS or _resolved(old) != _resolved(new):
+        if key not in PATH_KEYS or _absolute_paths(old_value) != _absolute_paths(new_value):
             raise ConfigError(
-                f"{begun} {old!r} and would go on with {new!r}; set {key}={old}, or begin a new run with "
-                "another name=…"
+                f"{begun_text} {old_value!r} and would go on with {new_value!r}; set {key}={old_value}, or "
+                "begin a new run with another name=…"
             )
-    _check_group_size(config, begun_with(config).get("algorithm", {}).get("advantage"))
+
+    _check_group_size(config, previous_config(config).get("algorithm", {}).get("advantage"))
     _check_model(config)
 
 
-def changes(config: RunConfig, keys: Iterable[str]) -> list[str]:
-    """Describe which of them a resumed run changes, for a person to read."""
-    return [f"{key}, which was {old!r} and is {new!r}" for key, old, new in _changed(config, keys)]
+def describe_changes(config: RunConfig, keys: Iterable[str]) -> list[str]:
+    """Describe for people which of these keys a resumed run changes."""
+    return [
+        f"{key}, which was {old_value!r} and is {new_value!r}"
+        for key, old_value, new_value in _changed_values(config, keys)
+    ]
 
 
-def begun_with(config: RunConfig) -> dict[str, Any]:
-    """The configuration of the newest launch of the run that is to be continued; {} where there is none.
-    ConfigError for one that cannot be read."""
+def previous_config(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration of the newest launch of the run to be continued; {} if there is none. Raises
+    ConfigError if the configuration cannot be read."""
     launches = launches_of(run_directory(config)) if config.resume != "never" else []
     return launches[-1].config if launches else {}
 
 
-def stored(config: RunConfig, key: str) -> str:
-    """Return what the store of the run to be continued holds under a key of `meta`; '' for a new run."""
+def stored_meta(config: RunConfig, key: str) -> str:
+    """Return the value of a key of `meta` in the store of the run to be continued; '' for a new run."""
     return meta_of(run_directory(config), key) if config.resume != "never" else ""
 
 
-def resumed_with(config: RunConfig) -> str:
-    """Describe which keys a resumed run changes, on one line; '' for none."""
-    before = begun_with(config)
-    return described(before, tree(config)) if before else ""
+def describe_resumed_changes(config: RunConfig) -> str:
+    """Describe on one line which keys a resumed run changes; '' for none."""
+    previous_tree = previous_config(config)
+    return described(previous_tree, tree(config)) if previous_tree else ""
 
 
-def _changed(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each of them with its value before and now; not what an older one lacks."""
-    before = begun_with(config)
-    now = tree(config)
+def _changed_values(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each changed key with its previous and its current value. Keys that an older configuration lacks
+    are skipped."""
+    previous_tree = previous_config(config)
+    current_tree = tree(config)
     for key in keys:
-        old, new = (_value(one, key) for one in (before, now))
-        if old not in (None, new):
-            yield key, old, new
+        old_value, new_value = (_value_at(config_tree, key) for config_tree in (previous_tree, current_tree))
+        if old_value not in (None, new_value):
+            yield key, old_value, new_value
 
 
-def _value(section: Any, key: str) -> Any:
-    """Return the value of a dotted key; None where there is none."""
+def _value_at(section: Any, key: str) -> Any:
+    """Return the value of a dotted key; None if the key is missing."""
     for name in key.split("."):
         section = section.get(name) if isinstance(section, dict) else None
     return section
 
 
-def _check_group_size(config: RunConfig, before: Any) -> None:
-    """The groups of a run are of one size, and some advantages add a greedy episode to each."""
+def _check_group_size(config: RunConfig, previous_advantage: Any) -> None:
+    """Check that the groups of a run stay of one size, as some advantages add a greedy episode to each
+    group."""
     from asyncrl.algorithms.advantages import advantages, credit_of
 
-    now = config.algorithm.advantage
-    began = f"algorithm.advantage of {run_directory(config) / 'config.yaml'}"
-    if before not in (None, now) and credit_of(config).greedy != advantages.load(before, began).greedy:
+    advantage = config.algorithm.advantage
+    config_key = f"algorithm.advantage of {run_directory(config) / 'config.yaml'}"
+
+    if (
+        previous_advantage not in (None, advantage)
+        and credit_of(config).greedy != advantages.load(previous_advantage, config_key).greedy
+    ):
         raise ConfigError(
-            f"algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
-            f"{now!r}, but only one of them uses a greedy episode in each group; resume with the one it "
-            "began with"
+            f"algorithm.advantage: {run_directory(config)} was begun with {previous_advantage!r} and would "
+            f"go on with {advantage!r}, but only one of them uses a greedy episode in each group; resume "
+            "with the one it began with"
         )
 
 
 def _check_model(config: RunConfig) -> None:
-    """The files of the model are those of the first launch, apart from its weights."""
-    before = stored(config, MODEL)
-    if changed := described(json.loads(before), identity(config.model.path)) if before else "":
+    """Check that the files of the model, apart from its weights, are the files of the first launch."""
+    stored_identity = stored_meta(config, MODEL)
+    if (
+        changes_text := described(json.loads(stored_identity), identity(config.model.path))
+        if stored_identity
+        else ""
+    ):
         raise ConfigError(
             f"model.path: {config.model.path} is no longer what {run_directory(config)} was begun with: "
-            f"{changed}; restore these files, or begin a new run with another name=…"
+            f"{changes_text}; restore these files, or begin a new run with another name=…"
         )
 
 
-def _resolved(path: Any) -> Any:
-    """Return a path as absolute, or several, some with weights."""
+def _absolute_paths(path: Any) -> Any:
+    """Return a path, or several paths with or without weights, as absolute paths."""
     if isinstance(path, dict):
-        return path | {"path": _resolved(path.get("path"))}
-    return list(map(_resolved, path)) if isinstance(path, list) else Path(str(path)).resolve()
+        return path | {"path": _absolute_paths(path.get("path"))}
+    return list(map(_absolute_paths, path)) if isinstance(path, list) else Path(str(path)).resolve()
 
 
 @contextmanager
-def locked(config: RunConfig) -> Iterator[None]:
-    """The run directory with its config.yaml, and that of its checkpoints, locked for one launcher."""
+def prepare_and_lock(config: RunConfig) -> Iterator[None]:
+    """Lock the run directory and the directory of its checkpoints for one launcher. Remove the previous
+    summary and status, and write config.yaml; if no process was started, config.yaml is removed again after a
+    ConfigError."""
     run_dir = run_directory(config)
-    with ExitStack() as held:
-        with _writable(run_dir):
-            held.enter_context(lock(run_dir, "run_dir"))
-        where = config.checkpoint.directory
-        elsewhere = Path(where, config.name)
-        if where and "://" not in where and elsewhere.resolve() != run_dir.resolve():
-            with suppress(OSError):  # it may be writable later
-                held.enter_context(lock(elsewhere, "checkpoint.directory"))
+    with ExitStack() as locks:
+        with _naming_directory(run_dir):
+            locks.enter_context(lock_directory(run_dir, "run_dir"))
+
+        checkpoint_directory = config.checkpoint.directory
+        checkpoint_run_directory = Path(checkpoint_directory, config.name)
+        if (
+            checkpoint_directory
+            and "://" not in checkpoint_directory
+            and checkpoint_run_directory.resolve() != run_dir.resolve()
+        ):
+            with suppress(OSError):  # The directory may become writable later
+                locks.enter_context(lock_directory(checkpoint_run_directory, "checkpoint.directory"))
+
         try:
-            with _writable(run_dir):
+            with _naming_directory(run_dir):
                 for name in ("summary.json", "status.json"):
                     (run_dir / name).unlink(missing_ok=True)
                 mark_start(run_dir)
                 _write_config(run_dir / "config.yaml", msgspec.yaml.encode(config))
             yield
-        except ConfigError:  # nothing was started: the corrected command must find no run here
+        except ConfigError:  # Nothing was started: the corrected command must find no run here
             if not (run_dir / "run.db").exists():
                 (run_dir / "config.yaml").unlink(missing_ok=True)
                 (run_dir / "started").unlink(missing_ok=True)
@@ -218,20 +252,22 @@ def locked(config: RunConfig) -> Iterator[None]:
 
 
 def _write_config(path: Path, content: bytes) -> None:
-    """Replace it, whole or not at all also after a power cut. Its time says when the newest launch began."""
+    """Replace config.yaml as a whole, also if the power fails. Its modification time is the start of the
+    newest launch."""
     if path.exists() and path.read_bytes() == content:
         path.touch()
         return
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(content)
-    fsync(temporary)
-    temporary.replace(path)
+
+    temporary_path = path.with_suffix(".tmp")
+    temporary_path.write_bytes(content)
+    fsync(temporary_path)
+    temporary_path.replace(path)
     fsync(path.parent)
 
 
-def _taken(file: IO[str], after: float = 0.0) -> bool:
-    """Lock it, after so many seconds; False while another process has a lock."""
-    time.sleep(after)
+def _try_lock(file: IO[str], delay: float = 0.0) -> bool:
+    """Lock a file after `delay` seconds. Return False if another process has locked the file."""
+    time.sleep(delay)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -240,16 +276,19 @@ def _taken(file: IO[str], after: float = 0.0) -> bool:
 
 
 @contextmanager
-def lock(directory: Path, key: str) -> Iterator[None]:
-    """Makes the directory, too. `key`: by which it was chosen, beside the run's name."""
+def lock_directory(directory: Path, key: str) -> Iterator[None]:
+    """Create a directory and lock it. `key`: the configuration key that chose the directory, beside the run's
+    name."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("a+") as file:
-        if not (_taken(file) or _taken(file, after=0.1)):  # asyncrl status holds it for a moment
+        # `asyncrl status` holds the lock for a moment.
+        if not (_try_lock(file) or _try_lock(file, delay=0.1)):
             file.seek(0)
             raise ConfigError(
                 f"{key}: another run with this name is using {directory} (process {file.read() or '?'}); "
                 f"stop it, or change name or {key}"
             )
+
         file.truncate(0)
         file.write(f"{os.getpid()} on {platform.node()}")
         file.flush()
@@ -257,7 +296,8 @@ def lock(directory: Path, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def _writable(run_dir: Path) -> Iterator[None]:
+def _naming_directory(run_dir: Path) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names the run directory."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Checks of SGLang servers before anything starts: attached ones, and the command that starts others."""
+"""Checks SGLang servers before anything starts: attached servers, and the command that starts servers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from asyncrl.errors import ConfigError, EngineError
 from asyncrl.launch.nodes import is_loopback
 from asyncrl.weights.model_files import weight_files
 
-ANSWER_SECONDS = 30.0  # seconds in which an attached server must answer
+ANSWER_TIMEOUT = 30.0  # Seconds in which an attached server must answer.
 
 
 def check_servers(config: RunConfig) -> None:
-    """API keys are set; attached servers answer and serve this model; the start command exists."""
+    """Check that API keys are set, that attached servers answer and serve this model, and that the start
+    command exists."""
     engine = config.engine
-    for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
-        if variable and not os.environ.get(variable):
-            raise ConfigError(f"engine.{key}: {variable} is not set; export it, or clear the key")
+    for key, variable_name in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
+        if variable_name and not os.environ.get(variable_name):
+            raise ConfigError(f"engine.{key}: {variable_name} is not set; export it, or clear the key")
+
     if engine.remote:
         check_group_address(config)
-    for scorer in [*dict(config.scorer_places), *[""] * engine.remote]:
+
+    served_scorers = [*dict(config.scorer_places)]
+    if engine.remote:
+        served_scorers.append("")  # the policy's own servers
+    for scorer in served_scorers:
         if config.serving(scorer).engine.urls:
             check_urls(config, scorer)
         else:
@@ -34,13 +40,14 @@ def check_servers(config: RunConfig) -> None:
 
 
 def _check_command(config: RunConfig) -> None:
-    """Servers can be started here."""
+    """Check that servers can be started on this machine."""
     engine = config.engine
     if engine.server_command and shutil.which(engine.server_command[0]) is None:
         raise ConfigError(
             f"engine.server_command: {engine.server_command[0]} is no program; correct it "
             "(for CPU tests: make sglang-cpu)"
         )
+
     if not engine.server_command and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "engine.name, or scorers, need sglang, which is not installed here: for GPUs pip install "
@@ -51,38 +58,38 @@ def _check_command(config: RunConfig) -> None:
 
 
 def check_group_address(config: RunConfig) -> None:
-    """Servers on other machines join the trainer at the launcher's address: with a loopback address they
-    would look for the trainer on their own machine, and hang."""
-    far = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
-    if config.weights.transport != "disk" and is_loopback(config.launch.host) and far:
+    """Check that servers on other machines can join the trainer at the launcher's address: with a loopback
+    address they would look for the trainer on their own machine, and hang."""
+    remote_urls = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
+    if config.weights.transport != "disk" and is_loopback(config.launch.host) and remote_urls:
         raise ConfigError(
-            f"launch.host: {config.launch.host} cannot be reached by {far[0]}, which weights.transport="
-            f"{config.weights.transport} needs; set launch.host to this machine's address in the servers' "
-            "network"
+            f"launch.host: {config.launch.host} cannot be reached by {remote_urls[0]}, which "
+            f"weights.transport={config.weights.transport} needs; set launch.host to this machine's address "
+            "in the servers' network"
         )
 
 
 def check_urls(config: RunConfig, scorer: str = "") -> None:
-    """Check what the keepers check when they attach: keys, version and model. The servers may be in use."""
+    """Check attached servers as server supervisors do: keys, version and model. The servers may be in use."""
     from asyncrl.engines.sglang.process import keys
     from asyncrl.engines.sglang.server import look
 
-    async def seen(url: str) -> None:
-        async with asyncio.timeout(ANSWER_SECONDS):
+    async def look_at_server(url: str) -> None:
+        async with asyncio.timeout(ANSWER_TIMEOUT):
             await look(config, url, *keys(config.engine), scorer)
 
-    key = f"scorers.{scorer}.urls" if scorer else "engine.urls"
+    urls_key = f"scorers.{scorer}.urls" if scorer else "engine.urls"
     for url in config.serving(scorer).engine.urls:
         try:
-            asyncio.run(seen(url))
+            asyncio.run(look_at_server(url))
         except TimeoutError:
-            raise ConfigError(f"{key}: {url} does not answer within {ANSWER_SECONDS:g} s") from None
+            raise ConfigError(f"{urls_key}: {url} does not answer within {ANSWER_TIMEOUT:g} s") from None
         except EngineError as error:
-            raise ConfigError(f"{key}: {error}") from None
+            raise ConfigError(f"{urls_key}: {error}") from None
 
 
 def _check_model(config: RunConfig, scorer: str) -> None:
-    """The files of a scorer's model are there, and it knows the policy's tokens."""
+    """Check that the files of a scorer's model exist, and that the scorer knows the policy's tokens."""
     from asyncrl.engines.sglang.server import check_vocabulary
 
     path = config.scorers[scorer].path

@@ -15,10 +15,15 @@ from asyncrl.config import RunConfig, without_defaults
 from asyncrl.errors import recorded
 from asyncrl.launch import checks, placement, preflight
 from asyncrl.launch.console import Console, open_console
-from asyncrl.launch.data import Inputs
 from asyncrl.launch.estimates import count_gpus, sees_gpu
+from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, LocalSpawner, Spawn
-from asyncrl.launch.run_directory import check_paths_are_text, locked, resumed_with, run_directory
+from asyncrl.launch.run_directory import (
+    check_paths_are_text,
+    describe_resumed_changes,
+    prepare_and_lock,
+    run_directory,
+)
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.files import read_status, read_summary, write_status, write_summary
@@ -34,80 +39,103 @@ from asyncrl.wire.sockets import Endpoints, choose_endpoints
 Rendezvous = Callable[[placement.Unit, str], str]
 
 
-def train(config: RunConfig, dry_run: bool = False, summary: bool = True) -> int:
-    """Check everything, then launch and watch the run; the exit code. `summary`: print it at the end. Raises
-    ConfigError for bad input, while nothing is started."""
+def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -> int:
+    """Check everything, then launch and watch the run, and return the exit code. `show_summary`: print the
+    summary at the end. Raises ConfigError for bad input, before anything is started."""
     check_paths_are_text(config)
     if dry_run:
         return _dry_run(config)
-    defer("torch")  # on a machine without a GPU no check uses it, and it takes a second and a half
-    inputs, warnings = checks.check(config)
+    defer("torch")  # Without a GPU no check uses torch, whose import takes 1.5 s.
+
+    inputs, warnings = checks.run_checks(config)
     config = inputs.config
-    data = inputs.samples
-    versions = inputs.agent_version
-    del inputs  # its tokenizer is needed no more
+    run_data = inputs.run_data
+    agent_versions = inputs.agent_versions
+    del inputs  # The tokenizer in the inputs is not needed any more.
+
     run_dir = run_directory(config)
-    units = placement.processes_of(config)
-    changed = resumed_with(config)
+    units = placement.plan_units(config)
+    changed_keys = describe_resumed_changes(config)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
+
     with ExitStack() as stack:
-        stack.enter_context(locked(config))
-        data.save(run_dir)
-        record_machine(run_dir, versions)
-        _remove_outside_weights(config)  # of a launcher that was killed
-        preflight.record_place(config)
+        stack.enter_context(prepare_and_lock(config))
+        run_data.save_samples(run_dir)
+        record_machine(run_dir, agent_versions)
+
+        _remove_outside_weights(config)  # left by a launcher that was killed
+        preflight.record_launch_name(config)
         stack.callback(_remove_outside_weights, config)
+
         spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
-        trackers = stack.enter_context(Trackers.open(config, run_dir))  # once no check can refuse the run
+        # Trackers are opened once no check can refuse the run.
+        trackers = stack.enter_context(Trackers.open(config, run_dir))
         console = stack.enter_context(
             open_console(
                 config.observe.console, config.name, config.total_steps, config.validation.success, run_dir
             )
         )
 
-        def on_row(report: StepReport) -> None:
+        def log_report(report: StepReport) -> None:
             trackers.log(report.step, report.metrics, report.values)
 
         supervisor = Supervisor(
-            units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
+            units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.print_note
         )
-        trains = config.total_steps > 0
-        session = Session(config.launch, run_dir, endpoints, supervisor, console, on_row, trains)
-        if changed:
-            console.note(f"goes on with other keys: {changed}")
-        for line in data.truths:
-            console.note(line)
+        is_training = config.total_steps > 0
+        session = Session(
+            config.launch,
+            run_dir,
+            endpoints,
+            supervisor,
+            console,
+            on_report=log_report,
+            is_training=is_training,
+        )
+
+        if changed_keys:
+            console.print_note(f"resuming with changed keys: {changed_keys}")
+        for line in run_data.truth_lines:
+            console.print_note(line)
         for warning in warnings:
-            console.note(f"warning: {warning}")
-        console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
-        ending = session.run()
-        write_status(run_dir, read_status(run_dir) | {"code": ending.code, "error": ending.error})
+            console.print_note(f"warning: {warning}")
+        process_count = sum(len(unit.processes) for unit in units)
+        console.print_note(f"run {run_dir}: starting {process_count} processes; logs in {run_dir / 'logs'}")
+
+        outcome = session.run()
+        write_status(run_dir, read_status(run_dir) | {"code": outcome.code, "error": outcome.error})
         trackers.summarize(read_summary(run_dir))
-    return conclude(config, run_dir, ending.code, ending.error, console, summary)
+    return conclude(config, run_dir, outcome.code, outcome.error, console, show_summary)
 
 
 def _dry_run(config: RunConfig) -> int:
-    """Run all checks and print the plan, what is to be read most last; or all errors."""
+    """Run all checks and print the plan, the most important part last; or print all errors."""
     inputs = Inputs(config)
-    found = list(checks.examine(checks.ALL, inputs))
-    if errors := [finding.text for finding in found if finding.level == "error"]:
+    notes = list(checks.collect_notes(checks.ALL_CHECKS, inputs))
+
+    if errors := [note.text for note in notes if note.level == "error"]:
         print(*(printable(f"asyncrl: {text}") for text in errors), sep="\n", file=sys.stderr)
         return BAD_INPUT
-    shown = replace(inputs.config, model=replace(inputs.config.model, template=config.model.template))
+
+    shown_config = replace(inputs.config, model=replace(inputs.config.model, template=config.model.template))
     print("# what differs from the defaults (docs/configuration.md)")
-    print(msgspec.yaml.encode(without_defaults(shown)).decode())
-    print(f"run directory: {run_directory(shown)}\n")
-    if changed := resumed_with(inputs.config):
-        print(f"goes on with other keys: {changed}\n")
-    units = placement.processes_of(shown)
-    gpu = sees_gpu(shown)
-    count = count_gpus(shown)
-    print(*placement.describe(shown, units, gpu, count), sep="\n")
-    printed = {each.name for each in checks.PLAN}
-    for level, text, name in found:
-        if level == "ok" and name in printed:
-            print(f"{name:<14}{text}" if name == "sample" else text)
-    for level, text, _ in found:
+    print(msgspec.yaml.encode(without_defaults(shown_config)).decode())
+    print(f"run directory: {run_directory(shown_config)}\n")
+
+    if changed_keys := describe_resumed_changes(inputs.config):
+        print(f"resuming with changed keys: {changed_keys}\n")
+
+    units = placement.plan_units(shown_config)
+    has_gpu = sees_gpu(shown_config)
+    gpu_count = count_gpus(shown_config)
+    print(*placement.describe_plan(shown_config, units, has_gpu, gpu_count), sep="\n")
+
+    printed_checks = {check.name for check in checks.PLAN_CHECKS}
+    for level, text, subject in notes:
+        if level == "ok" and subject in printed_checks:
+            print(f"{subject:<14}{text}" if subject == "sample" else text)
+
+    for level, text, _ in notes:
         if level == "warning":
             print(printable(f"warning: {text}"))
     return COMPLETED
@@ -118,35 +146,37 @@ def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator
     if config.launch.kind == "ray":
         from asyncrl.launch.ray import RaySpawner
 
-        with RaySpawner.open(config, run_dir, endpoints) as ray:
-            yield ray, ray.rendezvous
+        with RaySpawner.open_cluster(config, run_dir, endpoints) as ray_spawner:
+            yield ray_spawner, ray_spawner.rendezvous
         return
-    local = LocalSpawner(run_dir, endpoints)
-    yield local, local.rendezvous
+    local_spawner = LocalSpawner(run_dir, endpoints)
+    yield local_spawner, local_spawner.rendezvous
 
 
 def _remove_outside_weights(config: RunConfig) -> None:
-    """Versions outside the run directory serve this launch only, and no other code removes them."""
+    """Remove the versions outside the run directory, which serve this launch only and which no other code
+    removes."""
     for directory in preflight.outside_weights(config):
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def conclude(
-    config: RunConfig, run_dir: Path, code: int, error: str, console: Console, printed: bool = True
+    config: RunConfig, run_dir: Path, code: int, error: str, console: Console, show_summary: bool = True
 ) -> int:
-    """Complete the summary, and print it unless it is not to be. After an interrupt print only, to end at
-    once."""
+    """Complete the summary, and print it if `show_summary`. After an interrupt only print, to end at once."""
     summary = read_summary(run_dir)
     if summary and code != INTERRUPTED:
         with recorded() as failure:
             summary["busy_at_once"] = overlap(run_dir)
             write_summary(run_dir, summary)
         if failure:
-            console.fail(f"summary.json is not complete: {failure.line}")
-    if summary and config.total_steps and printed:
+            console.print_error(f"summary.json is not complete: {failure.line}")
+
+    if summary and config.total_steps and show_summary:
         print_summary(summary, run_dir)
+
     if error:
-        console.fail(error)
+        console.print_error(error)
     if not summary:
-        console.fail(f"no summary was written; logs: {run_dir / 'logs'}")
+        console.print_error(f"no summary was written; logs: {run_dir / 'logs'}")
     return code

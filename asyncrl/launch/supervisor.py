@@ -1,9 +1,9 @@
-"""Keeps the processes of a run alive. One supervisor for local children and Ray actors.
+"""Keeps the processes of a run alive: local children and Ray actors alike.
 
-A unit that dies is started again after a back-off, as often as its budget allows (it is whole again when a
-unit has lived for a while and the run has made a step meanwhile): a worker alone, the
-trainer ranks all together (a lost rank leaves the others in a collective), the coordinator on the same
-endpoints. Restarted processes are new peers: they get a new incarnation, later in order. The coordinator
+A unit that dies is started again after a back-off, as often as its restarts allow; the count starts anew when
+a unit has lived for a while and the run has made a step meanwhile. A worker restarts alone. Trainer ranks
+restart together, as a lost rank leaves the other ranks in a collective. The coordinator restarts on the same
+endpoints. Restarted processes are new peers with a new incarnation, later in order. Only the coordinator
 keeps its incarnation, which names the launch.
 """
 
@@ -37,13 +37,14 @@ log = logging.getLogger("asyncrl.launch")
 
 BACKOFF_FIRST = 0.5
 BACKOFF_MAX = 8.0
-SOUND_SECONDS = 600.0  # between two deaths of a unit, after which the earlier ones do not count any more
-LEAVE_SECONDS = 5.0  # seconds for the coordinator to follow a process that left in order
+# Seconds between two deaths of a unit, after which earlier deaths do not count any more.
+SOUND_SECONDS = 600.0
+LEAVE_SECONDS = 5.0  # Seconds for the coordinator to end after a process has left in order.
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Says how the run ended, as processes see it. `error` may have several lines (a log tail)."""
+    """The end of a run as its processes show it. `error` may have several lines (a log tail)."""
 
     code: int
     error: str = ""
@@ -51,166 +52,197 @@ class RunOutcome:
 
 @dataclass
 class SupervisedUnit:
-    """Holds a planned unit and its current processes."""
+    """A planned unit and its current processes."""
 
     plan: Unit
     handles: list[ProcessHandle] = field(default_factory=list)
     incarnation: str = ""
-    restarts: int = 0
-    died: tuple[float, int] = (-math.inf, -1)  # when it died last, and at which step of the run
-    retry_at: float | None = None
-    left_at: float | None = None  # when a process of it was first seen to have left with 0
+    restart_count: int = 0
+    last_death: tuple[float, int] = (-math.inf, -1)  # time of the unit's last death, and the step of the run
+    restart_at: float | None = None
+    first_left_at: float | None = None  # when a process of the unit was first seen to have exited with 0
 
     @property
     def alive(self) -> list[ProcessHandle]:
         return [handle for handle in self.handles if handle.poll() is None]
 
-    def dead(self, now: float) -> tuple[ProcessHandle, int] | None:
+    def find_dead(self, now: float) -> tuple[ProcessHandle, int] | None:
         """Return a process that crashed, with its exit code.
 
-        Exit code 0 is correct at the end of a run; it counts as a crash when the run goes on for
-        LEAVE_SECONDS afterwards.
+        Exit code 0 is correct at the end of a run; it counts as a crash if the run goes on for LEAVE_SECONDS
+        afterwards.
         """
-        ended = [(handle, code) for handle in self.handles if (code := handle.poll()) is not None]
-        crashed = [(handle, code) for handle, code in ended if code != COMPLETED]
-        if crashed or not ended:
-            self.left_at = None
-            said = [one for one in crashed if one[1] == TRY_AGAIN]  # of ranks: the others end because of it
-            return next(iter(said or crashed), None)
-        self.left_at = now if self.left_at is None else self.left_at
-        return ended[0] if now - self.left_at > LEAVE_SECONDS else None
+        ended_handles = [(handle, code) for handle in self.handles if (code := handle.poll()) is not None]
+        crashed_handles = [(handle, code) for handle, code in ended_handles if code != COMPLETED]
+
+        if crashed_handles or not ended_handles:
+            self.first_left_at = None
+            # A rank that gave up is the cause; the other ranks end because of it.
+            gave_up = [crashed for crashed in crashed_handles if crashed[1] == TRY_AGAIN]
+            return next(iter(gave_up or crashed_handles), None)
+
+        self.first_left_at = now if self.first_left_at is None else self.first_left_at
+        return ended_handles[0] if now - self.first_left_at > LEAVE_SECONDS else None
 
 
 class Supervisor:
-    """Call `tick` often; it returns the RunOutcome once. `stopping`: the run is being ended, so nothing is
-    restarted, but for a coordinator that was about to be. `over`: its coordinator has ended the run and takes
-    last words, so how the others end is no matter."""
+    """Starts and restarts the processes of a run. Call `poll_processes` often; it returns the RunOutcome
+    once. `stopping`: the run is being ended, so only a coordinator that was about to be restarted is
+    restarted. `run_over`: the coordinator has ended the run and takes last messages, so the exit codes of
+    other processes do not matter."""
 
     def __init__(
         self,
         units: Iterable[Unit],
         spawn: Spawn,
         run_dir: Path,
-        restarts: int,
+        max_restarts: int,
         rendezvous: Callable[[Unit, str], str],
         on_restart: Callable[[str], None] = log.warning,
     ) -> None:
         self.units = [SupervisedUnit(unit) for unit in units]
-        self.stopping = self.over = False
-        self.step = 0  # of the run, as last reported
+        self.stopping = False
+        self.run_over = False
+        self.run_step = 0  # step of the run, as last reported
+
         self._spawn = spawn
         self._run_dir = run_dir
-        self._restarts = restarts
+        self._max_restarts = max_restarts
         self._rendezvous = rendezvous
         self._on_restart = on_restart
-        self._launch = secrets.token_hex(6)
-        self._starts = itertools.count(1)
+        self._launch_id = secrets.token_hex(6)
+        self._start_numbers = itertools.count(1)
 
     def start(self) -> None:
         for unit in self.units:
-            self._start(unit)
+            self._start_unit(unit)
 
-    def tick(self, now: float) -> RunOutcome | None:
-        """Look at every process; restart what may be restarted."""
+    def poll_processes(self, now: float) -> RunOutcome | None:
+        """Check every process, and restart units that may be restarted."""
         for unit in self.units:
-            ending = self._coordinator_ended(unit)
-            if ending is None and unit.retry_at is not None:
-                self._retry(unit, now)
-            elif ending is None and (died := unit.dead(now)):
-                ending = self._died(unit, *died, now)
-            if ending is not None:
-                return ending
+            outcome = self._coordinator_outcome(unit)
+            if outcome is None and unit.restart_at is not None:
+                self._restart_if_due(unit, now)
+            elif outcome is None and (dead := unit.find_dead(now)):
+                outcome = self._handle_death(unit, *dead, now)
+            if outcome is not None:
+                return outcome
         return None
 
     @property
     def alive(self) -> list[ProcessHandle]:
         return [handle for unit in self.units for handle in unit.alive]
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         for handle in self.alive:
             handle.kill()
 
     def kill_role(self, role: str, incarnation: str = "") -> None:
-        """End a role that does not answer, or one of its processes; the next tick restarts it."""
+        """Kill all processes of a role that does not answer, or the process with this incarnation. The next
+        poll restarts the unit."""
         for unit in self.units:
             if unit.plan.role == role and incarnation in ("", unit.incarnation):
                 for handle in unit.alive:
                     handle.kill()
 
-    def lost(self, role: str) -> str:
-        """A process of the role that crashed and is not started again yet, and how it ended; '' if none."""
+    def describe_lost(self, role: str) -> str:
+        """Describe a crashed process of the role that is not started again yet; '' if there is none."""
         handles = [handle for unit in self.units if unit.plan.role == role for handle in unit.handles]
-        ended = [(handle.name, code) for handle in handles if (code := handle.poll())]
-        return f"{ended[0][0]} {describe_exit(ended[0][1])}" if ended else ""
+        ended_processes = [(handle.name, code) for handle in handles if (code := handle.poll())]
+        return f"{ended_processes[0][0]} {describe_exit(ended_processes[0][1])}" if ended_processes else ""
 
     # -- one unit --------------------------------------------------------------------------------------
 
-    def _start(self, unit: SupervisedUnit) -> None:
-        """New processes for a unit; ranks of one start share incarnation and rendezvous."""
-        started = incarnation_of(self._launch, next(self._starts))
-        unit.incarnation = self._launch if unit.plan.role == COORDINATOR else started
-        self.over = self.over and unit.plan.role != COORDINATOR
+    def _start_unit(self, unit: SupervisedUnit) -> None:
+        """Start new processes for a unit; ranks of one start share incarnation and rendezvous."""
+        incarnation = incarnation_of(self._launch_id, next(self._start_numbers))
+        unit.incarnation = self._launch_id if unit.plan.role == COORDINATOR else incarnation
+        self.run_over = self.run_over and unit.plan.role != COORDINATOR
+
         rendezvous = self._rendezvous(unit.plan, unit.incarnation)
         unit.handles = [
-            self._spawn(ProcessSpec(place, unit.incarnation, rendezvous)) for place in unit.plan.places
+            self._spawn(ProcessSpec(planned, unit.incarnation, rendezvous)) for planned in unit.plan.processes
         ]
-        unit.retry_at = unit.left_at = None
 
-    def _coordinator_ended(self, unit: SupervisedUnit) -> RunOutcome | None:
-        """Exit codes 0 and 1 are the result of the run; with any other its process has crashed."""
-        if unit.plan.role != COORDINATOR or not unit.handles or unit.retry_at is not None:
+        unit.restart_at = None
+        unit.first_left_at = None
+
+    def _coordinator_outcome(self, unit: SupervisedUnit) -> RunOutcome | None:
+        """Return the result of the run from the coordinator's exit code 0 or 1; any other code is a crash."""
+        if unit.plan.role != COORDINATOR or not unit.handles or unit.restart_at is not None:
             return None
         code = unit.handles[0].poll()
         if code == FAILED:
-            return RunOutcome(FAILED, self._tail(unit.handles[0].name))
+            return RunOutcome(FAILED, self._describe_log(unit.handles[0].name))
         return RunOutcome(COMPLETED) if code == COMPLETED else None
 
-    def _died(self, unit: SupervisedUnit, dead: ProcessHandle, code: int, now: float) -> RunOutcome | None:
-        """A process of the unit died: end the others too, and plan a restart while the budget lasts."""
-        if self.over and unit.plan.role != COORDINATOR:
+    def _handle_death(
+        self, unit: SupervisedUnit, dead_process: ProcessHandle, exit_code: int, now: float
+    ) -> RunOutcome | None:
+        """Kill the other processes of a unit in which a process died, and plan a restart while restarts are
+        left."""
+        if self.run_over and unit.plan.role != COORDINATOR:
             return None
+
         for handle in unit.alive:
             handle.kill()
-        how = describe_exit(code)
-        log_file = log_path(self._run_dir, dead.name)
-        said = ""
-        if code > 0 or code == -signal.SIGABRT:  # of other signals its log does not say why
-            said = cause_of_death(log_file, unit.incarnation, crashed=True)
-        if code == BAD_INPUT:
-            return RunOutcome(BAD_INPUT, f"{log_file}:\n{said}" if said else "")
+
+        exit_text = describe_exit(exit_code)
+        log_file = log_path(self._run_dir, dead_process.name)
+        cause_text = ""
+        # After other signals the log does not tell the cause.
+        if exit_code > 0 or exit_code == -signal.SIGABRT:
+            cause_text = cause_of_death(log_file, unit.incarnation, crashed=True)
+
+        if exit_code == BAD_INPUT:
+            return RunOutcome(BAD_INPUT, f"{log_file}:\n{cause_text}" if cause_text else "")
+
         if self.stopping:
             if unit.plan.role == COORDINATOR:
-                ended = f"{dead.name} {how} while stopping{said and f': {said}'}"
-                return RunOutcome(FAILED, f"{ended}\n{self._tail(dead.name)}")
+                ended_text = (
+                    f"{dead_process.name} {exit_text} while stopping{cause_text and f': {cause_text}'}"
+                )
+                return RunOutcome(FAILED, f"{ended_text}\n{self._describe_log(dead_process.name)}")
             return None
-        if code == TRY_AGAIN:  # each time with less: it ends by itself
-            unit.retry_at = now
-            self._on_restart(f"{dead.name}: {said}; {unit.plan.name} is restarted")
+
+        if exit_code == TRY_AGAIN:  # Each try uses a smaller batch, so the tries end by themselves
+            unit.restart_at = now
+            self._on_restart(f"{dead_process.name}: {cause_text}; {unit.plan.name} is restarted")
             return None
-        (before, step), unit.died = unit.died, (now, self.step)
-        if now - before > SOUND_SECONDS and self.step > step:
-            unit.restarts = 0
-        if unit.restarts >= self._restarts:
-            spent = f"{dead.name} {how}; its {self._restarts} restarts (launch.restarts) are spent"
-            return RunOutcome(FAILED, f"{spent}{said and f': {said}'}\n{self._tail(dead.name)}")
-        delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**unit.restarts)
-        unit.restarts += 1
-        unit.retry_at = now + delay
+
+        previous_death, previous_step = unit.last_death
+        unit.last_death = (now, self.run_step)
+        if now - previous_death > SOUND_SECONDS and self.run_step > previous_step:
+            unit.restart_count = 0
+
+        if unit.restart_count >= self._max_restarts:
+            spent_text = (
+                f"{dead_process.name} {exit_text}; its {self._max_restarts} restarts (launch.restarts) are "
+                "spent"
+            )
+            return RunOutcome(
+                FAILED,
+                f"{spent_text}{cause_text and f': {cause_text}'}\n{self._describe_log(dead_process.name)}",
+            )
+
+        delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**unit.restart_count)
+        unit.restart_count += 1
+        unit.restart_at = now + delay
         self._on_restart(
-            f"{dead.name} {how}; {unit.plan.name} is restarted in {delay:g} s "
-            f"({unit.restarts} of {self._restarts}){said and f': {said}'}"
+            f"{dead_process.name} {exit_text}; {unit.plan.name} is restarted in {delay:g} s "
+            f"({unit.restart_count} of {self._max_restarts}){cause_text and f': {cause_text}'}"
         )
         return None
 
-    def _retry(self, unit: SupervisedUnit, now: float) -> None:
-        """Start again once the back-off is over and all processes of the last start have ended."""
-        assert unit.retry_at is not None
-        ending = self.stopping or self.over
-        wanted = not ending or unit.plan.role == COORDINATOR  # a stop needs the coordinator
-        if now >= unit.retry_at and not unit.alive and wanted:
-            self._start(unit)
+    def _restart_if_due(self, unit: SupervisedUnit, now: float) -> None:
+        """Restart a unit once its back-off is over and all processes of the last start have ended."""
+        assert unit.restart_at is not None
+        is_ending = self.stopping or self.run_over
+        is_wanted = not is_ending or unit.plan.role == COORDINATOR  # A stop needs the coordinator
+        if now >= unit.restart_at and not unit.alive and is_wanted:
+            self._start_unit(unit)
 
-    def _tail(self, name: str) -> str:
+    def _describe_log(self, name: str) -> str:
         path = log_path(self._run_dir, name)
         tail = log_tail(path)
         return f"{path}:\n{tail}" if tail else ""

@@ -1,4 +1,4 @@
-"""Shows before the start how ground truths look to the rewards that read them."""
+"""Shows before the start how rewards read ground truths."""
 
 from __future__ import annotations
 
@@ -12,45 +12,61 @@ from asyncrl.rewards.answers import as_python_writes_bytes, is_number
 from asyncrl.rewards.loading import Reward
 from asyncrl.types import Sample
 
-LOOKED_AT = 64  # samples of a split
-LONGEST = 50  # characters of a ground truth, and of the text that it is compared as
-TESTS = "tests"  # the reward that judges tasks: their ground truths are no answers
-KINDS = {str: "text", bool: "true or false", int: "numbers", float: "numbers", list: "lists", dict: "objects"}
+EXAMINED_SAMPLES = 64  # Samples of a split whose ground truths are examined.
+SHOWN_CHARACTERS = 50  # Characters shown of a ground truth, and of the text that is compared.
+TESTS_REWARD = "tests"  # Reward that judges tasks, whose ground truths are no answers.
+KIND_NAMES = {
+    str: "text",
+    bool: "true or false",
+    int: "numbers",
+    float: "numbers",
+    list: "lists",
+    dict: "objects",
+}
 
 
 def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tuple[list[str], list[str]]:
-    """Return a line for each reward and type of the first ground truths, with how the reward compares one of
-    them; and warnings about those that equal no text that a model would write."""
+    """Describe how rewards read ground truths: a line for each reward and type of the first ground truths,
+    with the text that the reward compares; and warnings about ground truths that no answer can match."""
     lines = list[str]()
     warnings = list[str]()
-    truths = [json.loads(s.ground_truth) for s in islice(samples, LOOKED_AT) if not s.demonstration]
-    of_kind = defaultdict[str, list[Any]](list)
+    truths = [
+        json.loads(sample.ground_truth)
+        for sample in islice(samples, EXAMINED_SAMPLES)
+        if not sample.demonstration
+    ]
+    truths_by_kind = defaultdict[str, list[Any]](list)
+
     for truth in truths:
         if truth is not None:
-            of_kind[KINDS[type(truth)]].append(truth)
+            truths_by_kind[KIND_NAMES[type(truth)]].append(truth)
+
     for reward in rewards:
-        if reward.source.spec == TESTS or not (reward.needs_truth or ":" in reward.source.spec):
+        if reward.source.spec == TESTS_REWARD or not (reward.needs_truth or ":" in reward.source.spec):
             continue
-        beginning = f"rollout.reward {reward.name}"
-        for kind, members in of_kind.items():
-            texts = compared(reward, members[0])
-            as_text = f", compared as {texts[0][:LONGEST]!r}" if texts and reward.compared else ""
-            count = f"{len(members)} of the first {len(truths)} ground truths"
-            lines.append(f"{beginning}: {count} are {kind}, such as {_short(members[0])}{as_text}")
-        if unequalled := [truth for truth in truths if compared(reward, truth) == []]:
-            count = f"{len(unequalled)} of the first {len(truths)} ground truths"
-            fault = f"{beginning}: no answer can match {count}"
+        reward_key = f"rollout.reward {reward.name}"
+        for kind, kind_truths in truths_by_kind.items():
+            texts = compared_texts(reward, kind_truths[0])
+            as_text = f", compared as {texts[0][:SHOWN_CHARACTERS]!r}" if texts and reward.compared else ""
+            count_text = f"{len(kind_truths)} of the first {len(truths)} ground truths"
+            lines.append(
+                f"{reward_key}: {count_text} are {kind}, such as {_shorten(kind_truths[0])}{as_text}"
+            )
+
+        if unmatched_truths := [truth for truth in truths if compared_texts(reward, truth) == []]:
+            count_text = f"{len(unmatched_truths)} of the first {len(truths)} ground truths"
+            fault = f"{reward_key}: no answer can match {count_text}"
             advice = "write these ground truths as text, numbers, or lists of them"
-            if reward.numbers and not as_python_writes_bytes(unequalled[0]):
-                fault = f"{beginning} compares numbers, and {count} are not numbers"
+            if reward.numbers and not as_python_writes_bytes(unmatched_truths[0]):
+                fault = f"{reward_key} compares numbers, and {count_text} are not numbers"
                 advice = "set rollout.reward, e.g. to exact"
-            warnings.append(f"{fault}, such as {_short(unequalled[0])}: they earn nothing; {advice}")
+            warnings.append(f"{fault}, such as {_shorten(unmatched_truths[0])}: they earn nothing; {advice}")
     return lines, warnings
 
 
-def compared(reward: Reward, truth: Any) -> list[str] | None:
-    """Return the texts that a reward accepts for a ground truth, as it compares them; none of one that no
-    answer equals, None where the reward does not compare texts, or nobody knows."""
+def compared_texts(reward: Reward, truth: Any) -> list[str] | None:
+    """Return the texts that a reward accepts for a ground truth: none if no answer can match, None if the
+    reward compares no texts or if the texts are unknown."""
     if reward.compared:
         return reward.compared(truth)
     if reward.numbers:
@@ -58,5 +74,5 @@ def compared(reward: Reward, truth: Any) -> list[str] | None:
     return [] if as_python_writes_bytes(truth) else None
 
 
-def _short(truth: Any) -> str:
-    return json.dumps(truth, ensure_ascii=False)[:LONGEST]
+def _shorten(truth: Any) -> str:
+    return json.dumps(truth, ensure_ascii=False)[:SHOWN_CHARACTERS]

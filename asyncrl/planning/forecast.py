@@ -1,9 +1,9 @@
-"""Predictions of other settings from a run's measurements: fitted rates, a workload, a simulated run.
+"""Predicts other settings from a run's measurements: fitted rates, a workload, a simulated run.
 
     episodes, metrics, engine loads ──► Rates ──► workload(config) ──► predict ──► seconds a step, lag, idle
 
-Pure: `asyncrl plan` reads the runs. What is assumed to scale: seconds of training with the episodes, and by
-the number of ranks; episodes that sample at once are shared evenly by the engines.
+Pure: `asyncrl plan` reads the runs. Assumed to scale: seconds of training with the episodes, and inversely
+with the number of ranks; engines share sampling episodes equally.
 """
 
 from __future__ import annotations
@@ -25,52 +25,63 @@ from asyncrl.types import EpisodeStats, Turn
 Row = Mapping[str, float]
 T = TypeVar("T")
 
-BY_EPISODE = ("update_actor", "update_critic", "values", "ref", "adv")  # of timing_s/: grow with the batch
-WAITING = ("wait_data", "wait_devices", "rest", "wake")  # likewise: the trainer computes nothing
-FIXED = 0.5  # share of a token's seconds that does not depend on the load, where loads hardly differ
-LEAST_ROWS = 4  # committed steps of a run: the first third and the last one are left out
-DIFFER = 1.2  # loads that differ by less say nothing of it
-# of a simulated run
-MOST_EPISODES = 16_000
-MOST_STEPS = 40
-LEAST_STEPS = 18
-MOVE = 1e10  # bytes/s from a device to main memory and back, where no change of devices was measured
+# Phases of timing_s/ whose time grows with the batch.
+EPISODE_TIMINGS = (
+    "update_actor",
+    "update_critic",
+    "values",
+    "ref",
+    "adv",
+)
+# Phases in which the trainer computes nothing.
+WAITING_TIMINGS = ("wait_data", "wait_devices", "rest", "wake")
+# Assumed fraction of a token's seconds that does not depend on the load, if measured loads hardly differ.
+ASSUMED_FIXED_FRACTION = 0.5
+MIN_ROWS = 4  # Committed steps that a run needs, as the first third and the last step are left out.
+DIFFERING_RATIO = 1.2  # Loads that differ by a smaller ratio do not show how speed depends on load.
+# Bounds of a simulated run.
+MAX_EPISODES = 16_000
+MAX_STEPS = 40
+MIN_STEPS = 18
+# Assumed bytes/s between a device and main memory if no change of devices was measured.
+MOVE_BYTES_PER_SECOND = 1e10
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """The engines in one run: seconds that a sampled token took, with `sampling` episodes on an engine."""
+    """The engines' load in one run: seconds per sampled token, with `sampling` episodes on an engine."""
 
     sampling: float
     token_s: float
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Measured costs of a run's parts. A token takes `base + share * n` seconds where n episodes sample on
-    an engine; `assumed`: loads did not differ enough to tell the two apart. Seconds of training are of one
-    rank. `filtered`: share of the groups."""
+    """Measured costs of a run's parts. A token takes `base + slope * n` seconds if n episodes sample on an
+    engine; `assumed`: loads differed too little to separate the two terms. Seconds of training refer to one
+    rank. `filtered`: fraction of the groups."""
 
     recorded: Recorded
     base: float
-    share: float
+    slope: float
     assumed: bool
-    episode_s: float  # of training
-    commit_s: float  # of a batch, whatever its size
+    episode_s: float  # training seconds per episode
+    commit_s: float  # seconds per batch, whatever its size
     publish_s: float
-    group_tokens: float  # that the trainer computes
+    group_tokens: float  # tokens of a group that the trainer computes
     filtered: float
-    shift_s: float = 0.0  # both changes of the devices that engines and trainer share
+    shift_s: float = 0.0  # seconds of both changes of shared devices
     shift_source: str = ""
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """A run, measured or predicted. Shares in [0, 1]; tokens are sampled ones, within the bound."""
+    """A measured or predicted run. Fractions are in [0, 1]; tokens are sampled tokens within the staleness
+    bound."""
 
     step_s: float
     lag: float
     trainer_idle: float
     rollout_idle: float
     masked: float
-    tokens: float  # of a batch
+    tokens: float  # tokens of a batch
 
     @property
     def tokens_per_s(self) -> float:
@@ -78,37 +89,46 @@ class Forecast(msgspec.Struct, frozen=True):
 
 
 def recorded_turns(turns: Sequence[Turn], stats: EpisodeStats) -> tuple[RecordedTurn, ...]:
-    """An episode as the simulator plays it. The waits are those for tools and the environment; what the whole
-    episode took beside (reward, acks) is waited for at its end. Calls side by side wait once."""
+    """Convert an episode for the simulator. Waits are the waits for tools and the environment; all other time
+    of the episode (reward, acknowledgements) is waited for at its end. Parallel calls wait once."""
     waits = [
         sum(reply.seconds for reply in turn.replies)
         + (turn.observation.seconds if turn.observation is not None else 0.0)
         for turn in turns
     ]
-    rest = max(0.0, stats.seconds - sum(turn.seconds for turn in turns))
-    scale = min(1.0, rest / total) if (total := sum(waits)) else 1.0
+
+    other_seconds = max(0.0, stats.seconds - sum(turn.seconds for turn in turns))
+    scale = min(1.0, other_seconds / total_waits) if (total_waits := sum(waits)) else 1.0
     waits = [wait * scale for wait in waits]
-    waits[-1] += rest - sum(waits)
+    waits[-1] += other_seconds - sum(waits)
     return tuple(RecordedTurn(len(turn.ids), wait) for turn, wait in zip(turns, waits, strict=True))
 
 
 def fit_engine(loads: Sequence[EngineLoad]) -> tuple[float, float, bool]:
-    """(base, share, assumed): seconds of a token = base + share * n, by least squares, neither negative."""
-    n, seconds = (np.array([getattr(load, name) for load in loads]) for name in ("sampling", "token_s"))
-    if n.max() < DIFFER * n.min():
-        token_s = float(seconds.mean())
-        return FIXED * token_s, (1 - FIXED) * token_s / float(n.mean()), True
-    share, base = np.polyfit(n, seconds, 1)
-    if share < 0:
-        return float(seconds.mean()), 0.0, False
+    """Return (base, slope, assumed): seconds of a token = base + slope * n, by least squares, neither
+    negative."""
+    sampling, token_seconds = (
+        np.array([getattr(load, name) for load in loads]) for name in ("sampling", "token_s")
+    )
+    if sampling.max() < DIFFERING_RATIO * sampling.min():
+        token_s = float(token_seconds.mean())
+        return (
+            ASSUMED_FIXED_FRACTION * token_s,
+            (1 - ASSUMED_FIXED_FRACTION) * token_s / float(sampling.mean()),
+            True,
+        )
+
+    slope, base = np.polyfit(sampling, token_seconds, 1)
+    if slope < 0:
+        return float(token_seconds.mean()), 0.0, False
     if base < 0:
-        return 0.0, float(n @ seconds / (n @ n)), False
-    return float(base), float(share), False
+        return 0.0, float(sampling @ token_seconds / (sampling @ sampling)), False
+    return float(base), float(slope), False
 
 
-def steady(rows: Sequence[T]) -> Sequence[T]:
+def steady_steps(rows: Sequence[T]) -> Sequence[T]:
     """Leave out the first third of the committed steps, while the pipeline fills, and the last one or two,
-    while it empties."""
+    while the pipeline empties."""
     return rows[len(rows) // 3 : len(rows) - math.ceil(len(rows) / 20)]
 
 
@@ -120,39 +140,46 @@ def fit(
     publish_s: float,
     state_bytes: float = 0.0,
 ) -> Rates:
-    """Rates of a run. `rows`: of its committed steps; `loads`: of this and of other runs with these engines;
-    `state_bytes`: of weights and optimizer, all ranks'. ConfigError when it is too short."""
-    if len(rows) < LEAST_ROWS or not recorded:
+    """Fit the rates of a run. `rows`: metrics of its committed steps; `loads`: of this run and of other runs
+    with these engines; `state_bytes`: size of weights and optimizer of all ranks. Raises ConfigError if the
+    run is too short."""
+    if len(rows) < MIN_ROWS or not recorded:
         raise ConfigError(
-            f"too little was recorded to plan from: it needs {LEAST_ROWS} committed steps, and groups whose "
+            f"too little was recorded to plan from: it needs {MIN_ROWS} committed steps, and groups whose "
             "turns are kept (store.keep_bytes); let the run go on, or measure a probe"
         )
-    rows = steady(rows)
-    phases = [sum(row.get(f"timing_s/{name}", 0.0) for name in BY_EPISODE) for row in rows]
-    waits = [sum(row.get(f"timing_s/{name}", 0.0) for name in WAITING) for row in rows]
-    busy = [row["timing_s/step"] - waited for row, waited in zip(rows, waits, strict=True)]
+
+    rows = steady_steps(rows)
+    episode_seconds = [sum(row.get(f"timing_s/{name}", 0.0) for name in EPISODE_TIMINGS) for row in rows]
+    waiting_seconds = [sum(row.get(f"timing_s/{name}", 0.0) for name in WAITING_TIMINGS) for row in rows]
+    busy_seconds = [row["timing_s/step"] - waited for row, waited in zip(rows, waiting_seconds, strict=True)]
+
     trajectories = _mean(rows, "trainer/trajectories")
-    base, share, assumed = fit_engine(loads)
+    base, slope, assumed = fit_engine(loads)
     shift_s = sum(_mean(rows, name) for name in ("shift/sleep_s", "timing_s/wake", "shift/wake_s"))
-    source = f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE / 1e9:g} GB/s a rank"
+    shift_source = (
+        f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE_BYTES_PER_SECOND / 1e9:g} "
+        "GB/s a rank"
+    )
+
     return Rates(
         recorded=recorded,
         base=base,
-        share=share,
+        slope=slope,
         assumed=assumed,
-        episode_s=statistics.mean(phases) / trajectories * config.trainer.ranks,
-        commit_s=max(0.0, statistics.mean(busy) - statistics.mean(phases)),
+        episode_s=statistics.mean(episode_seconds) / trajectories * config.trainer.ranks,
+        commit_s=max(0.0, statistics.mean(busy_seconds) - statistics.mean(episode_seconds)),
         publish_s=publish_s,
         group_tokens=_mean(rows, "perf/computed_tokens") / trajectories * config.buffer.episodes_per_group,
         filtered=_mean(rows, "rollout/discarded_group_frac"),
-        shift_s=shift_s or publish_s + 2 * state_bytes / config.trainer.ranks / MOVE,
-        shift_source="measured" if shift_s else f"not measured: a push, and {source}",
+        shift_s=shift_s or publish_s + 2 * state_bytes / config.trainer.ranks / MOVE_BYTES_PER_SECOND,
+        shift_source="measured" if shift_s else f"not measured: a push, and {shift_source}",
     )
 
 
-def measured(rows: Sequence[Row]) -> Forecast:
-    """Sum up a run's steady steps."""
-    rows = steady(rows)
+def measured_forecast(rows: Sequence[Row]) -> Forecast:
+    """Summarize a run's steady steps."""
+    rows = steady_steps(rows)
     tokens = _mean(rows, "trainer/model_tokens")
     masked = _mean(rows, "staleness/masked_token_frac")
     return Forecast(
@@ -166,24 +193,30 @@ def measured(rows: Sequence[Row]) -> Forecast:
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
-    """0 where no row has it."""
+    """Return the mean over the rows that have the metric; 0 if no row has it."""
     return statistics.mean([row[name] for row in rows if name in row] or [0.0])
 
 
-def stretched(recorded: Recorded, tail: float) -> Recorded:
-    """Stretch tokens of a turn and waits: a value over the median becomes `tail` times as far from it."""
+def stretch_tail(recorded: Recorded, tail: float) -> Recorded:
+    """Stretch the tokens and the waits of turns: a value above the median moves to `tail` times its distance
+    from the median."""
     turns = [turn for group in recorded for episode in group for turn in episode]
-    middle = [statistics.median(getattr(turn, name) for turn in turns) for name in ("tokens", "wait")]
+    median_tokens = statistics.median(turn.tokens for turn in turns)
+    median_wait = statistics.median(turn.wait for turn in turns)
+
+    def stretch_value(value: float, median: float) -> float:
+        return value + (tail - 1) * max(0.0, value - median)
 
     def stretch(turn: RecordedTurn) -> RecordedTurn:
-        values = zip((turn.tokens, turn.wait), middle, strict=True)
-        return RecordedTurn(*(value + (tail - 1) * max(0.0, value - half) for value, half in values))
+        return RecordedTurn(
+            tokens=stretch_value(turn.tokens, median_tokens), wait=stretch_value(turn.wait, median_wait)
+        )
 
     return tuple(tuple(tuple(map(stretch, episode)) for episode in group) for group in recorded)
 
 
-def slower(recorded: Recorded, factor: float) -> Recorded:
-    """Multiply all waits."""
+def scale_waits(recorded: Recorded, factor: float) -> Recorded:
+    """Multiply all waits by a factor."""
     return tuple(
         tuple(tuple(replace(turn, wait=turn.wait * factor) for turn in episode) for episode in group)
         for group in recorded
@@ -191,18 +224,20 @@ def slower(recorded: Recorded, factor: float) -> Recorded:
 
 
 def workload(config: RunConfig, rates: Rates) -> Workload:
-    """Returns the workload of a configuration, whose group policy is resolved."""
+    """Return the workload of a configuration whose group policy is resolved."""
     buffer = config.buffer
     ranks = config.trainer.ranks
-    sampled = statistics.mean(
+    episode_tokens = statistics.mean(
         sum(turn.tokens for turn in episode) for group in rates.recorded for episode in group
     )
+
+    # Once refills are used up, filtered groups are trained.
     return Workload(
         buffer=buffer,
         slots=config.rollout.slots * config.rollout.workers,
         recorded=rates.recorded,
         speed=math.inf,
-        rate=engines(config) / rates.share if rates.share else math.inf,
+        rate=engine_count(config) / rates.slope if rates.slope else math.inf,
         base=rates.base,
         train=rates.episode_s * buffer.batch_size / ranks,
         commit=rates.commit_s,
@@ -210,51 +245,64 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
         shift=rates.shift_s if config.shifts else None,
         ranks=ranks,
         micro_tokens=config.trainer.micro_batch_tokens,
-        computed=rates.group_tokens / max(1.0, buffer.episodes_per_group * sampled),
-        filtered=min(rates.filtered, buffer.max_refill / (1 + buffer.max_refill)),  # as then it is trained
+        computed=rates.group_tokens / max(1.0, buffer.episodes_per_group * episode_tokens),
+        filtered=min(rates.filtered, buffer.max_refill / (1 + buffer.max_refill)),
         limit=config.rollout.episode_timeout,
     )
 
 
-def engines(config: RunConfig) -> int:
+def engine_count(config: RunConfig) -> int:
     return config.engine.keepers or config.rollout.workers
 
 
 def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
-    """The mean over simulated runs of `steps` steps, of those that are steady. 0: as many as settle.
-    ConfigError where no batch could ever fill."""
+    """Return the mean over the steady steps of simulated runs of `steps` steps; 0: as many steps as are
+    needed to settle. Raises ConfigError if no batch could ever fill."""
     return simulate(workload(config, rates), steps, seeds)
 
 
 def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
     """Predict a workload, as `predict` does."""
-    steps = steps or min(MOST_STEPS, max(LEAST_STEPS, MOST_EPISODES // work.buffer.batch_size))
+    steps = steps or min(MAX_STEPS, max(MIN_STEPS, MAX_EPISODES // work.buffer.batch_size))
     with ConfigError.instead_of(ValueError, text="no step of this configuration can be predicted"):
-        found = [step for seed in seeds for step in steady(Simulation(work, seed).run(steps))]
+        simulated_steps = [step for seed in seeds for step in steady_steps(Simulation(work, seed).run(steps))]
+
     names = ("seconds", "train", "rollout", "awake", "lag", "masked", "tokens")
-    columns = ([getattr(step, name) for step in found] for name in names)
+    columns = ([getattr(step, name) for step in simulated_steps] for name in names)
     seconds, train, rollout, awake, lag, masked, tokens = map(statistics.mean, columns)
-    own = seconds - awake or seconds  # the trainer's; by shifts each side is idle in its own half
-    return Forecast(seconds, lag, 1 - train / own, 1 - rollout / awake, masked, tokens)
+    # By shifts each side is idle only in its own half of the step.
+    trainer_seconds = seconds - awake or seconds
+    return Forecast(
+        step_s=seconds,
+        lag=lag,
+        trainer_idle=1 - train / trainer_seconds,
+        rollout_idle=1 - rollout / awake,
+        masked=masked,
+        tokens=tokens,
+    )
 
 
-def limits(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict[str, float]:
-    """By name, the share of a step's seconds that is saved where one thing is twice as fast, or there is
-    twice as much of it. Of the same simulated runs, without and with the change."""
+def time_savings(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -> dict[str, float]:
+    """Return, by name, the fraction of a step's seconds that is saved if one part is twice as fast, or twice
+    as large. The same simulated runs are compared, with and without the change."""
     work = workload(config, rates)
-    longer = replace(work.buffer, max_staleness=work.buffer.max_staleness * 2 + 1)
-    changes = {
+    longer_buffer = replace(work.buffer, max_staleness=work.buffer.max_staleness * 2 + 1)
+
+    changed_workloads = {
         "engines": replace(work, base=work.base / 2, rate=work.rate * 2),
         "trainer": replace(work, train=work.train / 2, commit=work.commit / 2),
-        "tools and rewards": replace(work, recorded=slower(work.recorded, 0.5)),
+        "tools and rewards": replace(work, recorded=scale_waits(work.recorded, 0.5)),
         "rollout.slots": replace(work, slots=work.slots * 2),
-        "buffer.max_staleness": replace(work, buffer=longer),
+        "buffer.max_staleness": replace(work, buffer=longer_buffer),
         "pushes of weights": replace(work, publish=work.publish / 2),
     }
+
     if work.shift is not None:
-        changes["changes of the devices"] = replace(work, shift=work.shift / 2)
-        del changes["pushes of weights"]  # they are a part of these
-    now = simulate(work, seeds=seeds).step_s
+        changed_workloads["changes of the devices"] = replace(work, shift=work.shift / 2)
+        del changed_workloads["pushes of weights"]  # pushes are a part of these changes
+
+    current_seconds = simulate(work, seeds=seeds).step_s
     return {
-        name: max(0.0, 1 - simulate(changed, seeds=seeds).step_s / now) for name, changed in changes.items()
+        name: max(0.0, 1 - simulate(changed_workload, seeds=seeds).step_s / current_seconds)
+        for name, changed_workload in changed_workloads.items()
     }

@@ -1,7 +1,7 @@
 """A run in simulated time: engines, tools and a trainer around the real buffer, plans and flow control.
 
-Seeded and pure: from a workload it computes one record per step. Left out: failures, memory, validation.
-Where engines and trainer use the same devices, the real `Shifts` say whose shift it is.
+Seeded and pure: from a workload the simulation computes one record per step. Left out: failures, memory,
+validation. If engines and trainer share devices, the real `Shifts` decide whose shift it is.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from asyncrl.buffer.staleness import pending
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeResult, EpisodeStats
 
-MOMENT = 1e-6  # seconds
-# A turn's tokens count as sampled in four quarters: at these parts of its duration before its end.
-PARTS = np.array([0.875, 0.625, 0.375, 0.125])
+TIME_EPSILON = 1e-6  # Seconds by which two times may differ and count as equal.
+# A turn's tokens count as sampled in four quarters: at these fractions of its duration before its end.
+QUARTER_MIDPOINTS = np.array([0.875, 0.625, 0.375, 0.125])
 
 
 class RecordedTurn(msgspec.Struct, frozen=True):
-    """Tokens that were sampled, and the seconds from then to the next turn, or until the episode landed."""
+    """The sampled tokens of a turn, and the seconds until the next turn, or until the episode landed."""
 
     tokens: float
     wait: float
@@ -43,346 +43,420 @@ Recorded = tuple[tuple[tuple[RecordedTurn, ...], ...], ...]  # turns of episodes
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """A workload, in seconds and tokens. Episodes play as those of a group that is drawn from `recorded`."""
+    """A workload, in seconds and tokens. Episodes play like the episodes of a group that is drawn from
+    `recorded`."""
 
     recorded: Recorded
     buffer: BufferConfig = BufferConfig(groups_per_batch=8, episodes_per_group=4, group_policy="complete")
     slots: int = 64
     speed: float = 200.0  # tokens/s of one episode alone
     rate: float = 4000.0  # tokens/s of all engines
-    base: float = 0.0  # n episodes that sample take max(1/speed, base + n/rate) seconds for a token each
+    base: float = 0.0  # if n episodes sample, each token takes max(1/speed, base + n/rate) seconds
     train: float = 0.2  # seconds per batch, by its episodes
     commit: float = 0.0  # seconds per batch, at its end: the optimizer's step, the snapshot
     publish: float = 0.05  # seconds from a commit until the engines have the weights
     shift: float | None = None  # engines and trainer use the same devices: seconds of both changes together
     lent: float = 0.0  # tokens/s more of all engines, while the trainer waits
     ranks: int = 1
-    micro_tokens: int = 1 << 30  # of a micro-batch on one rank; more than a batch: batches are trained whole
-    computed: float = 1.0  # tokens that the trainer computes for each that was sampled
-    filtered: float = 0.0  # share of groups without a learning signal
+    micro_tokens: int = 1 << 30  # tokens of a micro-batch on one rank; the default trains whole batches
+    computed: float = 1.0  # tokens that the trainer computes per sampled token
+    filtered: float = 0.0  # fraction of groups without a learning signal
     limit: float = 60.0  # seconds that an episode may take
 
 
 class SimulatedStep(msgspec.Struct, frozen=True):
-    """Holds figures of one step. Times in seconds, lags in batches."""
+    """Figures of one step. Times in seconds, lags in batches."""
 
-    limit: int  # on live groups, in it
+    limit: int  # limit of live groups in this step
     seconds: float  # from the last commit to this one
-    train: float  # seconds of these in which the trainer worked
-    rollout: float  # in which the engines worked
-    awake: float  # in which they had the devices; all, without shifts
-    masked: float  # share of the batch's model tokens that were over the bound
+    train: float  # seconds in which the trainer worked
+    rollout: float  # seconds in which the engines worked
+    awake: float  # seconds in which engines had the devices; without shifts all seconds
+    masked: float  # fraction of the batch's model tokens over the staleness bound
     lags: tuple[float, ...]  # sampled tokens of its batch within the bound, by lag: 0, 1, …
 
     @property
     def tokens(self) -> float:
-        """Within the bound."""
+        """Tokens of the batch within the staleness bound."""
         return sum(self.lags)
 
     @property
     def lag(self) -> float:
-        """The mean of the tokens within the bound."""
+        """The mean lag of the tokens within the staleness bound."""
         return sum(lag * tokens for lag, tokens in enumerate(self.lags)) / max(1e-9, self.tokens)
 
 
-class _Play:
-    """An episode that runs; the last `left` turns of `recorded` are to be sampled."""
+class _SimulatedEpisode:
+    """An episode under way; the last `turns_left` turns of `recorded` are to be sampled."""
 
-    def __init__(self, episode: EpisodeRecord, recorded: Sequence[RecordedTurn], began: float) -> None:
+    def __init__(self, episode: EpisodeRecord, recorded: Sequence[RecordedTurn], began_at: float) -> None:
         self.episode = episode
         self.recorded = recorded
-        self.left = len(recorded)
-        self.began = began
-        # times are the engines'
-        self.turn_began = began
+        self.turns_left = len(recorded)
+        self.began_at = began_at
+        # Times are on the engines' clock.
+        self.turn_began_at = began_at
         self.version = 0
-        self.tokens = 0.0
-        self.turns: list[tuple[float, float, float]] = []  # began, ended, tokens
+        self.turn_tokens = 0.0
+        self.turn_spans: list[tuple[float, float, float]] = []  # began, ended, tokens
 
 
 class Simulation:
     """A simulated run. Its flow control moves the live limit, unless buffer.target_staleness is a number."""
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
-        self.w = workload
+        self.workload = workload
         self.now = 0.0
         self.random = Random(seed)
-        keys = workload.buffer
-        filters = workload.filtered > 0 and keys.episodes_per_group > 1
-        keys = replace(keys, filter_zero_variance=filters, retire_pass_rate=1.0)
+
+        buffer_config = workload.buffer
+        filters_groups = workload.filtered > 0 and buffer_config.episodes_per_group > 1
+        buffer_config = replace(buffer_config, filter_zero_variance=filters_groups, retire_pass_rate=1.0)
         prompts = Prompts(1, lambda epoch: [0])
-        self.buffer = ReplayBuffer(keys, prompts, total_groups=1 << 60, retries=0, group_bytes=0)
+        self.buffer = ReplayBuffer(buffer_config, prompts, total_groups=1 << 60, retries=0, group_bytes=0)
         self.batches = Batches(self.buffer, workload.micro_tokens, flush=True, packing="packed")
-        self.control = FlowControl(keys)
-        self.crossings = Crossings(self.buffer, keys.max_staleness)
+        self.flow_control = FlowControl(buffer_config)
+        self.crossings = Crossings(self.buffer, buffer_config.max_staleness)
+
         self.steps: list[SimulatedStep] = []
-        fill = keys.shift_fill
-        shares = workload.shift is not None
-        self.shifts = Shifts(fill, 0.0) if shares else None  # it begins with the trainer's, which has no data
-        # devices change hands; when engines last sampled
-        self._changing = False
+        shift_fill = buffer_config.shift_fill
+        shares_devices = workload.shift is not None
+        # The run begins with the trainer's shift, which has no data.
+        self.shifts = Shifts(shift_fill, 0.0) if shares_devices else None
+        # Whether devices change hands, and when engines last sampled.
+        self._devices_changing = False
         self._sampled_at = 0.0
-        self._order = count()
+        self._event_numbers = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        # The engines divide their rate equally. `served`: tokens of a turn that would run since the start.
-        self._served = 0.0
-        self._sampling: list[tuple[float, int, _Play]] = []  # (served at its end, order, episode)
-        self._groups: dict[int, tuple[tuple[tuple[RecordedTurn, ...], ...], bool]] = {}  # drawn; filtered
-        self._turns: dict[str, list[tuple[float, float, float]]] = {}  # of episodes that landed
-        self._held = 0  # slots
-        self._changed = True  # something may be admitted, begun or trained
-        self._working = False
-        self._micro = 0
-        self._refused = (-1, 0)
-        self._published: list[float] = []  # when the engines got version 1, 2 …
-        # of the step: engines, trainer; its start
-        self._busy = 0.0
-        self._worked = 0.0
-        self._began = 0.0
-        self._clock_began = 0.0
-        # seconds of episodes that landed in it: without sampling, all
-        self._waited = 0.0
-        self._lived = 0.0
-        self._lags: list[tuple[np.ndarray, np.ndarray]] = []  # of the batch: lags, tokens
+        # Episodes share the engines' rate equally. `_served_tokens`: those of a turn running since the start.
+        self._served_tokens = 0.0
+        self._sampling: list[tuple[float, int, _SimulatedEpisode]] = []  # (served at its end, order, episode)
+        # By group: the drawn turns, and whether the group is filtered.
+        self._drawn_groups: dict[int, tuple[tuple[tuple[RecordedTurn, ...], ...], bool]] = {}
+        self._landed_turns: dict[str, list[tuple[float, float, float]]] = {}  # turns of landed episodes
+        self._used_slots = 0
+        self._state_changed = True  # something may be admitted, begun or trained
+        self._trainer_working = False
+        self._micro_batches = 0
+        self._refused_state = (-1, 0)
+        self._published_at: list[float] = []  # when the engines got version 1, 2 …
+        # Of the step under way: seconds of engines and trainer, and its start.
+        self._engine_seconds = 0.0
+        self._trainer_seconds = 0.0
+        self._step_began = 0.0
+        self._step_clock_began = 0.0
+        # Seconds of episodes that landed in the step: without sampling, and in total.
+        self._episode_wait_seconds = 0.0
+        self._episode_seconds = 0.0
+        self._batch_lags: list[tuple[np.ndarray, np.ndarray]] = []  # lags and tokens of the batch
 
     # -- time ----------------------------------------------------------------------------------------
 
     def run(self, steps: int, changes: Mapping[int, Workload] = MappingProxyType({})) -> list[SimulatedStep]:
-        """Give one record per step. `changes`: by step, the workload from that step on."""
+        """Return one record per step. `changes`: by step, the workload from that step on."""
         while len(self.steps) < steps:
-            self.w = changes.get(len(self.steps), self.w)
-            while self._changed:
-                self._changed = False
+            self.workload = changes.get(len(self.steps), self.workload)
+            while self._state_changed:
+                self._state_changed = False
                 self._admit()
-                self._train()
-                self._shift()
-            self._next()
+                self._train_next()
+                self._move_shift()
+            self._advance()
         return self.steps
 
     @property
-    def _clock(self) -> float:
+    def _engine_clock(self) -> float:
         """The time on the engines' clock."""
         return self.now if self.shifts is None else self.shifts.clock(self.now)
 
     def _has_devices(self, side: Shift) -> bool:
         return self.shifts is None or self.shifts.shift is side
 
-    def _after(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._order), what))
+    def _schedule(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._event_numbers), action))
 
-    def _next(self) -> None:
-        """The next event, or the end of the next turn, whichever is first."""
-        awake = self._has_devices(Shift.ROLLOUT)
-        sampling = len(self._sampling) * awake
-        rate = self.w.rate + (0.0 if self._working else self.w.lent)
-        rate = awake / max(1 / self.w.speed, self.w.base + max(1, sampling) / rate)
-        ends = self.now + (self._sampling[0][0] - self._served) / rate if sampling else math.inf
-        at = min(ends, self._events[0][0] if self._events else math.inf)
-        if at == math.inf:
+    def _advance(self) -> None:
+        """Advance to the next event or to the end of the next turn, whichever comes first."""
+        engines_awake = self._has_devices(Shift.ROLLOUT)
+        sampling_count = len(self._sampling) if engines_awake else 0
+        token_rate = self.workload.rate + (0.0 if self._trainer_working else self.workload.lent)
+        token_rate = engines_awake / max(
+            1 / self.workload.speed, self.workload.base + max(1, sampling_count) / token_rate
+        )
+        turn_end = (
+            self.now + (self._sampling[0][0] - self._served_tokens) / token_rate
+            if sampling_count
+            else math.inf
+        )
+        event_time = min(turn_end, self._events[0][0] if self._events else math.inf)
+        if event_time == math.inf:
             raise ValueError("the simulated run waits for nothing: its workload cannot fill a batch")
-        self._served += rate * (at - self.now)
-        self._busy += (at - self.now) * bool(sampling)
-        self._sampled_at = at if sampling else self._sampled_at
-        self.now = at
-        if ends <= at:
+
+        self._served_tokens += token_rate * (event_time - self.now)
+        if sampling_count:
+            self._engine_seconds += event_time - self.now
+            self._sampled_at = event_time
+        self.now = event_time
+
+        if turn_end <= event_time:
             self._turn_ended(heapq.heappop(self._sampling)[2])
         else:
             heapq.heappop(self._events)[2]()
 
     # -- shifts --------------------------------------------------------------------------------------
 
-    def _shift(self) -> None:
+    def _move_shift(self) -> None:
         """Let the devices change hands if it is time."""
         shifts = self.shifts
-        over = not self._changing
-        if shifts is None or self.w.shift is None:
+        is_settled = not self._devices_changing
+        if shifts is None or self.workload.shift is None:
             return
+
         step = self.buffer.committed
-        waits = not self._working
-        outlook = self.batches.outlook(step, self._micro, self.w.ranks) if waits else NOTHING_ASKED
-        idle = self.now - self._sampled_at
-        seen = Situation(outlook, asked=waits, asleep=over, awake=over, resting=over, idle=idle)
-        if not shifts.move(self.now, seen):
+        trainer_waits = not self._trainer_working
+        outlook = (
+            self.batches.outlook(step, self._micro_batches, self.workload.ranks)
+            if trainer_waits
+            else NOTHING_ASKED
+        )
+        idle_seconds = self.now - self._sampled_at
+        situation = Situation(
+            outlook,
+            asked=trainer_waits,
+            asleep=is_settled,
+            awake=is_settled,
+            resting=is_settled,
+            idle=idle_seconds,
+        )
+
+        if not shifts.move(self.now, situation):
             return
-        self._changed = True
-        self._refused = (-1, 0)
+
+        self._state_changed = True
+        self._refused_state = (-1, 0)
         if shifts.shift in shifts.seconds:
-            self._changing = True
-            self._after(self.w.shift / 2, self._exchanged)
+            self._devices_changing = True
+            self._schedule(self.workload.shift / 2, self._exchanged)
         elif shifts.shift is Shift.ROLLOUT:
             self._woke()
 
     def _exchanged(self) -> None:
-        self._changing = False
-        self._changed = True
+        self._devices_changing = False
+        self._state_changed = True
 
     def _woke(self) -> None:
-        """Engines go on, with the newest version; deadlines come as much later as they slept."""
-        self._published += [self._clock] * (self.buffer.committed - len(self._published))
-        for _, _, play in self._sampling:
-            if play.turn_began == self._clock:  # it has waited for this
-                play.version = len(self._published)
+        """Let engines continue with the newest version. Deadlines move by the time that the engines slept."""
+        self._published_at += [self._engine_clock] * (self.buffer.committed - len(self._published_at))
+        for _, _, playing in self._sampling:
+            if playing.turn_began_at == self._engine_clock:  # The turn has waited for the engines
+                playing.version = len(self._published_at)
+
         for group in self.buffer.live.values():
-            if self._clock < group.deadline < math.inf:
-                self._tick_at(group.deadline)
+            if self._engine_clock < group.deadline < math.inf:
+                self._schedule_deadline(group.deadline)
+
         self._sampled_at = self.now
         self._look_again()
 
     def _look_again(self) -> None:
-        """Ask whose shift it is once engines have idled for as long as two changes take."""
+        """Ask again whose shift it is once engines have idled for as long as two changes take."""
         if self.shifts is not None and not self._sampling:
-            self._after(sum(self.shifts.seconds.values()) + MOMENT, self._look)
+            self._schedule(sum(self.shifts.seconds.values()) + TIME_EPSILON, self._mark_changed)
 
-    def _look(self) -> None:
-        self._changed = True
+    def _mark_changed(self) -> None:
+        self._state_changed = True
 
     # -- rollout -------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Rule 1, then rule 2, as the coordinator follows them."""
+        """Admit groups and begin episodes by rule 1, then rule 2, as the coordinator does."""
         if not self._has_devices(Shift.ROLLOUT):
             return
-        slots = self.w.slots
-        version = len(self._published)
-        while self.buffer.can_admit(slots - self._held - self.buffer.waiting, slots):
-            self.buffer.admit(self.buffer.committed, self._clock)
+
+        slots = self.workload.slots
+        version = len(self._published_at)
+
+        while self.buffer.can_admit(slots - self._used_slots - self.buffer.waiting, slots):
+            self.buffer.admit(self.buffer.committed, self._engine_clock)
         if not self.buffer.waiting:
             return
-        for needed, episode in pending(self.buffer):
-            if self._held >= slots:
-                return
-            if needed <= version:
-                self._begin(episode, version)
-            elif self.buffer.config.on_stale != "hold":
-                return  # later ones need no older weights
 
-    def _begin(self, episode: EpisodeRecord, version: int) -> None:
-        self._held += 1
-        self.buffer.assign(episode, "", 0, version, self._clock)
+        for min_version, episode in pending(self.buffer):
+            if self._used_slots >= slots:
+                return
+            if min_version <= version:
+                self._begin_episode(episode, version)
+            elif self.buffer.config.on_stale != "hold":
+                return  # Later episodes need no older weights
+
+    def _begin_episode(self, episode: EpisodeRecord, version: int) -> None:
+        self._used_slots += 1
+        self.buffer.assign(episode, "", 0, version, self._engine_clock)
+
         group = self.buffer.live[episode.group]
         random = self.random
-        if group.id not in self._groups:
-            self._groups[group.id] = random.choice(self.w.recorded), random.random() < self.w.filtered
+        if group.id not in self._drawn_groups:
+            self._drawn_groups[group.id] = (
+                random.choice(self.workload.recorded),
+                random.random() < self.workload.filtered,
+            )
             if group.patience < math.inf:
-                self._tick_at(group.deadline)
-        drawn, _ = self._groups[group.id]  # a group of more members than were recorded has some twice
-        recorded = drawn[episode.member] if episode.member < len(drawn) else random.choice(drawn)
-        self._sample(_Play(episode, recorded, self._clock))
+                self._schedule_deadline(group.deadline)
+        # A group with more members than were recorded repeats some.
+        drawn_group, _ = self._drawn_groups[group.id]
+        recorded = (
+            drawn_group[episode.member] if episode.member < len(drawn_group) else random.choice(drawn_group)
+        )
 
-    def _tick_at(self, at: float) -> None:
-        """At a time on the engines' clock; if they sleep before it, `_woke` asks again."""
-        self._after(at - self._clock, lambda: self._deadline(at))
+        self._begin_turn(_SimulatedEpisode(episode, recorded, self._engine_clock))
 
-    def _deadline(self, at: float) -> None:
-        if self._clock >= at - MOMENT:
-            self.buffer.tick(max(at, self._clock))
-            self._changed = True
+    def _schedule_deadline(self, deadline: float) -> None:
+        """Schedule a deadline on the engines' clock; if engines sleep before then, `_woke` schedules the
+        deadline again."""
+        self._schedule(deadline - self._engine_clock, lambda: self._pass_deadline(deadline))
 
-    def _sample(self, play: _Play) -> None:
-        play.tokens = play.recorded[-play.left].tokens
-        play.turn_began = self._clock
-        play.version = len(self._published)
-        heapq.heappush(self._sampling, (self._served + play.tokens, next(self._order), play))
+    def _pass_deadline(self, deadline: float) -> None:
+        if self._engine_clock >= deadline - TIME_EPSILON:
+            self.buffer.tick(max(deadline, self._engine_clock))
+            self._state_changed = True
 
-    def _turn_ended(self, play: _Play) -> None:
-        tokens = max(1, round(play.tokens))
+    def _begin_turn(self, play: _SimulatedEpisode) -> None:
+        play.turn_tokens = play.recorded[-play.turns_left].tokens
+        play.turn_began_at = self._engine_clock
+        play.version = len(self._published_at)
+        heapq.heappush(
+            self._sampling, (self._served_tokens + play.turn_tokens, next(self._event_numbers), play)
+        )
+
+    def _turn_ended(self, play: _SimulatedEpisode) -> None:
+        token_count = max(1, round(play.turn_tokens))
         episode = play.episode
-        play.turns.append((play.turn_began, self._clock, play.tokens))
-        self.buffer.waiting_tokens.begin(episode.uid, self._clock, play.tokens)
-        computed = max(tokens, round(tokens * self.w.computed))
-        episode.extend(computed, tokens, play.version, len(self._published))
+        play.turn_spans.append((play.turn_began_at, self._engine_clock, play.turn_tokens))
+        self.buffer.waiting_tokens.begin(episode.uid, self._engine_clock, play.turn_tokens)
+
+        computed_tokens = max(token_count, round(token_count * self.workload.computed))
+        episode.extend(computed_tokens, token_count, play.version, len(self._published_at))
         self.buffer.touch(episode)
-        wait = min(play.recorded[-play.left].wait, self.w.limit - (self._clock - play.began))
-        play.left -= 1
-        goes_on = self._sample if play.left and wait >= 0 else self._landed
-        self._after(max(0.0, wait), lambda: goes_on(play))
+
+        wait_seconds = min(
+            play.recorded[-play.turns_left].wait, self.workload.limit - (self._engine_clock - play.began_at)
+        )
+        play.turns_left -= 1
+        next_action = self._begin_turn if play.turns_left and wait_seconds >= 0 else self._land_episode
+        self._schedule(max(0.0, wait_seconds), lambda: next_action(play))
         self._look_again()
 
-    def _landed(self, play: _Play) -> None:
-        """Rewards of a group differ, unless it is to be filtered."""
+    def _land_episode(self, play: _SimulatedEpisode) -> None:
+        """Finish an episode. Rewards of a group differ, unless the group is to be filtered."""
         episode = play.episode
-        self._changed = True
-        self._held -= 1
-        lived = self._clock - play.began
-        self._waited += lived - sum(ended - began for began, ended, _ in play.turns)
-        self._lived += lived
-        self._turns[episode.uid] = play.turns
-        _, filtered = self._groups[episode.group]
+        self._state_changed = True
+        self._used_slots -= 1
+
+        lifetime = self._engine_clock - play.began_at
+        self._episode_wait_seconds += lifetime - sum(
+            ended_at - began_at for began_at, ended_at, _ in play.turn_spans
+        )
+        self._episode_seconds += lifetime
+        self._landed_turns[episode.uid] = play.turn_spans
+
+        _, filtered = self._drawn_groups[episode.group]
         result = EpisodeResult(0.0 if filtered else float(episode.member))
-        self.buffer.finish(episode, result, EpisodeStats(len(play.turns)), self._clock)
+        self.buffer.finish(episode, result, EpisodeStats(len(play.turn_spans)), self._engine_clock)
 
     # -- training ------------------------------------------------------------------------------------
 
-    def _train(self) -> None:
-        """Ask for the next micro-batch, unless nothing changed since the last one was refused."""
-        known = self.buffer.tally.states[State.READY], self.buffer.refills
-        if self._working or known == self._refused or not self._has_devices(Shift.TRAIN):
+    def _train_next(self) -> None:
+        """Ask for the next micro-batch, unless nothing has changed since the last request was refused."""
+        buffer_state = self.buffer.tally.states[State.READY], self.buffer.refills
+        if self._trainer_working or buffer_state == self._refused_state or not self._has_devices(Shift.TRAIN):
             return
-        uids = self.batches.plan(self.buffer.committed, self._micro, self.w.ranks)
-        self._refused = (-1, 0) if uids is not None else known
+
+        uids = self.batches.plan(self.buffer.committed, self._micro_batches, self.workload.ranks)
+        self._refused_state = (-1, 0) if uids is not None else buffer_state
         if uids is None:
             return
-        self._working = True
+
+        self._trainer_working = True
         if not uids:
-            self._worked += self.w.commit
-            self._after(self.w.commit, self._commit)
+            self._trainer_seconds += self.workload.commit
+            self._schedule(self.workload.commit, self._commit_step)
             return
-        self._micro += 1
-        turns = np.array([turn for uid in uids for turn in self._turns.pop(uid)])
-        sampled = turns[:, 1] - np.outer(PARTS, turns[:, 1] - turns[:, 0])
-        versions = np.searchsorted(np.array(self._published), sampled, "right")
-        self._lags.append((self.buffer.committed - versions, np.broadcast_to(turns[:, 2], versions.shape)))
-        seconds = self.w.train * len(uids) / self.w.buffer.batch_size
-        self._worked += seconds
-        self._after(seconds, self._trained)
+
+        self._micro_batches += 1
+        turn_spans = np.array([turn for uid in uids for turn in self._landed_turns.pop(uid)])
+        sampled_at = turn_spans[:, 1] - np.outer(QUARTER_MIDPOINTS, turn_spans[:, 1] - turn_spans[:, 0])
+        versions = np.searchsorted(np.array(self._published_at), sampled_at, "right")
+        self._batch_lags.append(
+            (self.buffer.committed - versions, np.broadcast_to(turn_spans[:, 2], versions.shape))
+        )
+
+        seconds = self.workload.train * len(uids) / self.workload.buffer.batch_size
+        self._trainer_seconds += seconds
+        self._schedule(seconds, self._trained)
 
     def _trained(self) -> None:
-        self._working = False
-        self._changed = True
+        self._trainer_working = False
+        self._state_changed = True
 
     def _publish(self) -> None:
-        self._published.append(self.now)
-        self._changed = True
+        self._published_at.append(self.now)
+        self._state_changed = True
 
-    def _commit(self) -> None:
+    def _commit_step(self) -> None:
         step = self.buffer.committed
-        live = self.buffer.tally.open(self.buffer.committed)
+        open_groups = self.buffer.tally.open(self.buffer.committed)
         self.batches.commit(step + 1, self.batches.batches[step].uids)
         self.batches.retain(step + 1)
-        self.buffer.changes()  # kept for a store, which there is not
+        self.buffer.changes()  # Changes are meant for a store; a simulation has none
+
         if self.shifts is None:
-            self._after(self.w.publish, self._publish)
-        lags, tokens = (np.concatenate([part[k].ravel() for part in self._lags]) for k in (0, 1))
-        bound = self.buffer.config.max_staleness
-        limit = self.buffer.live_limit
-        by_lag = np.bincount(lags, tokens / PARTS.size, bound + 1)
-        total = float(by_lag.sum())
-        within = by_lag[: bound + 1].tolist()
-        over = by_lag[bound + 1 :]
-        masked = float(over.sum()) / total
-        seconds = self.now - self._began
-        awake = self._clock - self._clock_began
-        self.steps.append(
-            SimulatedStep(limit, seconds, self._worked, self._busy, awake, masked, tuple(within))
+            self._schedule(self.workload.publish, self._publish)
+
+        lags, tokens = (
+            np.concatenate([batch_lags[column].ravel() for batch_lags in self._batch_lags])
+            for column in (0, 1)
         )
-        crossed = self.crossings.committed(masked, total, self._clock)
+        max_staleness = self.buffer.config.max_staleness
+        live_limit = self.buffer.live_limit
+        tokens_by_lag = np.bincount(lags, tokens / QUARTER_MIDPOINTS.size, max_staleness + 1)
+        total_tokens = float(tokens_by_lag.sum())
+        tokens_within = tokens_by_lag[: max_staleness + 1].tolist()
+        tokens_over = tokens_by_lag[max_staleness + 1 :]
+        masked = float(tokens_over.sum()) / total_tokens
+
+        step_seconds = self.now - self._step_began
+        awake_seconds = self._engine_clock - self._step_clock_began
+        self.steps.append(
+            SimulatedStep(
+                limit=live_limit,
+                seconds=step_seconds,
+                train=self._trainer_seconds,
+                rollout=self._engine_seconds,
+                awake=awake_seconds,
+                masked=masked,
+                lags=tuple(tokens_within),
+            )
+        )
+
+        crossed_fraction = self.crossings.committed(masked, total_tokens, self._engine_clock)
         if self.buffer.config.target_staleness == "auto":
-            idle = 1 - self._worked / seconds
-            grows = live >= limit
-            if self.shifts is not None:  # the trainer waits for its shift in any case
-                idle = 1 - self._busy / max(MOMENT, self._busy, awake)
-            outside = self._waited / max(1e-9, self._lived)
-            shares = [(crossed, self.buffer.config.stale_budget)]
-            self.control.update(shares, grows and idle >= BUSY, idle * outside)
-            self.buffer.live_limit = self.control.limit
-            self.buffer.spare = self.control.spare(outside)
-        self._lags = []
-        self._began = self.now
-        self._busy = 0.0
-        self._worked = 0.0
-        self._waited = 0.0
-        self._lived = 0.0
-        self._clock_began = self._clock
-        self._working = False
-        self._micro = 0
-        self._changed = True
+            idle = 1 - self._trainer_seconds / step_seconds
+            is_at_limit = open_groups >= live_limit
+            if self.shifts is not None:  # The trainer waits for its shift in any case
+                idle = 1 - self._engine_seconds / max(TIME_EPSILON, self._engine_seconds, awake_seconds)
+            waiting_fraction = self._episode_wait_seconds / max(1e-9, self._episode_seconds)
+            stale_fractions = [(crossed_fraction, self.buffer.config.stale_budget)]
+            self.flow_control.update(stale_fractions, is_at_limit and idle >= BUSY, idle * waiting_fraction)
+            self.buffer.live_limit = self.flow_control.limit
+            self.buffer.spare = self.flow_control.spare(waiting_fraction)
+
+        self._batch_lags = []
+        self._step_began = self.now
+        self._engine_seconds = 0.0
+        self._trainer_seconds = 0.0
+        self._episode_wait_seconds = 0.0
+        self._episode_seconds = 0.0
+        self._step_clock_began = self._engine_clock
+        self._trainer_working = False
+        self._micro_batches = 0
+        self._state_changed = True

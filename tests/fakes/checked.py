@@ -21,8 +21,9 @@ import msgspec
 import pytest
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.launch.checks import ALL, examine
-from asyncrl.launch.data import Inputs, Note
+from asyncrl.launch.checks import ALL_CHECKS, collect_notes
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import Note
 
 Keys = Mapping[str, Any]  # dotted
 Spoil = Keys | Callable[["Given"], Any]
@@ -94,9 +95,11 @@ class Given:
     def notes(self, *names: str) -> list[Note]:
         """What these checks find, after those that they need."""
         needed = set(names)
-        for check in reversed(ALL):
-            needed |= set(check.needs) if check.name in needed else set()
-        return list(examine([check for check in ALL if check.name in needed], Inputs(self.config())))
+        for check in reversed(ALL_CHECKS):
+            needed |= set(check.required_checks) if check.name in needed else set()
+        return list(
+            collect_notes([check for check in ALL_CHECKS if check.name in needed], Inputs(self.config()))
+        )
 
 
 def assert_found(given: Given, expected: str, spoils: Spoil | list[Spoil], text: str = "") -> None:
@@ -105,7 +108,7 @@ def assert_found(given: Given, expected: str, spoils: Spoil | list[Spoil], text:
     level, _, names = expected.partition(": ")
     given.spoil(spoils if isinstance(spoils, list) else [spoils])
     notes = given.notes(*names.split(", "))
-    found = [note for note in notes if note.check == names.split(", ")[-1]]
+    found = [note for note in notes if note.subject == names.split(", ")[-1]]
     said = [note.text for note in found if note.level == level]
     assert {note.level for note in found} <= {"ok", level}, notes
     assert level == "ok" or len(said) == 1, notes

@@ -19,7 +19,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import placement, session
 from asyncrl.launch.process import LocalSpawner
-from asyncrl.launch.run_directory import locked
+from asyncrl.launch.run_directory import prepare_and_lock
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.wire.messages.channels import ToCoordinatorControl
 from asyncrl.wire.messages.shared import ObserverHello, RunEnd, Status, Stop, Welcome
@@ -153,7 +153,7 @@ def units(**targets: str) -> tuple[placement.Unit, ...]:
         placement.Unit(
             role,
             tuple(
-                placement.RolePlace(role, i, 1, f"tests.fakes.launching:{name}")
+                placement.PlannedProcess(role, i, 1, f"tests.fakes.launching:{name}")
                 for i, name in enumerate(names)
             ),
         )
@@ -182,14 +182,14 @@ class FirstStatus:
         self._config = config
         self._told = False
 
-    def status(self, *arguments: Any) -> None:
+    def show_status(self, *arguments: Any) -> None:
         if not self._told:
             tell(self._config, "running")
         self._told = True
 
-    def step(self, *arguments: Any) -> None: ...
+    def show_step(self, *arguments: Any) -> None: ...
 
-    def note(self, text: str) -> None: ...
+    def print_note(self, text: str) -> None: ...
 
 
 def parent(run_dir: Path, *pairs: str) -> int:
@@ -198,7 +198,7 @@ def parent(run_dir: Path, *pairs: str) -> int:
     targets = dict(pair.split("=") for pair in pairs)
     settings = config(run_dir, stop_timeout=float(targets.pop("stop_timeout", 10)))
     where = run_dir / settings.name
-    with locked(settings):
+    with prepare_and_lock(settings):
         endpoints = choose_endpoints("127.0.0.1", 0)
         spawner = LocalSpawner(where, endpoints)
         supervisor = Supervisor(units(**targets), spawner, where, 2, spawner.rendezvous)

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.launch import placement
 from asyncrl.launch.process import LocalSpawner
-from asyncrl.launch.run_directory import locked
+from asyncrl.launch.run_directory import prepare_and_lock
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.sockets import choose_endpoints
 from tests.fakes.launching import DEADLINE, Events, config, gone, only
@@ -41,7 +41,7 @@ class SupervisedRun:
     def __init__(self, tmp_path: Path, units: tuple[placement.Unit, ...], restarts: int = 2) -> None:
         settings = config(tmp_path)
         self.run_dir = tmp_path / settings.name
-        self._lock = locked(settings)
+        self._lock = prepare_and_lock(settings)
         self._lock.__enter__()
         self.spawner = LocalSpawner(self.run_dir, choose_endpoints("127.0.0.1", 0))
         self.notes: list[str] = []
@@ -53,12 +53,12 @@ class SupervisedRun:
 
     def tick(self) -> RunOutcome | None:
         """Look at the processes, and again after every back-off."""
-        ending = self.supervisor.tick(self.now)
+        ending = self.supervisor.poll_processes(self.now)
         if ending is None:
-            if any(unit.retry_at is not None for unit in self.supervisor.units):
+            if any(unit.restart_at is not None for unit in self.supervisor.units):
                 self.wait_exits()
             self.now += LATER
-            ending = self.supervisor.tick(self.now)
+            ending = self.supervisor.poll_processes(self.now)
         return ending
 
     def wait_exits(self) -> None:
@@ -76,7 +76,7 @@ class SupervisedRun:
         process.wait(DEADLINE)
 
     def end(self) -> None:
-        self.supervisor.kill()
+        self.supervisor.kill_all()
         self.wait_exits()
         self._lock.__exit__(None, None, None)
 

@@ -18,7 +18,7 @@ from asyncrl import cli
 from asyncrl.config import RunConfig, WeightedSource, composition, parse
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import agents
-from asyncrl.launch.run_directory import check_paths_are_text, lock
+from asyncrl.launch.run_directory import check_paths_are_text, lock_directory
 from asyncrl.observe.files import write_status, write_summary
 from asyncrl.observe.metrics import SAMPLED as SUCCESS
 from tests.fakes.planted import report
@@ -515,7 +515,7 @@ def test_each_run_is_listed_with_its_newest_number(
     write_status(runs / "first", status)
     if summary:
         write_summary(runs / "first", {"conserved": True} | summary)
-    with lock(runs / "first", "run_dir"):
+    with lock_directory(runs / "first", "run_dir"):
         assert cli.main(["runs", "list", "--run-dir", str(runs)]) == 0
     assert capsys.readouterr().out == f"{'first':<32} {line}\n"
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 import asyncrl
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import RolePlace
+from asyncrl.launch.placement import PlannedProcess
 from asyncrl.launch.process import LocalSpawner, ProcessSpec
 from asyncrl.registry import IMPORTED_PACKAGES, Registry, bind, load_object, search_working_directory
 from asyncrl.wire.sockets import Endpoints
@@ -119,10 +119,10 @@ def test_all_packages_that_are_imported_are_known_to_be_needed() -> None:
 
 def test_a_role_starts_beside_files_with_names_of_pythons_modules(work: Path) -> None:
     spawner = LocalSpawner(work, Endpoints("", ""))
-    order = ProcessSpec(RolePlace("rollout", 0, 1, ""), "1")
-    command = [*spawner._command(order), "--help"]
+    order = ProcessSpec(PlannedProcess("rollout", 0, 1, ""), "1")
+    command = [*spawner._role_command(order), "--help"]
     done = subprocess.run(
-        command, env=spawner._environment(order), capture_output=True, text=True, timeout=60
+        command, env=spawner._role_environment(order), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
 

@@ -30,7 +30,14 @@ from msgspec.structs import replace
 
 from asyncrl.buffer import flow_control
 from asyncrl.buffer.lifetimes import Deadlines
-from asyncrl.planning.simulator import PARTS, Recorded, RecordedTurn, SimulatedStep, Simulation, Workload
+from asyncrl.planning.simulator import (
+    QUARTER_MIDPOINTS,
+    Recorded,
+    RecordedTurn,
+    SimulatedStep,
+    Simulation,
+    Workload,
+)
 
 GROUPS = 1000  # that episodes are drawn from
 
@@ -147,7 +154,7 @@ def alone(work: Workload) -> Alone:
     lives = ends[:, [1, -1]]
     parts = np.array(
         [
-            (tokens / PARTS.size, at, end, second, last)
+            (tokens / QUARTER_MIDPOINTS.size, at, end, second, last)
             for members, (second, last) in zip(groups, lives, strict=True)
             for sampled, turns, end in members
             for at, tokens in zip(sampled, turns, strict=True)
@@ -165,8 +172,8 @@ def _play(work: Workload, turns: Sequence[RecordedTurn]) -> tuple[list[float], l
     tokens = []
     for turn in turns:
         seconds = turn.tokens / work.speed
-        sampled += [now + seconds * (1 - part) for part in PARTS]
-        tokens += [turn.tokens] * PARTS.size
+        sampled += [now + seconds * (1 - part) for part in QUARTER_MIDPOINTS]
+        tokens += [turn.tokens] * QUARTER_MIDPOINTS.size
         now += seconds
         if now > work.limit:
             break
@@ -197,7 +204,7 @@ class Shorter(Deadlines):
         found = self._lifetimes.quantile(self.q, now)
         if newest := self.run.steps[-20:]:
             step = statistics.mean(one.seconds for one in newest)
-            found = min(found, self.wait * self.run.w.buffer.max_staleness * step)
+            found = min(found, self.wait * self.run.workload.buffer.max_staleness * step)
         return found
 
 
@@ -324,7 +331,7 @@ def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float
     size = run.buffer.config.groups_per_batch
     run.buffer.total_groups = steps * size
     if not spares:
-        run.control.first = run.control.most
+        run.flow_control.first = run.flow_control.most
     done = run.run(steps)
     found = Figures.of(done, one.batch)
     return (

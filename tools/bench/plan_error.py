@@ -27,7 +27,7 @@ from asyncrl.algorithms.recipe import with_group_policy
 from asyncrl.commands.plan import Measurements
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
-from asyncrl.planning.forecast import Forecast, fit, measured, predict
+from asyncrl.planning.forecast import Forecast, fit, measured_forecast, predict
 
 STEPS = 20
 SETTINGS = [
@@ -95,11 +95,11 @@ def main() -> None:
         under_way = [pool.submit(run, name, folder, *how) for name, how in wanted.items()]
         for one in under_way:
             one.result()
-    runs = {name: Measurements.of(folder / name, recompose(folder / name, [])) for name in wanted}
+    runs = {name: Measurements.read_run(folder / name, recompose(folder / name, [])) for name in wanted}
     probes = [runs[name] for name in PROBES]
-    loads = [one.load for one in probes[:2]]
+    loads = [one.engine_load for one in probes[:2]]
     fast, slow = (fit(p.config, p.rows, p.recorded, loads, p.publish_s) for p in (probes[0], probes[2]))
-    print(f"a token: {fast.base:.4f} s + {fast.share:.5f} s * n", flush=True)
+    print(f"a token: {fast.base:.4f} s + {fast.slope:.5f} s * n", flush=True)
     lines = []
     errors = []
     lags = []
@@ -109,10 +109,10 @@ def main() -> None:
             config: RunConfig = with_group_policy(found.config)
             rates = slow if SLOW[0] in CONFIGURATIONS[name] else fast
             if config.shifts:
-                own = fit(found.config, found.rows, found.recorded, [found.load], found.publish_s)
+                own = fit(found.config, found.rows, found.recorded, [found.engine_load], found.publish_s)
                 rates = replace(rates, shift_s=own.shift_s)
             told = predict(config, rates, STEPS, (0, 1, 2))
-            was = measured(found.rows)
+            was = measured_forecast(found.rows)
             errors.append(error(told.step_s, was.step_s))
             lags.append(abs(told.lag - was.lag))
             lines.append(line(name, seed, told, was))

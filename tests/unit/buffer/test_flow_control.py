@@ -33,7 +33,7 @@ from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.staleness import pending
 from asyncrl.config import BufferConfig, parse
-from asyncrl.planning.forecast import slower
+from asyncrl.planning.forecast import scale_waits
 from asyncrl.planning.simulator import SimulatedStep, Simulation, Workload
 from asyncrl.types import DropReason
 from tests.fakes.scripts import bench_script
@@ -44,7 +44,7 @@ BUDGET = 0.01
 BENCH = bench_script("flow_control")
 WORKLOADS: dict[str, Workload] = BENCH.WORKLOADS
 CHANGES: dict[str, Callable[[Workload], Workload]] = {
-    "a longer tail": lambda w: replace(w, recorded=slower(w.recorded, 3.0)),
+    "a longer tail": lambda w: replace(w, recorded=scale_waits(w.recorded, 3.0)),
     "a slower trainer": lambda w: replace(w, train=3 * w.train),
     "a third of the engines": lambda w: replace(w, rate=w.rate / 3),
     "three times the engines": lambda w: replace(w, rate=w.rate * 3),

@@ -16,7 +16,8 @@ import pytest
 from asyncrl import cli
 from asyncrl.episodes import parts
 from asyncrl.launch import preflight
-from asyncrl.launch.data import Inputs, RunData
+from asyncrl.launch.data import RunData
+from asyncrl.launch.inputs import Inputs
 from asyncrl.types import Message, Sample
 from tests.fakes.checked import Given, gpus
 from tests.fakes.data import stored
@@ -65,7 +66,7 @@ def test_the_dry_run_says_who_gets_which_gpu(
 def test_of_a_conversation_to_learn_what_precedes_its_first_answer_is_shown(given: Given) -> None:
     talk = (Message("user", "1 + 1?"), Message("assistant", "It is 2."))
     data = RunData(stored([Sample(0, "d", talk, "", given=0)]), None, [])
-    _, shown = preflight.describe_chat(Inputs(given.config(), data=data))
+    _, shown = preflight.describe_chat(Inputs(given.config(), loaded_data=data))
     assert shown.text.endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
 
 

@@ -17,9 +17,9 @@ from asyncrl.commands.eval import (
     argument_parser,
     by_task,
     configuration,
-    find_target,
     print_result,
-    summary,
+    resolve_target,
+    summarize_metrics,
 )
 from asyncrl.config import RunConfig, composition
 from asyncrl.errors import ConfigError
@@ -55,25 +55,25 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_what_is_named_is_found(run_dir: Path) -> None:
     newest, older = (str(run_dir / "checkpoints" / f"step-{step}" / "hf") for step in (10, 2))
-    assert find_target("mine", run_dir.parent) == Target(newest, run_dir)
-    assert find_target(str(run_dir), Path("elsewhere")) == Target(newest, run_dir)
-    assert find_target(str(Path(older).parent), Path("elsewhere")) == Target(older, run_dir)
-    assert find_target(older, run_dir.parent) == Target(older, None)
-    assert find_target("Qwen/Qwen3-0.6B", run_dir.parent) == Target("Qwen/Qwen3-0.6B", None)
+    assert resolve_target("mine", run_dir.parent) == Target(newest, run_dir)
+    assert resolve_target(str(run_dir), Path("elsewhere")) == Target(newest, run_dir)
+    assert resolve_target(str(Path(older).parent), Path("elsewhere")) == Target(older, run_dir)
+    assert resolve_target(older, run_dir.parent) == Target(older, None)
+    assert resolve_target("Qwen/Qwen3-0.6B", run_dir.parent) == Target("Qwen/Qwen3-0.6B", None)
     (Path(older) / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"step-2/hf: .* asyncrl merge"):
-        find_target(str(Path(older).parent), run_dir.parent)
+        resolve_target(str(Path(older).parent), run_dir.parent)
 
 
 def test_a_checkpoint_is_played_as_its_run_played(run_dir: Path) -> None:
     """And nothing is loaded that only training needs."""
-    found = configured(find_target(str(run_dir), run_dir), "rollout.slots=3")
+    found = configured(resolve_target(str(run_dir), run_dir), "rollout.slots=3")
     assert (found.total_steps, found.model.path) == (0, str(run_dir / "checkpoints" / "step-10" / "hf"))
     assert (found.rollout.temperature, found.rollout.slots, found.rollout.tools) == (0.5, 3, ["calculator"])
     assert (found.model.lora_rank, found.kl.where, found.algorithm.advantage) == (0, "none", "dr_grpo")
     assert found.data.train == found.data.test and found.data.test
     assert found.validation.samples > 10**6, "all of them"
-    some = configured(find_target(str(run_dir), run_dir), "samples=3", "episodes=2").validation
+    some = configured(resolve_target(str(run_dir), run_dir), "samples=3", "episodes=2").validation
     assert (some.samples, some.episodes) == (3, 2)
     assert found.name.startswith("eval-mine-step-10-") and found.resume == "auto"
 
@@ -107,7 +107,7 @@ def test_files_that_were_edited_are_another_run(tmp_path: Path) -> None:
 def test_a_model_and_runs_in_directories_of_any_name_are_evaluated(run_dir: Path) -> None:
     odd = run_dir.rename(run_dir.with_name("a b ü%20#?='(,)\n${x}"))
     options = argument_parser("eval", "").parse_args([str(odd), "samples=3", "--run-dir", str(odd.parent)])
-    found = configuration(find_target(str(odd), odd), options)
+    found = configuration(resolve_target(str(odd), odd), options)
     assert found.model.path == str(odd / "checkpoints" / "step-10" / "hf") and found.run_dir == str(
         odd.parent
     )
@@ -121,7 +121,7 @@ def test_a_model_and_runs_in_directories_of_any_name_are_evaluated(run_dir: Path
 def test_a_run_of_another_version_is_refused_with_its_file(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text("name: x\nolder: 1\n")
     with pytest.raises(ConfigError, match=r"mine/config.yaml: cannot be read by this version"):
-        find_target("mine", run_dir.parent)
+        resolve_target("mine", run_dir.parent)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_without_data_there_is_nothing_to_evaluate_on() -> None:
 def test_a_comparison_is_of_the_samples_that_both_have() -> None:
     numbers = {"val-core/all/sampled/success": {0: 1.0, 1: 0.5, 2: 0.0, 3: 1.0}}
     baseline = {"val-core/all/sampled/success": {0: 0.0, 1: 0.5, 3: 0.5}}
-    (found,) = summary(numbers, baseline).values()
+    (found,) = summarize_metrics(numbers, baseline).values()
     assert (found["mean"], found["samples"], found["difference"]) == (0.625, 4, 0.5)
     assert (found["difference_low"], found["difference_high"]) == interval([1.0, 0.0, 0.5])
 

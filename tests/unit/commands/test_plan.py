@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
-from asyncrl.commands.plan import Measurements, changed, ranked, splits
+from asyncrl.commands.plan import Measurements, rank_candidates, splits, with_keys
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import recompose
 from asyncrl.launch.process import BAD_INPUT, FAILED, INTERRUPTED
@@ -96,12 +96,12 @@ def configured(devices: dict[str, object]) -> RunConfig:
 
 def test_what_a_run_recorded(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "one", 16)
-    found = Measurements.of(run_dir, recompose(run_dir, []))
+    found = Measurements.read_run(run_dir, recompose(run_dir, []))
     assert (
         found.recorded == (((RecordedTurn(TOKENS, pytest.approx(WAIT)),),) * 4,) * 18
     )  # the newest left out
-    assert found.load.sampling == pytest.approx(16)
-    assert found.load.token_s == pytest.approx(BASE + 16 * SHARE)
+    assert found.engine_load.sampling == pytest.approx(16)
+    assert found.engine_load.token_s == pytest.approx(BASE + 16 * SHARE)
     assert found.publish_s == pytest.approx(0.75) and len(found.rows) == 8
 
 
@@ -110,8 +110,8 @@ def test_two_runs_give_the_law_and_one_a_guess(
 ) -> None:
     """Six groups are live, 4 of them being trained: so after 1.8 s of training the next batch
     waits for two groups, 0.36 s of sampling and 0.5 s of waits."""
-    monkeypatch.setattr(forecast, "MOST_STEPS", 6)
-    monkeypatch.setattr(forecast, "LEAST_STEPS", 6)
+    monkeypatch.setattr(forecast, "MAX_STEPS", 6)
+    monkeypatch.setattr(forecast, "MIN_STEPS", 6)
     runs = (("lr=1", 16), ("few", 4))  # a path with =, which is no override
     one, few = (str(make_run(tmp_path, name, slots)) for name, slots in runs)
     assert cli.main(["plan", one, few]) == 0
@@ -121,9 +121,9 @@ def test_two_runs_give_the_law_and_one_a_guess(
     seconds = next(line.split() for line in text.splitlines() if line.startswith("seconds a step "))
     assert float(seconds[-2]) == pytest.approx(TRAIN + COMMIT + 0.86, rel=0.02) and seconds[-1] == "4"
     assert "trainer.ranks=1 rollout.slots=" in text.splitlines()[-1]
-    monkeypatch.setattr(devices, "MOST_STEPS", 6)
-    monkeypatch.setattr(devices, "LEAST_STEPS", 6)
-    monkeypatch.setattr(forecast, "limits", lambda *_: {"trainer": 0.3, "pushes": -0.001})
+    monkeypatch.setattr(devices, "MAX_STEPS", 6)
+    monkeypatch.setattr(devices, "MIN_STEPS", 6)
+    monkeypatch.setattr(forecast, "time_savings", lambda *_: {"trainer": 0.3, "pushes": -0.001})
     assert cli.main(["plan", one, "--tail", "2", "--devices", "3", "rollout.slots=8"]) == 0
     text = capsys.readouterr().out
     assert (
@@ -138,8 +138,8 @@ def test_devices_are_split_or_shared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch takes an engine 0.36 s at its 16 slots, and a rank 1.8 s: changes of 9 s are never worth it."""
-    monkeypatch.setattr(devices, "MOST_STEPS", 6)
-    monkeypatch.setattr(forecast, "limits", lambda *_: {"trainer": 0.3})
+    monkeypatch.setattr(devices, "MAX_STEPS", 6)
+    monkeypatch.setattr(forecast, "time_savings", lambda *_: {"trainer": 0.3})
     run_dir = str(make_run(tmp_path, "one", 16))
     assert cli.main(["plan", run_dir, "--devices", "1"]) == 0
     text = capsys.readouterr().out
@@ -160,10 +160,10 @@ def test_one_split_is_recommended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots, batch and bound are tried with the split that the table of both ways takes, and no other."""
-    for module, name in ((devices, "MOST_STEPS"), (devices, "LEAST_STEPS"), (forecast, "LEAST_STEPS")):
+    for module, name in ((devices, "MAX_STEPS"), (devices, "MIN_STEPS"), (forecast, "MIN_STEPS")):
         monkeypatch.setattr(module, name, 6)
-    monkeypatch.setattr(forecast, "MOST_STEPS", 6)
-    monkeypatch.setattr(forecast, "limits", lambda *_: {"trainer": 0.3})
+    monkeypatch.setattr(forecast, "MAX_STEPS", 6)
+    monkeypatch.setattr(forecast, "time_savings", lambda *_: {"trainer": 0.3})
     assert cli.main(["plan", str(make_run(tmp_path, "one", 16)), "--devices", "3", "--shift", "9"]) == 0
     out, err = capsys.readouterr()
     taken = re.search(r"^take (rollout.workers=\d trainer.ranks=\d):", out, re.MULTILINE)
@@ -197,7 +197,7 @@ def test_a_probe_that_fails_keeps_its_directory_and_one_that_is_interrupted_does
     code: int,
     exits: int,
 ) -> None:
-    def ended(config: RunConfig, summary: bool) -> int:
+    def ended(config: RunConfig, show_summary: bool) -> int:
         (Path(config.run_dir) / config.name / "logs").mkdir(parents=True)
         return code
 
@@ -218,8 +218,8 @@ def test_splits_use_the_devices() -> None:
     ]
     assert splits(servers, 16) == [{"engine.servers": n, "trainer.ranks": 16 - 4 * n} for n in (1, 2, 3)]
     assert splits(servers, 4) == [] and len(splits(servers, 512)) == 8
-    assert changed(servers, {"rollout.slots": 0}) is None
-    other = changed(servers, {"rollout.slots": 7})
+    assert with_keys(servers, {"rollout.slots": 0}) is None
+    other = with_keys(servers, {"rollout.slots": 7})
     assert other is not None and other.rollout.slots == 7 and other.engine == servers.engine
 
 
@@ -228,4 +228,4 @@ def test_of_those_that_are_as_fast_the_lowest_lag_is_first() -> None:
         return Forecast(step_s, lag, 0.0, 0.0, 0.0, tokens=100.0)
 
     tried = [({"a": 1}, outcome(1.0, 3.0)), ({"a": 2}, outcome(2.0, 0.1)), ({"a": 3}, outcome(1.02, 1.0))]
-    assert [keys["a"] for keys, _ in ranked(tried)] == [3, 1, 2]
+    assert [keys["a"] for keys, _ in rank_candidates(tried)] == [3, 1, 2]

@@ -36,7 +36,7 @@ def test_a_step_is_replayed_with_the_keys_of_its_launch(
         seen.append(config)
         return ((number, {}) for number in range(step - 1, step + 1))
 
-    monkeypatch.setattr(replay, "_replayed", replayed)
+    monkeypatch.setattr(replay, "_replay_steps", replayed)
     for given, named in (
         (["--step", "6"], []),
         (["--step", "7"], ["after 0 were trained with other keys: seed: 0 → 3"]),

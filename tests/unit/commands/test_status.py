@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.buffer.records import EpisodeRecord, State
-from asyncrl.launch.run_directory import lock
+from asyncrl.launch.run_directory import lock_directory
 from asyncrl.observe.files import read_status, write_status, write_summary
 from asyncrl.types import EpisodeResult, EpisodeStats
 from tests.unit.coordinator.test_loop import ROWS, LoopSetup, give
@@ -23,14 +23,14 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopSetup
     give(monkeypatch, ROWS)
     found = LoopSetup(tmp_path)
     (found.run_dir / "config.yaml").touch()
-    with lock(found.run_dir, "run_dir"):
+    with lock_directory(found.run_dir, "run_dir"):
         yield found
     found.close()
 
 
 def left_behind(run_dir: Path) -> None:
     """The lock of a launcher that is gone, whose number another process has now: this one."""
-    with lock(run_dir, "run_dir"):
+    with lock_directory(run_dir, "run_dir"):
         pass
 
 

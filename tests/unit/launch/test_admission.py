@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.session import admit, ask_for_token
+from asyncrl.launch.session import admit_invited, ask_for_token
 from asyncrl.wire.enrolment import read_token
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver
 from asyncrl.wire.messages.shared import Invite
@@ -34,13 +34,13 @@ def test_each_token_comes_with_an_invitation_of_its_public_half(
 ) -> None:
     gate = Gate(endpoints)
     hub = Hub(endpoints.control, ToCoordinatorControl, gate)
-    admit(tmp_path, endpoints, link)  # nobody asks
+    admit_invited(tmp_path, endpoints, link)  # nobody asks
     with ThreadPoolExecutor(2) as pool:
         asking = [pool.submit(ask_for_token, tmp_path, role) for role in ("rollout", "engine")]
         while len(list(tmp_path.iterdir())) < 2:  # both at once
             assert not any(one.done() for one in asking)
         while not all(one.done() for one in asking):
-            admit(tmp_path, endpoints, link)
+            admit_invited(tmp_path, endpoints, link)
         tokens = [read_token(one.result()) for one in asking]
     invited = {}
     for _ in tokens:
@@ -60,4 +60,4 @@ def test_who_does_not_wait_any_more_is_forgotten(endpoints: Endpoints, link: Lin
         ask_for_token(tmp_path, "rollout", 0.05)
     assert not list(tmp_path.iterdir())
     os.mkfifo(tmp_path / "invite-rollout-0", 0o600)  # of a command that was killed
-    admit(tmp_path, endpoints, link)
+    admit_invited(tmp_path, endpoints, link)

@@ -298,7 +298,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     ],
     "error: model": [
         (cut_in_half, "not readable as safetensors .*its header describes.*fetch or save"),
-        ({"model.path": "nowhere"}, "model.path: nowhere is no directory"),
+        ({"model.path": "nowhere"}, "model.path: nowhere is not a directory"),
         ({"model.path": 300 * "a"}, "File name too long.*aaaa"),
         (file("model/config.json", None), "config.json"),
         (file("model/config.json", "{"), "config.json.*JSON"),

@@ -49,8 +49,8 @@ def console(mode: str = "plain") -> tuple[Console, io.StringIO]:
 
 def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
     shown, out = console()
-    shown.status(Status("running", 1, 10, GAUGES, ("trainer 0: trajectories of step 1",)))
-    shown.step(1, METRICS)
+    shown.show_status(Status("running", 1, 10, GAUGES, ("trainer 0: trajectories of step 1",)))
+    shown.show_step(1, METRICS)
     line = out.getvalue().splitlines()[-1]
     assert line.startswith("[running] step 1/10")
     for part in ("reward 0.500", "tool calls/episode 2.25", "lag p95 2", "ready 12", "version acked 4"):
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_said_once_and_stays_in_view(told: list[dict[str, Any]]
     """With the score before any step."""
     shown, out = console()
     for more in ({}, *told):
-        shown.status(Status("running", 0, 10, {REWARD: 0.0, FILTERED: 0.98}, (), **more))
+        shown.show_status(Status("running", 0, 10, {REWARD: 0.0, FILTERED: 0.98}, (), **more))
     said = told[0].get("failed") or ALERT.line
     assert out.getvalue().splitlines() == ["phase: running", said]
     line = plain_line(shown.state)
@@ -101,7 +101,7 @@ def test_a_bad_alert_that_was_gone_is_printed_again(level: Any, printed: int) ->
     shown, out = console()
     for alerts in ((ALERT,), (ALERT,), (), (ALERT,)):
         alerts = tuple(replace(alert, level=level) for alert in alerts)
-        shown.status(Status("running", 0, 10, {}, (), alerts=alerts))
+        shown.show_status(Status("running", 0, 10, {}, (), alerts=alerts))
     assert out.getvalue().count(ALERT.line) == printed
 
 
@@ -118,10 +118,10 @@ def test_why_attempts_fail_is_printed_once(together: bool) -> None:
     shown, out = console()
     first = Status("running", 0, 10, {}, (), "attempts failed: 1 x; the newest: no such tool")
     if not together:
-        shown.status(first)
+        shown.show_status(first)
     last = replace(first, failed="attempts failed: 9 x; the newest: no such tool", alerts=(FAIL,))
-    shown.status(last)
-    shown.status(last)
+    shown.show_status(last)
+    shown.show_status(last)
     text = out.getvalue()
     assert text.count("no such tool") == 1 and text.count("attempts fail: 9 of 9, most with x") == 1
     assert "no such tool" in plain_line(shown.state) and plain_line(shown.state).count("no such tool") == 1
@@ -137,19 +137,19 @@ def test_a_plain_line_is_never_long(failed: str, count: int) -> None:
     waits = tuple(f"worker {at}: weights v7: engine has v5 (123 s, 32 episodes)" for at in range(count))
     figures = dict.fromkeys(FIGURES, 1234.5)
     state = ConsoleState("demo", Status("running", 12, 100, figures, waits, failed))
-    state.progress.origin = 0.0, 0
+    state.progress.training_start = 0.0, 0
     line = plain_line(state)
     assert len(line) <= 160 and "reward 1234.500" in line
     assert ("waits: worker 0" in line) == bool(count) and ("attempts failed: 1,234" in line) == bool(failed)
-    assert (plain_line(state, waits=False) == line) == (not failed and not count)
-    assert all(name in plain_line(state, waits=False) for name in ("lag mean", "advantage 0", "reward"))
+    assert (plain_line(state, with_waits=False) == line) == (not failed and not count)
+    assert all(name in plain_line(state, with_waits=False) for name in ("lag mean", "advantage 0", "reward"))
 
 
 def test_there_is_a_line_for_each_step_and_each_validation() -> None:
     shown, out = console()
     for step in range(1, 11):
-        shown.step(step, METRICS)
-    shown.step(10, {VALIDATED: 10, SAMPLED: 0.5, SAMPLED_SCORE: -3.5, GREEDY: 0.25, GREEDY_SCORE: 200.0})
+        shown.show_step(step, METRICS)
+    shown.show_step(10, {VALIDATED: 10, SAMPLED: 0.5, SAMPLED_SCORE: -3.5, GREEDY: 0.25, GREEDY_SCORE: 200.0})
     lines = out.getvalue().splitlines()
     assert [line.split()[2] for line in lines[:-1]] == [f"{step}/10" for step in range(1, 11)]
     assert lines[-1] == (
@@ -160,20 +160,20 @@ def test_there_is_a_line_for_each_step_and_each_validation() -> None:
 
 def test_a_validation_without_a_result_is_no_step() -> None:
     shown, out = console()
-    shown.step(1, METRICS)
-    shown.step(4, {VALIDATED: 3, "val-aux/failed": 2.0})
+    shown.show_step(1, METRICS)
+    shown.show_step(4, {VALIDATED: 3, "val-aux/failed": 2.0})
     assert out.getvalue().splitlines()[-1].startswith("validation at step 4: no result")
-    shown.step(8, {VALIDATED: 7, HIGHEST: 0.0})
+    shown.show_step(8, {VALIDATED: 7, HIGHEST: 0.0})
     assert out.getvalue().splitlines()[-1] == "validation at step 8: without a reward"
     assert (shown.state.status.step, shown.state.metrics) == (1, METRICS)
 
 
 def test_off_says_nothing_but_why_a_run_failed(capsys: pytest.CaptureFixture[str]) -> None:
     shown, out = console("off")
-    shown.status(Status("running", 1, 10, GAUGES, ()))
-    shown.step(1, METRICS)
-    shown.note("restarted")
-    shown.fail("no reason")
+    shown.show_status(Status("running", 1, 10, GAUGES, ()))
+    shown.show_step(1, METRICS)
+    shown.print_note("restarted")
+    shown.print_error("no reason")
     assert out.getvalue() == "" and capsys.readouterr().err == "asyncrl: no reason\n"
 
 
@@ -185,11 +185,11 @@ def test_a_terminal_that_was_closed_does_not_matter(mode: str, monkeypatch: pyte
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", out)
         with open_console(mode, "demo", 10, 1.0, Path()) as shown:  # type: ignore[arg-type]
-            shown.note("hello")
+            shown.print_note("hello")
             os.close(ours)
-            shown.note("hello")
-            shown.status(Status("stopping", 1, 10, GAUGES, ()))
-            shown.fail("why")
+            shown.print_note("hello")
+            shown.show_status(Status("stopping", 1, 10, GAUGES, ()))
+            shown.print_error("why")
         monkeypatch.undo()
         with suppress(OSError):
             out.close()
@@ -198,7 +198,7 @@ def test_a_terminal_that_was_closed_does_not_matter(mode: str, monkeypatch: pyte
 @pytest.mark.parametrize("mode", ["plain", "live"])
 def test_a_terminal_that_nobody_reads_stops_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And gets what was printed meanwhile once it is read again."""
-    monkeypatch.setattr(console_module, "PATIENCE", 60.0)
+    monkeypatch.setattr(console_module, "CLOSE_TIMEOUT", 60.0)
     ours, theirs = os.openpty()
     seen = bytearray()
 
@@ -212,7 +212,7 @@ def test_a_terminal_that_nobody_reads_stops_nothing(mode: str, monkeypatch: pyte
         monkeypatch.setattr(sys, "stdout", out)
         with open_console(mode, "demo", 10, 1.0, Path()) as shown:  # type: ignore[arg-type]
             lines = (f"line {n} {'x' * 500}" for n in range(300))
-            writer = threading.Thread(target=lambda: [*map(shown.note, lines)], daemon=True)
+            writer = threading.Thread(target=lambda: [*map(shown.print_note, lines)], daemon=True)
             writer.start()
             writer.join(60)
             waited = writer.is_alive()
@@ -229,7 +229,7 @@ def test_a_reader_that_has_gone_away_does_not_matter() -> None:
         "import sys\nfrom pathlib import Path\nfrom asyncrl.launch.console import open_console\n"
         "with open_console('plain', 'demo', 10, 1.0, Path()) as shown:\n"
         "    sys.stdin.read()\n"
-        "    for step in range(1, 11): shown.note('hello')\n"
+        "    for step in range(1, 11): shown.print_note('hello')\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin and process.stdout
@@ -247,18 +247,18 @@ def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch:
     now = 1000.0
     monkeypatch.setattr(console_module.time, "monotonic", lambda: now)
     shown, out = console()
-    shown.status(Status("starting", 0, 10, {}, ()))
+    shown.show_status(Status("starting", 0, 10, {}, ()))
     now += 20
-    shown.status(Status("running", 0, 10, {BATCH: 0.0}, ()))
+    shown.show_status(Status("running", 0, 10, {BATCH: 0.0}, ()))
     now += 6
-    shown.status(Status("running", 0, 10, {BATCH: 0.25}, ()))
+    shown.show_status(Status("running", 0, 10, {BATCH: 0.25}, ()))
     text = out.getvalue().splitlines()[-1]
     assert text == "[running] step 0/10 (25% of the first batch) | elapsed 0:00:26"
-    shown.status(Status("running", 0, 10, {BATCH: 1.0}, ()))  # it is trained now, for who knows how long
-    assert shown.state.times == "elapsed 0:00:26"
-    shown.step(10, METRICS)
+    shown.show_status(Status("running", 0, 10, {BATCH: 1.0}, ()))  # it is trained now, for who knows how long
+    assert shown.state.times_text == "elapsed 0:00:26"
+    shown.show_step(10, METRICS)
     assert " step 10/10 | elapsed 0:00:26 | " in out.getvalue().splitlines()[-1]
-    shown.status(Status("running", 0, 10, {BATCH: 0.25}, ()))
+    shown.show_status(Status("running", 0, 10, {BATCH: 0.25}, ()))
     picture = io.StringIO()
     terminal = Terminal(file=picture, width=150)
     terminal.print(render(shown.state, terminal))
@@ -281,8 +281,8 @@ def test_escape_sequences_of_agents_do_not_reach_the_terminal(
     summary |= {"alerts": [f"attempts failed: {said}"], "components": {f"{said}[b]": (0.1, 0.2, None, None)}}
     print_summary(summary, tmp_path)
     lines = Console("plain", ConsoleState("demo", START), PipeSafeTerminal())
-    lines.note(f"attempts failed: {said}")
-    lines.fail(f"all attempts failed: {said}")
+    lines.print_note(f"attempts failed: {said}")
+    lines.print_error(f"all attempts failed: {said}")
     captured = capsys.readouterr()
     texts = captured.out + captured.err
     assert "\x1b" not in texts and "\x07" not in texts and "\x9b" not in texts

@@ -48,16 +48,16 @@ def state(steps: int = 300) -> ConsoleState:
     figures = {name: 1234.0 + at for at, name in enumerate(FIGURES) if name not in plain}
     for step in range(1, steps + 1):
         row = {REWARD: step / 7, LAG: step % 5, ENTROPY: 12345.678, LENGTH: 98765.0}
-        made.committed(step, figures | row)
-    made.progress.began = time.monotonic() - 360_000
-    made.progress.origin = (time.monotonic() - 3000, 0)
+        made.record_step(step, figures | row)
+    made.progress.began_at = time.monotonic() - 360_000
+    made.progress.training_start = (time.monotonic() - 3000, 0)
     return made
 
 
 def drawn(shown: ConsoleState, width: int, height: int) -> list[str]:
     out = io.StringIO()
     terminal = Terminal(file=out, width=width, height=height + 1, force_terminal=True, color_system=None)
-    terminal.print(render(shown, terminal, keys=True), end="")
+    terminal.print(render(shown, terminal, has_keyboard=True), end="")
     return out.getvalue().splitlines()
 
 
@@ -70,7 +70,7 @@ def test_no_line_is_wider_and_no_number_is_cut(
     lines = drawn(shown, width, height)
     assert len(lines) <= height and max(map(cell_len, lines)) <= width
     known = [value_of(name, shown.metrics[name]) for name in FIGURES if name in shown.metrics]
-    known += [*map(label, FIGURES), shown.steps, shown.times, FAILED, *shown.status.waits]
+    known += [*map(label, FIGURES), shown.steps_text, shown.times_text, FAILED, *shown.status.waits]
     assert numbers("\n".join(lines[1:])) <= numbers("\n".join(known))
     text = "\n".join(lines)
     for part in (
@@ -120,7 +120,7 @@ def test_a_transcript_has_the_whole_room_and_shows_its_end(width: int, height: i
     assert len(lines) <= height and max(map(cell_len, lines)) <= width and "\x1b" not in "".join(lines)
     if width >= 60:
         assert len(lines) == height or width == 200
-        assert lines[-2:] == ["the end 42", "any other key: back"]
+        assert lines[-2:] == ["the end 42", "press any key to go back"]
 
 
 CHILD = """
@@ -176,26 +176,26 @@ def until(terminal: int, part: bytes, seconds: float = 120.0) -> bytes:
 
 
 def test_the_first_step_that_is_done_gives_the_first_estimate() -> None:
-    progress = Progress(began=0.0)
-    progress.update(0.0, training=False, now=20.0)
-    assert progress.line(10, now=20.0) == "elapsed 0:00:20"
-    progress.update(0.0, training=True, now=30.0)
-    assert progress.remaining(10, now=35.0) is None
-    progress.update(0.5, training=True, now=40.0)  # how fast a batch lands says little of a whole step
-    assert progress.remaining(10, now=40.0) is None
-    progress.update(1.0, training=True, now=40.0)
-    assert progress.remaining(10, now=40.0) == pytest.approx(90.0)
-    progress.update(2.0, training=True, now=50.0)
-    assert progress.line(10, now=50.0) == "elapsed 0:00:50, ETA 0:01:20"
-    progress.update(10.0, training=False, now=90.0)
-    assert progress.line(10, now=90.0) == "elapsed 0:01:30"
+    progress = Progress(began_at=0.0)
+    progress.update_steps(0.0, training=False, now=20.0)
+    assert progress.format_times(10, now=20.0) == "elapsed 0:00:20"
+    progress.update_steps(0.0, training=True, now=30.0)
+    assert progress.remaining_seconds(10, now=35.0) is None
+    progress.update_steps(0.5, training=True, now=40.0)  # how fast a batch lands says little of a whole step
+    assert progress.remaining_seconds(10, now=40.0) is None
+    progress.update_steps(1.0, training=True, now=40.0)
+    assert progress.remaining_seconds(10, now=40.0) == pytest.approx(90.0)
+    progress.update_steps(2.0, training=True, now=50.0)
+    assert progress.format_times(10, now=50.0) == "elapsed 0:00:50, ETA 0:01:20"
+    progress.update_steps(10.0, training=False, now=90.0)
+    assert progress.format_times(10, now=90.0) == "elapsed 0:01:30"
 
 
 def test_steps_of_earlier_launches_say_nothing_of_the_speed_of_this_one() -> None:
-    progress = Progress(began=0.0)
-    progress.update(100.0, training=True, now=10.0)
-    progress.update(101.0, training=True, now=20.0)
-    assert progress.remaining(111, now=20.0) == pytest.approx(100.0)
+    progress = Progress(began_at=0.0)
+    progress.update_steps(100.0, training=True, now=10.0)
+    progress.update_steps(101.0, training=True, now=20.0)
+    assert progress.remaining_seconds(111, now=20.0) == pytest.approx(100.0)
 
 
 def test_clock() -> None:

@@ -16,9 +16,9 @@ from asyncrl.data import RowLayout, Samples, check_same_data, samples_path
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.launch import data as data_module
-from asyncrl.launch.data import PromptBudget, check_data, prepare
+from asyncrl.launch.data import PromptBudget, PromptBudgets, check_data, prepare_samples
 from asyncrl.launch.run_directory import run_directory
-from asyncrl.launch.truths import LOOKED_AT
+from asyncrl.launch.truths import EXAMINED_SAMPLES
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import Sample
 from tests.fakes.checked import Given, questions
@@ -70,10 +70,10 @@ def letters(sample: Sample) -> int:
 def test_the_measured_prompts_decide_where_others_are_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_module, "MEASURED", 2)
+    monkeypatch.setattr(data_module, "MAX_MEASURED_SAMPLES", 2)
     config = of_letters(tmp_path, 999, 900, 10)
-    samples, (line,) = prepare(
-        config, "train", RowLayout(), {False: PromptBudget("prompts", 800, letters, letters)}
+    samples, (line,) = prepare_samples(
+        config, "train", RowLayout(), PromptBudgets(prompts=PromptBudget("prompts", 800, letters, letters))
     )
     assert len(samples) == 3 and "at least 2 prompts" in line
 
@@ -86,10 +86,12 @@ def test_short_prompts_are_not_rendered_and_a_warning_measures_a_thousand_at_mos
         return letters(sample)
 
     budget = PromptBudget("prompts", 800, tokens, tokens)
-    assert all(map(budget.fits, rows(5000))) and len(measured) == 1  # what the template and the tools take
-    assert budget.longest == 0
+    assert (
+        all(map(budget.fits_limit, rows(5000))) and len(measured) == 1
+    )  # what the template and the tools take
+    assert budget.longest_tokens == 0
     budget = PromptBudget("prompts", 8, tokens, tokens)
-    assert all(budget.keeps(row, filtered=False) for row in rows(5000))
+    assert all(budget.keeps_sample(row, filter_overlong=False) for row in rows(5000))
     assert len(measured) == 1002
 
 
@@ -100,14 +102,14 @@ def of_letters(path: Path, *lengths: int, train: Any = None) -> RunConfig:
 
 def test_a_file_may_be_named_twice(tmp_path: Path) -> None:
     twice = of_letters(tmp_path, 1, train=[str(tmp_path / "t.jsonl")] * 2)
-    assert prepare(twice, "train", RowLayout(), {})[0].sizes == (1, 1)
+    assert prepare_samples(twice, "train", RowLayout(), PromptBudgets())[0].sizes == (1, 1)
 
 
 def test_what_is_prepared_is_not_held_in_memory(tmp_path: Path) -> None:
     config = of_letters(tmp_path, *[4000] * 1000)  # 4 MB
     tracemalloc.start()
     try:
-        samples, _ = prepare(config, "train", RowLayout(), {})
+        samples, _ = prepare_samples(config, "train", RowLayout(), PromptBudgets())
         assert sum(letters(sample) for sample in samples) == 4_000_000
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
@@ -121,7 +123,7 @@ def test_what_is_checked_is_what_the_coordinator_finds(given: Given) -> None:
     found = check_data(EpisodeParts(given.config()))
     run_dir = given.runs / "x"
     assert not run_dir.exists()
-    found.save(run_dir)
+    found.save_samples(run_dir)
     for split, count in (("train", 5), ("test", 3)):
         samples = Samples.open(samples_path(run_dir, split))
         assert [sample.row for sample in samples] == list(range(count))
@@ -132,11 +134,11 @@ def test_an_answer_that_only_calls_a_tool_is_not_empty(given: Given) -> None:
     call = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     answers = ({"content": "x"}, {"content": " \n"}, {}, call, {"reasoning": "hm"})
     given.write({"messages": [*said, said[0], {"role": "assistant"} | answer]} for answer in answers)
-    samples, (line,) = prepare(
+    samples, (line,) = prepare_samples(
         given.config(),
         "train",
         RowLayout(demonstrations=True),
-        {True: PromptBudget("conversations", 100, lambda _: 1, lambda _: 1)},
+        PromptBudgets(demonstrations=PromptBudget("conversations", 100, lambda _: 1, lambda _: 1)),
     )
     assert [sample.row for sample in samples] == [0, 1, 2] and not samples[0].prompt[-1].tool_calls
     assert line == "data.train: 2 conversations have an empty message of the assistant; they were left out"
@@ -173,7 +175,7 @@ def test_a_limit_that_changes_which_prompts_are_left_out_is_named(given: Given) 
 
 def test_a_task_after_many_samples_is_checked_too(given: Given) -> None:
     lost = questions(1)[0] | {"extra_info": {"task": {"name": "lost", "image": "lost"}}}
-    given.write([*questions(LOOKED_AT + 1), lost])
+    given.write([*questions(EXAMINED_SAMPLES + 1), lost])
     assert "data.train: task lost: there is no image 'lost'" in given.notes("data")[-1].text
 
 

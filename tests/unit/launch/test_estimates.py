@@ -24,7 +24,7 @@ from asyncrl.launch.estimates import (
     learning_rates,
 )
 from asyncrl.launch.memory import describe_memory
-from asyncrl.launch.placement import describe, processes_of
+from asyncrl.launch.placement import describe_plan, plan_units
 from asyncrl.observe.metrics import duration
 from asyncrl.runtime.process import MainMemory
 from asyncrl.trainer.footprint import (
@@ -140,27 +140,29 @@ def lora_8b(folder: Path, **trainer: Any) -> RunConfig:
 
 
 def test_the_dry_run_says_how_much_is_computed_again(tmp_path: Path, gpus: list[int]) -> None:
-    memory_line, recomputation, *_ = describe_memory(lora_8b(tmp_path), gpu=True)
+    memory_line, recomputation, *_ = describe_memory(lora_8b(tmp_path), has_gpu=True)
     assert "1 layer in 2 is recomputed" in recomputation.text and "77.3 GB" in recomputation.text
     assert "73.0 GB in all" in memory_line.text and recomputation.level == "ok"
 
     stated = lora_8b(tmp_path, activation_checkpointing="none")
-    texts = [note.text for note in describe_memory(stated, gpu=True)]
+    texts = [note.text for note in describe_memory(stated, has_gpu=True)]
     assert not any("recomputed" in text for text in texts)
     assert any("trainer.activation_checkpointing=full" in text for text in texts), "it does not fit"
 
 
 def test_the_dry_run_looks_at_the_gpus_of_all_ranks(tmp_path: Path, gpus: list[int]) -> None:
     gpus[:] = [141 * 10**9, 100 * 10**9]
-    alone = [note.text for note in describe_memory(lora_8b(tmp_path), gpu=True)]
-    both = [note.text for note in describe_memory(lora_8b(tmp_path, ranks=2), gpu=True)]
+    alone = [note.text for note in describe_memory(lora_8b(tmp_path), has_gpu=True)]
+    both = [note.text for note in describe_memory(lora_8b(tmp_path, ranks=2), has_gpu=True)]
     assert any("no layers are recomputed" in text for text in alone)
     assert any("1 layer in 4 is recomputed" in text for text in both)
 
 
 def test_the_dry_run_warns_where_not_even_recomputation_makes_room(tmp_path: Path, gpus: list[int]) -> None:
     gpus[:] = [24 * 10**9]
-    notes = [note for note in describe_memory(lora_8b(tmp_path), gpu=True) if "recomputation" in note.text]
+    notes = [
+        note for note in describe_memory(lora_8b(tmp_path), has_gpu=True) if "recomputation" in note.text
+    ]
     assert [note.level for note in notes] == ["warning"]
     assert (
         "a rank still needs 33.2 GB and has only 21.6 GB; set a smaller trainer.micro_batch_tokens"
@@ -202,7 +204,7 @@ def test_what_the_keys_together_mean_is_said(model: Path) -> None:
     critic = {"critic": {"warmup_steps": 5}, "validation": {"samples": 256, "every": 10}, **CRITIC}
     trainer = {"lr": 2e-5, "warmup_steps": 3}
     more = config(model, **critic, trainer=trainer, data={"train": "t", "epochs": 1})
-    text = "\n".join(describe_work(more, train=640, test=1319, prompt=77))
+    text = "\n".join(describe_work(more, train_count=640, test_count=1319, prompt_tokens=77))
     for said in (
         "640 samples, 32 a step: 5 passes in 100 steps",
         "data.epochs=1 ends the run before, at step 20",
@@ -212,7 +214,7 @@ def test_what_the_keys_together_mean_is_said(model: Path) -> None:
         "the policy waits: 5 steps (critic.warmup_steps)",
     ):
         assert said in text
-    plain = "\n".join(describe_work(config(model), train=640, test=0, prompt=1))
+    plain = "\n".join(describe_work(config(model), train_count=640, test_count=0, prompt_tokens=1))
     assert not {"epochs", "validation", "warm"} & set(re.findall(r"\w+", plain))
 
 
@@ -257,10 +259,10 @@ def test_the_size_of_a_checkpoint(model: Path, keys: dict[str, Any], bytes_each:
 
 def test_the_plan_says_what_checkpoints_take(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: SimpleNamespace(free=4_000_000_000))
-    lines = describe_costs(config(model, model={"dtype": "float32"}), gpu=False)
+    lines = describe_costs(config(model, model={"dtype": "float32"}), has_gpu=False)
     assert "100.0 M parameters, all weights trained, float32" in lines[0]
     assert "1.6 GB each, every 50 steps; at most 3 at once: 4.8 GB of 4.0 GB free" in lines[1]
-    assert "adapters of rank 4" in describe_costs(config(model, model={"lora_rank": 4}), gpu=True)[0]
+    assert "adapters of rank 4" in describe_costs(config(model, model={"lora_rank": 4}), has_gpu=True)[0]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_the_plan_names_gpus_only_where_there_may_be_some(
     model: Path, engine: dict[str, Any], gpu: bool | None, trainer: str, server: str
 ) -> None:
     run = config(model, engine=engine)
-    lines = describe(run, processes_of(run), gpu)
+    lines = describe_plan(run, plan_units(run), gpu)
     assert next(line for line in lines if line.startswith("trainer")).endswith(trainer)
     assert next(line for line in lines if line.startswith("engine")).endswith(f" {server}")
 
@@ -333,16 +335,16 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
     found = Footprint(2 * 10**8, 2 * 10**8, 4 * 10**8, 3 * 10**8, rows=4, length=512)
     monkeypatch.setattr(memory, "footprint", lambda config: found)
     monkeypatch.setattr(memory, "main_memory", lambda: MainMemory(2_000_000_000, 0))
-    (line,) = describe_memory(config(model), gpu=False)
+    (line,) = describe_memory(config(model), has_gpu=False)
     assert "optimizer 400.0 MB, a micro-batch of 4 x 512 tokens 300.0 MB, 1.1 GB in all" in line.text
     assert line.level == "ok" and "versions on their way out 400.0 MB of main memory" in line.text
-    _, short = describe_memory(config(model, trainer={"ranks": 2}), gpu=False)
+    _, short = describe_memory(config(model, trainer={"ranks": 2}), has_gpu=False)
     assert (
         "2 trainer ranks need 2.6 GB, and there are 2.0 GB" in short.text and "activation_check" in short.text
     )
     assert short.level == "warning"
     deltas = {"trainer": {"ranks": 2}, "weights": {"full_every": 4}}
-    line, short = describe_memory(config(model, **deltas), gpu=False)
+    line, short = describe_memory(config(model, **deltas), has_gpu=False)
     assert "versions on their way out 300.0 MB of main memory" in line.text, "three copies of half of it"
     assert "2 trainer ranks need 2.8 GB" in short.text
 
@@ -353,10 +355,10 @@ def test_the_dry_run_says_what_adapters_take_of_a_server(
     monkeypatch.setattr(memory, "footprint", lambda config: Footprint(0, 0, 0, 0, rows=1, length=1))
     agents = {"planner": {"lora_rank": 16}, "coder": {"lora_rank": 8}}
     keys: dict[str, Any] = {"agents": agents, "rollout": {"agent": "a:b"}}
-    assert len([*describe_memory(config(model, **keys), gpu=False)]) == 2, (
+    assert len([*describe_memory(config(model, **keys), has_gpu=False)]) == 2, (
         "the embedded engine has one version"
     )
-    *_, line = describe_memory(config(model, engine={"name": "sglang"}, **keys), gpu=False)
+    *_, line = describe_memory(config(model, engine={"name": "sglang"}, **keys), has_gpu=False)
     # 51,000 numbers of each rank, two bytes each; 6 versions of two agents, and the base, all as of rank 16
     assert (
         "version is 2.4 MB; a server, beside its weights, has room for 13 adapters at once: 21" in line.text
@@ -397,7 +399,7 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
 
 def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
     (model / "config.json").write_text("{}")
-    (line,) = describe_memory(config(model), gpu=False)
+    (line,) = describe_memory(config(model), has_gpu=False)
     assert line.level == "warning" and line.text.startswith("the memory of a trainer rank is not estimated: ")
 
 

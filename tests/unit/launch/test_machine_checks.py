@@ -17,7 +17,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.gateway.harnesses import CLAUDE_CODE
 from asyncrl.launch import gpus as gpu_checks
 from asyncrl.launch import machine
-from asyncrl.launch.data import Inputs, ok
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import ok
 from tests.fakes.checked import Given, Keys, Spoil, assert_found, gpus, patched, sglang_in
 from tests.unit.test_config import with_keys
 
@@ -71,7 +72,7 @@ def python(script: str, seconds: float = 20.0) -> Spoil:
     """In the place of the servers' Python."""
 
     def spoil(given: Given) -> Keys:
-        given.patch.setattr(machine, "VERSION_SECONDS", seconds)
+        given.patch.setattr(machine, "VERSION_TIMEOUT", seconds)
         return {
             "engine.name": "sglang",
             "engine.server_command": [given.program("python", script), "-m", "x"],

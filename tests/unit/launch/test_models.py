@@ -24,8 +24,8 @@ from asyncrl.launch import estimates
 from asyncrl.launch.models import check_model, resolve_models
 from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import BAD_INPUT
-from asyncrl.launch.role import execute
-from asyncrl.launch.run_directory import begun_with, check_resumed
+from asyncrl.launch.role import run_role
+from asyncrl.launch.run_directory import check_resumed, previous_config
 from asyncrl.weights.disk import KEEP, space_needed
 from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.sockets import Endpoints
@@ -145,7 +145,7 @@ def test_the_type_is_what_the_machine_multiplies_or_the_run_began_with(
     (tmp_path / "cpuinfo").unlink()
     assert resolve_models(given).model.dtype == "float32"
     begin(found)
-    assert resolve_models(given, begun_with(given)).model.dtype == wanted, (
+    assert resolve_models(given, previous_config(given)).model.dtype == wanted, (
         "a run goes on with what it began with"
     )
 
@@ -157,17 +157,21 @@ def test_without_a_network_the_cache_is_taken(
     hub.server_close()
     hub.shutdown()
     assert resolve_models(config(tmp_path, "o/m")) == before
-    with pytest.raises(ConfigError, match=r"model\.path: o/other is no directory here, and the hub cannot"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path: o/other is not a directory here, and the hub cannot"
+    ):
         resolve_models(config(tmp_path, "o/other"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_models(config(tmp_path, "o/m")) == before
 
 
 def test_what_the_hub_does_not_have_is_said_on_one_line(tmp_path: Path, hub: Hub) -> None:
-    with pytest.raises(ConfigError, match=r"path: no/such is no directory here, and the hub shows no such"):
+    with pytest.raises(
+        ConfigError, match=r"path: no/such is not a directory here, and the hub shows no such"
+    ):
         resolve_models(config(tmp_path, "no/such"))
     for name in ("./models/mine", "mine", "/models/mine", "a/b/c"):
-        with pytest.raises(ConfigError, match=rf"path: {name} is no directory; give a Hugging Face model"):
+        with pytest.raises(ConfigError, match=rf"path: {name} is not a directory; give a Hugging Face model"):
             resolve_models(config(tmp_path, name))
 
 
@@ -184,7 +188,7 @@ def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(tmp_path: Path, hu
     begin(first)
     hub.commit = COMMITS[1]
     resumed = config(tmp_path, "o/m", resume="auto")
-    again = resolve_models(resumed, begun_with(resumed))
+    again = resolve_models(resumed, previous_config(resumed))
     assert again.model.path == first.model.path
     check_resumed(again)
     assert COMMITS[1] in resolve_models(config(tmp_path, "o/m")).model.path, "a new run: the newest"
@@ -216,10 +220,10 @@ def test_a_role_that_lacks_the_directory_fetches_it(
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     target = f"{__name__}:started"
     options = Namespace(role=COORDINATOR, target=target, index=0, incarnation="i", rendezvous="")
-    assert execute(options, launcher, where) == 0
+    assert run_role(options, launcher, where) == 0
     gone = msgspec.structs.replace(launcher, kl=KLConfig(reference="/gone"))
-    assert execute(options, gone, where) == BAD_INPUT
-    assert "kl.reference: /gone is no directory" in caplog.text
+    assert run_role(options, gone, where) == BAD_INPUT
+    assert "kl.reference: /gone is not a directory" in caplog.text
 
 
 def test_the_configuration_holds_the_text_of_the_template(tmp_path: Path) -> None:

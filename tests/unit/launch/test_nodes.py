@@ -13,8 +13,8 @@ import yaml
 from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import compose
 from asyncrl.errors import ConfigError
-from asyncrl.launch.nodes import Node, Placing, check_shared, named_secrets
-from asyncrl.launch.placement import processes_of
+from asyncrl.launch.nodes import Node, NodeAssignment, check_shared_resources, named_secrets
+from asyncrl.launch.placement import plan_units
 
 CUDA = ("model.device=cuda", "trainer.ranks=3", "checkpoint.directory=/shared")
 SERVERS = ("engine=sglang", "engine.servers=2", "engine.tp=2")
@@ -42,14 +42,14 @@ def configured(*overrides: str) -> RunConfig:
     return parse(tree)
 
 
-def placing(nodes: list[Node], *overrides: str) -> Placing:
+def placing(nodes: list[Node], *overrides: str) -> NodeAssignment:
     config = configured("launch=ray", *overrides)
-    return Placing(config, processes_of(config), nodes, nodes[0].id)
+    return NodeAssignment(config, plan_units(config), nodes, nodes[0].id)
 
 
 def placed(nodes: list[Node], *overrides: str) -> list[str]:
     """The processes of each machine."""
-    said = placing(nodes, *overrides).describe(nodes)
+    said = placing(nodes, *overrides).describe_nodes(nodes)
     return [line.rpartition(": ")[2] for line in said]
 
 
@@ -149,27 +149,34 @@ def test_what_a_pool_has_left_is_named() -> None:
 
 def test_a_process_returns_to_its_machine_and_leaves_one_that_is_gone() -> None:
     first, second, third = machines(1, 1, 1)
-    found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
+    assignment = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
     worker = next(
-        place for unit in processes_of(found._config) for place in unit.places if place.name == "rollout-0"
+        process
+        for unit in plan_units(assignment._config)
+        for process in unit.processes
+        if process.name == "rollout-0"
     )
-    assert found.choose(worker, [first, second, third]) == second
-    assert found.choose(worker, [first, third]) is None, "the others' GPUs are taken"
+    assert assignment.choose_node(worker, [first, second, third]) == second
+    assert assignment.choose_node(worker, [first, third]) is None, "the others' GPUs are taken"
     back = Node("4", second.address, 1, 1)
-    assert found.choose(worker, [first, third, back]) == back
+    assert assignment.choose_node(worker, [first, third, back]) == back
 
 
 def test_a_process_does_not_wait_for_what_ray_gave_to_another() -> None:
     first, second, third = machines(1, 1, 1)
-    found = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
-    places = {place.name: place for unit in processes_of(found._config) for place in unit.places}
-    assert found.choose(places["rollout-0"], [first, third]) is None  # its machine is gone
-    found.put(places["rollout-0"], third.id)  # where rollout-1 has just died
-    assert found.choose(places["rollout-1"], [first, third]) is None
+    assignment = placing([first, second, third], "trainer.ranks=1", "rollout.workers=2", "model.device=cuda")
+    processes = {
+        process.name: process for unit in plan_units(assignment._config) for process in unit.processes
+    }
+    assert assignment.choose_node(processes["rollout-0"], [first, third]) is None  # its machine is gone
+    assignment.record_node(processes["rollout-0"], third.id)  # where rollout-1 has just died
+    assert assignment.choose_node(processes["rollout-1"], [first, third]) is None
     back = Node("4", second.address, 1, 1)
-    assert found.choose(places["rollout-1"], [first, third, back]) == back
-    found.put(places["rollout-0"], first.id)  # where rank 0 has just died, which cannot go elsewhere
-    assert found.choose(places["trainer-0"], [first, third, back]) == first
+    assert assignment.choose_node(processes["rollout-1"], [first, third, back]) == back
+    assignment.record_node(
+        processes["rollout-0"], first.id
+    )  # where rank 0 has just died, which cannot go elsewhere
+    assert assignment.choose_node(processes["trainer-0"], [first, third, back]) == first
 
 
 @pytest.mark.parametrize(
@@ -188,10 +195,10 @@ def test_what_machines_must_share(overrides: tuple[str, ...], dialled: str, said
     nodes = machines(1, 1)
     config = configured("launch=ray", *overrides)
     with pytest.raises(ConfigError, match=said):
-        check_shared(config, nodes, "1", dialled, placing(nodes, *overrides))
+        check_shared_resources(config, nodes, "1", dialled, placing(nodes, *overrides))
     works = (*REACHED, "checkpoint.directory=/shared", *overrides)
-    check_shared(configured(*works), nodes, "1", "10.0.0.1", placing(nodes, *overrides))
-    check_shared(config, nodes[:1], "1", dialled, placing(nodes, *overrides))
+    check_shared_resources(configured(*works), nodes, "1", "10.0.0.1", placing(nodes, *overrides))
+    check_shared_resources(config, nodes[:1], "1", dialled, placing(nodes, *overrides))
 
 
 def test_secrets_travel_that_the_configuration_names(monkeypatch: pytest.MonkeyPatch) -> None:

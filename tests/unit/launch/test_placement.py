@@ -11,8 +11,8 @@ import torch
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.process import arguments
 from asyncrl.errors import ConfigError
-from asyncrl.launch.data import Inputs
-from asyncrl.launch.placement import dealt, describe, environment, processes_of
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.placement import assign_gpus, describe_plan, plan_units, process_environment
 from asyncrl.launch.preflight import check_device
 from asyncrl.rollout import samplers
 from asyncrl.rollout.samplers import engine_factory
@@ -26,41 +26,41 @@ def config(**keys: dict) -> RunConfig:
 
 
 def test_workers_stand_alone_and_ranks_stand_together() -> None:
-    units = processes_of(config(rollout={"workers": 3}, trainer={"ranks": 2}, launch={"threads": 2}))
+    units = plan_units(config(rollout={"workers": 3}, trainer={"ranks": 2}, launch={"threads": 2}))
     assert [unit.name for unit in units] == [
         *("coordinator-0", "rollout-0", "rollout-1", "rollout-2", "trainer (all ranks)")
     ]
-    assert [place.name for place in units[-1].places] == ["trainer-0", "trainer-1"]
-    assert {place.threads for unit in units[1:4] for place in unit.places} == {2}
+    assert [process.name for process in units[-1].processes] == ["trainer-0", "trainer-1"]
+    assert {process.threads for unit in units[1:4] for process in unit.processes} == {2}
 
 
 def test_the_description_adds_up() -> None:
     settings = config(rollout={"workers": 3}, trainer={"ranks": 2}, launch={"threads": 2})
-    total = describe(settings, processes_of(settings), None)[-1].split()
+    total = describe_plan(settings, plan_units(settings), None)[-1].split()
     assert total[:3] == ["total", "6", "11"]  # 1 + 3 * 2 + 2 * 2 threads
 
 
 def test_a_scorer_has_a_process_for_each_of_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, 6)
     settings = config(scorers={"reference": {"path": "r", "servers": 2, "tp": 2}, "reward": {"urls": ["u"]}})
-    units = processes_of(settings)
+    units = plan_units(settings)
     assert [unit.name for unit in units[1:-2]] == ["scorer-0", "scorer-1", "scorer-2"]
-    assert [unit.places[0].gpus for unit in units[1:-2]] == [2, 2, 0]
+    assert [unit.processes[0].gpus for unit in units[1:-2]] == [2, 2, 0]
     servers = {"trainer-0": [0], "scorer-0": [1, 2], "scorer-1": [3, 4]}
-    assert dealt(settings, 6) == servers | {"rollout-0": [5]}
-    rows = [line for line in describe(settings, units, True, 6) if line.startswith("scorer")]
+    assert assign_gpus(settings, 6) == servers | {"rollout-0": [5]}
+    rows = [line for line in describe_plan(settings, units, True, 6) if line.startswith("scorer")]
     assert rows == ["scorer           3        1  reference: r; reward: u (GPUs 1, 2, 3, 4)"]
 
 
 def test_threads_are_set_before_anything_numeric_is_imported() -> None:
-    (place,) = processes_of(config(launch={"threads": 2}))[1].places
-    assert environment(place)["OMP_NUM_THREADS"] == "2"
+    (process,) = plan_units(config(launch={"threads": 2}))[1].processes
+    assert process_environment(process)["OMP_NUM_THREADS"] == "2"
 
 
 def test_every_target_exists() -> None:
     root = Path(__file__).resolve().parents[3]
-    for unit in processes_of(config()):
-        module, _, function = unit.places[0].target.partition(":")
+    for unit in plan_units(config()):
+        module, _, function = unit.processes[0].target.partition(":")
         assert f"def {function}(" in (root / f"{module.replace('.', '/')}.py").read_text()
 
 
@@ -94,7 +94,7 @@ def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
     on_gpus(monkeypatch, count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     settings = config(trainer={"ranks": ranks}, engine={"name": "sglang", **engine})
-    used = dealt(settings, count)
+    used = assign_gpus(settings, count)
     assert used == {
         **{f"trainer-{rank}": [gpu] for rank, gpu in enumerate(trainer)},
         **{f"engine-{index}": gpus for index, gpus in enumerate(servers)},
@@ -105,10 +105,10 @@ def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
     for index, gpus in enumerate(servers):
         command = arguments(settings, index, "h", 1, count)
         assert command[command.index("--base-gpu-id") + 1] == str(gpus[0])
-    units = processes_of(settings)
-    for place in (place for unit in units for place in unit.places):
-        assert "CUDA_VISIBLE_DEVICES" not in environment(place)  # each picks among all
-    rows = {line.split()[0]: line for line in describe(settings, units, True, count)}
+    units = plan_units(settings)
+    for process in (process for unit in units for process in unit.processes):
+        assert "CUDA_VISIBLE_DEVICES" not in process_environment(process)  # each picks among all
+    rows = {line.split()[0]: line for line in describe_plan(settings, units, True, count)}
     assert rows["trainer"].endswith(f"on cuda (GPUs {', '.join(map(str, trainer))})")
     if servers:
         assert rows["engine"].endswith(f" (GPUs {', '.join(str(gpu) for gpus in servers for gpu in gpus)})")
@@ -141,7 +141,7 @@ def test_embedded_engines_have_gpus_that_no_trainer_rank_uses(
     for index in range(3):
         engine_factory(settings, index)()
     assert devices == [f"cuda:{gpu}" for gpu in workers]
-    used = dealt(settings, count)
+    used = assign_gpus(settings, count)
     assert [used[f"rollout-{index}"] for index in range(3)] == [[gpu] for gpu in workers]
 
 
@@ -162,7 +162,7 @@ def test_embedded_engines_have_gpus_that_no_trainer_rank_uses(
 def test_without_ranks_on_gpus_servers_and_engines_use_them_all(
     keys: dict[str, Any], used: dict[str, list[int]]
 ) -> None:
-    assert dealt(config(**keys), 2) == used
+    assert assign_gpus(config(**keys), 2) == used
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory
-from asyncrl.launch.data import Inputs, ok
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import ok
 from asyncrl.launch.run_directory import check_resumed
 from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
@@ -39,7 +40,7 @@ def test_the_nearest_mount_decides(
 ) -> None:
     found = [SimpleNamespace(mountpoint=point, fstype=each) for point, each in mounts]
     monkeypatch.setattr(run_directory.psutil, "disk_partitions", lambda all: found)
-    assert run_directory.file_system(Path(path)) == kind
+    assert run_directory.file_system_of(Path(path)) == kind
 
 
 def test_a_resumed_run_may_change_the_rest(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_arguments_are_made_up_for_what_servers_say_of_their_tools(
     schema: dict[str, Any], made: dict[str, Any]
 ) -> None:
     """MCP's schemas come as they are: a type may be a list, and what is required need not be described."""
-    assert preflight._arguments({"parameters": schema}) == made
+    assert preflight._placeholder_arguments({"parameters": schema}) == made
 
 
 def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:

@@ -16,7 +16,12 @@ from asyncrl.coordinator.state import load_state
 from asyncrl.errors import ConfigError
 from asyncrl.launch import run_directory as run_directories
 from asyncrl.launch.models import check_model
-from asyncrl.launch.run_directory import check_resumed, locked, resumed_with, run_directory
+from asyncrl.launch.run_directory import (
+    check_resumed,
+    describe_resumed_changes,
+    prepare_and_lock,
+    run_directory,
+)
 from asyncrl.store.launches import tree
 from asyncrl.store.runstore import RunStore
 from tests.fakes.data import give, rows
@@ -43,7 +48,7 @@ def run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
         return parse(least | keys)
 
     give(monkeypatch, rows(5))
-    with locked(made()):
+    with prepare_and_lock(made()):
         state = load_state(made(), tmp_path / "x", RunStore(tmp_path / "x"), Sent())  # type: ignore[arg-type]
         state.persist()
         state.store.close()
@@ -61,7 +66,7 @@ def test_without_its_config_yaml_a_run_goes_on_as_what_it_is(
     with pytest.raises(ConfigError, match=r"episodes_per_group: .* begun with 8 and would go on with 4"):
         check_resumed(run(buffer={"episodes_per_group": 4}))
     check_resumed(run(trainer={"lr": 0.5}))
-    with locked(run(trainer={"lr": 0.5})):
+    with prepare_and_lock(run(trainer={"lr": 0.5})):
         assert read_config(path.parent).trainer.lr == 0.5
 
 
@@ -70,15 +75,15 @@ def test_config_yaml_is_written_whole_and_only_if_it_changes(
 ) -> None:
     path = run_directory(run()) / "config.yaml"
     before = path.stat()
-    with locked(run()):
+    with prepare_and_lock(run()):
         after = path.stat()
     assert after.st_ino == before.st_ino and after.st_mtime_ns > before.st_mtime_ns, "the newest run"
     files = DurableFiles(path.parent)
-    with files.recorded(), locked(run(seed=7)):
+    with files.recorded(), prepare_and_lock(run(seed=7)):
         assert files.data[path.with_suffix(".tmp")] == msgspec.yaml.encode(run(seed=7)), "before its rename"
         assert path.name in files.names[path.parent] and path.stat().st_ino != before.st_ino
     path.with_suffix(".tmp").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match="No space left"), locked(run(seed=8)):
+    with pytest.raises(ConfigError, match="No space left"), prepare_and_lock(run(seed=8)):
         pass
     assert read_config(path.parent).seed == 7
 
@@ -133,10 +138,12 @@ def test_a_template_beside_the_model_is_part_of_it(run: Callable[..., RunConfig]
 def test_a_resume_says_what_it_changes(run: Callable[..., RunConfig], model: Path) -> None:
     changed = run(model={"path": str(model), "dtype": "float32"}, trainer={"lr": 0.5}, total_steps=7)
     check_resumed(changed)
-    assert resumed_with(changed) == (
+    assert describe_resumed_changes(changed) == (
         "model.dtype: bfloat16 → float32, total_steps: 100 → 7, trainer.lr: 1e-06 → 0.5"
     )
-    assert not resumed_with(run()) and not resumed_with(run(name="new", trainer={"lr": 0.5}))
+    assert not describe_resumed_changes(run()) and not describe_resumed_changes(
+        run(name="new", trainer={"lr": 0.5})
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +158,7 @@ def test_an_option_added_to_a_key_that_must_stay_is_refused(
 ) -> None:
     more = {"train": "t"} if section == "data" else {}
     before, now = (run(**{section: {key: options, **more}}) for options in (old, new))
-    monkeypatch.setattr(run_directories, "begun_with", lambda config: tree(before))
+    monkeypatch.setattr(run_directories, "previous_config", lambda config: tree(before))
     with pytest.raises(ConfigError, match=rf"^{section}\.{key}: .* was begun with"):
         check_resumed(now)
 

@@ -19,7 +19,7 @@ def leave_with_an_open_socket(memory: int) -> None:
     socket = zmq.Context.instance().socket(zmq.DEALER)
     resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
     try:
-        leave(3, patience=0.05)
+        leave(3, timeout=0.05)
     finally:
         socket.close()
 

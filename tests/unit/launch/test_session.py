@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config import LaunchConfig
 from asyncrl.launch import session
-from asyncrl.launch.placement import RolePlace, Unit
+from asyncrl.launch.placement import PlannedProcess, Unit
 from asyncrl.launch.process import ProcessSpec
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
@@ -45,7 +45,7 @@ class Play:
         self.hub = Hub(self.endpoints.control, ToCoordinatorControl, Gate(self.endpoints))
         self.processes: dict[str, Process] = {}
         self.shown: list[tuple[Any, ...]] = []
-        units = [Unit(role, (RolePlace(role, 0, 1, "t"),)) for role in ("coordinator", "rollout", *more)]
+        units = [Unit(role, (PlannedProcess(role, 0, 1, "t"),)) for role in ("coordinator", "rollout", *more)]
         self.polled: Callable[[], None] = lambda: None  # in the session's thread, between its messages
         self.supervisor = Supervisor(units, self.spawn, run_dir, 0, lambda unit, name: "")
         self.session = Session(
@@ -54,17 +54,17 @@ class Play:
         self.tracked: list[int] = []
         self._stepped = threading.Event()
 
-    def spawn(self, order: ProcessSpec) -> Process:
-        process = Process(order.place.name, lambda: self.polled())
-        return self.processes.setdefault(order.place.name, process)
+    def spawn(self, process_spec: ProcessSpec) -> Process:
+        process = Process(process_spec.process.name, lambda: self.polled())
+        return self.processes.setdefault(process_spec.process.name, process)
 
-    def status(self, status: Status) -> None:
+    def show_status(self, status: Status) -> None:
         self.shown.append(("status", status))
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def show_step(self, step: int, metrics: dict[str, float]) -> None:
         self.shown.append(("step", step))
 
-    def note(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
         self.shown.append(("note", text))
 
     def on_step(self, report: StepReport) -> None:
@@ -194,7 +194,7 @@ def test_a_coordinator_that_was_being_restarted_is_asked_to_stop_as_well(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers nothing for a while, and knows nobody: hello and stop are repeated."""
-    monkeypatch.setattr(session, "HELLO_EVERY", 0.05)
+    monkeypatch.setattr(session, "HELLO_INTERVAL", 0.05)
 
     def part() -> None:
         play.begin()

@@ -17,7 +17,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import checks, preflight, run_directory, start
 from asyncrl.launch.console import Console
 from asyncrl.launch.console_view import ConsoleState
-from asyncrl.launch.data import Inputs, RunData, ok, warning
+from asyncrl.launch.data import RunData
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import ok, warning
 from asyncrl.launch.process import COMPLETED, INTERRUPTED
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.summary import summarize
@@ -47,11 +49,13 @@ def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
         seen.append(left.exists())
         raise ConfigError("no such tracker")
 
-    monkeypatch.setattr(checks, "check", lambda config: (Inputs(config, data=CHECKED), CHECKED.warnings))
+    monkeypatch.setattr(
+        checks, "run_checks", lambda config: (Inputs(config, loaded_data=CHECKED), CHECKED.warnings)
+    )
     monkeypatch.setattr(start.Trackers, "open", refuse)
     with pytest.raises(ConfigError, match="no such tracker"):
         start.train(config)
-    assert seen == [False] and (tmp_path / "x" / preflight.PLACES).exists()
+    assert seen == [False] and (tmp_path / "x" / preflight.PLACES_FILE).exists()
     run_directory.check_run_directory(config)  # with resume=never: there is no run
 
 
@@ -66,7 +70,7 @@ def test_versions_of_a_killed_launcher_go_under_another_host_name_and_after_a_mo
     def killed(config: RunConfig) -> list[Path]:
         """What a launch leaves."""
         (Path(config.run_dir) / config.name).mkdir(exist_ok=True)
-        preflight.record_place(config)
+        preflight.record_launch_name(config)
         left = preflight.outside_weights(config)[:2]
         for directory in left:
             directory.mkdir(parents=True)
@@ -83,7 +87,7 @@ def test_versions_of_a_killed_launcher_go_under_another_host_name_and_after_a_mo
     starts(msgspec.structs.replace(config, name="copied"))
     assert all(directory.exists() for directory in first + second) and len({*first, *second}) == 4
     (tmp_path / "x").rename(tmp_path / "moved")
-    with (tmp_path / "moved" / preflight.PLACES).open("a") as record:
+    with (tmp_path / "moved" / preflight.PLACES_FILE).open("a") as record:
         record.write("../../kept\t/nowhere\nkept\t/nowhere\nnothing\n")
     (tmp_path / "shared" / "kept").mkdir()
     starts(msgspec.structs.replace(config, name="moved"))
@@ -101,7 +105,9 @@ def test_a_cluster_that_refuses_the_run_leaves_none_in_trackers(
         config, launch=msgspec.structs.replace(config.launch, kind="ray", ray_address=address)
     )
     opened: list[RunConfig] = []
-    monkeypatch.setattr(checks, "check", lambda config: (Inputs(config, data=CHECKED), CHECKED.warnings))
+    monkeypatch.setattr(
+        checks, "run_checks", lambda config: (Inputs(config, loaded_data=CHECKED), CHECKED.warnings)
+    )
     monkeypatch.setattr(start.Trackers, "open", lambda config, run_dir: opened.append(config))
     with pytest.raises(ConfigError, match="no Ray cluster"):
         start.train(refused)
@@ -126,7 +132,9 @@ def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
 def test_a_full_disk_is_one_line_and_leaves_no_run(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "check", lambda config: (Inputs(config, data=CHECKED), CHECKED.warnings))
+    monkeypatch.setattr(
+        checks, "run_checks", lambda config: (Inputs(config, loaded_data=CHECKED), CHECKED.warnings)
+    )
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "config.tmp").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=r"x: cannot be written .No space left on device.; set run_dir="):
@@ -141,17 +149,19 @@ def test_two_runs_of_one_name_do_not_share_a_place_for_checkpoints(tmp_path: Pat
         msgspec.structs.replace(config, run_dir=str(tmp_path / name), checkpoint=shared) for name in "ab"
     )
     with (
-        run_directory.locked(first),
+        run_directory.prepare_and_lock(first),
         pytest.raises(ConfigError, match=r"checkpoint\.directory: .*shared/x "),
     ):
-        run_directory.locked(second).__enter__()
-    with run_directory.locked(second):
+        run_directory.prepare_and_lock(second).__enter__()
+    with run_directory.prepare_and_lock(second):
         assert (tmp_path / "b" / "x" / "config.yaml").exists()
 
 
 def test_checkpoints_may_lie_where_the_run_does(tmp_path: Path, config: RunConfig) -> None:
     own = msgspec.structs.replace(config.checkpoint, directory=str(tmp_path))
-    with run_directory.locked(msgspec.structs.replace(config, run_dir=str(tmp_path), checkpoint=own)):
+    with run_directory.prepare_and_lock(
+        msgspec.structs.replace(config, run_dir=str(tmp_path), checkpoint=own)
+    ):
         assert (tmp_path / "x" / "config.yaml").exists()
 
 
@@ -179,7 +189,7 @@ def test_a_dry_run_ends_with_the_plan_and_the_warnings(
             "estimate", (), lambda inputs: [ok("model  7"), ok("memory  9"), warning("too much memory")]
         ),
     )
-    monkeypatch.setattr(checks, "ALL", found)
+    monkeypatch.setattr(checks, "ALL_CHECKS", found)
     assert start.train(config, dry_run=True) == COMPLETED
     text = capsys.readouterr().out
     tree, _, plan = text.partition("run directory: ")

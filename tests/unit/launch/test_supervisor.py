@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.isolation.child import describe_exit
-from asyncrl.launch.placement import RolePlace, Unit
+from asyncrl.launch.placement import PlannedProcess, Unit
 from asyncrl.launch.process import TRY_AGAIN, ProcessSpec
 from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVE_SECONDS, SOUND_SECONDS, Supervisor
 from asyncrl.wire.addresses import is_older
@@ -17,9 +17,9 @@ from asyncrl.wire.addresses import is_older
 class Fake:
     """A process; `kill` takes effect at once unless it `lingers`."""
 
-    def __init__(self, order: ProcessSpec) -> None:
-        self.name = order.place.name
-        self.order = order
+    def __init__(self, process_spec: ProcessSpec) -> None:
+        self.name = process_spec.process.name
+        self.process_spec = process_spec
         self.code = None
         self.lingers = False
         self.killed = False
@@ -38,17 +38,17 @@ class World:
         self.started: list[Fake] = []
         self.notes: list[str] = []
         units = [
-            Unit("coordinator", (RolePlace("coordinator", 0, 1, "t"),)),
-            *(Unit("rollout", (RolePlace("rollout", index, 1, "t"),)) for index in (0, 1)),
-            Unit("trainer", (RolePlace("trainer", 0, 1, "t"), RolePlace("trainer", 1, 1, "t"))),
+            Unit("coordinator", (PlannedProcess("coordinator", 0, 1, "t"),)),
+            *(Unit("rollout", (PlannedProcess("rollout", index, 1, "t"),)) for index in (0, 1)),
+            Unit("trainer", (PlannedProcess("trainer", 0, 1, "t"), PlannedProcess("trainer", 1, 1, "t"))),
         ]
         self.supervisor = Supervisor(
             units, self.spawn, run_dir, restarts, lambda unit, name: f"at-{name}", self.notes.append
         )
         self.supervisor.start()
 
-    def spawn(self, order: ProcessSpec) -> Fake:
-        self.started.append(Fake(order))
+    def spawn(self, process_spec: ProcessSpec) -> Fake:
+        self.started.append(Fake(process_spec))
         return self.started[-1]
 
     def newest(self, name: str) -> Fake:
@@ -61,17 +61,17 @@ def world(tmp_path: Path) -> World:
 
 
 def test_nothing_happens_while_all_run(world: World) -> None:
-    assert world.supervisor.tick(0) is None and len(world.started) == 5
+    assert world.supervisor.poll_processes(0) is None and len(world.started) == 5
 
 
 def test_a_worker_is_restarted_after_its_back_off_as_a_new_peer(world: World) -> None:
     dead = world.newest("rollout-0")
     dead.code = -9
-    world.supervisor.tick(0)
-    world.supervisor.tick(0.4)
+    world.supervisor.poll_processes(0)
+    world.supervisor.poll_processes(0.4)
     assert world.newest("rollout-0") is dead
-    world.supervisor.tick(0.6)
-    assert is_older(dead.order.incarnation, world.newest("rollout-0").order.incarnation)
+    world.supervisor.poll_processes(0.6)
+    assert is_older(dead.process_spec.incarnation, world.newest("rollout-0").process_spec.incarnation)
     assert not world.newest("trainer-0").killed
     assert world.notes == ["rollout-0 was killed by SIGKILL; rollout-0 is restarted in 0.5 s (1 of 2)"]
 
@@ -81,7 +81,7 @@ def test_a_worker_is_restarted_after_its_back_off_as_a_new_peer(world: World) ->
     [("", ["rollout-0", "rollout-1"]), ("rollout-1", ["rollout-1"]), ("its predecessor", [])],
 )
 def test_what_hangs_is_ended_and_nothing_else(world: World, who: str, killed: list[str]) -> None:
-    incarnation = world.newest(who).order.incarnation if who == "rollout-1" else who
+    incarnation = world.newest(who).process_spec.incarnation if who == "rollout-1" else who
     world.supervisor.kill_role("rollout", incarnation)
     assert [process.name for process in world.started if process.killed] == killed
 
@@ -91,16 +91,16 @@ def test_all_ranks_go_together_and_wait_for_the_last_of_the_old(world: World) ->
     second = world.newest("trainer-1")
     first.lingers = True
     second.code = 1
-    world.supervisor.tick(0)
+    world.supervisor.poll_processes(0)
     assert first.killed
-    world.supervisor.tick(100)
+    world.supervisor.poll_processes(100)
     assert world.newest("trainer-0") is first  # still there, in the old rendezvous
     first.code = -9
-    world.supervisor.tick(101)
-    orders = [world.newest(f"trainer-{rank}").order for rank in (0, 1)]
-    assert orders[0].incarnation == orders[1].incarnation
-    assert is_older(first.order.incarnation, orders[0].incarnation)
-    assert orders[0].rendezvous == orders[1].rendezvous != first.order.rendezvous
+    world.supervisor.poll_processes(101)
+    process_specs = [world.newest(f"trainer-{rank}").process_spec for rank in (0, 1)]
+    assert process_specs[0].incarnation == process_specs[1].incarnation
+    assert is_older(first.process_spec.incarnation, process_specs[0].incarnation)
+    assert process_specs[0].rendezvous == process_specs[1].rendezvous != first.process_spec.rendezvous
 
 
 def test_ranks_that_will_try_with_less_memory_do_not_use_up_restarts(tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_ranks_that_will_try_with_less_memory_do_not_use_up_restarts(tmp_path: P
     for now in range(4):
         world.newest("trainer-0").code = 70
         world.newest("trainer-1").code = TRY_AGAIN
-        assert world.supervisor.tick(now) is None
-        world.supervisor.tick(now)
+        assert world.supervisor.poll_processes(now) is None
+        world.supervisor.poll_processes(now)
         assert world.newest("trainer-1").code is None
     assert world.notes == ["trainer-1: out of memory: 512 tokens; trainer (all ranks) is restarted"] * 4
 
@@ -120,23 +120,23 @@ def test_ranks_that_will_try_with_less_memory_do_not_use_up_restarts(tmp_path: P
 def test_a_crashed_coordinator_comes_back_under_its_name(world: World) -> None:
     dead = world.newest("coordinator-0")
     dead.code = 70
-    assert world.supervisor.tick(0) is None
-    world.supervisor.tick(10)
+    assert world.supervisor.poll_processes(0) is None
+    world.supervisor.poll_processes(10)
     assert world.newest("coordinator-0") is not dead
-    assert world.newest("coordinator-0").order.incarnation == dead.order.incarnation
+    assert world.newest("coordinator-0").process_spec.incarnation == dead.process_spec.incarnation
 
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_coordinators_own_word_ends_the_run(world: World, code: int) -> None:
     world.newest("coordinator-0").code = code
-    ending = world.supervisor.tick(0)
+    ending = world.supervisor.poll_processes(0)
     assert ending is not None and ending.code == code
 
 
 def test_a_role_that_ends_in_order_is_left_alone(world: World) -> None:
     world.newest("rollout-0").code = 0  # at the end of a run the coordinator follows at once
-    assert world.supervisor.tick(0) is None
-    world.supervisor.tick(LEAVE_SECONDS)
+    assert world.supervisor.poll_processes(0) is None
+    world.supervisor.poll_processes(LEAVE_SECONDS)
     assert len(world.started) == 5 and not world.notes
 
 
@@ -146,10 +146,10 @@ def test_the_budget_is_each_units_own_and_its_end_shows_the_log(tmp_path: Path) 
     (tmp_path / "logs" / "rollout-0.log").write_text("what went wrong\n")
     world.newest("trainer-0").code = 70
     world.newest("rollout-0").code = 70
-    assert world.supervisor.tick(0) is None
-    assert world.supervisor.tick(1) is None
+    assert world.supervisor.poll_processes(0) is None
+    assert world.supervisor.poll_processes(1) is None
     world.newest("rollout-0").code = 70
-    ending = world.supervisor.tick(2)
+    ending = world.supervisor.poll_processes(2)
     assert ending is not None and ending.code == 1
     assert "launch.restarts" in ending.error and "what went wrong" in ending.error
 
@@ -160,9 +160,9 @@ def test_the_budget_is_whole_again_after_a_while_with_a_step(tmp_path: Path) -> 
     now = 0.0
     for _ in range(5):
         world.newest("rollout-0").code = 70
-        assert world.supervisor.tick(now) is None
-        world.supervisor.tick(now + 1)
-        world.supervisor.step += 1
+        assert world.supervisor.poll_processes(now) is None
+        world.supervisor.poll_processes(now + 1)
+        world.supervisor.run_step += 1
         now += SOUND_SECONDS + 1
     assert all("0.5 s (1 of 1)" in note for note in world.notes)
 
@@ -171,11 +171,11 @@ def test_the_budget_is_whole_again_after_a_while_with_a_step(tmp_path: Path) -> 
 def test_time_alone_or_a_step_alone_is_no_new_budget(tmp_path: Path, steps: int, seconds: float) -> None:
     world = World(tmp_path, restarts=1)
     world.newest("rollout-0").code = 70
-    assert world.supervisor.tick(0) is None
-    world.supervisor.tick(1)
-    world.supervisor.step += steps
+    assert world.supervisor.poll_processes(0) is None
+    world.supervisor.poll_processes(1)
+    world.supervisor.run_step += steps
     world.newest("rollout-0").code = 70
-    ending = world.supervisor.tick(seconds)
+    ending = world.supervisor.poll_processes(seconds)
     assert ending is not None and "are spent" in ending.error
 
 
@@ -185,7 +185,7 @@ def test_a_role_that_ended_by_itself_is_quoted(world: World, tmp_path: Path) -> 
         (tmp_path / "logs" / f"{name}.log").write_text("starts\nEngineError: no room for the KV cache\n")
     world.newest("rollout-0").code = 70
     world.newest("trainer-0").code = -9  # its last line does not say why
-    world.supervisor.tick(0)
+    world.supervisor.poll_processes(0)
     assert world.notes[0].endswith("(1 of 2): EngineError: no room for the KV cache")
     assert world.notes[1].endswith("(1 of 2)")
 
@@ -201,7 +201,7 @@ terminate called after throwing an instance of 'c10::DistBackendError'
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer-1.log").write_text(lines)
     world.newest("trainer-1").code = -signal.SIGABRT
-    world.supervisor.tick(0)
+    world.supervisor.poll_processes(0)
     (note,) = world.notes
     assert "trainer-1 was killed by SIGABRT" in note and "a collective of the trainer ranks timed out" in note
     assert note.endswith(timeout)
@@ -212,60 +212,60 @@ def test_the_back_off_grows_up_to_its_limit(tmp_path: Path) -> None:
     now = 0.0
     for _ in range(9):
         world.newest("rollout-0").code = 70
-        world.supervisor.tick(now)
+        world.supervisor.poll_processes(now)
         now += 100
-        world.supervisor.tick(now)
+        world.supervisor.poll_processes(now)
     delays = [float(note.split(" in ")[1].split()[0]) for note in world.notes]
     assert delays[:4] == [0.5, 1, 2, 4] and set(delays[4:]) == {BACKOFF_MAX}
 
 
 def test_bad_input_is_not_tried_again(world: World) -> None:
     world.newest("trainer-1").code = 2
-    ending = world.supervisor.tick(0)
+    ending = world.supervisor.poll_processes(0)
     assert ending is not None and ending.code == 2
 
 
 def test_nobody_is_restarted_while_stopping(world: World) -> None:
     world.newest("rollout-0").code = -9
-    world.supervisor.tick(0)
+    world.supervisor.poll_processes(0)
     world.supervisor.stopping = True
     world.newest("trainer-0").code = -9
-    assert world.supervisor.tick(100) is None
+    assert world.supervisor.poll_processes(100) is None
     assert len(world.started) == 5
     world.newest("coordinator-0").code = -9
-    ending = world.supervisor.tick(101)
+    ending = world.supervisor.poll_processes(101)
     assert ending is not None and ending.code == 1 and "while stopping" in ending.error
 
 
 def test_how_others_end_is_no_matter_once_the_run_is_over(tmp_path: Path) -> None:
     world = World(tmp_path, restarts=0)
-    world.supervisor.over = True  # the coordinator takes last words
+    world.supervisor.run_over = True  # the coordinator takes last words
     world.newest("rollout-0").code = -11
     world.newest("rollout-1").code = 0
     world.newest("trainer-1").code = 70
     for now in (0.0, LEAVE_SECONDS + 1.0):
-        assert world.supervisor.tick(now) is None and len(world.started) == 5 and not world.notes
+        assert world.supervisor.poll_processes(now) is None and len(world.started) == 5 and not world.notes
     assert not world.newest("trainer-0").killed, "it ends by itself"
     world.newest("coordinator-0").code = 0
-    outcome = world.supervisor.tick(7.0)
+    outcome = world.supervisor.poll_processes(7.0)
     assert outcome is not None and outcome.code == 0
 
 
 def test_a_coordinator_that_is_killed_as_it_takes_last_words_needs_the_others_again(world: World) -> None:
-    world.supervisor.over = True
+    world.supervisor.run_over = True
     world.newest("coordinator-0").code = -9
     world.newest("rollout-0").code = 1
     for now in (0.0, 1.0, 2.0, 3.0):
-        world.supervisor.tick(now)
+        world.supervisor.poll_processes(now)
     assert len(world.started) == 7 and world.newest("rollout-0").code is None
 
 
 def test_a_coordinator_that_was_about_to_be_restarted_is_so_for_a_stop(world: World) -> None:
     dead = world.newest("coordinator-0")
     dead.code = 70
-    world.supervisor.tick(0)
+    world.supervisor.poll_processes(0)
     world.supervisor.stopping = True
-    world.supervisor.tick(10)
+    world.supervisor.poll_processes(10)
     assert world.newest("coordinator-0") is not dead
 
 
@@ -278,8 +278,8 @@ def test_exits_are_described() -> None:
 def test_a_worker_that_leaves_while_the_run_goes_on_is_replaced(world: World) -> None:
     """Without this the run would wait for it for ever."""
     world.newest("rollout-0").code = 0
-    assert world.supervisor.tick(0.0) is None
-    assert world.supervisor.tick(LEAVE_SECONDS + 1) is None
+    assert world.supervisor.poll_processes(0.0) is None
+    assert world.supervisor.poll_processes(LEAVE_SECONDS + 1) is None
     assert "rollout-0 ended with exit code 0" in world.notes[-1]
-    world.supervisor.tick(LEAVE_SECONDS + 2)
+    world.supervisor.poll_processes(LEAVE_SECONDS + 2)
     assert world.newest("rollout-0").code is None

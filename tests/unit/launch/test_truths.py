@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.launch.truths import LOOKED_AT, describe_truths
+from asyncrl.launch.truths import EXAMINED_SAMPLES, describe_truths
 from asyncrl.rewards.loading import load_rewards
 from asyncrl.types import Message, Sample
 
@@ -52,7 +52,7 @@ def test_a_line_shows_the_first_ground_truth_as_the_reward_compares_it(
     ],
 )
 def test_a_ground_truth_that_no_text_of_a_model_would_equal_is_a_warning(reward: str, truth: Any) -> None:
-    known = samples(*("12",) * LOOKED_AT, "rain")[:-2]
+    known = samples(*("12",) * EXAMINED_SAMPLES, "rain")[:-2]
     rewards = load_rewards({reward: OPTIONS.get(reward, {})})
     assert not describe_truths(rewards, known)[1]
     _, (warning,) = describe_truths(rewards, [*known, *samples(truth, "b'beyond'")])

@@ -14,11 +14,11 @@ from asyncrl.planning.forecast import (
     Rates,
     fit,
     fit_engine,
-    limits,
-    measured,
+    measured_forecast,
     predict,
     recorded_turns,
-    stretched,
+    stretch_tail,
+    time_savings,
     workload,
 )
 from asyncrl.planning.simulator import RecordedTurn
@@ -27,7 +27,7 @@ from asyncrl.types import EpisodeStats, Observation, StopReason, ToolCall, ToolR
 RATES = Rates(  # 8 episodes of 100 tokens; 40 tokens/s of one alone
     recorded=(((RecordedTurn(100.0, 0.0),),) * 4,),
     base=0.025,
-    share=0.0,
+    slope=0.0,
     assumed=False,
     episode_s=0.05,
     commit_s=0.2,
@@ -67,7 +67,7 @@ def test_the_trainer_is_the_limit_where_it_takes_longer() -> None:
 
 def test_engines_are_the_limit_at_tokens_by_their_rate() -> None:
     """They sample 100 tokens/s together: 3200 of a batch take 32 s; two of them half."""
-    shared = replace(RATES, base=0.0, share=0.01)
+    shared = replace(RATES, base=0.0, slope=0.01)
     config = configured()
     assert predict(config, shared, 30).step_s == pytest.approx(32.0, rel=0.05)
     two = replace(config, rollout=replace(config.rollout, workers=2))
@@ -78,7 +78,7 @@ def test_slots_are_the_limit_where_episodes_wait_for_one() -> None:
     """Episodes of 2.5 s in 4 slots: 8 turns of these are a batch. With twice the slots, 4 turns."""
     found = predict(configured(slots=4), RATES)
     assert found.step_s == pytest.approx(8 * 2.5, rel=0.02)
-    saved = limits(configured(slots=4), RATES)
+    saved = time_savings(configured(slots=4), RATES)
     assert (
         saved["rollout.slots"] == pytest.approx(0.5, abs=0.05) == saved["engines"]
     )  # each ends what they wait for
@@ -131,7 +131,7 @@ def test_rates_of_a_run() -> None:
     assert (told.shift_s, told.shift_source) == (3.5, "measured")
     shared = replace(config, engine=replace(config.engine, colocated=1))
     assert (workload(config, told).shift, workload(shared, told).shift) == (None, 3.5)
-    was = measured(rows)
+    was = measured_forecast(rows)
     assert (was.step_s, was.lag) == (3.0, 0.5) and was.tokens_per_s == pytest.approx(960.0)
 
 
@@ -174,7 +174,7 @@ def test_an_episode_waits_for_tools_the_environment_and_its_reward() -> None:
 
 def test_only_what_is_longer_than_the_median_is_stretched() -> None:
     lengths = (10.0, 20.0, 50.0)
-    found = stretched((((tuple(RecordedTurn(n, 1.0) for n in lengths)),),), 2.0)
+    found = stretch_tail((((tuple(RecordedTurn(n, 1.0) for n in lengths)),),), 2.0)
     assert [turn.tokens for turn in found[0][0]] == [10.0, 20.0, 80.0]
     assert {turn.wait for turn in found[0][0]} == {1.0}
 
@@ -183,5 +183,5 @@ def test_a_longer_tail_takes_longer() -> None:
     groups = tuple(((RecordedTurn(100.0, wait),),) * 4 for wait in (1.0, 1.0, 1.0, 8.0))
     config = configured(bound=1)
     rates = replace(RATES, recorded=groups)
-    longer = replace(rates, recorded=stretched(groups, 3.0))
+    longer = replace(rates, recorded=stretch_tail(groups, 3.0))
     assert predict(config, longer, 20).step_s > 1.2 * predict(config, rates, 20).step_s

@@ -37,13 +37,13 @@ class Watched(Simulation):
         super().__init__(workload, seed)
         self.sampled = self.trained = 0
 
-    def _next(self) -> None:
+    def _advance(self) -> None:
         assert self.shifts is not None
-        busy = self._busy
-        works = self._working
+        busy = self._engine_seconds
+        works = self._trainer_working
         shift = self.shifts.shift
-        super()._next()
-        if self._busy > busy:
+        super()._advance()
+        if self._engine_seconds > busy:
             self.sampled += 1
             assert shift is Shift.ROLLOUT and not works
         if works:
@@ -59,7 +59,7 @@ def test_one_side_has_the_devices_and_nothing_is_lost(workload: Workload) -> Non
     assert run.sampled > 25 and run.trained >= 25 and run.shifts is not None
     worked = sum(step.train for step in steps)
     changes = run.shifts.count * (workload.shift or 0)
-    assert run.now == pytest.approx(run._clock + worked + changes)
+    assert run.now == pytest.approx(run._engine_clock + worked + changes)
     assert run.now == pytest.approx(sum(step.seconds for step in steps))
     flow = run.buffer.flow()
     assert flow.conserved and flow.trained >= 24 * workload.buffer.batch_size

@@ -13,7 +13,8 @@ from asyncrl.config import parse
 from asyncrl.conversation.templates import read_template
 from asyncrl.episodes.parts import EpisodeParts, check_chat, check_token_ids, shown_calls
 from asyncrl.errors import ConfigError
-from asyncrl.launch.data import Inputs, RunData
+from asyncrl.launch.data import RunData
+from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.preflight import check_settings
 from asyncrl.tools import tool
 from asyncrl.types import Message, Sample, ToolCall

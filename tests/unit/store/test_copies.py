@@ -15,9 +15,10 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError
-from asyncrl.launch.data import Inputs, ok
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.notes import ok
 from asyncrl.launch.preflight import check_checkpoint_directory
-from asyncrl.launch.run_directory import lock
+from asyncrl.launch.run_directory import lock_directory
 from asyncrl.store import copies
 from asyncrl.store.copies import EPOCH_MARGIN, restore
 from asyncrl.store.listing import Listing, episode_page
@@ -144,7 +145,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     for path in (run_dir / "segments").iterdir():
         path.write_bytes(b"")
     restoring = ["runs", "restore", "t", "--run-dir", str(tmp_path)]
-    with lock(run_dir, "run_dir"):
+    with lock_directory(run_dir, "run_dir"):
         assert main(restoring) == 2 and "another run with this name" in capsys.readouterr().err
     assert main(restoring) == 0
     output = capsys.readouterr().out

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.memory import coverage
+from asyncrl.launch.memory import describe_coverage
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.batch import row_routes
@@ -199,7 +199,7 @@ def test_a_checkpoint_goes_on(world: World, saved: Path, tmp_path: Path) -> None
 
 
 def test_the_plan_says_that_adapters_leave_experts_out(saved: Path) -> None:
-    adapted, left = coverage(str(saved / "Qwen3Moe")).split("; not adapted: ")
+    adapted, left = describe_coverage(str(saved / "Qwen3Moe")).split("; not adapted: ")
     assert "3 x self_attn.q_proj (" in adapted and "experts" not in adapted
     assert "3 x mlp.gate (" in left and "1 x model.embed_tokens (" in left and "x experts." in left
 

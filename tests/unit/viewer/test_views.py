@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.buffer.records import EpisodeRecord, State
-from asyncrl.commands.status import ending
+from asyncrl.commands.status import describe_ending
 from asyncrl.config import read_config
 from asyncrl.data import samples_path
 from asyncrl.errors import AsyncrlError, ConfigError
@@ -303,7 +303,7 @@ def test_beside_a_run_that_was_deleted_and_one_of_another_version_others_are_sho
     with closing(sqlite3.connect(runs[1] / "run.db")) as db:
         db.execute("PRAGMA user_version=1")
     shutil.rmtree(runs[2])
-    views = Views(runs, ending)
+    views = Views(runs, describe_ending)
     answer = views.answer("runs", {})
     assert answer["differences"] == {"trainer.lr": [1e-5, 1e-5, None, 1e-6]}
     assert answer["runs"][2]["ended"] == "deleted" and views.answer("rows", {"run": "2"})["steps"] == 0
