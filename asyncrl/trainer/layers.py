@@ -17,14 +17,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.recompute import Recomputation
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks that the model's author marks as units."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    unit_names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in unit_names]
 
 
 def prepare_layers(
@@ -33,23 +33,23 @@ def prepare_layers(
     """Let `recomputation` (None: that of `trainer`) decide which layers are recomputed; compile them all.
     To be called before they are sharded. Raises ConfigError where the model does not say what they are."""
     recomputation = recomputation or Recomputation(trainer)
-    every = trainer.checkpointed_every
+    recomputed_every = trainer.checkpointed_every
     layers = layers_of(model)
-    if not layers and (every or trainer.compile):
-        key = "activation_checkpointing" if every else "compile"
-        raise ConfigError(f"trainer.{key}: {type(model).__name__} does not name its layers; leave it out")
+    if not layers and (recomputed_every or trainer.compile):
+        config_key = "activation_checkpointing" if recomputed_every else "compile"
+        raise ConfigError(f"trainer.{config_key}: {type(model).__name__} does not name its layers; leave it out")
     compiler = os.environ.get("CXX", "g++")
     if trainer.compile and not torch.cuda.is_available() and not shutil.which(compiler):
         raise ConfigError(
             f"trainer.compile: needs a C++ compiler on a CPU, and {compiler} (CXX) is not there"
         )
     if trainer.compile:  # it loops over as many nodes of packed rows as a micro-batch has
-        AttentionInterface.register(NAME, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[NAME]))
+        AttentionInterface.register(FOREST_ATTENTION, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[FOREST_ATTENTION]))
     for index, layer in enumerate(layers):
-        run: Any = layer.forward
+        layer_forward: Any = layer.forward
         if trainer.compile:
-            run = torch.compile(run, dynamic=True)
-        layer.forward = recomputation.wrap(index, run)
+            layer_forward = torch.compile(layer_forward, dynamic=True)
+        layer.forward = recomputation.wrap(index, layer_forward)
 
 
 def compiled_graphs() -> int:

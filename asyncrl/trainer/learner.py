@@ -27,9 +27,9 @@ from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
 from asyncrl.errors import recorded
 from asyncrl.trainer import report
-from asyncrl.trainer.barrier import compared, deal, prepared, scaling
-from asyncrl.trainer.batch import Example, MicroBatch, collate, dealt, example, with_values
-from asyncrl.trainer.credit import credit, penalised, rescaled
+from asyncrl.trainer.barrier import compare_batch, partition_groups, prepare_batch, advantage_scaling
+from asyncrl.trainer.batch import TrainingSample, MicroBatch, collate, partition_plan, training_sample, with_values
+from asyncrl.trainer.advantages import with_advantages, with_kl_penalty, with_scaled_advantages
 from asyncrl.trainer.footprint import RECOMPUTED_EVERY, least_recomputation
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.loading import master_dtype
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 class _ScoredMicroBatch:
     """A micro-batch between its forward and the count of what its loss is made of. `logp`: [N]."""
 
-    examples: Sequence[Example]
+    examples: Sequence[TrainingSample]
     micro: MicroBatch
     logp: Tensor
     evaluated: Evaluated
@@ -116,7 +116,7 @@ class Learner:
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
         self.ratios: report.Ratios | None = None  # who looks at single tokens
         self._expected = 256.0  # estimate of D, for a loss of about 1; see apply
-        self._held: list[Example] = []
+        self._held: list[TrainingSample] = []
         self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
         # tokens, padding included, of its forwards in this step
@@ -158,12 +158,12 @@ class Learner:
         rule = self.recipe.aggregate
         choices = self.policy.replay.choices if self.policy.replay is not None else 0
         examples = [
-            example(
+            training_sample(
                 *(planned, turns, self.step, self.bound, rule),
                 mask_truncated=masked,
-                choices=choices,
-                scored=self.config.kl.top_k if self.scored else None,
-                agents=self.agents,
+                expert_choices=choices,
+                scorer_topk=self.config.kl.top_k if self.scored else None,
+                agent_names=self.agents,
             )
             for planned, turns in work
         ]
@@ -184,7 +184,7 @@ class Learner:
         self._held = []
         self._tally = report.MetricSums()
         self.step += 1
-        metrics = report.batch_metrics(tally, scaling(self.recipe, tally, self.whitening))
+        metrics = report.batch_metrics(tally, advantage_scaling(self.recipe, tally, self.whitening))
         self._advance(tally, metrics)
         if metrics.get("trainer/replayed_share") == 0:
             logger.warning(
@@ -193,7 +193,7 @@ class Learner:
             )
         if self.config.trainer.compile:
             metrics["perf/compiled_graphs"] = compiled_graphs()
-        metrics["perf/recomputed_layers"] = self.recomputation.share
+        metrics["perf/recomputed_layers"] = self.recomputation.recomputed_fraction
         return metrics
 
     def _advance(self, tally: report.MetricSums, metrics: dict[str, float]) -> None:
@@ -222,22 +222,22 @@ class Learner:
         scored = self._scored(self._held)
         with self.watch.phase("adv"):
             penalty = coef if self.config.kl.where == "reward" else None
-            held, whole = compared(self.world, scored, self.recipe, penalty, self.whitening)
-        held = prepared(self.world, held, self.recipe.loss)
+            held, whole = compare_batch(self.world, scored, self.recipe, penalty, self.whitening)
+        held = prepare_batch(self.world, held, self.recipe.loss)
         groups = set().union(*self.world.gather({e.group for e in held}, set[str]))
         for index in range(self.recipe.optimizer_steps):
             epoch, k = divmod(index, steps)
-            part_of = deal(groups, steps, f"{self.config.seed}/{self.step}/{epoch}")
+            part_of = partition_groups(groups, steps, f"{self.config.seed}/{self.step}/{epoch}")
             tally = report.MetricSums()
             part = [e for e in held if part_of[e.group] == k]
             self._train(part, tally, progress=index / self.recipe.optimizer_steps)
             whole.merge(self.apply(tally))
         return whole
 
-    def _scored(self, held: Sequence[Example]) -> list[Example]:
+    def _scored(self, held: Sequence[TrainingSample]) -> list[TrainingSample]:
         """The examples with the log-probs and values of the models as they are now, where the recipe asks."""
         recipe = self.recipe
-        done = list[Example]()
+        done = list[TrainingSample]()
         of_policy = recipe.prox == "recompute" or recipe.shared_critic
         if not (of_policy or recipe.critic or self.reference is not None):
             return list(held)
@@ -253,7 +253,7 @@ class Learner:
                         found["value"] = self.critic(micro.selected)
             if self.reference is not None and recipe.scores_reference:
                 with self.watch.phase("ref"):
-                    found["reference"] = self.reference.logp(micro.for_reference)
+                    found["reference"] = self.reference.logp(micro.reference_tokens)
             for name, values in found.items():
                 if values is not None and not (name == "prox" and recipe.prox != "recompute"):
                     part = with_values(part, name, values)
@@ -266,32 +266,32 @@ class Learner:
         ranks = self.world.data_ranks
         return self.deal(planned, ranks)[self.world.rank * ranks // self.world.size]
 
-    def deal(self, planned: Sequence[PlannedTrajectory], ranks: int) -> list[list[list[PlannedTrajectory]]]:
+    def partition_groups(self, planned: Sequence[PlannedTrajectory], ranks: int) -> list[list[list[PlannedTrajectory]]]:
         """The shares of so many ranks."""
         hidden = self.policy.lm.config.get_text_config().hidden_size
-        return dealt(planned, self.packing, self.budget, hidden, ranks)
+        return partition_plan(planned, self.packing, self.budget, hidden, ranks)
 
-    def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+    def _micro_batches(self, examples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
         """Cut this rank's examples under the token budget, padded to the same count on all ranks."""
         first: dict[str, np.ndarray] = {}  # of each key, a row that others may begin like
         pieces = []
         for e in examples:
-            key = f"{e.group}/{e.agents[:1]}" if self.packing == "tree" else e.planned.uid
-            shared = common(first.setdefault(key, e.rows[0]), e.rows[0])
-            pieces.append(Piece(key, e.length, shared, len(e.rows), e.longest))
+            key = f"{e.group}/{e.sequence_adapters[:1]}" if self.packing == "tree" else e.planned.uid
+            shared = common(first.setdefault(key, e.sequences[0]), e.sequences[0])
+            pieces.append(Piece(key, e.total_tokens, shared, len(e.sequences), e.longest_sequence))
         packed = micro_batches(pieces, self.budget, padded=self.packing == "padded")
         count = max(self.world.gather(len(packed), int))
         cut = [[examples[i] for i in part] for part in packed]
         return cut + [[] for _ in range(count - len(cut))]
 
-    def _collate(self, examples: Sequence[Example]) -> MicroBatch:
+    def _collate(self, examples: Sequence[TrainingSample]) -> MicroBatch:
         micro = collate(examples, self.dtype, self.packing)
         self.size = micro.selected.ids.numel(), len(examples)  # from here on it takes the device's memory
         return micro.to(self.world.device)
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
-    def _train(self, examples: Sequence[Example], tally: report.MetricSums, progress: float = 0.0) -> None:
+    def _train(self, examples: Sequence[TrainingSample], tally: report.MetricSums, progress: float = 0.0) -> None:
         """Forward and backward of some episodes; gradients add up, undivided, and counts go to `tally`.
 
         Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
@@ -301,8 +301,8 @@ class Learner:
         if not self.behind_barrier and not (self.recipe.critic or self.reference is not None):
             examples = self._credited(examples, tally)
         if self.recipe.skips_inert:
-            report.tally_unscored(tally, [e for e in examples if not e.is_read], self.agents)
-            examples = [e for e in examples if e.is_read]
+            report.tally_unscored(tally, [e for e in examples if not e.is_scored], self.agents)
+            examples = [e for e in examples if e.is_scored]
         parts = self._micro_batches(examples)
         collated = map(self._collate, parts)
         micro = next(collated, None)
@@ -317,13 +317,13 @@ class Learner:
             self.pulse()
 
     def _backward(
-        self, examples: Sequence[Example], micro: MicroBatch, tally: report.MetricSums, progress: float
+        self, examples: Sequence[TrainingSample], micro: MicroBatch, tally: report.MetricSums, progress: float
     ) -> _ScoredMicroBatch:
         """Runs forward and backward of one micro-batch, of these examples. `tally` gets their credit only."""
         if not self.behind_barrier and self.reference is not None:
             if self.recipe.scores_reference:
                 with self.watch.phase("ref"):
-                    of_reference = self.reference.logp(micro.for_reference)
+                    of_reference = self.reference.logp(micro.reference_tokens)
                     examples = with_values(examples, "reference", of_reference)
             if not self.recipe.critic:
                 examples = self._credited(examples, tally)
@@ -333,7 +333,7 @@ class Learner:
         return scored
 
     def _score(
-        self, examples: Sequence[Example], micro: MicroBatch, tally: report.MetricSums, progress: float
+        self, examples: Sequence[TrainingSample], micro: MicroBatch, tally: report.MetricSums, progress: float
     ) -> _ScoredMicroBatch:
         """Run the forward of a micro-batch. Its loss is undivided. `tally` gets the examples' credit only."""
         self._computed += micro.selected.ids.numel()
@@ -362,24 +362,24 @@ class Learner:
         evaluated = scored.evaluated
         if self.ratios is not None and not self.recipe.loss.demonstrations:  # those have no mu
             dropped = evaluated.state.correction.masked & evaluated.state.fresh
-            self.ratios.note(examples, scored.logp - micro.mu, dropped)
+            self.ratios.note(examples, scored.logp - micro.rollout_logprobs, dropped)
         denominator = math.fsum(e.denominator for e in examples)
         if self.policy.replay is not None:
             report.tally_routes(tally, micro.selected.routes, micro.selected.ids.numel())
         tally.total("_D", denominator)
         report.tally_tokens(tally, token_sums(evaluated.state), denominator)
-        report.tally_agents(tally, self.agents, micro.agent, evaluated.state, denominator)
+        report.tally_agents(tally, self.agents, micro.adapter_index, evaluated.state, denominator)
         report.tally_terms(tally, evaluated.terms, denominator)
 
-    def _credited(self, examples: Sequence[Example], tally: report.MetricSums) -> list[Example]:
+    def _credited(self, examples: Sequence[TrainingSample], tally: report.MetricSums) -> list[TrainingSample]:
         """Advantages of episodes that need no others of the batch."""
         if self.config.kl.where == "reward":
-            examples = [penalised(e, self.state["kl_coef"], self.recipe.kl_estimator)[0] for e in examples]
+            examples = [with_kl_penalty(e, self.state["kl_coef"], self.recipe.kl_estimator)[0] for e in examples]
         with self.watch.phase("adv"):
-            examples = [credit(e, self.recipe) for e in examples]
+            examples = [with_advantages(e, self.recipe) for e in examples]
         report.tally_credit(tally, examples)
         whitening = self.whitening if self.recipe.scale == "whiten_running" else None
-        return [rescaled(e, whitening.apply) for e in examples] if whitening else examples
+        return [with_scaled_advantages(e, whitening.apply) for e in examples] if whitening else examples
 
     # -- an optimizer step -----------------------------------------------------------------------------
 

@@ -25,19 +25,19 @@ from asyncrl.wire.messages.trainer import GaveUp
 log = logging.getLogger(__name__)
 
 
-def largest(rows: int, length: int, packing: Packing) -> Selected:
+def largest_tokens(sequences: int, length: int, packing: Packing) -> Selected:
     """Rows that share nothing; each token but the first is the model's."""
-    row = np.repeat(np.arange(rows), length - 1)
-    position = np.tile(np.arange(1, length), rows)
-    apart: Packing = "padded" if packing == "padded" else "packed"
-    ids = [np.zeros(length, dtype=np.int64)] * rows
-    return Selected.of(ids, row, position, torch.ones(len(row)), apart)
+    sequence_of = np.repeat(np.arange(sequences), length - 1)
+    position = np.tile(np.arange(1, length), sequences)
+    unshared_packing: Packing = "padded" if packing == "padded" else "packed"
+    ids = [np.zeros(length, dtype=np.int64)] * sequences
+    return Selected.of(ids, sequence_of, position, torch.ones(len(sequence_of)), unshared_packing)
 
 
-def smallest(packing: Packing) -> Selected:
+def smallest_tokens(packing: Packing) -> Selected:
     """Returns two tokens to score: what a micro-batch leaves behind is the same for all. For a single one
     torch would compile once more."""
-    return largest(1, 3, packing)
+    return largest_tokens(1, 3, packing)
 
 
 def forward_backward(
@@ -56,13 +56,13 @@ def forward_backward(
     elif reference is not None:
         reference.logp(tokens)
     scores = policy(tokens, entropy_grad=entropy_grad, teacher=teacher)
-    total = scores.logp.sum() + (scores.entropy.sum() if entropy_grad else 0.0)
+    loss = scores.logp.sum() + (scores.entropy.sum() if entropy_grad else 0.0)
     value = critic(tokens) if critic is not None else scores.value
     if value is not None:
-        total = total + value.sum()
+        loss = loss + value.sum()
     if scores.divergence is not None:
-        total = total + scores.divergence.sum()
-    total.backward()
+        loss = loss + scores.divergence.sum()
+    loss.backward()
     if reference is not None:
         reference.release()
 
@@ -75,24 +75,24 @@ def try_largest(learner: Learner) -> None:
     if is_tiny(learner):
         return
     config = learner.config
-    began = time.monotonic()
-    rows = config.largest_rows(learner.budget)
-    length = config.rollout.max_tokens
-    tokens = largest(rows, length, learner.packing)
+    started_at = time.monotonic()
+    sequence_count = config.largest_rows(learner.budget)
+    sequence_length = config.rollout.max_tokens
+    tokens = largest_tokens(sequence_count, sequence_length, learner.packing)
     entropy_grad = config.algorithm.entropy_coef > 0
-    learner.size = rows * length, rows // config.rollout.full_rows
-    for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do
-        micro = tried.to(learner.world.device)
+    learner.size = sequence_count * sequence_length, sequence_count // config.rollout.full_rows
+    for trial_tokens in (smallest_tokens(learner.packing), tokens):  # the second finds gradients, as later ones do
+        device_tokens = trial_tokens.to(learner.world.device)
         models = learner.policy, learner.critic, learner.reference
-        forward_backward(*models, micro, entropy_grad, learner.recipe.divergence, config.kl.top_k)
+        forward_backward(*models, device_tokens, entropy_grad, learner.recipe.divergence, config.kl.top_k)
         learner.pulse()  # each may compile for minutes
     learner.size = 0, 0
     learner.optimizer.zero_grad()
     if learner.critic is not None:
         learner.critic.optimizer.zero_grad()
     trim_heap()
-    seconds = time.monotonic() - began
-    log.info("the largest micro-batch, %d rows of %d tokens, was tried in %.1f s", rows, length, seconds)
+    seconds = time.monotonic() - started_at
+    log.info("the largest micro-batch, %d rows of %d tokens, was tried in %.1f s", sequence_count, sequence_length, seconds)
 
 
 def is_tiny(learner: Learner) -> bool:
@@ -100,14 +100,14 @@ def is_tiny(learner: Learner) -> bool:
     return sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS
 
 
-def given_up(error: Exception, trainer_epoch: int, rank: int, learner: Learner) -> GaveUp:
+def give_up_message(error: Exception, trainer_epoch: int, rank: int, learner: Learner) -> GaveUp:
     """Tells that the batch is given up because of a spike, or of too little memory in a micro-batch. Any
     other error is raised again: outside a micro-batch a smaller one would not help."""
-    message = partial(GaveUp, trainer_epoch, rank, learner.step + 1)
+    make_message = partial(GaveUp, trainer_epoch, rank, learner.step + 1)
     if isinstance(error, SpikeError):
-        return message("spike", str(error))
+        return make_message("spike", str(error))
     if lacks_memory(error) and any(learner.size):
         detail = f"out of memory ({one_line(error)})"
         recomputation = learner.recomputation
-        return message("memory", detail, *learner.size, recomputation.every, recomputation.next_every)
+        return make_message("memory", detail, *learner.size, recomputation.every, recomputation.next_every)
     raise error

@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.shrunk import remembered
-from asyncrl.trainer.examine import examine, examined
+from asyncrl.trainer.gradient_check import check_gradients, cached_gradient_check
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
@@ -174,7 +174,7 @@ def _check_cut(policy: Policy, dtype: str, world: World, compiled: bool) -> None
     found = shared_findings(policy.lm.config, world)
     kind = type(policy.lm).__name__
     if found is None and not policy.whole:
-        found = examined(policy, (), dtype, world, compiled)
+        found = cached_gradient_check(policy, (), dtype, world, compiled)
     problem = "has no backbone" if policy.whole else found and found["cut"]
     policy.whole = bool(problem)
     if problem:
@@ -187,7 +187,7 @@ def findings(config: PreTrainedConfig) -> dict[str, str] | None:
     """Says what is wrong with each way to compute gradients of this architecture, see `examine`; None where
     no small copy of it can be made."""
     model = ModelConfig(path=config.model_type, dtype="float32")
-    return remembered(config, "trainer", lambda copy: examine(Policy(copy, model, None)))
+    return remembered(config, "trainer", lambda copy: check_gradients(Policy(copy, model, None)))
 
 
 def shared_findings(config: PreTrainedConfig, world: World) -> dict[str, str] | None:

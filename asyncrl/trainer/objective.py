@@ -100,7 +100,7 @@ def evaluate(
         clipped=token.clipped,
         correction=with_own_ratio(correction, token) if recipe.loss.ratio == "mu" else correction,
         counted=micro.counted,
-        in_bound=micro.fresh,
+        in_bound=micro.within_staleness,
         fresh=fresh,
         exact=micro.exact & (progress == 0) if bypass else micro.exact,
         row=micro.episode,
@@ -112,7 +112,7 @@ def evaluate(
 def teacher_of(micro: MicroBatch, reference: Reference | None, divergence: str, top_k: int) -> Teacher:
     """Return what a divergence compares the policy with: a model here, or what servers told. A collective."""
     if reference is not None:
-        return reference.teacher(micro.for_reference, divergence, top_k)
+        return reference.teacher(micro.reference_tokens, divergence, top_k)
     return Teacher(divergence, top_k)
 
 
@@ -120,14 +120,14 @@ def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: floa
     """Return the inputs of the loss. A token with a bad number, of whichever model, is not fresh."""
     pi = scores.logp.detach()
     prox = proximal(micro, pi, recipe, progress)
-    fresh = micro.fresh
+    fresh = micro.within_staleness
     reference = scores.reference if micro.reference is None else micro.reference
-    for numbers in (micro.mu, pi, prox, reference, scores.divergence):
+    for numbers in (micro.rollout_logprobs, pi, prox, reference, scores.divergence):
         fresh = fresh if numbers is None else fresh & torch.isfinite(numbers)
     # It must be gone before exp: weight zero times infinity is not zero.
     prox = torch.where(fresh, prox, 0.0)
     sampled = fresh & (not recipe.loss.demonstrations)
-    mu = torch.where(sampled, micro.mu, prox)
+    mu = torch.where(sampled, micro.rollout_logprobs, prox)
     logp = torch.where(fresh, scores.logp, prox)
     reference = None if reference is None else torch.where(fresh, reference, logp.detach())
     assert micro.advantage is not None
@@ -174,10 +174,10 @@ def proximal(micro: MicroBatch, pi: Tensor, recipe: Recipe, progress: float) -> 
     """log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu); prox is
     the policy before the batch, v − v_prox = `progress` of one version."""
     if recipe.prox == "mu":
-        return micro.mu
-    if micro.prox is not None:
-        return micro.prox
+        return micro.rollout_logprobs
+    if micro.proximal_logprobs is not None:
+        return micro.proximal_logprobs
     if recipe.prox != "loglinear" or progress == 0:
         return pi
     share = micro.lag / (micro.lag + progress)
-    return micro.mu + share.to(pi.dtype) * (pi - micro.mu)
+    return micro.rollout_logprobs + share.to(pi.dtype) * (pi - micro.rollout_logprobs)

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.examine import examined, transformer
+from asyncrl.trainer.attention import FOREST_ATTENTION
+from asyncrl.trainer.gradient_check import cached_gradient_check, transformer_of
 from asyncrl.trainer.model import Policy, shared_findings
 from asyncrl.trainer.world import World
 
@@ -26,8 +26,8 @@ def packing_for(
     a warning; ConfigError where ranks are to share a sequence, which padded rows cannot. Sets their attention
     accordingly. `dtype`: of a forward. `compiled`: their layers are. A collective."""
     for model in models:
-        own = transformer(model)
-        kind = type(transformer(model)).__name__
+        own = transformer_of(model)
+        kind = type(transformer_of(model)).__name__
         found = shared_findings(own.config, world)
         if found and found["padded"]:
             logger.warning("%s depends on what rows are trained together: it %s", kind, found["padded"])
@@ -35,7 +35,7 @@ def packing_for(
             continue
         problem = unfit(own, wanted, found, world.sequence.count if world.sequence else 1)
         if not problem and (found is None or world.sequence or world.device.type != "cpu"):
-            problem = examined(model, [wanted], dtype, world, compiled)[wanted]
+            problem = cached_gradient_check(model, [wanted], dtype, world, compiled)[wanted]
         if problem and world.sequence:
             raise ConfigError(
                 f"trainer.sequence_parallel={world.sequence.count} needs packed rows, but {kind} {problem}; "
@@ -46,7 +46,7 @@ def packing_for(
             return "padded"
     for model in models:
         if wanted != "padded":
-            transformer(model).set_attn_implementation(NAME)
+            transformer_of(model).set_attn_implementation(FOREST_ATTENTION)
     return wanted
 
 

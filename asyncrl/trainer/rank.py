@@ -28,14 +28,14 @@ from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
-from asyncrl.trainer.checkpointing import Checkpointing, shared_place
+from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
 from asyncrl.trainer.learner import Learner, Work
-from asyncrl.trainer.memory import given_up, is_tiny, try_largest
+from asyncrl.trainer.memory import give_up_message, is_tiny, try_largest
 from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.report import Ratios
-from asyncrl.trainer.resting import Resting, await_devices
+from asyncrl.trainer.device_offload import Resting, await_devices
 from asyncrl.types import PolicyVersion, Turn
 from asyncrl.weights.memory import trim_heap
 from asyncrl.wire.messages import shared, trainer
@@ -122,7 +122,7 @@ class TrainerRank:
         self.rank = mesh.rank
         self.first = mesh.rank == 0
         self.words = world.Words(mesh)
-        place = shared_place(config, self.run_dir, mesh)
+        place = shared_checkpoints(config, self.run_dir, mesh)
         self.learner = Learner(config, mesh)
         self.saving = Checkpointing(config, place, self.learner)
         self.saving.resume()
@@ -202,7 +202,7 @@ class TrainerRank:
             if not is_tiny(self.learner):
                 trim_heap()
         everyone = [uid for part in self.mesh.gather_data(self._batch, list[str]) for uid in part]
-        self.saving.add(everyone)
+        self.saving.add_trained(everyone)
         self._batch = []
         metrics["trainer/trajectories_total"] = float(self.saving.trained_total)
         if self.publishing.noise_floor is not None:
@@ -258,7 +258,7 @@ class TrainerRank:
         step = self.learner.step
         commit = trainer.Commit(epoch, step, plan.plan_hash, tuple(trained), metrics)
         answer = self._told(self.control, commit, f"the commit of step {step}")
-        self.saving.best = answer.best
+        self.saving.best_step = answer.best
         return bool(answer.publish)
 
     def _told(self, link: Link, request: shared.WireMessage, name: str, patient: bool = False) -> Any:
@@ -367,7 +367,7 @@ class TrainerRank:
         """Rank 0 reports for all; the others repeat their beat."""
         if not self.first:
             return self._status()
-        newest = self.saving.newest
+        newest = self.saving.newest_manifest
         assert newest is not None, "there is none"
         return trainer.Checkpointed(self.trainer_epoch, newest.step, newest.trained_total, self.resting.now)
 
@@ -381,13 +381,13 @@ class TrainerRank:
             *spent,
             waiting,
             self.work,
-            saving.place.written,
+            saving.checkpoints.written,
             checkpoint_problem=saving.checkpoint_problem,
         )
 
     def report(self, error: Exception) -> str:
         """Tell the coordinator that this rank gives up the batch. Returns why, and what happens now."""
-        message = given_up(error, self.trainer_epoch, self.rank, self.learner)
+        message = give_up_message(error, self.trainer_epoch, self.rank, self.learner)
         try:
             self._ask(self.control, message, "the coordinator's answer to a batch that was given up")
         except Stopped as stop:
@@ -420,30 +420,30 @@ class TrainerRank:
         self._note_saved()
         if self.saving.mark_due():
             with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
-                if not self.saving.begin(self.trainer_epoch):
+                if not self.saving.begin_checkpoint(self.trainer_epoch):
                     self._await_saved()
 
     def _save_last(self) -> None:
         """Return when the checkpoint of the last committed step is in place; the disk may have room later."""
         with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
-            while self.saving.parent != self.learner.step:
-                if not self.saving.busy:
-                    self.saving.begin(self.trainer_epoch, self.resting)
+            while self.saving.parent_step != self.learner.step:
+                if not self.saving.is_writing:
+                    self.saving.begin_checkpoint(self.trainer_epoch, self.resting)
                 self._await_saved()
                 if self.saving.problem:
                     self._idle(SAVE_AGAIN)
 
     def _await_saved(self) -> None:
         """Send beats, which count what is written, until the checkpoint under way has come to its end."""
-        while self.saving.busy:
-            self.waiting = self.saving.under_way
+        while self.saving.is_writing:
+            self.waiting = self.saving.write_progress
             self._note_saved()
             self._idle(SAVE_POLL)
         self.waiting = ""
 
     def _note_saved(self) -> None:
         """Once the checkpoint under way is in place, the coordinator is told."""
-        if self.saving.poll() and self.first:
+        if self.saving.poll_checkpoint() and self.first:
             self.control.send(self._checkpointed())
 
     def close(self) -> None:

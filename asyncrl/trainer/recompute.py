@@ -29,7 +29,7 @@ from asyncrl.config import TrainerConfig
 COMPILED_FUNCTION: Any = getattr(wrap, "inductor_compiled_code", None)
 """The operator that calls a function compiled with VISIBLE; None where torch has none."""
 
-VISIBLE = "wrap_inductor_compiled_regions"
+VISIBLE_OPTION = "wrap_inductor_compiled_regions"
 """The option of torch.compile that shows a compiled function to dispatch modes, as one operator."""
 
 _SDPA = (
@@ -97,10 +97,10 @@ class Recording(AttentionMode):
         if operator not in ATTENTION:
             return operator(*args, **(kwargs or {}))
 
-        inputs = _tensors(args, kwargs)  # before the call: a compiled function empties its list of inputs
+        input_tensors = _tensor_arguments(args, kwargs)  # before the call: a compiled function empties its list of inputs
         outputs = operator(*args, **(kwargs or {}))
-        kept = tree_map(partial(_keep, inputs), outputs)
-        self._calls.append(KeptCall(operator, _function(operator, args), kept))
+        replacements = tree_map(partial(_replacement_of, input_tensors), outputs)
+        self._calls.append(KeptCall(operator, _called_function(operator, args), replacements))
         return outputs
 
 
@@ -112,20 +112,20 @@ class Replaying(AttentionMode):
     ) -> Any:
         call = self._calls.popleft() if operator in ATTENTION and self._calls else None
         # A second backward through a graph finds no call, and a function that was compiled anew another one.
-        if call is None or call.operator != operator or call.function is not _function(operator, args):
+        if call is None or call.operator != operator or call.function is not _called_function(operator, args):
             return operator(*args, **(kwargs or {}))
-        return tree_map(partial(_restore, _tensors(args, kwargs)), call.outputs)
+        return tree_map(partial(_restored_output, _tensor_arguments(args, kwargs)), call.outputs)
 
 
-def _function(operator: Any, args: Sequence[Any]) -> Any:
+def _called_function(operator: Any, args: Sequence[Any]) -> Any:
     return args[0] if operator is COMPILED_FUNCTION else None
 
 
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+def _tensor_arguments(args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
 
 
-def _keep(inputs: Sequence[Tensor], output: Any) -> Any:
+def _replacement_of(inputs: Sequence[Tensor], output: Any) -> Any:
     """Return what stands for one of the outputs; numbers stand for themselves."""
     if not isinstance(output, Tensor):
         return output
@@ -140,19 +140,19 @@ def _keep(inputs: Sequence[Tensor], output: Any) -> Any:
     return KeptTensor(detached, detached._version)
 
 
-def _restore(inputs: Sequence[Tensor], kept: Any) -> Any:
+def _restored_output(inputs: Sequence[Tensor], replacement: Any) -> Any:
     """Return the output that `kept` stands for."""
-    if isinstance(kept, InputView):
-        tensor = inputs[kept.index]
-        return tensor.as_strided(kept.size, kept.stride, tensor.storage_offset() + kept.offset)
-    if not isinstance(kept, KeptTensor):
-        return kept
-    if kept.tensor._version != kept.version:
+    if isinstance(replacement, InputView):
+        tensor = inputs[replacement.index]
+        return tensor.as_strided(replacement.size, replacement.stride, tensor.storage_offset() + replacement.offset)
+    if not isinstance(replacement, KeptTensor):
+        return replacement
+    if replacement.tensor._version != replacement.version:
         raise RuntimeError(
             "the model changes the output of attention in place, so it cannot be kept for the backward; "
             "set trainer.activation_checkpointing=none"
         )
-    return kept.tensor
+    return replacement.tensor
 
 
 if COMPILED_FUNCTION is not None:
@@ -171,24 +171,24 @@ class Recomputation:
         self.automatic = trainer.activation_checkpointing == "auto"
         self._indices = list[int]()  # of all wrapped layers, each within its model
 
-    def wrap(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, index: int, layer_forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of layer number `index`, which is recomputed where `every` says so."""
         self._indices.append(index)
         if not self.every and not self.automatic:
-            return run
-        run_again = recomputed(run)
+            return layer_forward
+        recomputed_forward = recomputed(layer_forward)
 
-        @wraps(run)
+        @wraps(layer_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (run_again if self._is_recomputed(index) else run)(*args, **kwargs)
+            return (recomputed_forward if self._is_recomputed(index) else layer_forward)(*args, **kwargs)
 
         return forward
 
     @property
-    def share(self) -> float:
+    def recomputed_fraction(self) -> float:
         """Return the share of the layers that are recomputed."""
-        chosen = sum(map(self._is_recomputed, self._indices))
-        return chosen / max(1, len(self._indices))
+        recomputed_count = sum(map(self._is_recomputed, self._indices))
+        return recomputed_count / max(1, len(self._indices))
 
     @property
     def next_every(self) -> int:
@@ -207,12 +207,12 @@ class Recomputation:
         return self.every > 0 and index % self.every == 0
 
 
-def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(layer_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run`, of which only inputs, outputs and what attention returns are kept for the backward."""
 
-    def contexts() -> tuple[Recording, Replaying]:
+    def make_modes() -> tuple[Recording, Replaying]:
         calls = deque[KeptCall]()
         return Recording(calls), Replaying(calls)
 
     no_dropout: Any = {"preserve_rng_state": False}
-    return partial(checkpoint, run, use_reentrant=False, context_fn=contexts, **no_dropout)
+    return partial(checkpoint, layer_forward, use_reentrant=False, context_fn=make_modes, **no_dropout)

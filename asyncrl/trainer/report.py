@@ -19,7 +19,7 @@ from asyncrl.buffer.prompts import TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
 from asyncrl.observe.metrics import LAG_TOKENS, NLL, ZERO_ADVANTAGE
 from asyncrl.observe.transcripts import MOST_TOKENS, TokenRatios, is_kept, save_ratios
-from asyncrl.trainer.batch import Example
+from asyncrl.trainer.batch import TrainingSample
 from asyncrl.trainer.objective import Terms
 
 OF_SAMPLED = ("staleness/", "rollout_corr/by_lag/", ZERO_ADVANTAGE)  # metrics of what a policy sampled
@@ -94,18 +94,18 @@ def merged(parts: Iterable[MetricSums]) -> MetricSums:
     return whole
 
 
-def tally_examples(tally: MetricSums, examples: Sequence[Example], longest_prompt: int) -> None:
+def tally_examples(tally: MetricSums, examples: Sequence[TrainingSample], longest_prompt: int) -> None:
     """Count scores, lengths and staleness of a micro-batch. `longest_prompt`: tokens a prompt may have."""
     for e in examples:
         tally.summary("critic/score", [e.planned.own.score])
-        tally.summary("response_length", [e.tokens])
-        tally.summary("prompt_length", [e.prompt])
-        tally.summary("global_seqlen", [e.length])
+        tally.summary("response_length", [e.model_tokens])
+        tally.summary("prompt_length", [e.prompt_tokens])
+        tally.summary("global_seqlen", [e.total_tokens])
         tally.ratio("response_length/clip_ratio", float(e.planned.own.end.truncated), 1.0)
-        tally.ratio("prompt_length/clip_ratio", float(e.prompt >= longest_prompt), 1.0)
-        tally.total("perf/total_num_tokens", e.length)
+        tally.ratio("prompt_length/clip_ratio", float(e.prompt_tokens >= longest_prompt), 1.0)
+        tally.total("perf/total_num_tokens", e.total_tokens)
         tally.total("trainer/trajectories", 1)
-        tally.total("trainer/model_tokens", e.tokens)
+        tally.total("trainer/model_tokens", e.model_tokens)
         _tally_staleness(tally, e)
 
 
@@ -124,7 +124,7 @@ def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
     tally.low("global_seqlen/balanced_min", tokens)
 
 
-def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
+def tally_credit(tally: MetricSums, examples: Sequence[TrainingSample]) -> None:
     """Count rewards (with the KL penalty, if there is one), and advantages, returns and values per token; add
     up what divides by the batch at its end."""
     for e in examples:
@@ -137,7 +137,7 @@ def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
             tally.summary("critic/values", e.value)
             tally.moment("returns", Moments.of(e.returns))
             tally.moment("errors", Moments.of(e.returns - e.value))
-        if e.tokens:
+        if e.model_tokens:
             tally.moment("advantages", Moments.of(e.advantage))
         for rewards, advantage in _comparisons(e, e.advantage):
             if len(advantage):
@@ -145,7 +145,7 @@ def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
                 tally.total(VARIED_TOTAL, _varied(rewards, advantage))
 
 
-def _comparisons(e: Example, advantage: np.ndarray) -> Iterator[tuple[list[float], np.ndarray]]:
+def _comparisons(e: TrainingSample, advantage: np.ndarray) -> Iterator[tuple[list[float], np.ndarray]]:
     """The group's rewards, and the advantages of the tokens. Each agent that earned a reward of its own
     counts as an episode: the advantages of both sides of a game add up to nothing."""
     own = e.planned.own
@@ -189,16 +189,16 @@ def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:
         tally.ratio(name, next(values), denominator if own is None else next(values))
 
 
-def _tally_staleness(tally: MetricSums, e: Example) -> None:
+def _tally_staleness(tally: MetricSums, e: TrainingSample) -> None:
     """Lags, and the share over the bound by response length and by quarter of the response."""
     lags, counts = np.unique(e.lag, return_counts=True)
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
         tally.total(f"{LAG_TOKENS}{lag}", count)
     masked = int(e.stale.sum())
-    tally.ratio("staleness/masked_token_frac", masked, e.tokens)
-    tally.total("staleness/fully_masked_trajectories", float(0 < e.tokens == masked))
-    by_length = f"staleness/by_length/{length_bucket(e.tokens)}"
-    tally.ratio(f"{by_length}/masked_frac", masked, e.tokens)
+    tally.ratio("staleness/masked_token_frac", masked, e.model_tokens)
+    tally.total("staleness/fully_masked_trajectories", float(0 < e.model_tokens == masked))
+    by_length = f"staleness/by_length/{length_bucket(e.model_tokens)}"
+    tally.ratio(f"{by_length}/masked_frac", masked, e.model_tokens)
     if masked:  # quarters only where there is something to place
         for quarter, (part, whole) in enumerate(masked_by_quarter(e.stale.tolist()), start=1):
             tally.ratio(f"{by_length}/masked_q{quarter}", part, whole)
@@ -259,7 +259,7 @@ def note_norms(whole: MetricSums, names: Sequence[str], norms: Sequence[float]) 
         whole.high(f"{AGENT}{name or OTHERS}/grad_norm", norm)
 
 
-def tally_unscored(tally: MetricSums, examples: Sequence[Example], names: Sequence[str]) -> None:
+def tally_unscored(tally: MetricSums, examples: Sequence[TrainingSample], names: Sequence[str]) -> None:
     """Episodes without advantage that no model scores: their share of D, and their tokens, of which the
     correction, whose ratios are not known, counts as keeping all. `names`: as in `tally_agents`."""
     denominator = math.fsum(e.denominator for e in examples)
@@ -268,11 +268,11 @@ def tally_unscored(tally: MetricSums, examples: Sequence[Example], names: Sequen
     for name in names if len(names) > 1 else ():
         tally.ratio(f"{AGENT}{name or OTHERS}/pg_loss", 0.0, denominator)
     for e in examples:
-        enters = e.fresh & np.isfinite(e.mu)
+        enters = e.within_staleness & np.isfinite(e.rollout_logprobs)
         kept = e.lag[enters]
         tally.total("trainer/kept_tokens", len(kept))
-        if e.agents:
-            counts = np.bincount(np.asarray(e.agents)[e.row_of[enters]], minlength=len(names))
+        if e.sequence_adapters:
+            counts = np.bincount(np.asarray(e.sequence_adapters)[e.sequence_of[enters]], minlength=len(names))
             for name, count in zip(names, counts.tolist(), strict=True):
                 tally.total(f"{AGENT}{name or OTHERS}/tokens", count)
         for lag, count in zip(*np.unique(kept, return_counts=True), strict=True):
@@ -325,10 +325,10 @@ class Ratios:
         self._groups = groups_per_batch
         self._found: dict[str, TokenRatios] = {}
 
-    def note(self, examples: Sequence[Example], log_ratio: Tensor, dropped: Tensor) -> None:
+    def note(self, examples: Sequence[TrainingSample], log_ratio: Tensor, dropped: Tensor) -> None:
         """Tensors are [N], over the model tokens of all examples in order. What was noted of an episode
         earlier in the step stays: the policy had not moved."""
-        edges = np.cumsum([0, *(e.tokens for e in examples)]).tolist()
+        edges = np.cumsum([0, *(e.model_tokens for e in examples)]).tolist()
         for e, (start, end) in zip(examples, pairwise(edges), strict=True):
             uid = e.planned.uid
             member = int(e.planned.uid[len(e.group) + 1 :])

@@ -39,7 +39,7 @@ def retrain(
         learner = Learner(config, world.join(0, 1, device=config.model.device))
         learner.on_spike = "skip"  # the batch is looked at, not left out
         if first > INITIAL:
-            checkpoint.load(place, first, learner)
+            checkpoint.load_checkpoint(place, first, learner)
         for number in range(first, step):
             plan = reader.plan(number)
             learner.budget = budget or plan.budget
@@ -53,7 +53,7 @@ def retrain(
 def start_of(reader: RunReader, place: Checkpoints, step: int) -> int:
     """Step of the newest sound checkpoint from which every batch up to `step` is recorded. ConfigError."""
     known = reader.planned_steps()
-    found = max(INITIAL, checkpoint.newest(place, before=step))
+    found = max(INITIAL, checkpoint.newest_step(place, before_step=step))
     if step > 0 and known.issuperset(range(found, step)):
         return found
     ends = {start: next(n for n in count(start) if n not in known) for start in (INITIAL, *place.steps())}

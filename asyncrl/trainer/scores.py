@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import ForestAttention, compiled_once
-from asyncrl.trainer.forced_routes import UNKNOWN
+from asyncrl.trainer.forced_routes import UNKNOWN_EXPERT
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.staging import moved, to_device
 from asyncrl.trainer.teacher import Teacher, Told, distances
@@ -162,7 +162,7 @@ def _laid(routes: Sequence[np.ndarray], rows: Sequence[np.ndarray], size: int) -
     width = max((one.shape[1] for one in routes if len(one)), default=0)
     if not width:
         return None
-    laid = np.full((size, width), UNKNOWN, dtype=np.int32)
+    laid = np.full((size, width), UNKNOWN_EXPERT, dtype=np.int32)
     for own, places in reversed([*zip(routes, rows, strict=True)]):
         if len(own):
             laid[places[: len(own)]] = own
@@ -284,7 +284,7 @@ def _part(tokens: Selected, mine: np.ndarray, ranks: SequenceRanks) -> Selected:
     if agents is not None:
         agents = pad(agents, (0, short))[:, own]
     if routes is not None:
-        routes = pad(routes, (0, 0, 0, short), value=UNKNOWN)[own]
+        routes = pad(routes, (0, 0, 0, short), value=UNKNOWN_EXPERT)[own]
     (chosen,) = to_device([torch.from_numpy(mine)], ids.device)
     labels = tokens.labels[chosen]
     temperature = tokens.temperature[chosen]

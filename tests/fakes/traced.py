@@ -31,11 +31,11 @@ from transformers.integrations.moe import ExpertsInterface
 
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import Packing, RunConfig, TrainerConfig
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS, Footprint
 from asyncrl.trainer.layers import layers_of, prepare_layers
 from asyncrl.trainer.loading import cast_parameters, shard_empty, skeleton
-from asyncrl.trainer.memory import forward_backward, largest, smallest
+from asyncrl.trainer.memory import forward_backward, largest_tokens, smallest_tokens
 from asyncrl.trainer.model import Critic, Policy, Reference, findings
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import unfit
@@ -159,7 +159,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
         with unset_fake_temporarily():  # numpy is to read some of it
             sharing = 1 if policy.packing != "padded" else config.trainer.sequence_parallel
             own = -(-length // sharing)  # padded rows stand in for packed ones on a GPU, and are not cut
-            micros = smallest(policy.packing), largest(rows, max(own, 2), policy.packing)
+            micros = smallest_tokens(policy.packing), largest_tokens(rows, max(own, 2), policy.packing)
         before = live.now
         for tokens in micros:
             live.peak = live.now
@@ -235,7 +235,7 @@ def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
         found = findings(lm.config)
     if unfit(lm, wanted, found, config.trainer.sequence_parallel):
         return "padded"
-    lm.set_attn_implementation(NAME)
+    lm.set_attn_implementation(FOREST_ATTENTION)
     return wanted
 
 

@@ -170,24 +170,24 @@ def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManif
     to = Checkpoints(directory)
     state = checkpoint.manifest_of(learner, trainer_epoch=0).state
     manifest = msgspec.structs.replace(manifest, state=state)
-    checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, learner.world, hf)
+    checkpoint.write_checkpoint(to, checkpoint.snapshot(learner), manifest, learner, learner.world, hf)
     return directory / f"step-{manifest.step}"
 
 
 def export(folder: Path, policy: Policy, world: World, source: str) -> str:
     """Write a Hugging Face directory below `folder`. A collective."""
     weights = get_model_state_dict(policy.lm)
-    export_hf(StepFiles(Checkpoints(folder), 0).create, policy, weights, world, source)
+    export_hf(StepFiles(Checkpoints(folder), 0).create_file, policy, weights, world, source)
     return str(folder / "step-0" / "hf")
 
 
 def load_checkpoint(path: Path, learner: Learner) -> CheckpointManifest:
     step = int(path.name.removeprefix("step-"))
-    return checkpoint.load(Checkpoints(path.parent), step, learner)
+    return checkpoint.load_checkpoint(Checkpoints(path.parent), step, learner)
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    step = checkpoint.newest(Checkpoints(directory))
+    step = checkpoint.newest_step(Checkpoints(directory))
     return directory / f"step-{step}" if step >= 0 else None
 
 

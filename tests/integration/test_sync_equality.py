@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.observe.timeline import Timeline
-from asyncrl.trainer import resting
+from asyncrl.trainer import device_offload
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.plain_loop import as_plain, plain_loop
@@ -91,7 +91,7 @@ def shifts(learner: Learner, folder: Path) -> Iterator[mock.Mock]:
     """Engines get the devices after each micro-batch. Yields what counts how often."""
     timeline = Timeline(folder / f"{learner.world.rank}.jsonl")
     accumulate = learner.accumulate
-    own = resting.Resting(learner, timeline, folder)
+    own = device_offload.Resting(learner, timeline, folder)
     rests = mock.Mock()
 
     def accumulate_and_rest(micro: list[Episode]) -> None:
@@ -100,7 +100,7 @@ def shifts(learner: Learner, folder: Path) -> Iterator[mock.Mock]:
         own.wake()
 
     with (
-        mock.patch.object(resting, "SMALL", 0),
+        mock.patch.object(device_offload, "SMALL", 0),
         mock.patch.object(learner, "accumulate", accumulate_and_rest),
     ):
         yield rests

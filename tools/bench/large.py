@@ -87,7 +87,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
     import torch
 
     from asyncrl.config import parse
-    from asyncrl.trainer.checkpointing import Checkpointing, shared_place
+    from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
     from asyncrl.trainer.learner import Learner
     from asyncrl.trainer.memory import trim_heap
     from asyncrl.trainer.world import join, leave
@@ -131,10 +131,10 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
     assert not metrics["actor/skipped_steps"], metrics
     if not resume:
         with phase("stall"):
-            copied = saving.begin(0)
+            copied = saving.begin_checkpoint(0)
         with phase("checkpoint" if copied else "checkpoint, training waits"):
-            while saving.busy:
-                saving.poll()
+            while saving.is_writing:
+                saving.poll_checkpoint()
                 time.sleep(0.01)
         assert not saving.problem, saving.problem
     leave()

@@ -26,7 +26,7 @@ from common import ROOT, table
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, Packing
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.scores import Selected
@@ -106,7 +106,7 @@ class Bench:
         return seconds(work, self.repeats, self.world.device)
 
     def attend(self, way: Packing) -> None:
-        self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else NAME)
+        self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else FOREST_ATTENTION)
 
     def line(
         self, name: str, way: str, tokens: int, spent: float, rows: Rows, plain: float, *rest: str

@@ -63,7 +63,7 @@ from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.planning.simulator import RecordedTurn, Simulation, Workload, _Play
 from asyncrl.rewards import RewardInput
 from asyncrl.tools import ToolSession
-from asyncrl.trainer.batch import Example
+from asyncrl.trainer.batch import TrainingSample
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.report import MetricSums
 from asyncrl.types import EpisodeResult, EpisodeStats, Sample, Turn
@@ -96,22 +96,22 @@ class TailLearner(Learner):
         self._seen = np.zeros((MOST_TURNS, 2))  # by turns after a token: masked ones, all
         self._weights = np.ones(MOST_TURNS)
 
-    def _train(self, examples: Sequence[Example], tally: MetricSums, progress: float = 0.0) -> None:
+    def _train(self, examples: Sequence[TrainingSample], tally: MetricSums, progress: float = 0.0) -> None:
         super()._train([self._rest(e) for e in examples], tally, progress)
         for e in examples:
-            np.add.at(self._seen, e.turns - 1 - e.turn, np.stack([e.stale, np.ones(e.tokens)], 1))
+            np.add.at(self._seen, e.turns - 1 - e.turn, np.stack([e.stale, np.ones(e.model_tokens)], 1))
 
-    def _rest(self, e: Example) -> Example:
+    def _rest(self, e: TrainingSample) -> TrainingSample:
         """What is left to train of an episode: each token counts in one denominator."""
         paid = self.paid.get(e.planned.uid, 0)
-        done = np.arange(e.tokens) < paid
+        done = np.arange(e.model_tokens) < paid
         stale = done if self.kind == UNBOUNDED else e.stale | done
-        self.counts["all"] += e.tokens - paid
+        self.counts["all"] += e.model_tokens - paid
         self.counts["trained"] += int(np.count_nonzero(~stale))
         self.counts["lag"] += int(e.lag[~stale].sum())
-        return changed(e, stale=stale, denominator=e.denominator * (e.tokens - paid) / e.tokens)
+        return changed(e, stale=stale, denominator=e.denominator * (e.model_tokens - paid) / e.model_tokens)
 
-    def _credited(self, examples: Sequence[Example], tally: MetricSums) -> list[Example]:
+    def _credited(self, examples: Sequence[TrainingSample], tally: MetricSums) -> list[TrainingSample]:
         credited = super()._credited(examples, tally)
         if self.kind != WEIGHTS:
             return credited

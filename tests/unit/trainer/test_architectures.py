@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.engines.torch.check import decodes
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.model import Policy, findings
 from asyncrl.trainer.scores import Selected
 
@@ -79,7 +79,7 @@ def misses(model: PreTrainedModel, how: Any, whole: bool) -> tuple[float, float]
     policy = Policy(model, ModelConfig(path="other", dtype="float32"), None)
     policy.whole = whole or policy.whole
     if how != "padded":
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(FOREST_ATTENTION)
     index = np.repeat(np.arange(len(rows)), [len(row) - 1 for row in rows])
     position = np.concatenate([np.arange(1, len(row)) for row in rows])
     logp = policy(Selected.of(rows, index, position, torch.ones(len(index)), how)).logp

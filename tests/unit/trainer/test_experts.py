@@ -18,8 +18,8 @@ from asyncrl.config import ModelConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.memory import coverage
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.batch import row_routes
+from asyncrl.trainer.attention import FOREST_ATTENTION
+from asyncrl.trainer.batch import sequence_routes
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.loading import locate
 from asyncrl.trainer.model import Policy, load_critic, load_policy, shards
@@ -89,7 +89,7 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
         with patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
             exact = ModelConfig(path=path, dtype="float64")  # type: ignore[arg-type]
             policy = load_policy(exact, world, trainer=TrainerConfig(activation_checkpointing="full"))
-            policy.lm.set_attn_implementation(NAME)
+            policy.lm.set_attn_implementation(FOREST_ATTENTION)
             found = {"gradients": gradients(policy, world)}
             # A forward that follows gathers parameters, as any does.
             with patch("asyncrl.trainer.model._check_cut"), LiveBytes() as counted:
@@ -226,7 +226,7 @@ def replaying(path: Path, world: World, every: Any = "none") -> Policy:
     trainer = TrainerConfig(router_replay=True, activation_checkpointing=every)
     exact = ModelConfig(path=str(path), dtype="float64")  # type: ignore[arg-type]
     policy = load_policy(exact, world, trainer=trainer)
-    policy.lm.set_attn_implementation(NAME)
+    policy.lm.set_attn_implementation(FOREST_ATTENTION)
     return policy
 
 
@@ -271,7 +271,7 @@ def test_tokens_go_where_the_server_sent_them(family: str, world: World, saved: 
     logp, wanted = learned(policy, [routed(given, "packed", [shifted(one) for one in own])])
     assert not torch.allclose(logp, plain, atol=0.1)
     for how in ("padded", "packed", "tree"):
-        policy.lm.set_attn_implementation("eager" if how == "padded" else NAME)
+        policy.lm.set_attn_implementation("eager" if how == "padded" else FOREST_ATTENTION)
         same, _ = learned(policy, [routed(given, how, own)])
         assert torch.allclose(same, plain, atol=1e-5)
         found, gradients = learned(policy, [routed(given, how, [shifted(one) for one in own])])
@@ -333,10 +333,10 @@ def test_turns_tell_of_what_no_turn_before_told() -> None:
         turn(4, 1, 2, None, row=1),
         turn(5, 1, 1, told(5, 25, 26), row=1),
     ]
-    first, second, third = row_routes(turns, [9, 8, 4], 1)
+    first, second, third = sequence_routes(turns, [9, 8, 4], 1)
     assert first[:, 0].tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
     assert second[:, 0].tolist() == [20, 21, -1, -1, -1, 25, 26]
     assert not len(third)
-    (wrong,) = row_routes([turn(0, 2, 2, told(1 << 60, 1, 2, 3))], [4], 1)
+    (wrong,) = sequence_routes([turn(0, 2, 2, told(1 << 60, 1, 2, 3))], [4], 1)
     assert wrong[:, 0].tolist() == [-1] * 4, "what is beyond the row is no route"
-    assert not len(row_routes([turn(0, 2, 2, told(0, 1, 2))], [4], 2)[0]), "of a model with other layers"
+    assert not len(sequence_routes([turn(0, 2, 2, told(0, 1, 2))], [4], 2)[0]), "of a model with other layers"

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.layers import layers_of, prepare_layers
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.recompute import Recomputation
@@ -97,7 +97,7 @@ def test_how_much_is_computed_again_changes_between_micro_batches(model: str) ->
         lm.zero_grad()
         lm(input_ids=torch.arange(5)[None], use_cache=False).logits.sin().sum().backward()
         assert [calls[i] for i in range(4)] == runs
-        assert (recomputation.share, recomputation.next_every) == (share, then)
+        assert (recomputation.recomputed_fraction, recomputation.next_every) == (share, then)
         gradients.append(torch.cat([p.grad.flatten() for p in lm.parameters() if p.grad is not None]))
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
 
@@ -126,7 +126,7 @@ def test_what_the_configuration_chose_stays(model: str, given: Any, share: float
     recomputation = Recomputation(trainer)
     prepare_layers(AutoModelForCausalLM.from_pretrained(model), trainer, recomputation)
     recomputation.recompute_at_least(1)
-    assert (recomputation.share, recomputation.next_every) == (share, 0)
+    assert (recomputation.recomputed_fraction, recomputation.next_every) == (share, 0)
 
 
 def gradients(world: World, path: str, episodes: Any, memory: Any, **sections: Any) -> dict[str, Tensor]:
@@ -188,7 +188,7 @@ def test_packed_rows_of_any_number_are_compiled_once(model: str) -> None:
     """torch 2.11 looked into a frozen forest, and compiled again for each number of rows."""
     torch.compiler.reset()
     lm = AutoModelForCausalLM.from_pretrained(model).eval()
-    lm.set_attn_implementation(NAME)
+    lm.set_attn_implementation(FOREST_ATTENTION)
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         prepare_layers(lm, TrainerConfig(compile=True))
     graphs = []

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.trainer import memory
-from asyncrl.trainer.memory import largest, try_largest
+from asyncrl.trainer.memory import largest_tokens, try_largest
 from asyncrl.trainer.world import World
 from tests.fakes.forked import FORKED
 from tests.fakes.training import (
@@ -42,7 +42,7 @@ def test_it_is_as_large_as_may_be(tmp_path: Path) -> None:
     led = config_of(tmp_path, rollout={"agent": "a.py:b", "max_rows": 32})
     assert (led.largest_rows(70), led.largest_rows(10)) == (3, 1), "32 full rows would fit nowhere"
     for packing in ("padded", "packed", "tree"):
-        tokens = largest(3, 20, packing)
+        tokens = largest_tokens(3, 20, packing)
         assert tokens.ids.numel() == 3 * 20 and len(tokens.labels) == 3 * 19
 
 

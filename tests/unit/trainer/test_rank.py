@@ -292,9 +292,9 @@ def settle(rank: TrainerRank) -> None:
 
 def saved(rank: TrainerRank) -> bool:
     """Begin a checkpoint, and wait for its end."""
-    rank.saving.begin(1)
+    rank.saving.begin_checkpoint(1)
     settle(rank)
-    return rank.saving.poll()
+    return rank.saving.poll_checkpoint()
 
 
 @pytest.mark.parametrize(("every", "due"), [(7, 7), (0, 1000)])
@@ -317,14 +317,14 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
         assert written.wait(60)
         disk(*about)
 
-    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
     every = rank.config.checkpoint.every
     for step in range(1, 3 * every + 1):
         rank.learner.step = step
-        rank.saving.add([f"{step}.0"])
+        rank.saving.add_trained([f"{step}.0"])
         if step == 2 * every + 1:
             assert rank.control.sent == []  # type: ignore[attr-defined]
-            assert rank.saving.newest is None and rank.saving.busy
+            assert rank.saving.newest_manifest is None and rank.saving.is_writing
             written.set()
         if step > 2 * every:
             settle(rank)
@@ -345,19 +345,19 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
     rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FailingDisk(failures=1)
-    monkeypatch.setattr(checkpoint, "write", disk)
-    rank.saving.add(["0.0"])
-    rank.saving.begin(1)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", disk)
+    rank.saving.add_trained(["0.0"])
+    rank.saving.begin_checkpoint(1)
     settle(rank)
     assert rank._status().checkpoint_problem == "step-0: OSError: no space", (
         "a long step does not hide the failure"
     )
-    assert not rank.saving.poll()
+    assert not rank.saving.poll_checkpoint()
     assert rank.saving.mark_due()  # at once, not after the next `every` steps
     assert rank._status().waiting == "not saved: step-0: OSError: no space"
     rank.publishing.unwritten = "no room for weights"  # type: ignore[misc]
     assert rank._status().waiting.endswith("no space; no room for weights")
-    rank.saving.add(["1.0"])
+    rank.saving.add_trained(["1.0"])
     assert saved(rank) and rank._status().waiting == "no room for weights"
     assert rank._status().checkpoint_problem == ""
     assert [(manifest.parent, manifest.trained) for manifest in disk.saved] == [(-1, ("0.0", "1.0"))]
@@ -366,7 +366,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
 def test_the_last_checkpoint_is_tried_until_stop_comes(
     rank: TrainerRank, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
-    monkeypatch.setattr(checkpoint, "write", disk := FailingDisk(failures=2))
+    monkeypatch.setattr(checkpoint, "write_checkpoint", disk := FailingDisk(failures=2))
 
     def advance(seconds: float) -> None:
         clock.now += seconds

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.trainer import scores
-from asyncrl.trainer.footprint import LOGITS
+from asyncrl.trainer.footprint import LOGIT_BYTES
 from asyncrl.trainer.scores import Selected, SplitModel, in_parts, score_chunks, widened
 from asyncrl.trainer.world import SequenceRanks
 from tests.fakes.training import VOCABULARY, save_tiny_qwen
@@ -178,7 +178,7 @@ def test_compiled_chunks_take_the_memory_that_is_counted(
     with torch.no_grad():
         score_chunks(logits_of, features, tokens, entropy_grad=False, collision=False, wide=wide)
     assert [len(part) for part in seen] == sizes
-    assert all(2 * part.element_size() * len(part) <= LOGITS * 2 for part in seen)
+    assert all(2 * part.element_size() * len(part) <= LOGIT_BYTES * 2 for part in seen)
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_a_micro_batch_arrives_in_one_transfer(
 ) -> None:
     scores = TokenScores(np.array([-1.0] * 2, "<f4").tobytes())
     e = joined([msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]])
-    micro = collate([replace(e, advantage=np.ones(e.tokens))] * 2, torch.float32, packing)
+    micro = collate([replace(e, advantage=np.ones(e.model_tokens))] * 2, torch.float32, packing)
     there = micro.to(ELSEWHERE)
     assert len(transfers) == 1
     before = tensors_of(micro)

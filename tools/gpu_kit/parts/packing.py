@@ -24,7 +24,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, Packing
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.world import World, join, leave
@@ -75,7 +75,7 @@ def gradients(context: Context, world: World, family: str, dtype: str) -> Iterat
             floor = distances(measured(rounded, plain_backward(rounded, rows)), wanted)
             yield Finding(f"{family} {dtype}: the plain loop", told(floor), note="the noise floor")
         policy = load_policy(ModelConfig(path=str(path), dtype=dtype), world)
-        policy.lm.set_attn_implementation(NAME)
+        policy.lm.set_attn_implementation(FOREST_ATTENTION)
         ways: tuple[Packing, ...] = ("packed", "tree")
         for way in ways:
 

@@ -22,7 +22,7 @@ from asyncrl.engines.torch.engine import build
 from asyncrl.observe.timeline import Timeline, files, union
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import shards
-from asyncrl.trainer.resting import Resting
+from asyncrl.trainer.device_offload import Resting
 from asyncrl.trainer.world import join, leave
 from asyncrl.types import PolicyVersion
 from parts.common import FREED, MB, Context, Finding, failure, release, synchronize, used_memory

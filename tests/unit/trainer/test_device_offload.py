@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from asyncrl.errors import ConfigError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.store.checkpoints import Checkpoints
-from asyncrl.trainer import loading, resting
+from asyncrl.trainer import device_offload, loading
 from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.resting import PinnedMemory, Resting
+from asyncrl.trainer.device_offload import PinnedMemory, Resting
 from asyncrl.trainer.world import World
 from asyncrl.weights import memory as memories
 from asyncrl.weights.memory import trim_heap
@@ -62,7 +62,7 @@ RESTED: dict[str, dict[str, Any]] = {
 def whole_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All of a tiny model moves, and it is sharded by layers. As in a run, what was imported is not scanned
     for garbage each time."""
-    monkeypatch.setattr(resting, "SMALL", 0)
+    monkeypatch.setattr(device_offload, "SMALL", 0)
     monkeypatch.setattr(loading, "LAYER_MIN_PARAMETERS", 0)
     gc.freeze()
     yield
@@ -199,7 +199,7 @@ def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
         (kept,) = registered.values()
         assert kept == size if step < 2 else kept > size, "gradients are there in the second only"
         learner.accumulate(cut[step % 2][0]) if step == 0 else learner.finish()
-    monkeypatch.setattr(resting, "main_memory", lambda: SimpleNamespace(available=10))
+    monkeypatch.setattr(device_offload, "main_memory", lambda: SimpleNamespace(available=10))
     own._room = PinnedMemory(world).room
     learner.size = 1000, 4
     with pytest.raises(ConfigError, match=r"engine.colocated: .* more main memory, 0.00 GB are free.*; free"):
@@ -225,7 +225,7 @@ def test_a_kill_at_any_time_leaves_no_file_of_a_rank_that_rests(
 
     monkeypatch.setattr(os, "posix_fallocate", looked(allocate))
     monkeypatch.setattr(torch, "from_file", looked(from_file))
-    room = resting.unlinked_file(tmp_path, 10_000)
+    room = device_offload.unlinked_file(tmp_path, 10_000)
     room.fill_(7)
     gc.collect()
     assert names == [] and int(room.sum()) == 70_000
@@ -246,10 +246,10 @@ def test_without_room_on_the_disk_it_rests_in_main_memory(
 def saved(config: Any, learner: Learner, folder: Path, own: Resting | None) -> dict[str, bytes]:
     """Files of a checkpoint."""
     saving = Checkpointing(config, Checkpoints(folder), learner)
-    saving.begin(1, own)
+    saving.begin_checkpoint(1, own)
     assert saving._job is not None
     saving._job.result.result(60)
-    assert saving.poll()
+    assert saving.poll_checkpoint()
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_of_shards_that_rest_is_the_same(
     own = Resting(learner, timeline, tmp_path)
     own.rest(nobody)
     if not room:
-        monkeypatch.setattr("asyncrl.trainer.checkpointing.ROOM", float("inf"))
+        monkeypatch.setattr("asyncrl.trainer.checkpointing.COPY_ROOM", float("inf"))
     found = saved(learner.config, learner, tmp_path / "rests", own)
     assert own.now == room
     if room:
@@ -323,7 +323,7 @@ def test_memory_falls_while_it_rests_and_does_not_grow(tmp_path: Path) -> None:
 
 def on_ranks(world: World, folder: Path, **sections: Any) -> bool:
     """Rank 1 has nothing of the last micro-batch."""
-    loading.LAYER_MIN_PARAMETERS = resting.SMALL = 0
+    loading.LAYER_MIN_PARAMETERS = device_offload.SMALL = 0
     config = tiny_config(str(folder.parent / "model"), **sections)
     model = plain_model(config.model.path, torch.float32)
     cut = random_cut(Recorder(model, noise=0.2).groups(4, 4, [0]), 2, 3, seed=0)

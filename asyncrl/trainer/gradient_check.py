@@ -1,0 +1,167 @@
+"""Checks that gradients of rows that are laid out together, or cut at the output layer, are those of rows one
+by one: a model is asked, usually a small copy of it (shrunk.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from asyncrl.config import Packing
+from asyncrl.errors import one_line
+from asyncrl.shrunk import AGREE, RESERVED, UNIMPORTANT, passes, versions
+from asyncrl.trainer.attention import FOREST_ATTENTION
+from asyncrl.trainer.scores import Scores, Selected
+from asyncrl.trainer.world import World
+from asyncrl.user_cache import keep_result, read_result
+
+# Distance / norm of log-probs, and of gradients: of a small copy, whose recurrent layers round more, and of a
+# loaded model by the type of its forward.
+ERROR_LIMITS = {
+    "copy": {"log-probs": AGREE, "gradients": 1e-2},
+    **{
+        dtype: dict.fromkeys(("log-probs", "gradients"), limit)
+        for dtype, limit in (("float64", 1e-5), ("float32", 1e-3), ("bfloat16", 0.1))
+    },
+}
+LAYOUTS: tuple[Packing, ...] = ("padded", "packed", "tree")
+
+
+def transformer_of(root: nn.Module) -> PreTrainedModel:
+    return next(module for module in root.modules() if isinstance(module, PreTrainedModel))
+
+
+def check_gradients(
+    root: nn.Module, layouts: Sequence[Packing] = LAYOUTS, limits_kind: str = "copy", world: World | None = None
+) -> dict[str, str]:
+    """Says what is wrong with each way to compute gradients, '' for nothing: `cut` at the output layer, and
+    `ways` to lay out rows. `root`: a policy or a critic, with weights. `kind`: of LIMITS. `world`: of the
+    ranks that share it. A collective. No gradients are left."""
+    model = transformer_of(root)
+    rng = np.random.default_rng(0)
+    own_attention = model.config._attn_implementation
+    vocabulary_size = model.config.get_text_config().vocab_size
+    common_start, *ends = (rng.integers(min(RESERVED, vocabulary_size - 1), vocabulary_size, n) for n in (24, 9, 14, 30))
+    sequences = [np.concatenate([common_start, ends[0]]), np.concatenate([common_start, ends[1]]), ends[2]]
+    one_by_one = [_all_tokens([sequence], "padded") for sequence in sequences]
+    cut_methods: list[Any] = [] if getattr(root, "whole", True) else ["cut"]
+    problems = dict.fromkeys(("cut", *LAYOUTS), "")
+    for method in (*cut_methods, *layouts):
+        laid_out = one_by_one if method == "cut" else [_all_tokens(sequences, method)]
+        forest = laid_out[0].forest
+        try:
+            _set_uncut(root, True)
+            expected = _token_values(root, one_by_one, world)
+            expected_norms = _norms(root, expected, world)
+            for gradient in _local_gradients(root):
+                gradient.neg_()  # the next are added to it: no second set is held
+            _set_uncut(root, not cut_methods or bool(problems["cut"]))
+            if forest is not None:
+                model.set_attn_implementation(FOREST_ATTENTION)
+            distances = _norms(root, _token_values(root, laid_out, world) - expected, world)
+            for quantity, limit in ERROR_LIMITS[limits_kind].items():
+                if not (relative_distance := distances[quantity] / max(expected_norms[quantity], 1e-30)) < limit:
+                    problems[method] = (
+                        f"has {quantity} that differ from those of rows one by one by {relative_distance:.1e} of their norm "
+                        f"(limit {limit:.0e})"
+                    )
+                    break
+            if forest is not None and forest.ignored_arguments:
+                problems[method] = f"has attention with {', '.join(sorted(forest.ignored_arguments))}"
+        except Exception as error:
+            if passes(error):
+                raise
+            problems[method] = f"fails with {one_line(error)}"
+        root.zero_grad()
+        if forest is not None:
+            model.set_attn_implementation(own_attention)
+    _set_uncut(root, not cut_methods)
+    return problems
+
+
+def cached_gradient_check(
+    root: nn.Module, layouts: Sequence[Packing], dtype: str, world: World, compiled: bool = False
+) -> dict[str, str]:
+    """Return what `examine` says of a loaded model. That all is well is kept in the user's cache, by what
+    decides it: classes, configuration, names of trained tensors, `dtype` of a forward, kind of device, ranks
+    that share a sequence, whether layers are `compiled`, and versions of the code. A collective."""
+    cache_key = ""
+    cached_problems = None
+    if world.rank == 0:
+        cache_key = _cache_key(root, layouts, dtype, world, compiled)
+        cached_problems = read_result(cache_key, dict[str, str])
+    problems_type: Any = dict[str, str] | None
+    problems = world.gather(cached_problems, problems_type)[0]
+    if problems is None:
+        problems = check_gradients(root, layouts, dtype, world)
+        if world.rank == 0 and not any(problems.values()):  # a failure may be the machine's: it is asked again
+            keep_result(cache_key, problems)
+    return problems
+
+
+def _cache_key(root: nn.Module, layouts: Sequence[Packing], dtype: str, world: World, compiled: bool) -> str:
+    model = transformer_of(root)
+    device = world.device
+    settings = sorted((model.config.to_dict() | dict.fromkeys(UNIMPORTANT)).items())
+    trained_names = sorted(name for name, parameter in root.named_parameters() if parameter.requires_grad)
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    sharing_ranks = world.sequence.count if world.sequence else 1
+    classes = type(root).__name__, type(model).__name__
+    key_parts = "examined", *classes, settings, trained_names, *layouts, dtype, device_name, sharing_ranks, compiled, *versions()
+    return repr(key_parts)
+
+
+def _all_tokens(sequences: Sequence[np.ndarray], packing: Packing) -> Selected:
+    """Return all tokens but the first of each row."""
+    sequence_of = np.repeat(np.arange(len(sequences)), [len(sequence) - 1 for sequence in sequences])
+    position = np.concatenate([np.arange(1, len(sequence)) for sequence in sequences])
+    return Selected.of(sequences, sequence_of, position, torch.ones(len(sequence_of)), packing)
+
+
+def _set_uncut(root: Any, uncut: bool) -> None:
+    """A critic has no output layer to be cut at."""
+    if hasattr(root, "whole"):
+        root.whole = uncut
+
+
+def _token_values(root: nn.Module, selections: Sequence[Selected], world: World | None) -> Tensor:
+    """The values of all tokens, [N]; after a backward of their sum, in which each has a weight of its own, if
+    the model learns."""
+    token_counts = [len(selection.labels) for selection in selections]
+    computed_values = []
+    learns = any(p.requires_grad for p in root.parameters())
+    for selection, weights in zip(selections, torch.linspace(0.5, 1.5, sum(token_counts)).split(token_counts), strict=True):
+        with torch.set_grad_enabled(learns):
+            scores = root(selection if world is None else selection.to(world.device))
+            values = scores.logp if isinstance(scores, Scores) else scores
+        if learns:
+            (values * weights.to(values.device)).sum().backward()
+        elif isinstance(root, FSDPModule):
+            root.reshard()
+        computed_values.append(values.detach())
+    if world is not None:
+        world.average_gradients(root.parameters())
+    return torch.cat(computed_values)
+
+
+def _local_gradients(root: nn.Module) -> list[Tensor]:
+    """Return gradients of this rank's shards."""
+    gradients = (parameter.grad for parameter in root.parameters() if parameter.grad is not None)
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def _norms(root: nn.Module, values: Tensor, world: World | None) -> dict[str, float]:
+    """Norms of `values`, which all ranks have, and of gradients, over all ranks."""
+
+    def norm(tensors: Sequence[Tensor]) -> float:
+        square = sum(float(t.double().square().sum()) for t in tensors)
+        return math.sqrt(square if world is None else sum(world.gather(square, float)))
+
+    return {"log-probs": norm([values]), "gradients": norm(_local_gradients(root))}
