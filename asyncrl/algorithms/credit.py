@@ -99,28 +99,28 @@ advantages: Registry[Advantage] = Registry("advantage", Advantage)
 
 
 def advantage(name: str, **needs: Any) -> Callable[[Callable[..., Credit]], Advantage]:
-    """Register `(given: CreditInput, *, options…) -> Credit` as `name`; `needs`: fields of `Advantage`."""
+    """Register `(episode: CreditInput, *, options…) -> Credit` as `name`; `needs`: fields of `Advantage`."""
     return lambda function: advantages.register(name)(Advantage(function, **needs))
 
 
-def by_token(given: CreditInput, advantage: Advantage) -> np.ndarray:
+def by_token(episode: CreditInput, advantage: Advantage) -> np.ndarray:
     """[T] the advantage of each token. The turns of an agent with rewards of its own are an episode by
     themselves, compared with the same agent's turns in the siblings that have some."""
-    if not given.own.agents:
-        return np.broadcast_to(np.asarray(advantage.of(given), dtype=np.float64), given.turn.shape)
-    found = np.zeros(len(given.turn))
-    for agent, own in given.own.parts.items():
-        turns = [turn for turn, who in enumerate(given.own.agents) if who == agent]
-        mine = np.isin(given.turn, turns)
-        places = [place for place, sibling in enumerate(given.siblings) if agent in sibling.agents]
+    if not episode.own.agents:
+        return np.broadcast_to(np.asarray(advantage.of(episode), dtype=np.float64), episode.turn.shape)
+    found = np.zeros(len(episode.turn))
+    for agent, own in episode.own.parts.items():
+        turns = [turn for turn, who in enumerate(episode.own.agents) if who == agent]
+        mine = np.isin(episode.turn, turns)
+        places = [place for place, sibling in enumerate(episode.siblings) if agent in sibling.agents]
         part = CreditInput(
             own=own,
-            siblings=[given.siblings[place].of(agent) for place in places],
-            rewards=given.rewards[mine],
-            turn=np.searchsorted(turns, given.turn[mine]),
-            issued=given.issued - (len(given.siblings) - len(places)),  # those without the agent are others
-            place=places.index(given.place) if given.place in places else -1,
-            values=None if given.values is None else given.values[mine],
+            siblings=[episode.siblings[place].of(agent) for place in places],
+            rewards=episode.rewards[mine],
+            turn=np.searchsorted(turns, episode.turn[mine]),
+            issued=episode.issued - (len(episode.siblings) - len(places)),  # those without the agent are others
+            place=places.index(episode.place) if episode.place in places else -1,
+            values=None if episode.values is None else episode.values[mine],
         )
         found[mine] = advantage.of(part)
     return found

@@ -127,7 +127,7 @@ losses: Registry[Loss] = Registry("loss", Loss, RENAMED)
 def loss(
     name: str, *, ratio: Literal["mu", "prox"], **needs: Any
 ) -> Callable[[Callable[..., TokenLoss]], Loss]:
-    """Register `(given: LossInput, *, options…) -> TokenLoss` as `name`; `needs`: fields of `Loss`."""
+    """Register `(tokens: LossInput, *, options…) -> TokenLoss` as `name`; `needs`: fields of `Loss`."""
     return lambda function: losses.register(name)(Loss(function, ratio, **needs))
 
 

@@ -55,7 +55,7 @@ class ForestAttention:
         if self.device.type == "cpu":
             return NodeKernel(self.forest)
         flex_kernel = FlexKernel(self.forest, self.device)
-        lengths = [len(row) for row in self.forest.rows]
+        lengths = [len(row) for row in self.forest.sequences]
         one_by_one = np.mean(lengths) >= LONG_SEQUENCE and sum(lengths) <= MAX_REPETITION * len(self.forest.ids)
         is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # on others cuDNN is no faster
         return SequenceKernel(self.forest, self.device, flex_kernel) if one_by_one and is_hopper else flex_kernel
@@ -209,7 +209,7 @@ class SequenceKernel:
         is_covered = np.zeros(len(forest.ids), dtype=bool)
         sequences = list[np.ndarray]()
         new_tokens = list[np.ndarray]()
-        for row in forest.rows:
+        for row in forest.sequences:
             new = row[~is_covered[row]]
             if len(new):
                 is_covered[new] = True

@@ -28,7 +28,7 @@ from asyncrl.trainer.advantages import (
     gather_traces,
     with_penalised_siblings,
 )
-from asyncrl.trainer.report import MetricSums, advantage_factor, advantage_tokens, merged, tally_credit
+from asyncrl.trainer.report import MetricSums, advantage_factor, advantage_tokens, merged_sums, tally_advantages
 from asyncrl.trainer.world import World
 
 
@@ -54,8 +54,8 @@ def compare_batch(
             traces[trace.group].append(trace)
     samples = [with_advantages(sample, recipe, traces[sample.group]) for sample in samples]
     tally = MetricSums()
-    tally_credit(tally, samples)
-    batch_tally = merged(world.gather_data(tally, MetricSums))
+    tally_advantages(tally, samples)
+    batch_tally = merged_sums(world.gather_data(tally, MetricSums))
     scale_advantages = advantage_scaling(recipe, batch_tally, whitening)
     return [with_scaled_advantages(sample, scale_advantages) for sample in samples], batch_tally
 

@@ -28,8 +28,8 @@ from asyncrl.conversation.turns import trained
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.forced_routes import UNKNOWN_EXPERT
 from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.staging import moved, to_device
-from asyncrl.trainer.teacher import Told, likeliest, references, taught_rows
+from asyncrl.trainer.staging import moved_to_device, to_device
+from asyncrl.trainer.teacher import TeacherScores, likeliest, references, taught_rows
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -165,7 +165,7 @@ class MicroBatch:
         return replace(self, **added_columns)
 
     def to(self, device: torch.device) -> MicroBatch:
-        return moved(self, device)
+        return moved_to_device(self, device)
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> MicroBatch:
         """Return a copy whose tensors went through `convert`, and whose attention runs on `device`."""
@@ -322,13 +322,13 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
     if adapters:
         adapter_index = np.concatenate([np.asarray(e.sequence_adapters)[e.sequence_of] for e in samples])
         episode_index = np.unique(episode_index * (max(adapters) + 1) + adapter_index, return_inverse=True)[1]
-    selected = Selected.of(sequences, sequence_of, position, temperature, packing, routes, adapters)
+    selected = Selected.lay_out(sequences, sequence_of, position, temperature, packing, routes, adapters)
     teacher_tokens = None
     if teacher_sequences := [row for e in samples for row in e.teacher_sequences]:
         extra_tokens = np.array([len(other) - len(own) for other, own in zip(teacher_sequences, sequences, strict=True)])
-        teacher_tokens = Selected.of(teacher_sequences, sequence_of, position + extra_tokens[sequence_of], temperature, packing)
+        teacher_tokens = Selected.lay_out(teacher_sequences, sequence_of, position + extra_tokens[sequence_of], temperature, packing)
     if topk_parts := [e.teacher_topk for e in samples if e.teacher_topk is not None]:
-        selected = replace(selected, told=Told.of(topk_parts, join_column("reference").to(dtype)))
+        selected = replace(selected, teacher_scores=TeacherScores.concatenate(topk_parts, join_column("reference").to(dtype)))
     return MicroBatch(
         selected=selected,
         teacher_tokens=teacher_tokens,
@@ -368,12 +368,12 @@ def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:
     zero = torch.zeros(1, dtype=dtype)
     false = torch.zeros(1, dtype=torch.bool)
     zero_index = torch.zeros(1, dtype=torch.int64)
-    teacher_scores = Told(zero_index[:, None], zero[:, None], zero)
+    teacher_scores = TeacherScores(zero_index[:, None], zero[:, None], zero)
     ids = np.zeros(2, dtype=np.int64)
     first_token = np.array([0])
     second_token = np.array([1])
     return MicroBatch(
-        selected=replace(Selected.of([ids], first_token, second_token, zero + 1, packing), told=teacher_scores),
+        selected=replace(Selected.lay_out([ids], first_token, second_token, zero + 1, packing), told=teacher_scores),
         episode=zero_index,
         turn=zero_index,
         rollout_logprobs=zero,

@@ -36,7 +36,7 @@ from asyncrl.errors import ConfigError, one_line, reason
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.device_offload import Resting
+from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.world import World
 from asyncrl.weights.adapters import A, B, named, owner, peft_name
 from asyncrl.weights.manifest import AdapterSpec, alone
@@ -45,15 +45,15 @@ logger = logging.getLogger(__name__)
 State = dict[str, Any]
 
 
-def snapshot(learner: Learner, *, copy: bool = True, resting: Resting | None = None) -> State:
+def snapshot(learner: Learner, *, copy: bool = True, device_offload: DeviceOffload | None = None) -> State:
     """The state of this rank, copied to main memory, or with `copy` False as it is: then it has to wake."""
 
     def host_copy(tensor: Tensor) -> Tensor:
-        with resting.at_hand(tensor) if resting is not None else nullcontext():
+        with device_offload.onloaded(tensor) if device_offload is not None else nullcontext():
             return tensor.detach().to("cpu", copy=True)
 
-    if resting is not None and not copy:
-        resting.wake()
+    if device_offload is not None and not copy:
+        device_offload.onload()
     learner_state = _learner_state(learner)
     return tree_map_only(Tensor, host_copy, learner_state) if copy else learner_state
 

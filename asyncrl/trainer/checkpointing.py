@@ -25,7 +25,7 @@ from asyncrl.runtime.process import main_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.device_offload import Resting
+from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.world import World
 
 log = logging.getLogger("asyncrl.trainer")
@@ -138,7 +138,7 @@ class Checkpointing:
             self.trained_total = self.newest_manifest.trained_total
             log.info("resumed from %s", self.checkpoints.path(resumed_step))
 
-    def begin_checkpoint(self, trainer_epoch: int, resting: Resting | None = None) -> bool:
+    def begin_checkpoint(self, trainer_epoch: int, device_offload: DeviceOffload | None = None) -> bool:
         """A checkpoint of the last committed step. False: training must wait until it is written, as there is
         no memory for a copy. Micro-batches of an open batch are not in it: their plan is in the store, and is
         trained again."""
@@ -156,7 +156,7 @@ class Checkpointing:
             trained=tuple(self._trained_uids),
             trained_total=self.trained_total,
         )
-        state = checkpoint.snapshot(self._learner, copy=is_copied, resting=resting)
+        state = checkpoint.snapshot(self._learner, copy=is_copied, device_offload=device_offload)
         self._write_job = WriteJob(manifest, time.monotonic(), self._writer_thread.submit(self._write_in_thread, state, manifest))
         self._trained_uids = []
         self._is_due = False

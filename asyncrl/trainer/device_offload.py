@@ -39,7 +39,7 @@ from asyncrl.wire.sockets import Endpoints, Link, identity
 
 log = logging.getLogger("asyncrl.trainer")
 ASK_EVERY = 2.0  # seconds
-SMALL = 4096  # bytes of a storage that stays
+SMALL_STORAGE = 4096  # bytes of a storage that stays
 
 
 def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str) -> bool:
@@ -60,92 +60,92 @@ def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnatio
         link.close()
 
 
-class Resting:
+class DeviceOffload:
     """Empties the device of one rank, and fills it again. `now`: it rests."""
 
     def __init__(self, learner: Learner, timeline: Timeline, run_dir: Path) -> None:
         self._learner = learner
         self._timeline = timeline
-        self.now = False
+        self.is_offloaded = False
         self._device = learner.world.device
-        self._module = torch.get_device_module(self._device)
-        self._room: Callable[[int], Tensor] = partial(unlinked_file, run_dir)
+        self._device_module = torch.get_device_module(self._device)
+        self._host_memory: Callable[[int], Tensor] = partial(unlinked_file, run_dir)
         if self._device.type != "cpu":
-            self._room = PinnedMemory(learner.world).room
-        self._places: dict[int, tuple[UntypedStorage, Tensor]] = {}  # each with a copy of its bytes
+            self._host_memory = PageLockedMemory(learner.world).reserve
+        self._host_copies: dict[int, tuple[UntypedStorage, Tensor]] = {}  # each with a copy of its bytes
 
-    def rest(self, meet: Callable[[str], None]) -> None:
+    def offload(self, meet: Callable[[str], None]) -> None:
         """Return when all ranks rest: `meet` waits for them by a name. All ranks must call it. Raises
         ConfigError where there is no room."""
-        with self._timeline.span("rest"), self._learner.watch.phase("rest", waiting=True):
-            if not self.now:
-                self._leave()
+        with self._timeline.span("rest"), self._learner.stopwatch.phase("rest", waiting=True):
+            if not self.is_offloaded:
+                self._copy_and_empty()
             meet("the other ranks, which leave the devices to engines")
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Bring everything back, if this rank rests."""
-        if self.now:
-            with self._timeline.span("wake"), self._learner.watch.phase("wake", waiting=True):
-                for place in self._places.values():
-                    self._fill(*place)
-                self._module.synchronize()
-                self._places = {}
-                self.now = False
+        if self.is_offloaded:
+            with self._timeline.span("wake"), self._learner.stopwatch.phase("wake", waiting=True):
+                for host_copy in self._host_copies.values():
+                    self._fill(*host_copy)
+                self._device_module.synchronize()
+                self._host_copies = {}
+                self.is_offloaded = False
 
     @contextmanager
-    def at_hand(self, tensor: Tensor) -> Iterator[None]:
+    def onloaded(self, tensor: Tensor) -> Iterator[None]:
         """Inside, this one of the tensors that rest has its values: to copy all needs no room for all."""
-        if place := self._places.get(_storage(tensor)._cdata):
-            self._fill(*place)
+        if host_copy := self._host_copies.get(_storage_of(tensor)._cdata):
+            self._fill(*host_copy)
         try:
             yield
         finally:
-            if place:
-                place[0].resize_(0)
+            if host_copy:
+                host_copy[0].resize_(0)
 
-    def _leave(self) -> None:
-        self._learner.size = 0, 0  # a lack of memory here is not that of a micro-batch
+    def _copy_and_empty(self) -> None:
+        self._learner.micro_batch_size = 0, 0  # a lack of memory here is not that of a micro-batch
         gc.collect()
-        self._module.synchronize()  # copies of the weights for engines and checkpoints are complete
-        found = {storage._cdata: storage for storage in map(_storage, _held(self._learner))}
-        moved = [one for one in found.values() if one.nbytes() > SMALL and one.device == self._device]
-        sizes = [storage.nbytes() for storage in moved]
-        text = f"engine.colocated: {sum(sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
+        self._device_module.synchronize()  # copies of the weights for engines and checkpoints are complete
+        storages = {storage._cdata: storage for storage in map(_storage_of, _device_tensors(self._learner))}
+        moved_storages = [one for one in storages.values() if one.nbytes() > SMALL_STORAGE and one.device == self._device]
+        storage_sizes = [storage.nbytes() for storage in moved_storages]
+        error_text = f"engine.colocated: {sum(storage_sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
         advice = "free room there, set model.lora_rank, or set engine.colocated=0"
-        with ConfigError.instead_of(MemoryError, RuntimeError, text=text, advice=advice):
-            pairs = list(zip(moved, self._room(sum(sizes)).split(sizes), strict=True))
-            for storage, part in pairs:
-                part.copy_(_bytes(storage), non_blocking=True)
-            self._module.synchronize()
-        for storage in moved:
+        with ConfigError.instead_of(MemoryError, RuntimeError, text=error_text, advice=advice):
+            storage_parts = list(zip(moved_storages, self._host_memory(sum(storage_sizes)).split(storage_sizes), strict=True))
+            for storage, host_part in storage_parts:
+                host_part.copy_(_storage_bytes(storage), non_blocking=True)
+            self._device_module.synchronize()
+        for storage in moved_storages:
             storage.resize_(0)
-        self._places = {storage._cdata: (storage, part) for storage, part in pairs}
-        self.now = True
+        self._host_copies = {storage._cdata: (storage, host_part) for storage, host_part in storage_parts}
+        self.is_offloaded = True
         torch.cuda.empty_cache()
         trim_heap()
 
-    def _fill(self, storage: UntypedStorage, part: Tensor) -> None:
-        storage.resize_(len(part))
-        _bytes(storage).copy_(part, non_blocking=True)
+    def _fill(self, storage: UntypedStorage, host_part: Tensor) -> None:
+        storage.resize_(len(host_part))
+        _storage_bytes(storage).copy_(host_part, non_blocking=True)
 
 
-class PinnedMemory:
+class PageLockedMemory:
     """Main memory that a GPU copies to and from directly. It is kept: to pin it takes longer than to copy."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, size: int) -> Tensor:
+    def reserve(self, size: int) -> Tensor:
         """A collective: the kernel would rather kill a process than refuse pages."""
-        free = main_memory().available  # before any rank takes of it
-        missing = max(0, size - len(self._memory))
-        needed = sum(self._world.gather(missing, int))  # all ranks are on this machine
-        if needed > free:
+        free_bytes = main_memory().available  # before any rank takes of it
+        missing_bytes = max(0, size - len(self._memory))
+        needed_bytes = sum(self._world.gather(missing_bytes, int))  # all ranks are on this machine
+        if needed_bytes > free_bytes:
             raise MemoryError(
-                f"the ranks here need {needed / 1e9:.2f} GB more main memory, {free / 1e9:.2f} GB are free"
+                f"the ranks here need {needed_bytes / 1e9:.2f} GB more main memory, {free_bytes / 1e9:.2f} GB are free"
             )
-        if missing:
+        if missing_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # first, for there may be no room for both
             self._memory = page_locked(size)
         return self._memory[:size]
@@ -157,14 +157,14 @@ def unlinked_file(directory: Path, size: int) -> Tensor:
     try:
         with TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, max(1, size))  # a full disk shows now
-            opened = f"/proc/self/fd/{file.fileno()}"
-            return torch.from_file(opened, shared=True, size=size, dtype=torch.uint8)
+            file_path = f"/proc/self/fd/{file.fileno()}"
+            return torch.from_file(file_path, shared=True, size=size, dtype=torch.uint8)
     except OSError as error:
         log.warning("resting in main memory: %s", one_line(error))
         return torch.empty(size, dtype=torch.uint8)
 
 
-def _held(learner: Learner) -> Iterator[Tensor]:
+def _device_tensors(learner: Learner) -> Iterator[Tensor]:
     """Yield what a rank holds, after weights that a forward has gathered are freed."""
     critic = learner.critic
     reference = learner.reference.policy if learner.reference is not None else None
@@ -179,10 +179,10 @@ def _held(learner: Learner) -> Iterator[Tensor]:
         yield from (leaf for leaf in tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor))
 
 
-def _storage(tensor: Tensor) -> UntypedStorage:
-    own = tensor.detach()
-    return (own.to_local() if isinstance(own, DTensor) else own).untyped_storage()
+def _storage_of(tensor: Tensor) -> UntypedStorage:
+    detached = tensor.detach()
+    return (detached.to_local() if isinstance(detached, DTensor) else detached).untyped_storage()
 
 
-def _bytes(storage: UntypedStorage) -> Tensor:
+def _storage_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

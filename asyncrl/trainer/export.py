@@ -49,10 +49,10 @@ def export_hf(
 def _published_tensors(policy: Policy, weights: Mapping[str, Any], world: World) -> Iterator[Tensor]:
     """The weights as they are published, one piece after another, whole on rank 0."""
     for name, parameter_pieces in groupby(policy.published, key=attrgetter("parameter")):
-        tensor = world.collect(weights[name])
+        tensor = world.collect_on_rank_zero(weights[name])
         adapter_names = policy.adapters.names(name) if policy.adapters is not None else None
         if policy.adapters is not None and adapter_names is not None:
-            lora_a, lora_b = (world.collect(weights[adapter]) for adapter in adapter_names)
+            lora_a, lora_b = (world.collect_on_rank_zero(weights[adapter]) for adapter in adapter_names)
             if world.rank == 0:
                 tensor = tensor + policy.adapters.change(name, lora_a, lora_b)
         flat = tensor.to(policy.export_dtype).flatten()

@@ -122,7 +122,7 @@ def _all_tokens(sequences: Sequence[np.ndarray], packing: Packing) -> Selected:
     """Return all tokens but the first of each row."""
     sequence_of = np.repeat(np.arange(len(sequences)), [len(sequence) - 1 for sequence in sequences])
     position = np.concatenate([np.arange(1, len(sequence)) for sequence in sequences])
-    return Selected.of(sequences, sequence_of, position, torch.ones(len(sequence_of)), packing)
+    return Selected.lay_out(sequences, sequence_of, position, torch.ones(len(sequence_of)), packing)
 
 
 def _set_uncut(root: Any, uncut: bool) -> None:

@@ -31,7 +31,7 @@ def largest_tokens(sequences: int, length: int, packing: Packing) -> Selected:
     position = np.tile(np.arange(1, length), sequences)
     unshared_packing: Packing = "padded" if packing == "padded" else "packed"
     ids = [np.zeros(length, dtype=np.int64)] * sequences
-    return Selected.of(ids, sequence_of, position, torch.ones(len(sequence_of)), unshared_packing)
+    return Selected.lay_out(ids, sequence_of, position, torch.ones(len(sequence_of)), unshared_packing)
 
 
 def smallest_tokens(packing: Packing) -> Selected:
@@ -76,17 +76,17 @@ def try_largest(learner: Learner) -> None:
         return
     config = learner.config
     started_at = time.monotonic()
-    sequence_count = config.largest_rows(learner.budget)
+    sequence_count = config.largest_rows(learner.token_budget)
     sequence_length = config.rollout.max_tokens
     tokens = largest_tokens(sequence_count, sequence_length, learner.packing)
     entropy_grad = config.algorithm.entropy_coef > 0
-    learner.size = sequence_count * sequence_length, sequence_count // config.rollout.full_rows
+    learner.micro_batch_size = sequence_count * sequence_length, sequence_count // config.rollout.full_rows
     for trial_tokens in (smallest_tokens(learner.packing), tokens):  # the second finds gradients, as later ones do
         device_tokens = trial_tokens.to(learner.world.device)
         models = learner.policy, learner.critic, learner.reference
         forward_backward(*models, device_tokens, entropy_grad, learner.recipe.divergence, config.kl.top_k)
-        learner.pulse()  # each may compile for minutes
-    learner.size = 0, 0
+        learner.after_micro_batch()  # each may compile for minutes
+    learner.micro_batch_size = 0, 0
     learner.optimizer.zero_grad()
     if learner.critic is not None:
         learner.critic.optimizer.zero_grad()
@@ -106,8 +106,8 @@ def give_up_message(error: Exception, trainer_epoch: int, rank: int, learner: Le
     make_message = partial(GaveUp, trainer_epoch, rank, learner.step + 1)
     if isinstance(error, SpikeError):
         return make_message("spike", str(error))
-    if lacks_memory(error) and any(learner.size):
+    if lacks_memory(error) and any(learner.micro_batch_size):
         detail = f"out of memory ({one_line(error)})"
         recomputation = learner.recomputation
-        return make_message("memory", detail, *learner.size, recomputation.every, recomputation.next_every)
+        return make_message("memory", detail, *learner.micro_batch_size, recomputation.every, recomputation.next_every)
     raise error

@@ -26,7 +26,7 @@ class Mappable(Protocol):
 M = TypeVar("M", bound=Mappable)
 
 
-def moved(value: M, device: torch.device) -> M:
+def moved_to_device(value: M, device: torch.device) -> M:
     """Return the value with all its tensors on this device, by one transfer."""
     tensors = list[Tensor]()
 
@@ -46,12 +46,12 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
     ends = np.cumsum([-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]).tolist()
     buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for view, tensor in zip(_views(buffer, tensors, ends), tensors, strict=True):
+    for view, tensor in zip(_tensor_views(buffer, tensors, ends), tensors, strict=True):
         view.copy_(tensor)
-    return _views(buffer.to(device, non_blocking=True), tensors, ends)
+    return _tensor_views(buffer.to(device, non_blocking=True), tensors, ends)
 
 
-def _views(buffer: Tensor, tensors: Sequence[Tensor], ends: Sequence[int]) -> list[Tensor]:
+def _tensor_views(buffer: Tensor, tensors: Sequence[Tensor], ends: Sequence[int]) -> list[Tensor]:
     """Return the parts of the buffer, each with type and shape of its tensor."""
     starts = [0, *ends[:-1]]
     return [

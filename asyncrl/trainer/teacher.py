@@ -27,54 +27,54 @@ class Teacher:
     logits_of: Callable[[Tensor], Tensor] | None = None
 
 
-class Told(NamedTuple):
+class TeacherScores(NamedTuple):
     """Hold what servers told of each token [N]: the likeliest ids [N, k], their log-probs, and that of the
     token itself."""
 
     ids: Tensor
-    top: Tensor
-    sampled: Tensor
+    top_logprobs: Tensor
+    sampled_logprobs: Tensor
 
     @classmethod
-    def of(cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor) -> Told:
+    def concatenate(cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor) -> TeacherScores:
         """Join those of episodes. A token of which nothing was told, and which is not fresh, has zeros."""
         ids, top = (torch.from_numpy(np.concatenate(column)) for column in zip(*likeliest, strict=True))
         return cls(ids.long(), top.to(reference.dtype).nan_to_num(nan=-math.inf), reference.nan_to_num())
 
 
-def distances(table: Tensor, labels: Tensor, other: Tensor | Told, teacher: Teacher) -> dict[str, Tensor]:
+def distances(table: Tensor, labels: Tensor, teacher_table: Tensor | TeacherScores, teacher: Teacher) -> dict[str, Tensor]:
     """Return the divergence between one's own log-probs [N, V] and a teacher's table, or what it told; and
     the teacher's log-probs of the labels."""
-    sampled = labels[:, None]
-    if isinstance(other, Tensor):
-        reference = other.gather(1, sampled)[:, 0]
+    sampled_ids = labels[:, None]
+    if isinstance(teacher_table, Tensor):
+        reference = teacher_table.gather(1, sampled_ids)[:, 0]
         if not teacher.top_k:
-            return {"divergence": divergence(table, other, teacher.name), "reference": reference}
-        known = other[:, : table.shape[1]]  # vocabularies may be filled up to different sizes
-        top, ids = known.topk(min(teacher.top_k, known.shape[1]))
-        other = Told(ids, top, reference)
-    ids = other.ids.clamp(0, table.shape[1] - 1)
-    again = (ids[:, :, None] == ids[:, None]).sum(-1) > 1  # SGLang calls its last id 0
-    apart = again | (ids != other.ids) | (ids == sampled)
-    own = lumped(table.gather(1, ids), table.gather(1, sampled)[:, 0], apart)
-    found = divergence(own, lumped(other.top, other.sampled, apart), teacher.name)
-    return {"divergence": found.to(table.dtype), "reference": other.sampled}
+            return {"divergence": divergence(table, teacher_table, teacher.name), "reference": reference}
+        known_logprobs = teacher_table[:, : table.shape[1]]  # vocabularies may be filled up to different sizes
+        top_logprobs, ids = known_logprobs.topk(min(teacher.top_k, known_logprobs.shape[1]))
+        teacher_table = TeacherScores(ids, top_logprobs, reference)
+    ids = teacher_table.ids.clamp(0, table.shape[1] - 1)
+    is_repeated = (ids[:, :, None] == ids[:, None]).sum(-1) > 1  # SGLang calls its last id 0
+    is_excluded = is_repeated | (ids != teacher_table.ids) | (ids == sampled_ids)
+    policy_classes = lumped(table.gather(1, ids), table.gather(1, sampled_ids)[:, 0], is_excluded)
+    divergences = divergence(policy_classes, lumped(teacher_table.top, teacher_table.sampled, is_excluded), teacher.name)
+    return {"divergence": divergences.to(table.dtype), "reference": teacher_table.sampled}
 
 
-def scores_of(turn: Turn, top: int) -> TokenScores:
+def scores_of(turn: Turn, topk: int) -> TokenScores:
     """Returns what the scorer of a turn makes of it; NaN and zeros without one, or where it
     was asked for another number of likeliest tokens."""
-    size = 4 * len(turn.ids)
-    if turn.scores and (not top or len(turn.scores.ids) == top * size):
+    id_bytes = 4 * len(turn.ids)
+    if turn.scores and (not topk or len(turn.scores.ids) == topk * id_bytes):
         return turn.scores
-    unknown = np.full(len(turn.ids), np.nan, "<f4").tobytes()
-    return TokenScores(unknown, bytes(top * size), bytes(top * size))
+    unknown_logprobs = np.full(len(turn.ids), np.nan, "<f4").tobytes()
+    return TokenScores(unknown_logprobs, bytes(topk * id_bytes), bytes(topk * id_bytes))
 
 
-def references(turns: Sequence[Turn], top: int) -> np.ndarray:
+def references(turns: Sequence[Turn], topk: int) -> np.ndarray:
     """Returns its log-probs of their tokens."""
-    told = b"".join(scores_of(turn, top).logprobs for turn in turns)
-    return np.frombuffer(told, "<f4").astype(np.float64)
+    encoded_logprobs = b"".join(scores_of(turn, topk).logprobs for turn in turns)
+    return np.frombuffer(encoded_logprobs, "<f4").astype(np.float64)
 
 
 def likeliest(turns: Sequence[Turn], top: int) -> tuple[np.ndarray, np.ndarray]:

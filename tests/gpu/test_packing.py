@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import AttentionKernel, FlexKernel, NodeKernel, SequenceKernel, Scoring
-from asyncrl.trainer.prefix_tree import Forest, plant
+from asyncrl.trainer.prefix_tree import Forest, plant_forest
 from asyncrl.trainer.recompute import recomputed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -24,7 +24,7 @@ def forest(seed: int) -> Forest:
     for _ in range(2):
         prompt = rng.integers(0, 99, rng.integers(100, 300))
         rows += [np.concatenate([prompt, rng.integers(0, 99, rng.integers(20, 400))]) for _ in range(4)]
-    return plant(rows, shared=True)
+    return plant_forest(rows, share_prefixes=True)
 
 
 @pytest.mark.parametrize("scoring", [Scoring(0.125), Scoring(0.125, window=64), Scoring(0.125, softcap=20.0)])

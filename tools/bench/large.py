@@ -90,7 +90,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
     from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
     from asyncrl.trainer.learner import Learner
     from asyncrl.trainer.memory import trim_heap
-    from asyncrl.trainer.world import join, leave
+    from asyncrl.trainer.world import join_ranks, leave_ranks
 
     found: dict[str, tuple[float, float]] = {}
 

@@ -30,7 +30,7 @@ from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 
 sys.path.insert(0, str(ROOT / "tools" / "gpu_kit"))
 from parts.rows import Rows, grouped, plain_backward
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=250, help="of a typical row")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    bench = Bench(args.model, args.dtype, args.repeats, join(0, 1, device=args.device))
+    bench = Bench(args.model, args.dtype, args.repeats, join_ranks(0, 1, device=args.device))
     rng = np.random.default_rng(0)
     words = bench.vocabulary
     lines = bench.lines("ragged", ragged(rng, words, 16, args.tokens), ("padded", "packed"))
@@ -144,7 +144,7 @@ def main() -> None:
         rows = grouped(rng, words, args.groups, prompt * part, response * part)
         lines += bench.lines(f"{prompt}:{response}", rows, ("packed", "tree"))
     print(table(HEADER, lines))
-    leave()
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def test_rows_of_an_episode_stay_one_episode() -> None:
     micro = collate([branched, plain], torch.float64)
     chosen = micro.selected
     assert chosen.ids.shape == (3, 11)
-    assert ((chosen.predictor + 1) // 11).tolist() == [0] * 5 + [1, 0, 0] + [2] * 2
+    assert ((chosen.predictor_index + 1) // 11).tolist() == [0] * 5 + [1, 0, 0] + [2] * 2
     assert micro.episode.tolist() == [0] * 8 + [1] * 2
     assert chosen.labels.tolist() == [3, 4, 6, 7, 8, 10, 12, 13, 3, 4]
     assert micro.turn.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 0, 0]
@@ -172,7 +172,7 @@ def test_collate_pads_right_and_flattens_rows() -> None:
     assert filled[1].proximal_logprobs is not None and filled[1].proximal_logprobs.tolist() == [-5, -6] and micro.value is None
     assert micro.selected.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0]]
     assert micro.selected.labels.tolist() == [3, 4, 6, 7, 8, 3, 4]
-    assert micro.selected.predictor.tolist() == [1, 2, 4, 5, 6, 9, 10]
+    assert micro.selected.predictor_index.tolist() == [1, 2, 4, 5, 6, 9, 10]
     assert micro.within_staleness.tolist() == [False, True, True, True, True, False, True]
     assert micro.selected.temperature.tolist() == [0.5] * 7
     assert micro.rollout_logprobs.dtype == torch.float32 and bool(micro.counted.all())
@@ -188,7 +188,7 @@ def test_a_row_without_model_tokens_is_legal() -> None:
     empty = training_sample(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, TOKEN_MEAN)
     assert empty.model_tokens == 0 and empty.denominator == 0
     micro = collate([empty, training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)], torch.float64)
-    assert np.unique(micro.episode.numpy()).tolist() == [1] and micro.selected.predictor.min() + 1 == 8 + 2
+    assert np.unique(micro.episode.numpy()).tolist() == [1] and micro.selected.predictor_index.min() + 1 == 8 + 2
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_url_is_as_good_as_a_path(world: World, tmp_path: Path) -> None:
 
 def killed_in_the_middle(folder: str, model: str) -> None:
     """In a process of its own: the first checkpoint is whole, the second ends with the process."""
-    from asyncrl.trainer.world import join
+    from asyncrl.trainer.world import join_ranks
 
     learner = make_learner(tiny_config(model), join(0, 1, device="cpu"), "float32")
     to = Checkpoints(folder)

@@ -21,8 +21,8 @@ from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.batch import sequence_routes
 from asyncrl.trainer.forced_routes import ForcedRoutes
-from asyncrl.trainer.loading import locate
-from asyncrl.trainer.model import Policy, load_critic, load_policy, shards
+from asyncrl.trainer.loading import locate_tensors
+from asyncrl.trainer.model import Policy, load_critic, load_policy, published_shards
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
@@ -70,8 +70,8 @@ def gradients(policy: Policy, world: World) -> dict[str, Tensor]:
 
 def published(policy: Policy, world: World) -> dict[str, Tensor]:
     """What rank 0 collects of a version, in small buckets, from host memory."""
-    host = HostShards(shards(policy), policy.published, torch.float32, 60.0)
-    host.copy(0, shards(policy))
+    host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
+    host.copy(0, published_shards(policy))
     found: dict[str, Tensor] = {}
     if world.rank == 0:
         snapshot = host.snapshot(0, PolicyVersion(0, 1), 0.0)
@@ -92,7 +92,7 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
             policy.lm.set_attn_implementation(FOREST_ATTENTION)
             found = {"gradients": gradients(policy, world)}
             # A forward that follows gathers parameters, as any does.
-            with patch("asyncrl.trainer.model._check_cut"), LiveBytes() as counted:
+            with patch("asyncrl.trainer.model._decide_cut"), LiveBytes() as counted:
                 policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
         found["published"] = published(policy, world)
         found["exported"] = export(folder / family, policy, world, path)
@@ -145,7 +145,7 @@ def test_each_rank_reads_the_experts_that_it_holds(family: str, two: dict[str, A
 def test_stacks_in_the_files_are_read_in_slices_too(world: World, saved: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved / "Mixtral")
     model.save_pretrained(tmp_path, save_original_format=False)
-    assert locate(model, str(tmp_path))
+    assert locate_tensors(model, str(tmp_path))
     found = full_state(load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world))
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
 
@@ -252,7 +252,7 @@ def chosen(policy: Policy, given: list[np.ndarray]) -> list[np.ndarray]:
 def routed(given: list[np.ndarray], how: Any, routes: list[np.ndarray]) -> Selected:
     row = np.repeat(np.arange(len(given)), [len(one) - 1 for one in given])
     position = np.concatenate([np.arange(1, len(one)) for one in given])
-    return Selected.of(given, row, position, torch.ones(len(row), dtype=torch.float64), how, routes)
+    return Selected.lay_out(given, row, position, torch.ones(len(row), dtype=torch.float64), how, routes)
 
 
 def shifted(routes: np.ndarray) -> np.ndarray:
@@ -305,7 +305,7 @@ def test_experts_that_the_model_does_not_have_are_not_chosen(world: World, saved
     given = rows()[4:5]
     logp, _ = learned(policy, [routed(given, "packed", [])])
     found, _ = learned(policy, [routed(given, "packed", [np.full((10, 6), 99, dtype=np.int32)])])
-    assert policy.replay is not None and policy.replay.choices == 6
+    assert policy.forced_routes is not None and policy.forced_routes.choices == 6
     assert torch.allclose(found, logp, atol=1e-5)
 
 

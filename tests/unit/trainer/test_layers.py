@@ -195,7 +195,7 @@ def test_packed_rows_of_any_number_are_compiled_once(model: str) -> None:
     one = np.zeros(1, dtype=np.int64)
     for lengths in ([9, 8], [30], [5, 6, 7, 4, 12]):
         rows = [np.arange(length) for length in lengths]
-        chosen = Selected.of(rows, one, one + 1, torch.ones(1), "packed")
+        chosen = Selected.lay_out(rows, one, one + 1, torch.ones(1), "packed")
         lm(**chosen.inputs).logits.sum().backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [graphs[0]] * 3

@@ -22,8 +22,8 @@ from asyncrl.trainer import rank as module
 from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.performance import Stopwatch
 from asyncrl.trainer.rank import (
-    BEAT_EVERY,
-    SAVE_AGAIN,
+    HEARTBEAT_SECONDS,
+    SAVE_AGAIN_SECONDS,
     Stopped,
     TrainerRank,
 )
@@ -91,7 +91,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     mesh: Any = SimpleNamespace(
         rank=0, size=1, device=torch.device("cpu"), gather=lambda value, kind: [value]
     )
-    mesh.apart = lambda seconds: mesh
+    mesh.with_own_group = lambda seconds: mesh
     mesh.use_device = lambda: None
     monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True, resting=None: {})
     of = lambda learner, **lineage: CheckpointManifest(step=learner.step, **lineage)  # noqa: E731
@@ -112,7 +112,7 @@ def test_behind_a_barrier_beats_go_on_and_count_what_was_done(
 ) -> None:
     for micros in (3, 1, 4):
         rank.learner.work(micros)  # type: ignore[attr-defined]
-        clock.now += 10 * BEAT_EVERY
+        clock.now += 10 * HEARTBEAT_SECONDS
     assert beats(rank) == [1, 4, 5]  # one beat for each burst, however many micro-batches it has
 
 
@@ -120,7 +120,7 @@ def test_servers_may_join_after_every_micro_batch_and_during_waits(
     rank: TrainerRank, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[str] = []
-    monkeypatch.setattr(rank.publishing, "allow_pause", lambda: pauses.append(rank.waiting))
+    monkeypatch.setattr(rank.publishing, "allow_pause", lambda: pauses.append(rank.waiting_for))
 
     def advance(seconds: float) -> None:
         clock.now += seconds
@@ -155,7 +155,7 @@ def test_servers_may_join_after_every_micro_batch_and_during_waits(
 def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock: SimpleNamespace) -> None:
     rank.learner.work(2)  # type: ignore[attr-defined]
     for _ in range(4):
-        clock.now += BEAT_EVERY / 2
+        clock.now += HEARTBEAT_SECONDS / 2
         rank._beat(clock.now)
     assert beats(rank) == [1, 2, 2]
 
@@ -170,7 +170,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
         return next(m.waiting for m in reversed(rank.control.sent) if isinstance(m, TrainerBeat))  # type: ignore[attr-defined]
 
     def computes(what: str) -> None:
-        clock.now += BEAT_EVERY / 10  # a beat is not due by the time
+        clock.now += HEARTBEAT_SECONDS / 10  # a beat is not due by the time
         seen.append(f"{what}: {told()}")
 
     mail = [(WorkPlan(0, 1, "stop"), []), (WorkPlan(0, 0, "work"), [])]
@@ -207,11 +207,11 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
     probe = Probe((1, 2), (-1.0,))
     monkeypatch.setattr(rank.publishing, "publish", done.append, raising=False)
     monkeypatch.setattr(rank.publishing, "probe", lambda: done.append("probe") or probe, raising=False)
-    rank.repeating = True
+    rank.is_repeating = True
     rank._probe()
     assert not done
     # weights.every=2: step 3 was not published
-    rank.repeating = False
+    rank.is_repeating = False
     rank.learner.step = 3
     rank._probe()
     rank._probe()
@@ -238,7 +238,7 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
         clock.now += seconds
 
     mail = [(WorkPlan(0, 0, "step"), [])]
-    rank.words = Others()  # type: ignore[assignment]
+    rank.broadcast = Others()  # type: ignore[assignment]
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: None  # type: ignore[method-assign]
@@ -286,24 +286,24 @@ class FailingDisk:
 
 def settle(rank: TrainerRank) -> None:
     """Wait for the end of the checkpoint under way, if there is one."""
-    if rank.saving._job is not None:
-        rank.saving._job.result.result(60)
+    if rank.checkpointing._job is not None:
+        rank.checkpointing._job.result.result(60)
 
 
 def saved(rank: TrainerRank) -> bool:
     """Begin a checkpoint, and wait for its end."""
-    rank.saving.begin_checkpoint(1)
+    rank.checkpointing.begin_checkpoint(1)
     settle(rank)
-    return rank.saving.poll_checkpoint()
+    return rank.checkpointing.poll_checkpoint()
 
 
 @pytest.mark.parametrize(("every", "due"), [(7, 7), (0, 1000)])
 def test_all_turns_since_the_newest_checkpoint_are_kept_so_there_is_one_in_the_end(
     rank: TrainerRank, every: int, due: int
 ) -> None:
-    rank.saving._config = CheckpointConfig(every=every)
+    rank.checkpointing._config = CheckpointConfig(every=every)
     for rank.learner.step in range(1, due + 1):
-        assert rank.saving.mark_due() == (rank.learner.step == due)
+        assert rank.checkpointing.mark_due() == (rank.learner.step == due)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
@@ -321,10 +321,10 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
     every = rank.config.checkpoint.every
     for step in range(1, 3 * every + 1):
         rank.learner.step = step
-        rank.saving.add_trained([f"{step}.0"])
+        rank.checkpointing.add_trained([f"{step}.0"])
         if step == 2 * every + 1:
             assert rank.control.sent == []  # type: ignore[attr-defined]
-            assert rank.saving.newest_manifest is None and rank.saving.is_writing
+            assert rank.checkpointing.newest_manifest is None and rank.checkpointing.is_writing
             written.set()
         if step > 2 * every:
             settle(rank)
@@ -346,18 +346,18 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
 ) -> None:
     disk = FailingDisk(failures=1)
     monkeypatch.setattr(checkpoint, "write_checkpoint", disk)
-    rank.saving.add_trained(["0.0"])
-    rank.saving.begin_checkpoint(1)
+    rank.checkpointing.add_trained(["0.0"])
+    rank.checkpointing.begin_checkpoint(1)
     settle(rank)
     assert rank._status().checkpoint_problem == "step-0: OSError: no space", (
         "a long step does not hide the failure"
     )
-    assert not rank.saving.poll_checkpoint()
-    assert rank.saving.mark_due()  # at once, not after the next `every` steps
+    assert not rank.checkpointing.poll_checkpoint()
+    assert rank.checkpointing.mark_due()  # at once, not after the next `every` steps
     assert rank._status().waiting == "not saved: step-0: OSError: no space"
-    rank.publishing.unwritten = "no room for weights"  # type: ignore[misc]
+    rank.publishing.unwritten_reason = "no room for weights"  # type: ignore[misc]
     assert rank._status().waiting.endswith("no space; no room for weights")
-    rank.saving.add_trained(["1.0"])
+    rank.checkpointing.add_trained(["1.0"])
     assert saved(rank) and rank._status().waiting == "no room for weights"
     assert rank._status().checkpoint_problem == ""
     assert [(manifest.parent, manifest.trained) for manifest in disk.saved] == [(-1, ("0.0", "1.0"))]
@@ -379,7 +379,7 @@ def test_the_last_checkpoint_is_tried_until_stop_comes(
     rank.control.receive = lambda timeout: stop if disk.saved else None  # type: ignore[method-assign]
     with pytest.raises(Stopped):
         rank.loop()
-    assert clock.now >= 100.0 + 2 * SAVE_AGAIN and len(disk.saved) == 1
+    assert clock.now >= 100.0 + 2 * SAVE_AGAIN_SECONDS and len(disk.saved) == 1
 
 
 def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
@@ -405,12 +405,12 @@ def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
 
     stop = (Stop("micro-batches of 512 tokens"), [])
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
-    rank.learner.size = (1000, 4)
+    rank.learner.micro_batch_size = (1000, 4)
     rank.learner.recomputation.wrap(0, lambda: None)
     rank.learner.recomputation.recompute_at_least(2)
     rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: stop if clock.now > 110 else None  # type: ignore[method-assign]
-    told = rank.report(MemoryError("no more"))
+    told = rank.report_failure(MemoryError("no more"))
     assert told == "out of memory (MemoryError: no more): micro-batches of 512 tokens"
     sent = [m for m in rank.control.sent if isinstance(m, GaveUp)]  # type: ignore[attr-defined]
     assert len(sent) > 1 and set(sent) == {
@@ -441,7 +441,7 @@ def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
     rank = SimpleNamespace(loop=loop, close=lambda: None, rank=0, trainer_epoch=1, _ask=stopped, control=None)
     recomputation = Recomputation(TrainerConfig())
     rank.learner = SimpleNamespace(size=size, step=0, recomputation=recomputation)
-    rank.report = partial(TrainerRank.report, rank)
+    rank.report_failure = partial(TrainerRank.report_failure, rank)
     monkeypatch.setattr(module, "TrainerRank", lambda *about: rank)
     mesh = SimpleNamespace(arranged=lambda *about: None)
     monkeypatch.setattr(

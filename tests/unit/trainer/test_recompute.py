@@ -81,7 +81,7 @@ def test_attention_runs_once_a_step_and_gradients_have_the_same_bits(
     if packing != "padded":
         model.set_attn_implementation(FOREST_ATTENTION)
     zero = np.zeros(1, dtype=np.int64)
-    tokens = Selected.of(rows(), zero, zero + 1, torch.ones(1), packing)
+    tokens = Selected.lay_out(rows(), zero, zero + 1, torch.ones(1), packing)
     ranks = SequenceRanks(cast(ProcessGroup, world.group), 0, 1) if shared else None
     inputs = replace(tokens, ranks=ranks).inputs
 
@@ -211,7 +211,7 @@ def test_attention_of_compiled_layers_runs_once(packing: Packing) -> None:
     if packing != "padded":
         model.set_attn_implementation(FOREST_ATTENTION)
     zero = np.zeros(1, dtype=np.int64)
-    inputs = Selected.of(rows(), zero, zero + 1, torch.ones(1), packing).inputs
+    inputs = Selected.lay_out(rows(), zero, zero + 1, torch.ones(1), packing).inputs
 
     in_forward, in_all, gradients = forward_and_backward(model, inputs)
     assert in_all == in_forward > 0

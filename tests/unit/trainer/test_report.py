@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.trainer.batch import training_sample
 from asyncrl.trainer.advantages import with_kl_penalty
-from asyncrl.trainer.report import MetricSums, advantage_factor, batch_metrics, tally_credit, tally_examples
+from asyncrl.trainer.report import MetricSums, advantage_factor, batch_metrics, tally_advantages, tally_samples
 from asyncrl.types import EpisodeResult
 from tests.unit.trainer.test_batch import ROW, TOKEN_MEAN, TURNS
 
@@ -41,8 +41,8 @@ def test_a_ratio_over_nothing_is_left_out() -> None:
 def test_episode_metrics() -> None:
     tally = MetricSums()
     examples = [training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN), training_sample(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)]
-    tally_examples(tally, examples, longest_prompt=2)
-    tally_credit(tally, [replace(e, advantage=np.full(e.model_tokens, 0.5)) for e in examples])
+    tally_samples(tally, examples, longest_prompt=2)
+    tally_advantages(tally, [replace(e, advantage=np.full(e.model_tokens, 0.5)) for e in examples])
     metrics = batch_metrics(tally, lambda advantage: advantage)
     assert metrics["critic/score/mean"] == 1.0 and metrics["critic/advantages/max"] == 0.5
     assert metrics["response_length/mean"] == 3.5 and metrics["response_length/clip_ratio"] == 1.0
@@ -61,8 +61,8 @@ def test_rewards_contain_the_penalty_in_the_reward_and_scores_do_not() -> None:
     plain = training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)
     far, penalties = with_kl_penalty(replace(plain, reference=plain.rollout_logprobs - 1.0), 0.25, "k1")
     tally = MetricSums()
-    tally_examples(tally, [plain], longest_prompt=9)
-    tally_credit(tally, [replace(far, advantage=np.zeros(far.model_tokens))])
+    tally_samples(tally, [plain], longest_prompt=9)
+    tally_advantages(tally, [replace(far, advantage=np.zeros(far.model_tokens))])
     metrics = tally.metrics()
     assert sum(penalties) == pytest.approx(-0.25 * far.model_tokens)
     assert metrics["critic/score/mean"] == plain.planned.own.score
@@ -90,7 +90,7 @@ def test_gpg_counts_episodes_of_groups_without_variance(
         for own in siblings:
             e = training_sample(msgspec.structs.replace(ROW, own=own, siblings=siblings), TURNS, 5, 1, TOKEN_MEAN)
             a = own.reward - sum(rewards) / len(rewards)
-            tally_credit(tally, [replace(e, advantage=np.full(e.model_tokens, a))])
+            tally_advantages(tally, [replace(e, advantage=np.full(e.model_tokens, a))])
     assert advantage_factor("nonzero", tally) == pytest.approx(wanted, rel=1e-12)
 
 
@@ -101,7 +101,7 @@ def test_each_agent_with_a_reward_of_its_own_counts_as_an_episode() -> None:
     games = tuple(EpisodeResult(0.0, 5, (won, -won), agents=("w", "b"), turn_tokens=(2, 3)) for won in scores)
     for won, own in zip(scores, games, strict=True):
         e = training_sample(msgspec.structs.replace(ROW, own=own, siblings=games), TURNS, 5, 1, TOKEN_MEAN)
-        tally_credit(tally, [replace(e, advantage=np.where(e.turn < 1, won, -won))])
+        tally_advantages(tally, [replace(e, advantage=np.where(e.turn < 1, won, -won))])
     assert advantage_factor("nonzero", tally) == 1.0
     std = np.std([score for won in scores for score in (won, -won)], ddof=1)
     assert advantage_factor("batch_std", tally) == pytest.approx(1 / (std + 1e-6))

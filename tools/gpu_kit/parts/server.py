@@ -38,9 +38,9 @@ from asyncrl.engines.sglang.server import Attached, attach, loader
 from asyncrl.engines.torch.engine import build
 from asyncrl.engines.torch.recorded import RECORD_AFTER
 from asyncrl.keeper.keeper import first
-from asyncrl.trainer.model import adapter_shards, load_policy, score
+from asyncrl.trainer.model import adapter_shards, load_policy, score_ids
 from asyncrl.trainer.publishing import Publishing
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from parts.bundle import NOT_THERE, has_saver, server_command
@@ -182,7 +182,7 @@ def measure_adapters(context: Context, command: list[str]) -> Iterator[Finding]:
 
 def _measure(context: Context, command: list[str], *, rank: int, saver: bool) -> Iterator[Finding]:
     """Start a server, and yield what each stage finds; a stage that fails does not end the next ones."""
-    world = join(0, 1, device=context.kind)
+    world = join_ranks(0, 1, device=context.kind)
     pair: ServerAndTrainer | None = None
     with asyncio.Runner() as runner:
         try:
@@ -200,7 +200,7 @@ def _measure(context: Context, command: list[str], *, rank: int, saver: bool) ->
         finally:
             if pair is not None:
                 runner.run(pair.close())
-            leave()
+            leave_ranks()
             release(context)
 
 
@@ -339,9 +339,9 @@ class ServerAndTrainer:
 
     # -- log-probs -----------------------------------------------------------------------------------------
 
-    def score(self, policy: Any) -> tuple[float, ...]:
+    def score_ids(self, policy: Any) -> tuple[float, ...]:
         with torch.no_grad(), exact_float32():
-            return score(policy, self.ids, self.world.device)
+            return score_ids(policy, self.ids, self.world.device)
 
     async def logprob_gap(self, name: str) -> Finding:
         """The largest difference of a log-prob between server and trainer."""

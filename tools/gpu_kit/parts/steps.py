@@ -72,8 +72,8 @@ def random_weights() -> Iterator[None]:
     read. Nor does it compare packed rows with rows one by one, as the part `packing` does: for that layers
     would be compiled for padded rows, too."""
     with (
-        mock.patch("asyncrl.trainer.loading.locate", _everywhere),
-        mock.patch("asyncrl.trainer.loading.fill", _randomise),
+        mock.patch("asyncrl.trainer.loading.locate_tensors", _everywhere),
+        mock.patch("asyncrl.trainer.loading.fill_shards", _randomise),
         mock.patch("asyncrl.trainer.packing.cached_gradient_check", return_value=dict.fromkeys(LAYOUTS, "")),
     ):
         yield
