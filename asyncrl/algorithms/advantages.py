@@ -189,7 +189,7 @@ def rewards(members: Sequence[EpisodeResult]) -> list[float]:
 
 def centred(value: float, siblings: Sequence[float]) -> float:
     """value − mean; 0 without siblings."""
-    return math.fsum(value - other for other in siblings) / max(len(siblings), 1)
+    return math.fsum(value - sibling_reward for sibling_reward in siblings) / max(len(siblings), 1)
 
 
 def deviation(siblings: Sequence[float]) -> float:
@@ -287,18 +287,18 @@ def optimal_token_baseline(episode: CreditInput) -> Credit:
     own = to_go(episode.rewards)
     weighted, weight, plain, members = np.zeros((4, len(own)))
     for trace in episode.traces:
-        n = min(len(own), len(trace.rewards))
-        step = 1 - 2 * np.exp(trace.prox) + trace.collision  # rounding must not turn it negative
-        lead = own[:n] - to_go(trace.rewards)[:n]
-        norm = step.clip(min=0.0).cumsum()[:n]
-        weighted[:n] += lead * norm
-        weight[:n] += norm
-        plain[:n] += lead
-        members[:n] += 1
+        common_length = min(len(own), len(trace.rewards))
+        norm_step = 1 - 2 * np.exp(trace.prox) + trace.collision  # rounding must not turn it negative
+        lead = own[:common_length] - to_go(trace.rewards)[:common_length]
+        norm = norm_step.clip(min=0.0).cumsum()[:common_length]
+        weighted[:common_length] += lead * norm
+        weight[:common_length] += norm
+        plain[:common_length] += lead
+        members[:common_length] += 1
     if not members.all():
         raise ProtocolError("advantage optimal_token_baseline: an episode came without traces of its group")
-    used = weight > 0
-    return np.where(used, weighted, plain) / np.where(used, weight, members)
+    has_weight = weight > 0
+    return np.where(has_weight, weighted, plain) / np.where(has_weight, weight, members)
 
 
 def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:

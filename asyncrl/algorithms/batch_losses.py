@@ -30,10 +30,13 @@ def highest_covariance(traces: Sequence[Trace], *, share: float) -> list[np.ndar
     """
     advantage, prox = (_mean(traces, name) for name in ("advantage", "prox"))
     products = [(trace.advantage - advantage) * (trace.prox - prox) for trace in traces]
-    ordered = np.sort(_fresh(traces, products))[::-1]
-    count = max(1, int(share * len(ordered)))
-    bound = ordered[count] if count < len(ordered) else math.inf
-    return [(trace.fresh & (x > bound)).astype(float) for trace, x in zip(traces, products, strict=True)]
+    ordered_products = np.sort(_fresh(traces, products))[::-1]
+    chosen_count = max(1, int(share * len(ordered_products)))
+    threshold = ordered_products[chosen_count] if chosen_count < len(ordered_products) else math.inf
+    return [
+        (trace.fresh & (product > threshold)).astype(float)
+        for trace, product in zip(traces, products, strict=True)
+    ]
 
 
 @loss("clip_cov", ratio="prox", anchored=True, prepare=highest_covariance)
@@ -49,7 +52,9 @@ def clip_cov(
     Use: entropy falls too fast; staleness 0 to 8.
     """
     chosen = _prepared(tokens) > 0
-    value, clipped = clip_surrogate(ratio_of(tokens.logp - tokens.prox), tokens.advantage, clip_low, clip_high)
+    value, clipped = clip_surrogate(
+        ratio_of(tokens.logp - tokens.prox), tokens.advantage, clip_low, clip_high
+    )
     return TokenLoss(tokens.weighed(value.masked_fill(chosen, 0.0)), clipped | chosen)
 
 
@@ -72,11 +77,14 @@ def within_second_moment(traces: Sequence[Trace], *, tau: float) -> list[np.ndar
     """1 on the fresh tokens that stay when those with the largest (log prox − log μ)² go until the mean of
     the rest is below `tau`, else 0. Tokens equal to the last that goes, go as well."""
     squares = [(trace.prox - trace.mu) ** 2 for trace in traces]
-    ordered = np.sort(_fresh(traces, squares))
-    means = np.cumsum(ordered) / np.arange(1, len(ordered) + 1)  # does not decrease
-    kept = int(np.searchsorted(means, tau))
-    bound = ordered[kept] if kept < len(ordered) else math.inf
-    return [(trace.fresh & (x < bound)).astype(float) for trace, x in zip(traces, squares, strict=True)]
+    ordered_squares = np.sort(_fresh(traces, squares))
+    means = np.cumsum(ordered_squares) / np.arange(1, len(ordered_squares) + 1)  # does not decrease
+    kept_count = int(np.searchsorted(means, tau))
+    threshold = ordered_squares[kept_count] if kept_count < len(ordered_squares) else math.inf
+    return [
+        (trace.fresh & (square < threshold)).astype(float)
+        for trace, square in zip(traces, squares, strict=True)
+    ]
 
 
 @loss("m2po", ratio="mu", prepare=within_second_moment)
@@ -88,10 +96,10 @@ def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
 
     Use: very stale data, where a band on the ratio masks too much; staleness 8 and far beyond.
     """
-    kept = _prepared(tokens)
-    ratio = ratio_of(tokens.logp - tokens.mu) * kept
+    is_kept = _prepared(tokens)
+    ratio = ratio_of(tokens.logp - tokens.mu) * is_kept
     value = -ratio * tokens.advantage
-    return TokenLoss(tokens.weighed(value), tokens.fresh & (kept == 0), ratio=ratio.detach())
+    return TokenLoss(tokens.weighed(value), tokens.fresh & (is_kept == 0), ratio=ratio.detach())
 
 
 def partition_gap(traces: Sequence[Trace], *, beta: float) -> list[np.ndarray]:
@@ -103,9 +111,9 @@ def partition_gap(traces: Sequence[Trace], *, beta: float) -> list[np.ndarray]:
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for trace in traces:
         if trace.fresh.any():
-            gap = math.fsum((trace.reference - trace.prox)[trace.fresh])
-            groups[trace.group].append(gap + trace.own.reward / beta)
-    log_z = {group: math.fsum(found) / len(found) for group, found in groups.items()}
+            log_ratio_sum = math.fsum((trace.reference - trace.prox)[trace.fresh])
+            groups[trace.group].append(log_ratio_sum + trace.own.reward / beta)
+    log_z = {group: math.fsum(gaps) / len(gaps) for group, gaps in groups.items()}
     return [np.full(len(t.prox), log_z.get(t.group, 0.0) - t.own.reward / beta) for t in traces]
 
 
@@ -134,7 +142,9 @@ def _prepared(tokens: LossInput) -> torch.Tensor:
 
 def _fresh(traces: Sequence[Trace], values: Sequence[np.ndarray]) -> np.ndarray:
     """Return the values of all fresh tokens of the batch."""
-    return np.concatenate([x[trace.fresh] for trace, x in zip(traces, values, strict=True)] or [np.zeros(0)])
+    return np.concatenate(
+        [array[trace.fresh] for trace, array in zip(traces, values, strict=True)] or [np.zeros(0)]
+    )
 
 
 def _mean(traces: Sequence[Trace], name: str) -> float:

@@ -112,18 +112,18 @@ def correct(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction:
     ratio = ratio_of(tokens.log_ratio)
     weight = torch.ones_like(ratio)
     masked = torch.zeros_like(ratio, dtype=torch.bool)
-    cut = masked
+    is_truncated = masked
     for rule in rules:
         if rule.kind == "scale":
             continue
-        found = rule.of(tokens)
-        if found.keep is not None:
-            masked = masked | ~found.keep
-        if found.weight is not None:
-            weight = found.weight
-        if found.cut is not None:
-            cut = found.cut
-    return Correction(weight.masked_fill(masked, 0.0), ratio, masked, cut & ~masked)
+        rule_result = rule.of(tokens)
+        if rule_result.keep is not None:
+            masked = masked | ~rule_result.keep
+        if rule_result.weight is not None:
+            weight = rule_result.weight
+        if rule_result.cut is not None:
+            is_truncated = rule_result.cut
+    return Correction(weight.masked_fill(masked, 0.0), ratio, masked, is_truncated & ~masked)
 
 
 def correct_states(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction:
@@ -132,19 +132,28 @@ def correct_states(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction
     Its ratio is that of the tokens of the turn or episode that led to it, where the weight is over turns or
     episodes, and 1 at level token or geometric. Masks of single tokens do not apply.
     """
-    named = [(rule, getattr(rule.of, "keywords", {}).get("level")) for rule in rules]
-    level: Any = next((level for rule, level in named if rule.kind == "weight"), "token")
-    led = torch.zeros_like(tokens.log_ratio)
-    if level in ("turn", "sequence") and len(led):
-        place, order = places(tokens, level).sort(stable=True)  # those of several agents take turns
-        values = torch.where(tokens.fresh, tokens.log_ratio, 0.0).double()[order]
-        before = values.cumsum(0) - values
-        start = torch.searchsorted(place, place)
-        led[order] = (before - before[start]).to(led.dtype)
-    masked = correct([rule for rule, at in named if rule.kind == "mask" and at != "token"], tokens).masked
-    weights = [replace(r, of=partial(r.of, level="token")) for r, at in named if r.kind == "weight" and at]
-    found = correct(weights, replace(tokens, log_ratio=led, advantage=torch.zeros_like(led)))
-    return replace(found, weight=found.weight.masked_fill(masked, 0.0), masked=masked)
+    rules_with_level = [(rule, getattr(rule.of, "keywords", {}).get("level")) for rule in rules]
+    level: Any = next((level for rule, level in rules_with_level if rule.kind == "weight"), "token")
+    leading_log_ratio = torch.zeros_like(tokens.log_ratio)
+    if level in ("turn", "sequence") and len(leading_log_ratio):
+        span, span_order = places(tokens, level).sort(stable=True)  # those of several agents take turns
+        values = torch.where(tokens.fresh, tokens.log_ratio, 0.0).double()[span_order]
+        sum_before = values.cumsum(0) - values
+        span_start = torch.searchsorted(span, span)
+        leading_log_ratio[span_order] = (sum_before - sum_before[span_start]).to(leading_log_ratio.dtype)
+    masked = correct(
+        [rule for rule, rule_level in rules_with_level if rule.kind == "mask" and rule_level != "token"],
+        tokens,
+    ).masked
+    weights = [
+        replace(r, of=partial(r.of, level="token"))
+        for r, rule_level in rules_with_level
+        if r.kind == "weight" and rule_level
+    ]
+    corrected = correct(
+        weights, replace(tokens, log_ratio=leading_log_ratio, advantage=torch.zeros_like(leading_log_ratio))
+    )
+    return replace(corrected, weight=corrected.weight.masked_fill(masked, 0.0), masked=masked)
 
 
 def places(tokens: CorrectionInput, level: Level) -> Tensor:

@@ -98,9 +98,9 @@ class Advantage:
 advantages: Registry[Advantage] = Registry("advantage", Advantage)
 
 
-def advantage(name: str, **needs: Any) -> Callable[[Callable[..., Credit]], Advantage]:
+def advantage(name: str, **declared_fields: Any) -> Callable[[Callable[..., Credit]], Advantage]:
     """Register `(episode: CreditInput, *, options…) -> Credit` as `name`; `needs`: fields of `Advantage`."""
-    return lambda function: advantages.register(name)(Advantage(function, **needs))
+    return lambda function: advantages.register(name)(Advantage(function, **declared_fields))
 
 
 def by_token(episode: CreditInput, advantage: Advantage) -> np.ndarray:
@@ -108,22 +108,25 @@ def by_token(episode: CreditInput, advantage: Advantage) -> np.ndarray:
     themselves, compared with the same agent's turns in the siblings that have some."""
     if not episode.own.agents:
         return np.broadcast_to(np.asarray(advantage.of(episode), dtype=np.float64), episode.turn.shape)
-    found = np.zeros(len(episode.turn))
-    for agent, own in episode.own.parts.items():
-        turns = [turn for turn, who in enumerate(episode.own.agents) if who == agent]
-        mine = np.isin(episode.turn, turns)
-        places = [place for place, sibling in enumerate(episode.siblings) if agent in sibling.agents]
-        part = CreditInput(
-            own=own,
-            siblings=[episode.siblings[place].of(agent) for place in places],
-            rewards=episode.rewards[mine],
-            turn=np.searchsorted(turns, episode.turn[mine]),
-            issued=episode.issued - (len(episode.siblings) - len(places)),  # those without the agent are others
-            place=places.index(episode.place) if episode.place in places else -1,
-            values=None if episode.values is None else episode.values[mine],
+    token_advantages = np.zeros(len(episode.turn))
+    for agent, own_result in episode.own.parts.items():
+        turns = [turn for turn, turn_agent in enumerate(episode.own.agents) if turn_agent == agent]
+        is_own_token = np.isin(episode.turn, turns)
+        sibling_positions = [
+            position for position, sibling in enumerate(episode.siblings) if agent in sibling.agents
+        ]
+        agent_episode = CreditInput(
+            own=own_result,
+            siblings=[episode.siblings[position].of(agent) for position in sibling_positions],
+            rewards=episode.rewards[is_own_token],
+            turn=np.searchsorted(turns, episode.turn[is_own_token]),
+            issued=episode.issued
+            - (len(episode.siblings) - len(sibling_positions)),  # those without the agent are others
+            place=sibling_positions.index(episode.place) if episode.place in sibling_positions else -1,
+            values=None if episode.values is None else episode.values[is_own_token],
         )
-        found[mine] = advantage.of(part)
-    return found
+        token_advantages[is_own_token] = advantage.of(agent_episode)
+    return token_advantages
 
 
 def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:

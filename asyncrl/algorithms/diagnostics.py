@@ -116,8 +116,10 @@ def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
     metrics |= {OVERALL[name]: value for name, value in _spread(sums).items() if name in OVERALL}
     for lag in LAG_NAMES:
         prefix = f"lag/{lag}/"
-        own = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
-        metrics |= {f"rollout_corr/by_lag/{lag}/{name}": value for name, value in _spread(own).items()}
+        lag_sums = {
+            name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)
+        }
+        metrics |= {f"rollout_corr/by_lag/{lag}/{name}": value for name, value in _spread(lag_sums).items()}
     return metrics
 
 
@@ -143,15 +145,15 @@ def _spread(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _rho_at(bins: Mapping[int, float], q: float) -> float:
+def _rho_at(bins: Mapping[int, float], quantile: float) -> float:
     """Return the q-quantile of rho, interpolated within its bin of log rho."""
-    place = q * sum(bins.values())
-    seen = 0.0
+    rank = quantile * sum(bins.values())
+    count_below = 0.0
     for index, count in sorted(bins.items()):
-        if seen + count >= place:
+        if count_below + count >= rank:
             low, high = BIN_EDGES[index : index + 2]
-            return math.exp(low + (high - low) * (place - seen) / count)
-        seen += count
+            return math.exp(low + (high - low) * (rank - count_below) / count)
+        count_below += count
     raise AssertionError("quantile of no token")
 
 
@@ -176,40 +178,42 @@ def token_sums(state: TokenState) -> TokenSums:
 
 def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
     """Names of sums, and the sums [names, lag buckets + 1]; the last column is over all tokens."""
-    bucket = torch.bucketize(state.lag, torch.tensor(LAG_EDGES, device=state.lag.device))
+    lag_bucket = torch.bucketize(state.lag, torch.tensor(LAG_EDGES, device=state.lag.device))
     columns = _columns(state, log_ratio)
-    by_lag = _scatter(bucket, torch.stack([column.double() for column in columns.values()]), len(LAG_NAMES))
+    by_lag = _scatter(
+        lag_bucket, torch.stack([column.double() for column in columns.values()]), len(LAG_NAMES)
+    )
     edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=log_ratio.device)
     bins = len(BIN_EDGES) - 1
-    place = torch.bucketize(log_ratio, edges) * len(LAG_NAMES) + bucket
-    histogram = _scatter(place, state.fresh.double()[None], bins * len(LAG_NAMES)).view(bins, -1)
+    bin_index = torch.bucketize(log_ratio, edges) * len(LAG_NAMES) + lag_bucket
+    histogram = _scatter(bin_index, state.fresh.double()[None], bins * len(LAG_NAMES)).view(bins, -1)
     tokens = torch.cat([by_lag, histogram])
     tokens = torch.cat([tokens, tokens.sum(1, keepdim=True)], 1)
     names = [*columns, *(f"bin/{i}" for i in range(bins)), "episodes", "episode_w", "episode_w2"]
-    return names, torch.cat([tokens, _episodes(state, log_ratio, bucket)])
+    return names, torch.cat([tokens, _episodes(state, log_ratio, lag_bucket)])
 
 
 def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     """Return the columns that are summed over tokens, [N] each and 0 where the token is out of scope."""
     fresh = state.fresh
-    kept = _kept(state)
-    exact = state.exact & state.fresh
+    enters_loss = _kept(state)
+    is_exact = state.exact & state.fresh
     rho = log_ratio.exp()
     advantage = torch.where(fresh, state.advantage.double(), 0.0)
-    weight = torch.where(kept, state.correction.weight.double(), 0.0)
-    push = torch.where(kept, state.weight.double(), 0.0) * weight * advantage
+    weight = torch.where(enters_loss, state.correction.weight.double(), 0.0)
+    push = torch.where(enters_loss, state.weight.double(), 0.0) * weight * advantage
     k3 = rho - 1 - log_ratio
-    eligible = fresh & ~state.ruled_out
-    lower = state.clipped_lower if state.clipped_lower is not None else torch.zeros_like(kept)
+    is_eligible = fresh & ~state.ruled_out
+    clipped_lower = state.clipped_lower if state.clipped_lower is not None else torch.zeros_like(enters_loss)
     return {
-        "loss": torch.where(kept, state.loss, 0.0),
+        "loss": torch.where(enters_loss, state.loss, 0.0),
         "tokens": state.counted,
         "fresh": fresh,
-        "kept": kept,
+        "kept": enters_loss,
         "nonfinite": state.in_bound & ~fresh,
-        "eligible": eligible,
-        "clipped": state.clipped & eligible,
-        "clipped_lower": lower & eligible,
+        "eligible": is_eligible,
+        "clipped": state.clipped & is_eligible,
+        "clipped_lower": clipped_lower & is_eligible,
         "masked": state.correction.masked & fresh,
         "truncated": state.correction.truncated & fresh,
         "log_rho": log_ratio,
@@ -218,9 +222,9 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
         "k3": k3,
         "drift": torch.where(fresh, state.drift, 0.0),
         "entropy": torch.where(state.counted, state.entropy.nan_to_num(0.0), 0.0),
-        "exact": exact,
-        "exact_diff": torch.where(exact, (state.prox - state.mu).abs(), 0.0),
-        "exact_k3": torch.where(exact, k3, 0.0),
+        "exact": is_exact,
+        "exact_diff": torch.where(is_exact, (state.prox - state.mu).abs(), 0.0),
+        "exact_k3": torch.where(is_exact, k3, 0.0),
         "weight": weight,
         "weight2": weight**2,
         "zero_advantage": fresh & (advantage == 0),
@@ -263,9 +267,9 @@ def _kept(state: TokenState) -> Tensor:
     return state.fresh & ~state.correction.masked
 
 
-def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
+def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
     """[k, size]: Σ of `values` [k, N] by place [N]."""
-    return values.new_zeros(len(values), size).index_add(1, place, values)
+    return values.new_zeros(len(values), size).index_add(1, indices, values)
 
 
 LAG_SUMS = ("fresh", "masked", "truncated", "log_rho", "rho", "rho2", "k3", "bin/", "episode")

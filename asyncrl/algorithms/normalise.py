@@ -57,15 +57,15 @@ class Whitening:
 
         A batch in which all advantages are equal says nothing of their spread and changes nothing.
         """
-        new = cls.of(tokens)
-        if new.std <= EPSILON:
+        batch_statistics = cls.of(tokens)
+        if batch_statistics.std <= EPSILON:
             return earlier or cls(0.0, 0.0)
         if earlier is None:
-            return new
-        mean = DECAY * earlier.mean + (1 - DECAY) * new.mean
+            return batch_statistics
+        mean = DECAY * earlier.mean + (1 - DECAY) * batch_statistics.mean
         variance = sum(
-            share * (part.std**2 + (part.mean - mean) ** 2)
-            for share, part in ((DECAY, earlier), (1 - DECAY, new))
+            fraction * (part.std**2 + (part.mean - mean) ** 2)
+            for fraction, part in ((DECAY, earlier), (1 - DECAY, batch_statistics))
         )
         return cls(mean, math.sqrt(variance))
 
@@ -110,10 +110,10 @@ class Moments(msgspec.Struct, frozen=True):
         count = self.count + other.count
         if not count:
             return self
-        step = other.mean - self.mean
-        share = other.count / count
-        spread = self.spread + other.spread + step**2 * self.count * share
-        return Moments(count, self.mean + step * share, spread)
+        mean_difference = other.mean - self.mean
+        other_fraction = other.count / count
+        spread = self.spread + other.spread + mean_difference**2 * self.count * other_fraction
+        return Moments(count, self.mean + mean_difference * other_fraction, spread)
 
     @property
     def varies(self) -> bool:

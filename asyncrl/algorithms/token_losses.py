@@ -62,7 +62,9 @@ def ppo(
     Use: several optimizer steps per batch, or any number with prox=mu; staleness 0 as published
     (`correction={}`), up to 8 with a weight.
     """
-    value, clipped = clip_surrogate(ratio_of(tokens.logp - tokens.prox), tokens.advantage, clip_low, clip_high)
+    value, clipped = clip_surrogate(
+        ratio_of(tokens.logp - tokens.prox), tokens.advantage, clip_low, clip_high
+    )
     if not dual_clip:
         return TokenLoss(tokens.weighed(value), clipped)
     ceiling = -dual_clip * tokens.advantage
@@ -166,9 +168,9 @@ def policy_gradient(tokens: LossInput, ratio: Tensor, clipped: Tensor) -> TokenL
 
 def clip_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """max(−uA, −A·clip(u, 1−low, 1+high)) [N], and where the clip took the gradient."""
-    free = -ratio * advantage
-    held = -ratio.clamp(1 - low, 1 + high) * advantage
-    return torch.where(held > free, held, free), held > free
+    free_loss = -ratio * advantage
+    clipped_loss = -ratio.clamp(1 - low, 1 + high) * advantage
+    return torch.where(clipped_loss > free_loss, clipped_loss, free_loss), clipped_loss > free_loss
 
 
 def binary_kl(p: Tensor, q: Tensor) -> Tensor:
@@ -182,13 +184,13 @@ def _by_sign(tokens: LossInput, positive: float, negative: float) -> Tensor:
     return torch.full_like(tokens.advantage, negative).masked_fill(tokens.advantage > 0, positive)
 
 
-def _capped(tokens: LossInput, cap: float, cut: Tensor | None = None) -> TokenLoss:
+def _capped(tokens: LossInput, cap: float, is_cut: Tensor | None = None) -> TokenLoss:
     """−min(π/μ, cap)·A·log π, 0 where `cut`."""
     ratio = ratio_of(tokens.logp.detach() - tokens.mu)
     bounded = ratio.clamp(max=cap)
-    if cut is None:
+    if is_cut is None:
         return policy_gradient(tokens, bounded, ratio > cap)
-    return policy_gradient(tokens, bounded.masked_fill(cut, 0.0), cut)
+    return policy_gradient(tokens, bounded.masked_fill(is_cut, 0.0), is_cut)
 
 
 # -- with the ratio of an episode ----------------------------------------------------------------------
@@ -223,7 +225,9 @@ def gmpo(tokens: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0
     staleness 0 to 4.
     """
     log_ratio = tokens.logp - tokens.prox
-    bounded = torch.where(tokens.advantage > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    bounded = torch.where(
+        tokens.advantage > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
+    )
     value = -tokens.advantage * _through(tokens.episode_mean(bounded), bounded)
     return TokenLoss(tokens.weighed(value), bounded.detach() != log_ratio.detach())
 
@@ -242,6 +246,6 @@ def topr(tokens: LossInput) -> TokenLoss:
     return policy_gradient(tokens, sequence.masked_fill(positive, 1.0), tapered)
 
 
-def _through(mean: Tensor, own: Tensor) -> Tensor:
+def _through(mean: Tensor, own_log_ratio: Tensor) -> Tensor:
     """exp(mean) [N] in value, with the gradient as if each token's ratio were its own."""
-    return ratio_of(mean.detach() + own - own.detach())
+    return ratio_of(mean.detach() + own_log_ratio - own_log_ratio.detach())

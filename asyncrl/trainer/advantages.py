@@ -28,47 +28,69 @@ def with_advantages(sample: TrainingSample, recipe: Recipe, traces: Sequence[Tra
     have rewards of their own, and what compares whole episodes would mix them."""
     advantage_input = replace(sample.advantage_input(), traces=traces)
     estimator = recipe.advantage
-    compares_episodes = estimator.greedy or estimator.whole_group or estimator.components or recipe.loss.whole_group
+    compares_episodes = (
+        estimator.greedy or estimator.whole_group or estimator.components or recipe.loss.whole_group
+    )
     if compares_episodes and advantage_input.own.agents:
         raise ConfigError(
             f"algorithm: advantage {recipe.advantage_name!r} with loss {recipe.loss_name!r} compares whole "
             "episodes, and agents earned rewards of their own; use dr_grpo or rloo with reinforce or ppo"
         )
     token_advantages = by_token(advantage_input, estimator)
-    return replace(sample, advantage=token_advantages, returns=None if sample.value is None else token_advantages + sample.value)
+    return replace(
+        sample,
+        advantage=token_advantages,
+        returns=None if sample.value is None else token_advantages + sample.value,
+    )
 
 
-def with_scaled_advantages(sample: TrainingSample, scale_advantages: Callable[[np.ndarray], np.ndarray]) -> TrainingSample:
+def with_scaled_advantages(
+    sample: TrainingSample, scale_advantages: Callable[[np.ndarray], np.ndarray]
+) -> TrainingSample:
     """With its advantages shifted or scaled by numbers of the batch; returns stay what V estimates."""
     assert sample.advantage is not None
     return replace(sample, advantage=scale_advantages(sample.advantage))
 
 
-def with_kl_penalty(sample: TrainingSample, coefficient: float, estimator: str) -> tuple[TrainingSample, list[float]]:
+def with_kl_penalty(
+    sample: TrainingSample, coefficient: float, estimator: str
+) -> tuple[TrainingSample, list[float]]:
     """With −β·KL on its token rewards (and in its own total), and the penalty of each turn. A token without
     finite log-probs has none."""
     assert sample.reference is not None
     is_finite = np.isfinite(sample.rollout_logprobs) & np.isfinite(sample.reference)
-    rollout_logprobs, reference = (torch.from_numpy(np.where(is_finite, logprobs, 0.0)) for logprobs in (sample.rollout_logprobs, sample.reference))
+    rollout_logprobs, reference = (
+        torch.from_numpy(np.where(is_finite, logprobs, 0.0))
+        for logprobs in (sample.rollout_logprobs, sample.reference)
+    )
     divergence = kl_tokens(rollout_logprobs, reference, estimator)
     penalty = -coefficient * divergence.numpy()
     turn_penalties = np.zeros(max(sample.turns, 1))
     np.add.at(turn_penalties, sample.turn, penalty)
-    planned = msgspec.structs.replace(sample.planned, own=_with_turn_penalties(sample.planned.own, turn_penalties))
+    planned = msgspec.structs.replace(
+        sample.planned, own=_with_turn_penalties(sample.planned.own, turn_penalties)
+    )
     return replace(sample, planned=planned, rewards=sample.rewards + penalty), turn_penalties.tolist()
 
 
 def with_penalised_siblings(sample: TrainingSample, penalties: TurnPenalties) -> TrainingSample:
     """The baseline sees the siblings' penalties as well; one whose payload was lost has none."""
     siblings = tuple(
-        _with_turn_penalties(sibling, penalties.get((sample.group, position), [0.0] * len(sibling.turn_rewards)))
+        _with_turn_penalties(
+            sibling, penalties.get((sample.group, position), [0.0] * len(sibling.turn_rewards))
+        )
         for position, sibling in enumerate(sample.planned.siblings)
     )
     return replace(sample, planned=msgspec.structs.replace(sample.planned, siblings=siblings))
 
 
-def _with_turn_penalties(result: EpisodeResult, turn_penalties: Sequence[float] | np.ndarray) -> EpisodeResult:
-    turn_rewards = tuple(reward_of_turn + float(penalty) for reward_of_turn, penalty in zip(result.turn_rewards, turn_penalties, strict=False))
+def _with_turn_penalties(
+    result: EpisodeResult, turn_penalties: Sequence[float] | np.ndarray
+) -> EpisodeResult:
+    turn_rewards = tuple(
+        reward_of_turn + float(penalty)
+        for reward_of_turn, penalty in zip(result.turn_rewards, turn_penalties, strict=False)
+    )
     reward = result.reward + float(np.sum(turn_penalties))
     return msgspec.structs.replace(result, reward=reward, turn_rewards=turn_rewards)
 
@@ -96,15 +118,27 @@ def gather_episodes(
     """Return the episodes of all ranks, by uid: the same list on all of them. A collective."""
     rank_episodes = []
     for planned, named_arrays in zip((sample.planned for sample in samples), arrays, strict=True):
-        encoded_arrays = {name: array.astype(_array_dtype(name)).tobytes() for name, array in named_arrays.items()}
-        rank_episodes.append(PackedEpisode(planned.uid, planned.group, planned.own, planned.place, encoded_arrays))
-    all_episodes = [packed for part in world.gather_data(rank_episodes, list[PackedEpisode]) for packed in part]
+        encoded_arrays = {
+            name: array.astype(_array_dtype(name)).tobytes() for name, array in named_arrays.items()
+        }
+        rank_episodes.append(
+            PackedEpisode(planned.uid, planned.group, planned.own, planned.place, encoded_arrays)
+        )
+    all_episodes = [
+        packed for part in world.gather_data(rank_episodes, list[PackedEpisode]) for packed in part
+    ]
     return sorted(all_episodes, key=lambda packed: packed.uid)
 
 
-def gather_penalties(world: World, penalised_pairs: Sequence[tuple[TrainingSample, Sequence[float]]]) -> TurnPenalties:
+def gather_penalties(
+    world: World, penalised_pairs: Sequence[tuple[TrainingSample, Sequence[float]]]
+) -> TurnPenalties:
     """Return the penalties of all ranks' episodes. A collective."""
-    all_episodes = gather_episodes(world, [sample for sample, _ in penalised_pairs], [{"by_turn": np.asarray(turn_penalties)} for _, turn_penalties in penalised_pairs])
+    all_episodes = gather_episodes(
+        world,
+        [sample for sample, _ in penalised_pairs],
+        [{"by_turn": np.asarray(turn_penalties)} for _, turn_penalties in penalised_pairs],
+    )
     return {(packed.group, packed.place): packed.array("by_turn").tolist() for packed in all_episodes}
 
 

@@ -56,9 +56,13 @@ class ForestAttention:
             return NodeKernel(self.forest)
         flex_kernel = FlexKernel(self.forest, self.device)
         lengths = [len(row) for row in self.forest.sequences]
-        one_by_one = np.mean(lengths) >= LONG_SEQUENCE and sum(lengths) <= MAX_REPETITION * len(self.forest.ids)
+        one_by_one = np.mean(lengths) >= LONG_SEQUENCE and sum(lengths) <= MAX_REPETITION * len(
+            self.forest.ids
+        )
         is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # on others cuDNN is no faster
-        return SequenceKernel(self.forest, self.device, flex_kernel) if one_by_one and is_hopper else flex_kernel
+        return (
+            SequenceKernel(self.forest, self.device, flex_kernel) if one_by_one and is_hopper else flex_kernel
+        )
 
     def to(self, device: torch.device) -> ForestAttention:
         return replace(self, device=device) if device != self.device else self
@@ -91,7 +95,9 @@ class NodeKernel:
             self._batches_by_kind[mask_kind] = _node_batches(self._forest, *mask_kind)
         batches, token_slots = self._batches_by_kind[mask_kind]
         outputs = [
-            _attend_batch(query[:, batch.queries], key[:, batch.keys], value[:, batch.keys], batch.mask, scoring).flatten(1, 2)
+            _attend_batch(
+                query[:, batch.queries], key[:, batch.keys], value[:, batch.keys], batch.mask, scoring
+            ).flatten(1, 2)
             for batch in batches
         ]
         return torch.cat(outputs, dim=1)[:, token_slots].transpose(0, 1)
@@ -107,7 +113,9 @@ def _node_batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tup
             keys = node_path[: start + chunk_tokens]
             query_count = len(keys) - start
             shape_bucket = query_count.bit_length(), len(keys).bit_length(), query_count == len(keys)
-            chunks_by_shape.setdefault(shape_bucket if len(keys) <= MAX_QUERIES else (len(chunks_by_shape),), []).append((keys, query_count))
+            chunks_by_shape.setdefault(
+                shape_bucket if len(keys) <= MAX_QUERIES else (len(chunks_by_shape),), []
+            ).append((keys, query_count))
     token_slots = np.empty(len(forest.ids), dtype=np.int64)
     offset = 0
     for chunks in chunks_by_shape.values():
@@ -115,7 +123,9 @@ def _node_batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tup
         for keys, query_count in chunks:
             token_slots[keys[-query_count:]] = np.arange(offset, offset + query_count)
             offset += most_queries
-    return [_node_batch(chunks, window, dtype) for chunks in chunks_by_shape.values()], torch.from_numpy(token_slots)
+    return [_node_batch(chunks, window, dtype) for chunks in chunks_by_shape.values()], torch.from_numpy(
+        token_slots
+    )
 
 
 def _node_batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype) -> NodeBatch:
@@ -231,7 +241,9 @@ class SequenceKernel:
         causal_attention = nn.functional.scaled_dot_product_attention
         outputs = []
         ordered = (x if self._token_order is None else x[:, self._token_order] for x in (query, key, value))
-        sequences = zip(*(x.split(self._lengths, dim=1) for x in ordered), strict=True)  # and one gradient of all
+        sequences = zip(
+            *(x.split(self._lengths, dim=1) for x in ordered), strict=True
+        )  # and one gradient of all
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
             for row, length, new in zip(sequences, self._lengths, self._new_counts, strict=True):
                 padding = -length % LENGTH_MULTIPLE  # keys behind all queries: none sees them
@@ -257,7 +269,9 @@ class FlexKernel:
         for path, node_end in zip(forest.paths, np.cumsum(forest.sizes), strict=True):
             subtree_end[path] = node_end  # in order: a node on several paths keeps the last
         position = forest.positions.astype(np.int32)
-        self.subtree_end, self.position = to_device([torch.from_numpy(subtree_end), torch.from_numpy(position)], device)
+        self.subtree_end, self.position = to_device(
+            [torch.from_numpy(subtree_end), torch.from_numpy(position)], device
+        )
         self._masks_by_window: dict[int | None, BlockMask] = {}
         self._softcaps: dict[float, Callable[..., Tensor]] = {}
 
@@ -300,10 +314,15 @@ class FlexKernel:
         """Find, from the extremes of both, which blocks of keys a block of queries sees in part, and which
         all its queries see whole. With a window, some blocks that none sees count as seen in part."""
         token_count = len(self.subtree_end)
-        first_token = torch.arange(0, token_count, BLOCK_TOKENS, dtype=torch.int32, device=self.subtree_end.device)
+        first_token = torch.arange(
+            0, token_count, BLOCK_TOKENS, dtype=torch.int32, device=self.subtree_end.device
+        )
         last_token = first_token + BLOCK_TOKENS - 1
         padding = -token_count % BLOCK_TOKENS
-        subtree_ends, positions = (pad(x, (0, padding), value=token_count).view(-1, BLOCK_TOKENS) for x in (self.subtree_end, self.position))
+        subtree_ends, positions = (
+            pad(x, (0, padding), value=token_count).view(-1, BLOCK_TOKENS)
+            for x in (self.subtree_end, self.position)
+        )
         partly_visible = (first_token <= first_token[:, None]) & (subtree_ends.amax(1) > first_token[:, None])
         fully_visible = (first_token < first_token[:, None]) & (subtree_ends.amin(1) > last_token[:, None])
         if window is not None:

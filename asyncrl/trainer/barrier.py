@@ -19,16 +19,22 @@ from asyncrl.algorithms.credit import Trace
 from asyncrl.algorithms.losses import Loss
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import Recipe
-from asyncrl.trainer.batch import TrainingSample
 from asyncrl.trainer.advantages import (
-    with_advantages,
-    with_kl_penalty,
-    with_scaled_advantages,
     gather_penalties,
     gather_traces,
+    with_advantages,
+    with_kl_penalty,
     with_penalised_siblings,
+    with_scaled_advantages,
 )
-from asyncrl.trainer.report import MetricSums, advantage_factor, advantage_tokens, merged_sums, tally_advantages
+from asyncrl.trainer.batch import TrainingSample
+from asyncrl.trainer.report import (
+    MetricSums,
+    advantage_factor,
+    advantage_tokens,
+    merged_sums,
+    tally_advantages,
+)
 from asyncrl.trainer.world import World
 
 
@@ -65,7 +71,9 @@ def advantage_scaling(
 ) -> Callable[[np.ndarray], np.ndarray]:
     """The function that the batch's statistics apply to each advantage."""
     if recipe.scale in ("whiten", "whiten_running"):
-        earlier_statistics = whitening if recipe.scale == "whiten_running" else None  # the first batch has none
+        earlier_statistics = (
+            whitening if recipe.scale == "whiten_running" else None
+        )  # the first batch has none
         return (earlier_statistics or Whitening.of(advantage_tokens(batch_tally))).apply
     scale_factor = advantage_factor(recipe.scale, batch_tally)
     return lambda advantage: advantage * scale_factor
@@ -77,7 +85,10 @@ def prepare_batch(world: World, samples: Sequence[TrainingSample], loss: Loss) -
         return list(samples)
     traces = gather_traces(world, samples, [_loss_arrays(sample) for sample in samples])
     prepared_by_uid = dict(zip((trace.uid for trace in traces), loss.prepare(traces), strict=True))
-    return [replace(sample, prepared=np.asarray(prepared_by_uid[sample.planned.uid], dtype=np.float64)) for sample in samples]
+    return [
+        replace(sample, prepared=np.asarray(prepared_by_uid[sample.planned.uid], dtype=np.float64))
+        for sample in samples
+    ]
 
 
 def _trace_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
@@ -89,7 +100,11 @@ def _trace_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
 def _loss_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
     """An episode's arrays for a loss; a token without finite log-probs is not fresh, and they are 0."""
     assert sample.proximal_logprobs is not None and sample.advantage is not None
-    named_logprobs = {"prox": sample.proximal_logprobs, "mu": sample.rollout_logprobs, "reference": sample.reference}
+    named_logprobs = {
+        "prox": sample.proximal_logprobs,
+        "mu": sample.rollout_logprobs,
+        "reference": sample.reference,
+    }
     known_logprobs = {name: array for name, array in named_logprobs.items() if array is not None}
     is_finite = np.logical_and.reduce([np.isfinite(array) for array in known_logprobs.values()])
     finite_logprobs = {name: np.where(is_finite, array, 0.0) for name, array in known_logprobs.items()}
@@ -99,4 +114,6 @@ def _loss_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
 def partition_groups(groups: Iterable[str], mini_batches: int, shuffle_key: str) -> dict[str, int]:
     """Group → mini-batch, shuffled by `key` and the groups' names: the same for any number of ranks."""
     shuffled_groups = sorted(groups, key=lambda group: blake2b(f"{shuffle_key}/{group}".encode()).digest())
-    return {group: index * mini_batches // len(shuffled_groups) for index, group in enumerate(shuffled_groups)}
+    return {
+        group: index * mini_batches // len(shuffled_groups) for index, group in enumerate(shuffled_groups)
+    }

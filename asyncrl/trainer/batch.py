@@ -119,7 +119,14 @@ class TrainingSample:
         """Return the inputs of the advantage."""
         planned = self.planned
         return CreditInput(
-            planned.own, planned.siblings, self.rewards, self.turn, planned.issued, planned.place, self.value, planned.greedy
+            planned.own,
+            planned.siblings,
+            self.rewards,
+            self.turn,
+            planned.issued,
+            planned.place,
+            self.value,
+            planned.greedy,
         )
 
 
@@ -161,7 +168,9 @@ class MicroBatch:
         """With the fields added to the examples since they were collated; no others are copied again."""
         if not any(sample.model_tokens for sample in samples):
             return self
-        added_columns: dict[str, Any] = _optional_columns(samples, self.rollout_logprobs.dtype, self.rollout_logprobs.device)
+        added_columns: dict[str, Any] = _optional_columns(
+            samples, self.rollout_logprobs.dtype, self.rollout_logprobs.device
+        )
         return replace(self, **added_columns)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -180,11 +189,15 @@ class MicroBatch:
 
 NO_ROUTES = np.empty((0, 0), dtype=np.int32)
 _turn_decoder = msgspec.msgpack.Decoder(Turn)
-OPTIONAL_COLUMNS = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
+OPTIONAL_COLUMNS = ("advantage", "returns", "proximal_logprobs", "reference", "value", "prepared")
 
 
 def partition_plan(
-    planned: Sequence[PlannedTrajectory], packing: Packing, token_budget: int, hidden_size: int, rank_count: int
+    planned: Sequence[PlannedTrajectory],
+    packing: Packing,
+    token_budget: int,
+    hidden_size: int,
+    rank_count: int,
 ) -> list[list[list[PlannedTrajectory]]]:
     """The parts of a plan of all data ranks, which have about the same work, each in parts of about a
     micro-batch of `budget` tokens. It follows from the arguments alone, so all ranks find the same.
@@ -206,7 +219,12 @@ def partition_plan(
     parts_by_rank = []
     for rank_part in deal(largest_first, rank_count):
         rank_pieces = [pieces[index] for index in rank_part.members]
-        parts_by_rank.append([[planned[rank_part.members[i]] for i in micro_batch] for micro_batch in micro_batches(rank_pieces, token_budget)])
+        parts_by_rank.append(
+            [
+                [planned[rank_part.members[i]] for i in micro_batch]
+                for micro_batch in micro_batches(rank_pieces, token_budget)
+            ]
+        )
     return parts_by_rank
 
 
@@ -255,7 +273,9 @@ def training_sample(
     staleness = token_lags(spans, step)
     exact_spans = [span.version == span.kv_version == step for span in spans]
     token_share = aggregation(len(token_origins), planned.group_tokens)
-    adapter_of = {turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns}
+    adapter_of = {
+        turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns
+    }
     return TrainingSample(
         planned=planned,
         sequences=tuple(np.asarray(ids, dtype=np.int32) for ids in sequences),
@@ -272,25 +292,33 @@ def training_sample(
         exact=np.repeat(np.asarray(exact_spans, dtype=bool), [span.end - span.start for span in spans]),
         reference=None if scorer_topk is None else references(turns, scorer_topk),
         routes=sequence_routes(turns, [*map(len, sequences)], expert_choices) if expert_choices else (),
-        sequence_adapters=tuple(adapter_of[row] for row in range(len(sequences))) if len(agent_names) > 1 else (),
+        sequence_adapters=tuple(adapter_of[row] for row in range(len(sequences)))
+        if len(agent_names) > 1
+        else (),
         teacher_sequences=taught_rows(sequences, turns) if scorer_topk is None else (),
         teacher_topk=likeliest(turns, scorer_topk) if scorer_topk else None,
         excluded=mask_truncated and planned.own.end.truncated,
     )
 
 
-def sequence_routes(turns: Sequence[Turn], lengths: Sequence[int], expert_choices: int) -> tuple[np.ndarray, ...]:
+def sequence_routes(
+    turns: Sequence[Turn], lengths: Sequence[int], expert_choices: int
+) -> tuple[np.ndarray, ...]:
     """The experts of the first tokens of each row, of such lengths. A token that two turns tell of (the
     second one was sampled by a worker that did not know the first) went as the first one says. Those of
     a model with other `choices` are left out."""
     parts_by_sequence: list[list[np.ndarray]] = [[NO_ROUTES] for _ in lengths]
     for turn in turns:
         if turn.routes is not None and len(turn.routes.data) == 2 * expert_choices * turn.routes.tokens:
-            turn_routes = np.frombuffer(turn.routes.data, "<u2").astype(np.int32).reshape(turn.routes.tokens, -1)
+            turn_routes = (
+                np.frombuffer(turn.routes.data, "<u2").astype(np.int32).reshape(turn.routes.tokens, -1)
+            )
             parts = parts_by_sequence[turn.row]
             start = min(turn.routes.start, lengths[turn.row])
             known_tokens = sum(map(len, parts))
-            gap = np.full((max(0, start - known_tokens), turn_routes.shape[1]), UNKNOWN_EXPERT, dtype=np.int32)
+            gap = np.full(
+                (max(0, start - known_tokens), turn_routes.shape[1]), UNKNOWN_EXPERT, dtype=np.int32
+            )
             parts += [gap, turn_routes[max(0, known_tokens - start) :]]
     joined_parts = (np.concatenate(parts[1:]) if len(parts) > 1 else parts[0] for parts in parts_by_sequence)
     return tuple(routes[:length] for routes, length in zip(joined_parts, lengths, strict=True))
@@ -311,11 +339,18 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
     def join_column(name: str) -> Tensor:
         return _join_column(samples, name)
 
-    sequence_of = np.repeat(np.cumsum([0, *(len(e.sequences) for e in samples[:-1])]), token_counts) + join_column("row_of").numpy()
+    sequence_of = (
+        np.repeat(np.cumsum([0, *(len(e.sequences) for e in samples[:-1])]), token_counts)
+        + join_column("sequence_of").numpy()
+    )
     position = join_column("position").numpy()
     temperature = per_token([e.planned.temperature for e in samples])
     sequences = [row for e in samples for row in e.sequences]
-    routes = [routes_of_sequence for e in samples for routes_of_sequence in e.routes or [NO_ROUTES] * len(e.sequences)]
+    routes = [
+        routes_of_sequence
+        for e in samples
+        for routes_of_sequence in e.routes or [NO_ROUTES] * len(e.sequences)
+    ]
     episode_index = np.repeat(np.arange(len(samples)), token_counts)
     adapter_index = None
     adapters = [adapter for e in samples for adapter in e.sequence_adapters]
@@ -325,27 +360,35 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
     selected = Selected.lay_out(sequences, sequence_of, position, temperature, packing, routes, adapters)
     teacher_tokens = None
     if teacher_sequences := [row for e in samples for row in e.teacher_sequences]:
-        extra_tokens = np.array([len(other) - len(own) for other, own in zip(teacher_sequences, sequences, strict=True)])
-        teacher_tokens = Selected.lay_out(teacher_sequences, sequence_of, position + extra_tokens[sequence_of], temperature, packing)
+        extra_tokens = np.array(
+            [len(other) - len(own) for other, own in zip(teacher_sequences, sequences, strict=True)]
+        )
+        teacher_tokens = Selected.lay_out(
+            teacher_sequences, sequence_of, position + extra_tokens[sequence_of], temperature, packing
+        )
     if topk_parts := [e.teacher_topk for e in samples if e.teacher_topk is not None]:
-        selected = replace(selected, teacher_scores=TeacherScores.concatenate(topk_parts, join_column("reference").to(dtype)))
+        selected = replace(
+            selected, teacher_scores=TeacherScores.concatenate(topk_parts, join_column("reference").to(dtype))
+        )
     return MicroBatch(
         selected=selected,
         teacher_tokens=teacher_tokens,
         episode=torch.from_numpy(episode_index),
         adapter_index=None if adapter_index is None else torch.from_numpy(adapter_index),
         turn=join_column("turn"),
-        rollout_logprobs=join_column("mu").to(dtype),
+        rollout_logprobs=join_column("rollout_logprobs").to(dtype),
         weight=per_token([e.weight for e in samples]),
         lag=join_column("lag"),
-        within_staleness=join_column("fresh"),
+        within_staleness=join_column("within_staleness"),
         exact=join_column("exact"),
         counted=torch.ones(sum(token_counts), dtype=torch.bool),
         **_optional_columns(samples, dtype, torch.device("cpu")),
     )
 
 
-def _optional_columns(samples: Sequence[TrainingSample], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _optional_columns(
+    samples: Sequence[TrainingSample], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
     names = [name for name in OPTIONAL_COLUMNS if getattr(samples[0], name) is not None]
     columns = to_device([_join_column(samples, name).to(dtype) for name in names], device)
     return dict(zip(names, columns, strict=True))
@@ -373,7 +416,9 @@ def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:
     first_token = np.array([0])
     second_token = np.array([1])
     return MicroBatch(
-        selected=replace(Selected.lay_out([ids], first_token, second_token, zero + 1, packing), told=teacher_scores),
+        selected=replace(
+            Selected.lay_out([ids], first_token, second_token, zero + 1, packing), told=teacher_scores
+        ),
         episode=zero_index,
         turn=zero_index,
         rollout_logprobs=zero,

@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, reason
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
+from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.world import World
 from asyncrl.weights.adapters import A, B, named, owner, peft_name
 from asyncrl.weights.manifest import AdapterSpec, alone
@@ -90,12 +90,14 @@ def write_checkpoint(
         save_shards(state, storage_writer=shard_writer(files), process_group=world.group)
 
     def export_model() -> None:
-        export_hf(files.create, learner.policy, state["model"], world, model.path, model.template)
+        export_hf(files.create_file, learner.policy, state["model"], world, model.path, model.template)
 
     def seal_manifest() -> None:
         if is_first_rank:
             checkpoints.seal(
-                msgspec.structs.replace(manifest, files={n: f for part in files_by_rank for n, f in part.items()})
+                msgspec.structs.replace(
+                    manifest, files={n: f for part in files_by_rank for n, f in part.items()}
+                )
             )
 
     try:
@@ -188,7 +190,9 @@ def _model_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def _restore_model(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Weights and moments; the optimizer's settings are those of the config."""
-    configured_settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    configured_settings = [
+        {key: group[key] for key in group if key != "params"} for group in optimizer.param_groups
+    ]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, group_settings in zip(optimizer.param_groups, configured_settings, strict=True):
         group.update(group_settings)
@@ -240,7 +244,9 @@ class StepFiles(FileSystemBase):
 
 
 def shard_writer(files: StepFiles) -> FileSystemWriter:
-    file_writer: Any = FileSystemWriter(STATE_FOLDER, sync_files=False)  # they are synchronised when they are closed
+    file_writer: Any = FileSystemWriter(
+        STATE_FOLDER, sync_files=False
+    )  # they are synchronised when they are closed
     file_writer.fs = files
     file_writer.path = STATE_FOLDER
     return cast(FileSystemWriter, file_writer)
@@ -277,13 +283,19 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
         load_shards({"model": adapter_tensors}, storage_reader=stored_reader, no_dist=True)
     layer_names = tuple(sorted({name.rpartition(".")[0] for name in adapter_tensors}))
     for agent, rank_and_alpha in config.adapters.items():
-        agent_names_to_tensors = {alone(peft_name(name), agent): tensor for name, tensor in adapter_tensors.items()}
+        agent_names_to_tensors = {
+            alone(peft_name(name), agent): tensor for name, tensor in adapter_tensors.items()
+        }
         agent_tensors = {name: tensor for name, tensor in agent_names_to_tensors.items() if name}
         (out_directory / agent).mkdir(exist_ok=True)
         save_file(agent_tensors, out_directory / agent / "adapter_model.safetensors", {"format": "pt"})
         is_transposed = any(_is_transposed(layer, agent, stored_tensors) for layer in layer_names)
-        adapter_config = msgspec.json.encode(AdapterSpec(*rank_and_alpha, layer_names, is_transposed).peft(config.model.path))
-        (out_directory / agent / "adapter_config.json").write_bytes(msgspec.json.format(adapter_config, indent=2))
+        adapter_config = msgspec.json.encode(
+            AdapterSpec(*rank_and_alpha, layer_names, is_transposed).peft(config.model.path)
+        )
+        (out_directory / agent / "adapter_config.json").write_bytes(
+            msgspec.json.format(adapter_config, indent=2)
+        )
 
 
 def _is_transposed(layer: str, agent: str, stored_tensors: Mapping[str, TensorStorageMetadata]) -> bool:

@@ -24,8 +24,8 @@ from asyncrl.errors import ConfigError, DeadlineError, one_line
 from asyncrl.runtime.process import main_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
 from asyncrl.trainer import checkpoint
-from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.device_offload import DeviceOffload
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 
 log = logging.getLogger("asyncrl.trainer")
@@ -57,7 +57,9 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
     if not (token := world.gather(token, str)[0]):
         return checkpoints
     sightings = world.gather((checkpoints.sees_token(token), HOST_NAME), tuple[bool, str])
-    blind_ranks = [f"rank {rank} on {host}" for rank, (sees_token, host) in enumerate(sightings) if not sees_token]
+    blind_ranks = [
+        f"rank {rank} on {host}" for rank, (sees_token, host) in enumerate(sightings) if not sees_token
+    ]
     if world.rank == 0:
         checkpoints.drop_token()
     if blind_ranks:
@@ -88,7 +90,7 @@ class Checkpointing:
         self._state_bytes = checkpoint.state_bytes(checkpoint.snapshot(learner, copy=False))
         largest_state = max(self._world.gather(self._state_bytes, int))
         self._write_limit = WRITE_PATIENCE + largest_state * self._world.size / WRITE_RATE
-        self._background_world = self._world.apart(self._write_limit)
+        self._background_world = self._world.with_own_group(self._write_limit)
         self._writer_thread = ThreadPoolExecutor(1, "checkpoints", self._world.use_device)
         self._ranks_on_host = self._world.gather(HOST_NAME, str).count(HOST_NAME)
 
@@ -157,7 +159,9 @@ class Checkpointing:
             trained_total=self.trained_total,
         )
         state = checkpoint.snapshot(self._learner, copy=is_copied, device_offload=device_offload)
-        self._write_job = WriteJob(manifest, time.monotonic(), self._writer_thread.submit(self._write_in_thread, state, manifest))
+        self._write_job = WriteJob(
+            manifest, time.monotonic(), self._writer_thread.submit(self._write_in_thread, state, manifest)
+        )
         self._trained_uids = []
         self._is_due = False
         return is_copied
@@ -172,7 +176,9 @@ class Checkpointing:
             raise error  # the other ranks' parts cannot end without this one's
         if not all(self._world.gather(result.done(), bool)):
             if time.monotonic() - started_at > self._write_limit:
-                raise DeadlineError(f"the checkpoint of step {manifest.step} took over {self._write_limit:.0f} s")
+                raise DeadlineError(
+                    f"the checkpoint of step {manifest.step} took over {self._write_limit:.0f} s"
+                )
             return False
         self._write_job = None
         self.problem = result.result()
@@ -187,7 +193,9 @@ class Checkpointing:
     def _write_in_thread(self, state: checkpoint.State, manifest: CheckpointManifest) -> str:
         """In the thread."""
         try:
-            checkpoint.write_checkpoint(self.checkpoints, state, manifest, self._learner, self._background_world)
+            checkpoint.write_checkpoint(
+                self.checkpoints, state, manifest, self._learner, self._background_world
+            )
         except CheckpointError as error:
             return str(error)
         if self._world.rank == 0:

@@ -108,12 +108,18 @@ class DeviceOffload:
         gc.collect()
         self._device_module.synchronize()  # copies of the weights for engines and checkpoints are complete
         storages = {storage._cdata: storage for storage in map(_storage_of, _device_tensors(self._learner))}
-        moved_storages = [one for one in storages.values() if one.nbytes() > SMALL_STORAGE and one.device == self._device]
+        moved_storages = [
+            one for one in storages.values() if one.nbytes() > SMALL_STORAGE and one.device == self._device
+        ]
         storage_sizes = [storage.nbytes() for storage in moved_storages]
-        error_text = f"engine.colocated: {sum(storage_sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
+        error_text = (
+            f"engine.colocated: {sum(storage_sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
+        )
         advice = "free room there, set model.lora_rank, or set engine.colocated=0"
         with ConfigError.instead_of(MemoryError, RuntimeError, text=error_text, advice=advice):
-            storage_parts = list(zip(moved_storages, self._host_memory(sum(storage_sizes)).split(storage_sizes), strict=True))
+            storage_parts = list(
+                zip(moved_storages, self._host_memory(sum(storage_sizes)).split(storage_sizes), strict=True)
+            )
             for storage, host_part in storage_parts:
                 host_part.copy_(_storage_bytes(storage), non_blocking=True)
             self._device_module.synchronize()

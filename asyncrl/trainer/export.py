@@ -28,7 +28,12 @@ CreateFile = Callable[[str], Any]  # a new file of that name, to be written
 
 
 def export_hf(
-    create_file: CreateFile, policy: Policy, weights: Mapping[str, Any], world: World, source: str, template: str = ""
+    create_file: CreateFile,
+    policy: Policy,
+    weights: Mapping[str, Any],
+    world: World,
+    source: str,
+    template: str = "",
 ) -> None:
     """Write what `from_pretrained` reads, in the configured dtype, buffers as they are, adapters merged, no
     value head. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
@@ -66,7 +71,11 @@ def _write_weights(
     file_specs = [layout[specs] for specs in split(layout, FILE_BYTES)]
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(file_specs, 1):
-        file_name = f"model-{number:05}-of-{len(file_specs):05}.safetensors" if len(file_specs) > 1 else "model.safetensors"
+        file_name = (
+            f"model-{number:05}-of-{len(file_specs):05}.safetensors"
+            if len(file_specs) > 1
+            else "model.safetensors"
+        )
         with create_file(f"{EXPORT_FOLDER}/{file_name}") as file:
             file_tensors = (buffers[spec.name] if spec.name in buffers else next(tensors) for spec in specs)
             write_file(file, specs, map(as_bytes, file_tensors))

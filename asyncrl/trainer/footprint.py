@@ -39,7 +39,9 @@ _LAYER_WEIGHT = re.compile(r"(.*?)\.(\d+)\.(.*)")
 _EXPERT_WEIGHT = re.compile(r"experts\.(\d+)\.")
 _MLP_WEIGHT = re.compile(r"mlp|moe|ffn|feed_forward|expert")
 _ATTENTION_OUTPUT_WEIGHT = re.compile(r"o_proj|out_proj|dense\b|attn\.c_proj")
-_DOWN_PROJECTION = re.compile(r"down_proj|w2\b|fc2|dense_4h_to_h|output_linear|mlp\.c_proj")  # reads an activation
+_DOWN_PROJECTION = re.compile(
+    r"down_proj|w2\b|fc2|dense_4h_to_h|output_linear|mlp\.c_proj"
+)  # reads an activation
 
 _OUTPUT_LAYER = re.compile(r"lm_head|embed_out|output\.")
 
@@ -92,7 +94,9 @@ class ModelSizes:
 
     def number(self, *names: str) -> int:
         """Return the first of these that config.json has; 0 without."""
-        candidates = (self._config_numbers.get(key) for name in names for key in (name, f"text_config.{name}"))
+        candidates = (
+            self._config_numbers.get(key) for name in names for key in (name, f"text_config.{name}")
+        )
         return int(next(filter(None, candidates), 0))
 
 
@@ -124,10 +128,16 @@ def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelS
     """Return the most that a micro-batch takes. `sizes_of`: the sizes of the model at a path, which takes a
     second to read where there are many experts."""
     policy_work = _work_bytes(config, sizes_of(config.model.path), bool(config.adapters))
-    largest_work = max(policy_work.kept + max(policy_work.logits, policy_work.layer), policy_work.embedding_gradients)
+    largest_work = max(
+        policy_work.activations + max(policy_work.logits, policy_work.layer), policy_work.embedding_gradients
+    )
     if own_critic(config):  # its backward comes first
         critic_work = _work_bytes(config, sizes_of(config.critic.path or config.model.path), False)
-        largest_work = max(largest_work, policy_work.kept + critic_work.kept + critic_work.layer, policy_work.kept + critic_work.embedding_gradients)
+        largest_work = max(
+            largest_work,
+            policy_work.activations + critic_work.activations + critic_work.layer,
+            policy_work.activations + critic_work.embedding_gradients,
+        )
     return largest_work
 
 
@@ -138,7 +148,9 @@ def static_bytes(config: RunConfig) -> tuple[int, int, int]:
     trained, frozen = (adapter_count(config), policy_numbers) if config.adapters else (policy_numbers, 0)
     if own_critic(config):
         critic_shapes = weight_shapes(config.critic.path or config.model.path)
-        trained += count({name: shape for name, shape in critic_shapes.items() if not _OUTPUT_LAYER.match(name)})
+        trained += count(
+            {name: shape for name, shape in critic_shapes.items() if not _OUTPUT_LAYER.match(name)}
+        )
     reference_in_rank = config.kl.where != "none" and not config.scored_reference
     if reference_in_rank and (config.kl.reference or not config.adapters):
         frozen += count(weight_shapes(config.kl.reference or config.model.path))
@@ -161,7 +173,9 @@ def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes
     total_numbers = count(model.shapes)
     if not (hidden_size and vocabulary_size and layer_numbers):
         raise ValueError("config.json has no hidden_size or vocab_size, or the weights have no layers")
-    bytes_by_layer = [tokens * _kept_token_bytes(model, layer, number_bytes, length) for layer in model.layers]
+    bytes_by_layer = [
+        tokens * _kept_token_bytes(model, layer, number_bytes, length) for layer in model.layers
+    ]
     input_bytes = number_bytes * hidden_size * tokens
     root_numbers = total_numbers - sum(layer_numbers)
     group_numbers = max(layer_numbers)
@@ -170,14 +184,32 @@ def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes
         root_numbers = total_numbers
         group_numbers = total_numbers
         gathered_bytes = 0
-    gradient_bytes = 0 if frozen else group_numbers * (number_bytes + MASTER_BYTES) + vocabulary_size * hidden_size * MASTER_BYTES
-    recomputed_bytes = max(bytes_by_layer[::recomputed_every]) if recomputed_every else 0  # a layer that is computed once more
-    stored_bytes = [input_bytes + tokens * _attention_output_bytes(model, layer, number_bytes) for layer in model.layers]
+    gradient_bytes = (
+        0
+        if frozen
+        else group_numbers * (number_bytes + MASTER_BYTES) + vocabulary_size * hidden_size * MASTER_BYTES
+    )
+    recomputed_bytes = (
+        max(bytes_by_layer[::recomputed_every]) if recomputed_every else 0
+    )  # a layer that is computed once more
+    stored_bytes = [
+        input_bytes + tokens * _attention_output_bytes(model, layer, number_bytes) for layer in model.layers
+    ]
     logit_bytes = DIVERGENCE_BYTES if config.kl.diverges and not config.kl.top_k else LOGIT_BYTES
-    teacher_bytes = root_numbers * number_bytes + input_bytes if config.kl.diverges else 0  # the teacher's output layer, what it reads
+    teacher_bytes = (
+        root_numbers * number_bytes + input_bytes if config.kl.diverges else 0
+    )  # the teacher's output layer, what it reads
     return WorkBytes(
-        activations=sum(stored_bytes[index] if recomputed_every and index % recomputed_every == 0 else bytes_by_layer[index] for index in range(len(layer_numbers))),
-        logits=min(CHUNK_TOKENS, tokens) * vocabulary_size * logit_bytes + tokens * hidden_size * FEATURE_BYTES + root_numbers * number_bytes + teacher_bytes,
+        activations=sum(
+            stored_bytes[index]
+            if recomputed_every and index % recomputed_every == 0
+            else bytes_by_layer[index]
+            for index in range(len(layer_numbers))
+        ),
+        logits=min(CHUNK_TOKENS, tokens) * vocabulary_size * logit_bytes
+        + tokens * hidden_size * FEATURE_BYTES
+        + root_numbers * number_bytes
+        + teacher_bytes,
         layer=recomputed_bytes + root_numbers * number_bytes + gathered_bytes + gradient_bytes,
         embedding_gradients=0 if frozen else root_numbers * (3 * number_bytes + MASTER_BYTES),
     )
@@ -205,7 +237,9 @@ def _kept_token_bytes(model: ModelSizes, layer: Shapes, number_bytes: int, lengt
             continue
         copies, (output_width, input_width) = chosen_experts if expert else 1, shape[:2]
         matrix_kind = input_width, bool(_MLP_WEIGHT.search(name)), bool(_ATTENTION_OUTPUT_WEIGHT.search(name))
-        numbers += copies * (output_width + input_width * ((matrix_kind not in matrices_read) + reads_activation))
+        numbers += copies * (
+            output_width + input_width * ((matrix_kind not in matrices_read) + reads_activation)
+        )
         matrices_read.add(matrix_kind)
     score_bytes = 0
     if model.number("attn_logit_softcapping") or any("sinks" in name for name in layer):
@@ -216,8 +250,12 @@ def _kept_token_bytes(model: ModelSizes, layer: Shapes, number_bytes: int, lengt
 def _attention_output_bytes(model: ModelSizes, layer: Shapes, number_bytes: int) -> int:
     """Bytes of each token that attention returns: what its last matrix reads, and a float32 log-sum-exp of
     each head. They are kept of a layer that is recomputed, too (trainer/recompute.py)."""
-    widths = (shape[1] for name, shape in layer.items() if len(shape) == 2 and _ATTENTION_OUTPUT_WEIGHT.search(name))
-    return max(widths, default=0) * number_bytes + model.number("num_attention_heads", "n_head") * MASTER_BYTES
+    widths = (
+        shape[1] for name, shape in layer.items() if len(shape) == 2 and _ATTENTION_OUTPUT_WEIGHT.search(name)
+    )
+    return (
+        max(widths, default=0) * number_bytes + model.number("num_attention_heads", "n_head") * MASTER_BYTES
+    )
 
 
 def _norm_inputs(layer: Shapes, name: str, width: int, hidden_size: int) -> int:

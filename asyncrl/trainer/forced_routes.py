@@ -35,7 +35,9 @@ class ForcedRoutes:
             for name, module in model.named_modules()
             if type(module).__name__.lower().endswith("topkrouter") and (match := ROUTER_NAME.search(name))
         ]
-        if not routers or not all(_takes_one_top_k(router, self._layers_and_choices[1]) for _, router in routers):
+        if not routers or not all(
+            _takes_one_top_k(router, self._layers_and_choices[1]) for _, router in routers
+        ):
             raise ConfigError(
                 f"trainer.router_replay: {type(model).__name__} does not select experts with a single top-k, "
                 "so routes cannot be replayed; set trainer.router_replay=false"
@@ -53,12 +55,16 @@ class ForcedRoutes:
         """[T, choices] for the tokens of the forwards from now on, recomputed ones included; or nothing."""
         self._routes = None if routes is None else routes.unflatten(-1, self._layers_and_choices)
 
-    def _wrap_router(self, router_forward: Callable[..., Any], layer: int, experts: int) -> Callable[..., Any]:
+    def _wrap_router(
+        self, router_forward: Callable[..., Any], layer: int, experts: int
+    ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._routes is None:
                 return router_forward(*args, **kwargs)
             chosen = self._routes[:, layer].long()
-            with _ForcedTopK(chosen.masked_fill(chosen >= experts, UNKNOWN_EXPERT)):  # of a server of another model
+            with _ForcedTopK(
+                chosen.masked_fill(chosen >= experts, UNKNOWN_EXPERT)
+            ):  # of a server of another model
                 return router_forward(*args, **kwargs)
 
         return forward

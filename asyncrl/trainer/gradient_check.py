@@ -39,7 +39,10 @@ def transformer_of(root: nn.Module) -> PreTrainedModel:
 
 
 def check_gradients(
-    root: nn.Module, layouts: Sequence[Packing] = LAYOUTS, limits_kind: str = "copy", world: World | None = None
+    root: nn.Module,
+    layouts: Sequence[Packing] = LAYOUTS,
+    limits_kind: str = "copy",
+    world: World | None = None,
 ) -> dict[str, str]:
     """Says what is wrong with each way to compute gradients, '' for nothing: `cut` at the output layer, and
     `ways` to lay out rows. `root`: a policy or a critic, with weights. `kind`: of LIMITS. `world`: of the
@@ -48,10 +51,12 @@ def check_gradients(
     rng = np.random.default_rng(0)
     own_attention = model.config._attn_implementation
     vocabulary_size = model.config.get_text_config().vocab_size
-    common_start, *ends = (rng.integers(min(RESERVED, vocabulary_size - 1), vocabulary_size, n) for n in (24, 9, 14, 30))
+    common_start, *ends = (
+        rng.integers(min(RESERVED, vocabulary_size - 1), vocabulary_size, n) for n in (24, 9, 14, 30)
+    )
     sequences = [np.concatenate([common_start, ends[0]]), np.concatenate([common_start, ends[1]]), ends[2]]
     one_by_one = [_all_tokens([sequence], "padded") for sequence in sequences]
-    cut_methods: list[Any] = [] if getattr(root, "whole", True) else ["cut"]
+    cut_methods: list[Any] = [] if getattr(root, "uncut", True) else ["cut"]
     problems = dict.fromkeys(("cut", *LAYOUTS), "")
     for method in (*cut_methods, *layouts):
         laid_out = one_by_one if method == "cut" else [_all_tokens(sequences, method)]
@@ -67,7 +72,10 @@ def check_gradients(
                 model.set_attn_implementation(FOREST_ATTENTION)
             distances = _norms(root, _token_values(root, laid_out, world) - expected, world)
             for quantity, limit in ERROR_LIMITS[limits_kind].items():
-                if not (relative_distance := distances[quantity] / max(expected_norms[quantity], 1e-30)) < limit:
+                if (
+                    not (relative_distance := distances[quantity] / max(expected_norms[quantity], 1e-30))
+                    < limit
+                ):
                     problems[method] = (
                         f"has {quantity} that differ from those of rows one by one by {relative_distance:.1e} of their norm "
                         f"(limit {limit:.0e})"
@@ -101,7 +109,9 @@ def cached_gradient_check(
     problems = world.gather(cached_problems, problems_type)[0]
     if problems is None:
         problems = check_gradients(root, layouts, dtype, world)
-        if world.rank == 0 and not any(problems.values()):  # a failure may be the machine's: it is asked again
+        if world.rank == 0 and not any(
+            problems.values()
+        ):  # a failure may be the machine's: it is asked again
             keep_result(cache_key, problems)
     return problems
 
@@ -114,7 +124,18 @@ def _cache_key(root: nn.Module, layouts: Sequence[Packing], dtype: str, world: W
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sharing_ranks = world.sequence.count if world.sequence else 1
     classes = type(root).__name__, type(model).__name__
-    key_parts = "examined", *classes, settings, trained_names, *layouts, dtype, device_name, sharing_ranks, compiled, *versions()
+    key_parts = (
+        "examined",
+        *classes,
+        settings,
+        trained_names,
+        *layouts,
+        dtype,
+        device_name,
+        sharing_ranks,
+        compiled,
+        *versions(),
+    )
     return repr(key_parts)
 
 
@@ -127,8 +148,8 @@ def _all_tokens(sequences: Sequence[np.ndarray], packing: Packing) -> Selected:
 
 def _set_uncut(root: Any, uncut: bool) -> None:
     """A critic has no output layer to be cut at."""
-    if hasattr(root, "whole"):
-        root.whole = uncut
+    if hasattr(root, "uncut"):
+        root.uncut = uncut
 
 
 def _token_values(root: nn.Module, selections: Sequence[Selected], world: World | None) -> Tensor:
@@ -137,7 +158,9 @@ def _token_values(root: nn.Module, selections: Sequence[Selected], world: World 
     token_counts = [len(selection.labels) for selection in selections]
     computed_values = []
     learns = any(p.requires_grad for p in root.parameters())
-    for selection, weights in zip(selections, torch.linspace(0.5, 1.5, sum(token_counts)).split(token_counts), strict=True):
+    for selection, weights in zip(
+        selections, torch.linspace(0.5, 1.5, sum(token_counts)).split(token_counts), strict=True
+    ):
         with torch.set_grad_enabled(learns):
             scores = root(selection if world is None else selection.to(world.device))
             values = scores.logp if isinstance(scores, Scores) else scores

@@ -37,14 +37,18 @@ def prepare_layers(
     layers = layers_of(model)
     if not layers and (recomputed_every or trainer.compile):
         config_key = "activation_checkpointing" if recomputed_every else "compile"
-        raise ConfigError(f"trainer.{config_key}: {type(model).__name__} does not name its layers; leave it out")
+        raise ConfigError(
+            f"trainer.{config_key}: {type(model).__name__} does not name its layers; leave it out"
+        )
     compiler = os.environ.get("CXX", "g++")
     if trainer.compile and not torch.cuda.is_available() and not shutil.which(compiler):
         raise ConfigError(
             f"trainer.compile: needs a C++ compiler on a CPU, and {compiler} (CXX) is not there"
         )
     if trainer.compile:  # it loops over as many nodes of packed rows as a micro-batch has
-        AttentionInterface.register(FOREST_ATTENTION, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[FOREST_ATTENTION]))
+        AttentionInterface.register(
+            FOREST_ATTENTION, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[FOREST_ATTENTION])
+        )
     for index, layer in enumerate(layers):
         layer_forward: Any = layer.forward
         if trainer.compile:

@@ -27,9 +27,16 @@ from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
 from asyncrl.errors import recorded
 from asyncrl.trainer import report
-from asyncrl.trainer.barrier import compare_batch, partition_groups, prepare_batch, advantage_scaling
-from asyncrl.trainer.batch import TrainingSample, MicroBatch, collate, partition_plan, training_sample, with_values
 from asyncrl.trainer.advantages import with_advantages, with_kl_penalty, with_scaled_advantages
+from asyncrl.trainer.barrier import advantage_scaling, compare_batch, partition_groups, prepare_batch
+from asyncrl.trainer.batch import (
+    MicroBatch,
+    TrainingSample,
+    collate,
+    partition_plan,
+    training_sample,
+    with_values,
+)
 from asyncrl.trainer.footprint import RECOMPUTED_EVERY, least_recomputation
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.loading import master_dtype
@@ -110,10 +117,15 @@ class Learner:
         self.averaged_ranks: float = world.data_ranks  # of whose gradients a step takes the mean
         self.max_staleness = config.buffer.max_staleness
         self.token_budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
-        self.micro_batch_size = (0, 0)  # tokens, padding included, and episodes of the micro-batch under way; 0: none
+        self.micro_batch_size = (
+            0,
+            0,
+        )  # tokens, padding included, and episodes of the micro-batch under way; 0: none
         self.dtype = master_dtype(config.model.dtype)  # of numbers per token
         self.stopwatch = Stopwatch()
-        self.after_micro_batch: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
+        self.after_micro_batch: Callable[[], None] = lambda: (
+            None
+        )  # called after every micro-batch, for signs of life
         self.ratio_recorder: report.RatioRecorder | None = None  # who looks at single tokens
         self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see apply
         self._held_samples: list[TrainingSample] = []
@@ -132,7 +144,9 @@ class Learner:
 
         device_memory = torch.cuda.get_device_properties(device).total_memory
         with recorded() as failure:
-            least_every = least_recomputation(self.config, device_memory, device.index or 0, torch.cuda.device_count())
+            least_every = least_recomputation(
+                self.config, device_memory, device.index or 0, torch.cuda.device_count()
+            )
         if failure:
             logger.warning("the memory estimate failed, so all layers are recomputed: %s", failure.line)
             least_every = 1
@@ -156,7 +170,9 @@ class Learner:
         """Train on this rank's trajectories of one micro-batch; empty for a rank that has nothing."""
         mask_truncated = self.config.algorithm.mask_truncated
         aggregation = self.recipe.aggregate
-        expert_choices = self.policy.forced_routes.choices if self.policy.forced_routes is not None else 0
+        expert_choices = (
+            self.policy.forced_routes.choices_per_token if self.policy.forced_routes is not None else 0
+        )
         samples = [
             training_sample(
                 *(planned, turns, self.step, self.max_staleness, aggregation),
@@ -203,7 +219,11 @@ class Learner:
             metrics["actor/kl_coef"] = self.state["kl_coef"]
             episode_count = int(metrics.get("trainer/trajectories", 0))
             self.state["kl_coef"] = adapted(
-                self.state["kl_coef"], metrics.get("actor/ref_kl", kl_config.target), kl_config.target, episode_count, kl_config.horizon
+                self.state["kl_coef"],
+                metrics.get("actor/ref_kl", kl_config.target),
+                kl_config.target,
+                episode_count,
+                kl_config.horizon,
             )
         if self.recipe.scale == "whiten_running":
             self.state |= Whitening.updated(self.whitening, report.advantage_tokens(tally)).state()
@@ -222,7 +242,9 @@ class Learner:
         scored_samples = self._score_held_samples(self._held_samples)
         with self.stopwatch.phase("adv"):
             kl_penalty = kl_coef if self.config.kl.where == "reward" else None
-            samples, batch_tally = compare_batch(self.world, scored_samples, self.recipe, kl_penalty, self.whitening)
+            samples, batch_tally = compare_batch(
+                self.world, scored_samples, self.recipe, kl_penalty, self.whitening
+            )
         samples = prepare_batch(self.world, samples, self.recipe.loss)
         groups = set().union(*self.world.gather({sample.group for sample in samples}, set[str]))
         for index in range(self.recipe.optimizer_steps):
@@ -247,7 +269,11 @@ class Learner:
             with torch.no_grad():
                 if needs_policy:
                     scores = self.policy(micro_batch.selected, collision=recipe.advantage.whole_group)
-                    columns |= {"prox": scores.logp, "collision": scores.collision, "value": scores.value}
+                    columns |= {
+                        "proximal_logprobs": scores.logp,
+                        "collision": scores.collision,
+                        "value": scores.value,
+                    }
                 if self.critic is not None:
                     with self.stopwatch.phase("values"):
                         columns["value"] = self.critic(micro_batch.selected)
@@ -255,7 +281,7 @@ class Learner:
                 with self.stopwatch.phase("ref"):
                     columns["reference"] = self.reference.logp(micro_batch.reference_tokens)
             for name, values in columns.items():
-                if values is not None and not (name == "prox" and recipe.prox != "recompute"):
+                if values is not None and not (name == "proximal_logprobs" and recipe.prox != "recompute"):
                     part_samples = with_values(part_samples, name, values)
             scored_samples += part_samples
             self.after_micro_batch()
@@ -266,7 +292,9 @@ class Learner:
         data_ranks = self.world.data_ranks
         return self.partition(planned, data_ranks)[self.world.rank * data_ranks // self.world.size]
 
-    def partition_groups(self, planned: Sequence[PlannedTrajectory], ranks: int) -> list[list[list[PlannedTrajectory]]]:
+    def partition_groups(
+        self, planned: Sequence[PlannedTrajectory], ranks: int
+    ) -> list[list[list[PlannedTrajectory]]]:
         """The shares of so many ranks."""
         hidden = self.policy.lm.config.get_text_config().hidden_size
         return partition_plan(planned, self.packing, self.token_budget, hidden, ranks)
@@ -276,9 +304,23 @@ class Learner:
         first_sequences: dict[str, np.ndarray] = {}  # of each key, a row that others may begin like
         pieces = []
         for sample in samples:
-            prefix_key = f"{sample.group}/{sample.sequence_adapters[:1]}" if self.packing == "tree" else sample.planned.uid
-            shared_tokens = common_prefix(first_sequences.setdefault(prefix_key, sample.sequences[0]), sample.sequences[0])
-            pieces.append(Piece(prefix_key, sample.total_tokens, shared_tokens, len(sample.sequences), sample.longest_sequence))
+            prefix_key = (
+                f"{sample.group}/{sample.sequence_adapters[:1]}"
+                if self.packing == "tree"
+                else sample.planned.uid
+            )
+            shared_tokens = common_prefix(
+                first_sequences.setdefault(prefix_key, sample.sequences[0]), sample.sequences[0]
+            )
+            pieces.append(
+                Piece(
+                    prefix_key,
+                    sample.total_tokens,
+                    shared_tokens,
+                    len(sample.sequences),
+                    sample.longest_sequence,
+                )
+            )
         index_lists = micro_batches(pieces, self.token_budget, padded=self.packing == "padded")
         micro_batch_count = max(self.world.gather(len(index_lists), int))
         sample_lists = [[samples[index] for index in indices] for indices in index_lists]
@@ -286,12 +328,17 @@ class Learner:
 
     def _collate_on_device(self, samples: Sequence[TrainingSample]) -> MicroBatch:
         micro_batch = collate(samples, self.dtype, self.packing)
-        self.micro_batch_size = micro_batch.selected.ids.numel(), len(samples)  # from here on it takes the device's memory
+        self.micro_batch_size = (
+            micro_batch.selected.ids.numel(),
+            len(samples),
+        )  # from here on it takes the device's memory
         return micro_batch.to(self.world.device)
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
-    def _train_samples(self, samples: Sequence[TrainingSample], tally: report.MetricSums, progress: float = 0.0) -> None:
+    def _train_samples(
+        self, samples: Sequence[TrainingSample], tally: report.MetricSums, progress: float = 0.0
+    ) -> None:
         """Forward and backward of some episodes; gradients add up, undivided, and counts go to `tally`.
 
         Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
@@ -301,7 +348,9 @@ class Learner:
         if not self.behind_barrier and not (self.recipe.critic or self.reference is not None):
             samples = self._with_advantages(samples, tally)
         if self.recipe.skips_inert:
-            report.tally_unscored(tally, [sample for sample in samples if not sample.is_scored], self.agent_names)
+            report.tally_unscored(
+                tally, [sample for sample in samples if not sample.is_scored], self.agent_names
+            )
             samples = [sample for sample in samples if sample.is_scored]
         sample_lists = self._cut_micro_batches(samples)
         micro_batches_on_device = map(self._collate_on_device, sample_lists)
@@ -317,7 +366,11 @@ class Learner:
             self.after_micro_batch()
 
     def _forward_backward(
-        self, samples: Sequence[TrainingSample], micro_batch: MicroBatch, tally: report.MetricSums, progress: float
+        self,
+        samples: Sequence[TrainingSample],
+        micro_batch: MicroBatch,
+        tally: report.MetricSums,
+        progress: float,
     ) -> _EvaluatedMicroBatch:
         """Runs forward and backward of one micro-batch, of these examples. `tally` gets their credit only."""
         if not self.behind_barrier and self.reference is not None:
@@ -333,16 +386,24 @@ class Learner:
         return evaluated
 
     def _forward(
-        self, samples: Sequence[TrainingSample], micro_batch: MicroBatch, tally: report.MetricSums, progress: float
+        self,
+        samples: Sequence[TrainingSample],
+        micro_batch: MicroBatch,
+        tally: report.MetricSums,
+        progress: float,
     ) -> _EvaluatedMicroBatch:
         """Run the forward of a micro-batch. Its loss is undivided. `tally` gets the examples' credit only."""
         self._computed_tokens += micro_batch.selected.ids.numel()
-        self._computed_flops += self._flop_count.total_flops(micro_batch.selected.host_positions, len(micro_batch.selected.labels))
+        self._computed_flops += self._flop_count.total_flops(
+            micro_batch.selected.host_positions, len(micro_batch.selected.labels)
+        )
         entropy_grad = self.config.algorithm.entropy_coef > 0
         teacher = None
         if self.recipe.divergence:
             with self.stopwatch.phase("ref"):
-                teacher = teacher_of(micro_batch, self.reference, self.recipe.divergence, self.config.kl.top_k)
+                teacher = teacher_of(
+                    micro_batch, self.reference, self.recipe.divergence, self.config.kl.top_k
+                )
         scores = self.policy(micro_batch.selected, entropy_grad=entropy_grad, teacher=teacher)
         value = scores.value
         if self.critic is not None:
@@ -355,31 +416,42 @@ class Learner:
         evaluated = evaluate(micro_batch, scores, value, self.config, self.recipe, kl_coef, progress)
         return _EvaluatedMicroBatch(samples, micro_batch, scores.logp.detach(), evaluated)
 
-    def _count_micro_batch(self, evaluated_micro_batch: _EvaluatedMicroBatch, tally: report.MetricSums) -> None:
+    def _count_micro_batch(
+        self, evaluated_micro_batch: _EvaluatedMicroBatch, tally: report.MetricSums
+    ) -> None:
         """Count what the loss of a micro-batch is made of, and note ratios of single tokens."""
         samples = evaluated_micro_batch.samples
         micro_batch = evaluated_micro_batch.micro
         evaluated = evaluated_micro_batch.evaluated
         if self.ratio_recorder is not None and not self.recipe.loss.demonstrations:  # those have no mu
             is_dropped = evaluated.state.correction.masked & evaluated.state.fresh
-            self.ratio_recorder.note(samples, evaluated_micro_batch.logp - micro_batch.rollout_logprobs, is_dropped)
+            self.ratio_recorder.record_micro_batch(
+                samples, evaluated_micro_batch.logp - micro_batch.rollout_logprobs, is_dropped
+            )
         denominator = math.fsum(sample.denominator for sample in samples)
         if self.policy.forced_routes is not None:
             report.tally_routes(tally, micro_batch.selected.routes, micro_batch.selected.ids.numel())
-        tally.total("_D", denominator)
+        tally.add_total("_D", denominator)
         report.tally_tokens(tally, token_sums(evaluated.state), denominator)
         report.tally_agents(tally, self.agent_names, micro_batch.adapter_index, evaluated.state, denominator)
         report.tally_terms(tally, evaluated.terms, denominator)
 
-    def _with_advantages(self, samples: Sequence[TrainingSample], tally: report.MetricSums) -> list[TrainingSample]:
+    def _with_advantages(
+        self, samples: Sequence[TrainingSample], tally: report.MetricSums
+    ) -> list[TrainingSample]:
         """Advantages of episodes that need no others of the batch."""
         if self.config.kl.where == "reward":
-            samples = [with_kl_penalty(sample, self.state["kl_coef"], self.recipe.kl_estimator)[0] for sample in samples]
+            samples = [
+                with_kl_penalty(sample, self.state["kl_coef"], self.recipe.kl_estimator)[0]
+                for sample in samples
+            ]
         with self.stopwatch.phase("adv"):
             samples = [with_advantages(sample, self.recipe) for sample in samples]
         report.tally_advantages(tally, samples)
         whitening = self.whitening if self.recipe.scale == "whiten_running" else None
-        return [with_scaled_advantages(sample, whitening.apply) for sample in samples] if whitening else samples
+        return (
+            [with_scaled_advantages(sample, whitening.apply) for sample in samples] if whitening else samples
+        )
 
     # -- an optimizer step -----------------------------------------------------------------------------
 
@@ -403,7 +475,7 @@ class Learner:
             # A power of two scales exactly: the estimate never changes a bit of the result.
             self._expected_denominator = 2.0 ** round(math.log2(denominator))
         else:
-            batch_tally.total("actor/skipped_steps", 1)
+            batch_tally.add_total("actor/skipped_steps", 1)
         self.optimizer.zero_grad()
         if self.critic is not None:
             self.critic.optimizer.zero_grad()
@@ -421,12 +493,16 @@ class Learner:
         # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
         has_kl_term = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
         has_other_terms = config.algorithm.entropy_coef > 0 or recipe.shared_critic or has_kl_term
-        has_trained_tokens = batch_tally.totals.get("_fresh" if has_other_terms else "trainer/kept_tokens", 0.0) > 0
+        has_trained_tokens = (
+            batch_tally.totals.get("_fresh" if has_other_terms else "trainer/kept_tokens", 0.0) > 0
+        )
         trained_by_agent = self.policy.trained_parameters
         for agent in report.agents_without_tokens(batch_tally, self.agent_names, has_other_terms):
             for parameter in trained_by_agent[agent]:
                 parameter.grad = None  # as of a batch without tokens: no moments, no decay
-        step_rate = self._learning_rate() * (report.ess_factor(batch_tally) if config.algorithm.ess_lr else 1.0)
+        step_rate = self._learning_rate() * (
+            report.ess_factor(batch_tally) if config.algorithm.ess_lr else 1.0
+        )
         norms = [0.0]
         is_taken = False
         if has_trained_tokens and (recipe.shared_critic or not is_warming_up):
@@ -435,7 +511,14 @@ class Learner:
             report.scale_losses(batch_tally, batch_factor)
             clip_norm = config.trainer.grad_clip
             self.world.average_gradients(self.policy.parameters())
-            norms, is_taken = take_step(trained_by_agent.values(), self.optimizer, step_rate, gradient_scale * batch_factor, clip_norm, largest_norm)
+            norms, is_taken = take_step(
+                trained_by_agent.values(),
+                self.optimizer,
+                step_rate,
+                gradient_scale * batch_factor,
+                clip_norm,
+                largest_norm,
+            )
             total_norm = math.hypot(*norms)
             if not is_taken and self.on_spike != "skip":
                 raise SpikeError(self.step + 1, total_norm, largest_norm)
@@ -443,7 +526,7 @@ class Learner:
                 record_norm(self.state, self.step, total_norm)
         if not is_warming_up:
             batch_tally.add_highest("actor/lr", step_rate)
-            batch_tally.total("actor/skipped_steps", float(not is_taken))
+            batch_tally.add_total("actor/skipped_steps", float(not is_taken))
             if is_taken:
                 report.record_norms(batch_tally, self.agent_names, norms)
 
@@ -454,7 +537,9 @@ class Learner:
             parameter_groups = [[*critic.parameters()]]
             clip_norm = self.config.trainer.grad_clip
             self.world.average_gradients(critic.parameters())
-            norms, is_taken = take_step(parameter_groups, critic.optimizer, critic_rate, gradient_scale, clip_norm)
+            norms, is_taken = take_step(
+                parameter_groups, critic.optimizer, critic_rate, gradient_scale, clip_norm
+            )
             if is_taken:
                 batch_tally.add_highest("critic/grad_norm", norms[0])
 

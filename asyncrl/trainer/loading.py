@@ -76,7 +76,12 @@ def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: 
             _check_tied_weights(model, filled_model)
         file_dtypes = frozenset(tensor.dtype for tensor in stored_tensors(path).values())
     return WeightsSource(
-        model, file_tensors if is_sliced else {}, filled_model, dtype, file_dtypes=file_dtypes, error_label=f"{key} {path}"
+        model,
+        file_tensors if is_sliced else {},
+        filled_model,
+        dtype,
+        file_dtypes=file_dtypes,
+        error_label=f"{key} {path}",
     )
 
 
@@ -97,7 +102,9 @@ def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTr
     if dtype == "float64":  # for which grouped products of experts do not exist
         attention_options["experts_implementation"] = "eager"
     with init_empty_weights(include_buffers=False):
-        model = getattr(transformers, auto_class).from_config(config, dtype=getattr(torch, dtype), **attention_options)
+        model = getattr(transformers, auto_class).from_config(
+            config, dtype=getattr(torch, dtype), **attention_options
+        )
     model.tie_weights()  # emptying parameters one by one separates shared ones
     model_in_evaluation: PreTrainedModel = model.eval()  # no dropout, rho must be 1 at lag 0
     return model_in_evaluation
@@ -131,8 +138,8 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     shard_empty(root, source.model, source.dtype, world, offload=offload)
     if world.rank == 0:
         _log_rounding(source)
-    if source.places:
-        fill_shards(source.model, source.places, source.label)
+    if source.file_tensors:
+        fill_shards(source.model, source.file_tensors, source.error_label)
         _initialise_added(source)
     else:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -147,7 +154,7 @@ def _log_rounding(source: WeightsSource) -> None:
     if frozen and wider and source.dtype == "bfloat16":
         logger.info(
             "%s: has tensors in %s; frozen weights are rounded to bfloat16, in which forwards compute",
-            source.label,
+            source.error_label,
             ", ".join(wider),
         )
 
@@ -163,7 +170,9 @@ def shard_empty(
     model.tie_weights()
 
 
-def _shard_parameters(root: nn.Module, model: PreTrainedModel, dtype: str, world: World, offload_policy: OffloadPolicy) -> None:
+def _shard_parameters(
+    root: nn.Module, model: PreTrainedModel, dtype: str, world: World, offload_policy: OffloadPolicy
+) -> None:
     """fully_shard on every device; parameters are DTensors afterwards."""
     mixed_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype == "bfloat16":
@@ -190,7 +199,7 @@ def _allocate(root: nn.Module, device: torch.device, shard_device: torch.device)
 def _initialise_added(source: WeightsSource) -> None:
     """Sets what was added since the model was read."""
     state = source.model.state_dict(keep_vars=True)
-    read_tensors = {id(state[piece.parameter]) for piece in source.places}
+    read_tensors = {id(state[piece.parameter]) for piece in source.file_tensors}
     for name, tensor in state.items():
         if id(tensor) not in read_tensors:
             copy_shard(initial(name, tensor), tensor)
@@ -198,10 +207,14 @@ def _initialise_added(source: WeightsSource) -> None:
 
 def _all_weights(source: WeightsSource) -> dict[str, Any]:
     """Return all weights on rank 0, none on the others."""
-    if source.filled is None:
+    if source.filled_model is None:
         return {}
-    weights = source.filled.state_dict()
-    added_weights = {name: initial(name, parameter) for name, parameter in source.model.named_parameters() if name not in weights}
+    weights = source.filled_model.state_dict()
+    added_weights = {
+        name: initial(name, parameter)
+        for name, parameter in source.model.named_parameters()
+        if name not in weights
+    }
     return weights | added_weights
 
 
@@ -250,7 +263,9 @@ def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTen
     first_copies = dict[tuple[int, int], FileTensor]()
     for piece, file_tensor in located.items():
         counts[piece.parameter] += piece.numel
-        if not _equal_tensors(first_copies.setdefault((id(tensors[piece.parameter]), piece.offset), file_tensor), file_tensor):
+        if not _equal_tensors(
+            first_copies.setdefault((id(tensors[piece.parameter]), piece.offset), file_tensor), file_tensor
+        ):
             return {}
     complete_tensors = {id(tensors[name]) for name, count in counts.items() if count == tensors[name].numel()}
     return located if all(id(tensor) in complete_tensors for tensor in tensors.values()) else {}
@@ -263,11 +278,16 @@ def _equal_tensors(left: FileTensor, right: FileTensor) -> bool:
         left_slice = left_file.get_slice(left.key)
         right_slice = right_file.get_slice(right.key)
         row_count = left_slice.get_shape()[0]
-        parts = (slice(start, min(start + COMPARED_ROWS, row_count)) for start in range(0, row_count, COMPARED_ROWS))
+        parts = (
+            slice(start, min(start + COMPARED_ROWS, row_count))
+            for start in range(0, row_count, COMPARED_ROWS)
+        )
         return all(torch.equal(left_slice[part], right_slice[part]) for part in parts)
 
 
-def _wanted_keys(model: PreTrainedModel, keys: list[str], wanted_pieces: dict[str, FilePiece]) -> list[tuple[str, str]]:
+def _wanted_keys(
+    model: PreTrainedModel, keys: list[str], wanted_pieces: dict[str, FilePiece]
+) -> list[tuple[str, str]]:
     """The keys of a file that are wanted, each with the name that it is wanted under."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -321,7 +341,9 @@ def copy_shard(stored_slice: Any, target_tensor: Tensor) -> None:
     region: Any = ...
     if isinstance(target_tensor, DTensor):
         (chunk,) = target_tensor.__create_chunk_list__()
-        region = tuple(slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
+        region = tuple(
+            slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True)
+        )
         target_tensor = target_tensor.to_local()
     if target_tensor.numel():  # there may be more ranks than rows
         target_tensor.copy_(stored_slice[region])

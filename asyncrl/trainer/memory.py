@@ -81,7 +81,10 @@ def try_largest(learner: Learner) -> None:
     tokens = largest_tokens(sequence_count, sequence_length, learner.packing)
     entropy_grad = config.algorithm.entropy_coef > 0
     learner.micro_batch_size = sequence_count * sequence_length, sequence_count // config.rollout.full_rows
-    for trial_tokens in (smallest_tokens(learner.packing), tokens):  # the second finds gradients, as later ones do
+    for trial_tokens in (
+        smallest_tokens(learner.packing),
+        tokens,
+    ):  # the second finds gradients, as later ones do
         device_tokens = trial_tokens.to(learner.world.device)
         models = learner.policy, learner.critic, learner.reference
         forward_backward(*models, device_tokens, entropy_grad, learner.recipe.divergence, config.kl.top_k)
@@ -92,7 +95,12 @@ def try_largest(learner: Learner) -> None:
         learner.critic.optimizer.zero_grad()
     trim_heap()
     seconds = time.monotonic() - started_at
-    log.info("the largest micro-batch, %d rows of %d tokens, was tried in %.1f s", sequence_count, sequence_length, seconds)
+    log.info(
+        "the largest micro-batch, %d rows of %d tokens, was tried in %.1f s",
+        sequence_count,
+        sequence_length,
+        seconds,
+    )
 
 
 def is_tiny(learner: Learner) -> bool:
@@ -109,5 +117,7 @@ def give_up_message(error: Exception, trainer_epoch: int, rank: int, learner: Le
     if lacks_memory(error) and any(learner.micro_batch_size):
         detail = f"out of memory ({one_line(error)})"
         recomputation = learner.recomputation
-        return make_message("memory", detail, *learner.micro_batch_size, recomputation.every, recomputation.next_every)
+        return make_message(
+            "memory", detail, *learner.micro_batch_size, recomputation.every, recomputation.next_every
+        )
     raise error

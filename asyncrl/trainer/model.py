@@ -26,8 +26,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.shrunk import remembered
-from asyncrl.trainer.gradient_check import check_gradients, cached_gradient_check
 from asyncrl.trainer.forced_routes import ForcedRoutes
+from asyncrl.trainer.gradient_check import cached_gradient_check, check_gradients
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, value_head_output
 from asyncrl.trainer.optimizer import make_optimizer, trainable
@@ -120,10 +120,10 @@ class Policy(nn.Module):
 
     def _head_input(self, part: Selected) -> HeadInput:
         if self.forced_routes is not None:
-            self.forced_routes.give(part.routes)
+            self.forced_routes.use_routes(part.routes)
         if self.adapters is not None:
             self.adapters.use(part.adapter_indices)
-        return (self.split_model.whole if self.uncut else self.split_model.split)(part)
+        return (self.split_model.run_whole if self.uncut else self.split_model.split)(part)
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside, the policy scores as if it had no adapters."""
@@ -135,7 +135,10 @@ class Policy(nn.Module):
         if self.adapters is None or len(self.adapters.agents) == 1:
             return {"": trainable(self)}
         owned_parameters = [(owner(name), parameter) for name, parameter in self.lm.named_parameters()]
-        return {agent: [parameter for parameter_owner, parameter in owned_parameters if parameter_owner == agent] for agent in self.adapters.agents}
+        return {
+            agent: [parameter for parameter_owner, parameter in owned_parameters if parameter_owner == agent]
+            for agent in self.adapters.agents
+        }
 
 
 def load_policy(
@@ -198,7 +201,9 @@ def shared_architecture_problems(config: PreTrainedConfig, world: World) -> dict
 
 
 @torch.no_grad()
-def score_ids(policy: Policy, ids: tuple[int, ...], device: torch.device, *, sequence_count: int = 1) -> tuple[float, ...]:
+def score_ids(
+    policy: Policy, ids: tuple[int, ...], device: torch.device, *, sequence_count: int = 1
+) -> tuple[float, ...]:
     """Log-probs of ids[1:] at temperature 1, with each adapter in turn, as the last of `rows` equal rows of a
     batch. A collective."""
     adapter_count = len(policy.adapters.agents) if policy.adapters else 1
@@ -207,7 +212,9 @@ def score_ids(policy: Policy, ids: tuple[int, ...], device: torch.device, *, seq
     sequence_of = np.repeat(np.arange(len(sequences) - adapter_count, len(sequences)), len(ids) - 1)
     position = np.tile(np.arange(1, len(ids)), adapter_count)
     packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal rows stay apart
-    selected = Selected.lay_out(sequences, sequence_of, position, torch.ones(len(sequence_of)), packing, adapters=adapter_indices)
+    selected = Selected.lay_out(
+        sequences, sequence_of, position, torch.ones(len(sequence_of)), packing, adapters=adapter_indices
+    )
     scores = policy(selected.to(device))
     cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
     return tuple(scores.logp.tolist())
@@ -223,7 +230,10 @@ def adapter_shards(policy: Policy) -> Mapping[str, DTensor]:
     """Return the policy's adapters, by the model's own names."""
     assert policy.adapters is not None
     named_parameters = dict(policy.lm.named_parameters())
-    return {piece.parameter: cast(DTensor, named_parameters[piece.parameter]) for piece in policy.adapters.published}
+    return {
+        piece.parameter: cast(DTensor, named_parameters[piece.parameter])
+        for piece in policy.adapters.published
+    }
 
 
 class PublishedShards(Mapping[str, DTensor]):
@@ -232,7 +242,9 @@ class PublishedShards(Mapping[str, DTensor]):
     def __init__(self, policy: Policy) -> None:
         self._weights = dict(policy.lm.named_parameters())
         self._adapters = policy.adapters
-        assert all(isinstance(weight, DTensor) for weight in self._weights.values()), "between forward and backward"
+        assert all(isinstance(weight, DTensor) for weight in self._weights.values()), (
+            "between forward and backward"
+        )
         self._names = tuple(dict.fromkeys(piece.parameter for piece in policy.published))
 
     @torch.no_grad()
@@ -250,9 +262,12 @@ class PublishedShards(Mapping[str, DTensor]):
 def copied_buffers(policy: Policy, named_tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Copies in main memory of the persistent buffers, or of those among `own` tensors of the model, by their
     names in files."""
-    named_tensors = dict(policy.lm.named_buffers(remove_duplicate=False)) if named_tensors is None else named_tensors
+    named_tensors = (
+        dict(policy.lm.named_buffers(remove_duplicate=False)) if named_tensors is None else named_tensors
+    )
     return {
-        piece.name: piece.within(named_tensors[piece.parameter].detach().to("cpu", copy=True)) for piece in policy.buffer_pieces
+        piece.name: piece.within(named_tensors[piece.parameter].detach().to("cpu", copy=True))
+        for piece in policy.buffer_pieces
     }
 
 
@@ -310,12 +325,18 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     reference = load_policy(model_config, world, frozen=True, offload=config.kl.offload, key=key)
     reference_vocabulary = reference.vocabulary
     policy_vocabulary = policy.vocabulary
-    if reference_vocabulary < policy_vocabulary or (reference_vocabulary > policy_vocabulary and config.kl.diverges and not config.kl.top_k):
+    if reference_vocabulary < policy_vocabulary or (
+        reference_vocabulary > policy_vocabulary and config.kl.diverges and not config.kl.top_k
+    ):
         advice = "set kl.top_k if it is only filled up further, else use one with the policy's tokenizer"
         if reference_vocabulary < policy_vocabulary:
             resize = f"resize_token_embeddings({policy_vocabulary})"
-            advice = f"ids from {reference_vocabulary} on can be sampled, too; save the reference after {resize}"
-        raise ConfigError(f"kl.reference: {path} has a vocabulary of {reference_vocabulary}, the policy of {policy_vocabulary}; {advice}")
+            advice = (
+                f"ids from {reference_vocabulary} on can be sampled, too; save the reference after {resize}"
+            )
+        raise ConfigError(
+            f"kl.reference: {path} has a vocabulary of {reference_vocabulary}, the policy of {policy_vocabulary}; {advice}"
+        )
     return Reference(reference)
 
 

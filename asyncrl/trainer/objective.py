@@ -135,9 +135,21 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
     token_origins = (micro_batch.episode, micro_batch.turn)
     current_log_ratio = logp.detach() - rollout_logprobs
     log_ratio = proximal_logprobs - rollout_logprobs if recipe.loss.ratio == "prox" else current_log_ratio
-    correction = correct(recipe.rules, CorrectionInput(log_ratio, current_log_ratio, advantage, *token_origins, trainable))
+    correction = correct(
+        recipe.rules, CorrectionInput(log_ratio, current_log_ratio, advantage, *token_origins, trainable)
+    )
     other_models = (reference, micro_batch.prepared)
-    return LossInput(logp, proximal_logprobs, rollout_logprobs, advantage, *token_origins, micro_batch.lag, trainable, correction, *other_models)
+    return LossInput(
+        logp,
+        proximal_logprobs,
+        rollout_logprobs,
+        advantage,
+        *token_origins,
+        micro_batch.lag,
+        trainable,
+        correction,
+        *other_models,
+    )
 
 
 def correct_distributions(inputs: LossInput, recipe: Recipe) -> Correction:
@@ -145,7 +157,9 @@ def correct_distributions(inputs: LossInput, recipe: Recipe) -> Correction:
     logp = inputs.logp.detach()
     log_ratio = (logp if recipe.loss.ratio == "mu" else inputs.prox) - inputs.mu
     token_origins = inputs.row, inputs.turn, inputs.fresh
-    return correct_states(recipe.rules, CorrectionInput(log_ratio, logp - inputs.mu, inputs.advantage, *token_origins))
+    return correct_states(
+        recipe.rules, CorrectionInput(log_ratio, logp - inputs.mu, inputs.advantage, *token_origins)
+    )
 
 
 def with_loss_ratio(correction: Correction, token_loss: TokenLoss) -> Correction:
@@ -180,4 +194,6 @@ def proximal_of(micro_batch: MicroBatch, logprobs: Tensor, recipe: Recipe, progr
     if recipe.prox != "loglinear" or progress == 0:
         return logprobs
     fraction = micro_batch.lag / (micro_batch.lag + progress)
-    return micro_batch.rollout_logprobs + fraction.to(logprobs.dtype) * (logprobs - micro_batch.rollout_logprobs)
+    return micro_batch.rollout_logprobs + fraction.to(logprobs.dtype) * (
+        logprobs - micro_batch.rollout_logprobs
+    )

@@ -139,7 +139,9 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
         return config.lr
     decay_steps = max(total_steps - 1 - config.warmup_steps, 1)
     decay_done = min((step - config.warmup_steps) / decay_steps, 1.0)
-    decay_factor = 1 - decay_done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * decay_done)) / 2
+    decay_factor = (
+        1 - decay_done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * decay_done)) / 2
+    )
     return config.lr * (config.lr_end + (1 - config.lr_end) * decay_factor)
 
 

@@ -30,10 +30,14 @@ def packing_for(
         model_class = type(transformer_of(root)).__name__
         known_problems = shared_architecture_problems(language_model.config, world)
         if known_problems and known_problems["padded"]:
-            logger.warning("%s depends on what rows are trained together: it %s", model_class, known_problems["padded"])
+            logger.warning(
+                "%s depends on what rows are trained together: it %s", model_class, known_problems["padded"]
+            )
         if wanted_packing == "padded":
             continue
-        problem = packing_problem(language_model, wanted_packing, known_problems, world.sequence.count if world.sequence else 1)
+        problem = packing_problem(
+            language_model, wanted_packing, known_problems, world.sequence.count if world.sequence else 1
+        )
         if not problem and (known_problems is None or world.sequence or world.device.type != "cpu"):
             problem = cached_gradient_check(root, [wanted_packing], dtype, world, is_compiled)[wanted_packing]
         if problem and world.sequence:
@@ -42,7 +46,9 @@ def packing_for(
                 "set trainer.sequence_parallel=1"
             )
         if problem:
-            logger.warning("trainer.packing: padded instead of %s: %s %s", wanted_packing, model_class, problem)
+            logger.warning(
+                "trainer.packing: padded instead of %s: %s %s", wanted_packing, model_class, problem
+            )
             return "padded"
     for root in roots:
         if wanted_packing != "padded":
@@ -50,7 +56,9 @@ def packing_for(
     return wanted_packing
 
 
-def packing_problem(model: PreTrainedModel, packing: Packing, known_problems: Mapping[str, str] | None, sharing_ranks: int = 1) -> str:
+def packing_problem(
+    model: PreTrainedModel, packing: Packing, known_problems: Mapping[str, str] | None, sharing_ranks: int = 1
+) -> str:
     """Says why rows cannot be laid out so, or not on so many ranks that share them, as far as is known
     without a forward. `found`: the architecture's findings, if there are some."""
     head_count = model.config.get_text_config().num_attention_heads

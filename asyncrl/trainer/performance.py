@@ -20,7 +20,9 @@ from asyncrl.observe.metrics import PHASES
 
 # One backward serves policy and critic, and counts as update_actor; update_critic is the critic's optimizer.
 TIMED = tuple(name.removeprefix("timing_s/") for name in PHASES)
-TIMED_PER_TOKEN = TIMED[1:6]  # ref to update_critic: also reported per token of the batch, as timing_per_token_ms/*
+TIMED_PER_TOKEN = TIMED[
+    1:6
+]  # ref to update_critic: also reported per token of the batch, as timing_per_token_ms/*
 PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # of the matrices multiplied
 GB = 1e9
 
@@ -47,9 +49,13 @@ class FlopCount(NamedTuple):
         """2 in the forward, 2 in the backward, and 2 for a weight that is trained."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
-        uncounted = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} | {id(head)}
+        uncounted = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} | {
+            id(head)
+        }
         expert_count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        chosen_experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+        chosen_experts = getattr(config, "num_experts_per_tok", None) or getattr(
+            config, "top_k_experts", None
+        )
         expert_fraction = chosen_experts / expert_count if chosen_experts and expert_count else 1.0
         body = sum(
             _weight_flops(weight) * (expert_fraction if weight.ndim == 3 or ".experts." in name else 1.0)
@@ -61,7 +67,9 @@ class FlopCount(NamedTuple):
     def total_flops(self, positions: np.ndarray, scored_tokens: int) -> float:
         """Return operations for tokens at these `positions` of their rows, each of which sees those before
         it and itself, and for `scored` tokens at the output layer."""
-        attention_flops = (cost.flops * np.minimum(positions + 1, cost.reach).sum() for cost in self.attention)
+        attention_flops = (
+            cost.flops * np.minimum(positions + 1, cost.reach).sum() for cost in self.attention
+        )
         return float(self.body * positions.size + self.head * scored_tokens + sum(attention_flops))
 
 
@@ -87,7 +95,9 @@ def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
     }
     uniform = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [uniform] * config.num_hidden_layers
-    layers_by_reach = Counter(reach_by_type[layer_type] for layer_type in layer_types if layer_type in reach_by_type)
+    layers_by_reach = Counter(
+        reach_by_type[layer_type] for layer_type in layer_types if layer_type in reach_by_type
+    )
     layer_flops = 6.0 * head_count * (query_dim + value_dim)
     return tuple(AttentionCost(layers * layer_flops, reach) for reach, layers in layers_by_reach.items())
 
@@ -112,10 +122,14 @@ def peak_flops(device: torch.device, dtype: str) -> float:
     sheet, or else what a large product of random matrices reaches here."""
     if device.type == "cuda" and dtype == "bfloat16":
         name = torch.cuda.get_device_name(device)
-        if matching_names := [device_name for device_name in DATA_SHEET if re.search(rf"\b{device_name}\b", name)]:
+        if matching_names := [
+            device_name for device_name in DATA_SHEET if re.search(rf"\b{device_name}\b", name)
+        ]:
             return DATA_SHEET[max(matching_names, key=len)]
     matrix_size = PEAK_SIZE[device.type]
-    matrix = torch.randn(matrix_size, matrix_size, device=device).to(getattr(torch, dtype))  # ones are faster on a GPU
+    matrix = torch.randn(matrix_size, matrix_size, device=device).to(
+        getattr(torch, dtype)
+    )  # ones are faster on a GPU
     shortest = math.inf
     for _ in range(4):  # the first warms up
         started_at = time.perf_counter()
@@ -137,11 +151,15 @@ def performance(
     busy_seconds = phases.get("update_actor", 0.0)
     if tokens:
         measured |= {
-            f"timing_per_token_ms/{name}": 1e3 * phases[name] / tokens for name in TIMED_PER_TOKEN if name in phases
+            f"timing_per_token_ms/{name}": 1e3 * phases[name] / tokens
+            for name in TIMED_PER_TOKEN
+            if name in phases
         }
     measured["perf/throughput"] = tokens / (seconds * ranks) if seconds > 0 else 0.0
     if busy_seconds:
-        measured["perf/mfu/actor"] = 1e12 * metrics.get("perf/model_tflop", 0.0) / (busy_seconds * peak_rate * ranks)
+        measured["perf/mfu/actor"] = (
+            1e12 * metrics.get("perf/model_tflop", 0.0) / (busy_seconds * peak_rate * ranks)
+        )
     if torch.cuda.is_initialized():
         measured["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GB
         measured["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GB

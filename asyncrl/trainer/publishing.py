@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import RunConfig
-from asyncrl.trainer.model import Policy, adapter_shards, copied_buffers, score_ids, published_shards
+from asyncrl.trainer.model import Policy, adapter_shards, copied_buffers, published_shards, score_ids
 from asyncrl.trainer.packing import padded_meanwhile
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
@@ -67,7 +67,9 @@ class Publishing:
             needed_bytes = disk.space_needed(config, version_bytes)
             directory = disk.weights_directory(weights_config.directory, run_dir, config.name, needed_bytes)
             specs = self._adapters.specs if self._adapters else None
-            self._files = VersionWriter(directory, weights_config.bucket_bytes, weights_config.full_every, specs)
+            self._files = VersionWriter(
+                directory, weights_config.bucket_bytes, weights_config.full_every, specs
+            )
         self._pause: TrainingPause | None = None
         self._sender = None if self._files else self._make_sender(collector_count)
         self._link: Link | None = None  # of the publisher's thread, while that lives
@@ -101,7 +103,9 @@ class Publishing:
         self.allow_pause()
         if self.noise_floor is None:
             with padded_meanwhile(self.policy):
-                noisy_logprobs = score_ids(self.policy, self._probe_ids, self.world.device, sequence_count=NOISE_ROWS)
+                noisy_logprobs = score_ids(
+                    self.policy, self._probe_ids, self.world.device, sequence_count=NOISE_ROWS
+                )
             self.allow_pause()
             self.noise_floor = max(abs(a - b) for a, b in zip(logprobs, noisy_logprobs, strict=True))
         return Probe(self._probe_ids, logprobs, self.noise_floor)

@@ -29,13 +29,13 @@ from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
+from asyncrl.trainer.device_offload import DeviceOffload, await_devices
 from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.trainer.memory import give_up_message, is_tiny, try_largest
 from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.report import RatioRecorder
-from asyncrl.trainer.device_offload import DeviceOffload, await_devices
 from asyncrl.types import PolicyVersion, Turn
 from asyncrl.weights.memory import trim_heap
 from asyncrl.wire.messages import shared, trainer
@@ -141,7 +141,9 @@ class TrainerRank:
         self._progress_limit = progress_limit(config)
         self.trainer_epoch = self.trained_micro_batches = 0  # work: micro-batches done, for the beats
         self.learner.after_micro_batch = self._after_micro_batch
-        self.ratio_recorder = self.learner.ratio_recorder = RatioRecorder(self.run_dir, self.rank, config.buffer.groups_per_batch)
+        self.ratio_recorder = self.learner.ratio_recorder = RatioRecorder(
+            self.run_dir, self.rank, config.buffer.groups_per_batch
+        )
         self._next_heartbeat_at = self._heard_at = time.monotonic()
         self._batch_uids: list[str] = []
         self.published_step = -1
@@ -201,7 +203,9 @@ class TrainerRank:
             metrics = self.learner.finish()
             if not is_tiny(self.learner):
                 trim_heap()
-        batch_uids = [uid for rank_uids in self.mesh.gather_data(self._batch_uids, list[str]) for uid in rank_uids]
+        batch_uids = [
+            uid for rank_uids in self.mesh.gather_data(self._batch_uids, list[str]) for uid in rank_uids
+        ]
         self.checkpointing.add_trained(batch_uids)
         self._batch_uids = []
         metrics["trainer/trajectories_total"] = float(self.checkpointing.trained_total)
@@ -211,7 +215,7 @@ class TrainerRank:
         with self.timeline.span("wait_commit"), self.stopwatch.phase("wait_commit", waiting=True):
             to_publish = self._commit_step(plan, batch_uids, metrics)
         self.committed_step = self.learner.step
-        self.ratio_recorder.save(self.committed_step)
+        self.ratio_recorder.save_step(self.committed_step)
         if to_publish and (self.is_repeating or self.learner.step % self.config.weights.every == 0):
             self.is_repeating = False
             self._publish_version()
@@ -229,7 +233,9 @@ class TrainerRank:
 
     def _greeting(self) -> trainer.TrainerHello:
         vocabulary = self.learner.policy.vocabulary
-        return trainer.TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed_step, vocabulary)
+        return trainer.TrainerHello(
+            self.rank, self.mesh.size, self.incarnation, self.committed_step, vocabulary
+        )
 
     def _take_plan(self, micro_batches: int) -> tuple[trainer.WorkPlan, PlannedWork]:
         """The next plan, and this rank's part of it with its turns, once all ranks hold theirs."""
@@ -238,12 +244,22 @@ class TrainerRank:
         offload_note = ", at rest while engines sample" if self.device_offload.is_offloaded else ""
         wait_name = "wait_devices" if offload_note else "wait_data"
         with self.timeline.span(wait_name), self.stopwatch.phase(wait_name, waiting=True):
-            request = trainer.PlanRequest(self.trainer_epoch, step, micro_batches, self.device_offload.is_offloaded)
-            plan = self._answer_for_all(self.bulk, request, f"trajectories of step {step}{offload_note}", is_patient=True)
+            request = trainer.PlanRequest(
+                self.trainer_epoch, step, micro_batches, self.device_offload.is_offloaded
+            )
+            plan = self._answer_for_all(
+                self.bulk, request, f"trajectories of step {step}{offload_note}", is_patient=True
+            )
             for part in self.learner.rank_part(plan.trajectories):
-                payload_request = trainer.PayloadRequest(self.trainer_epoch, step, tuple(trajectory.uid for trajectory in part))
-                payload_answer, frames = self._await_answer(self.bulk, payload_request, f"payloads of step {step}")
-                planned_work += with_turns([trajectory for trajectory in part if trajectory.uid not in payload_answer.lost], frames)
+                payload_request = trainer.PayloadRequest(
+                    self.trainer_epoch, step, tuple(trajectory.uid for trajectory in part)
+                )
+                payload_answer, frames = self._await_answer(
+                    self.bulk, payload_request, f"payloads of step {step}"
+                )
+                planned_work += with_turns(
+                    [trajectory for trajectory in part if trajectory.uid not in payload_answer.lost], frames
+                )
             self._meet_ranks("the other ranks' payloads")
         return plan, planned_work
 
@@ -252,7 +268,9 @@ class TrainerRank:
         self.broadcast.arrive_at_meeting()
         self._await_ranks(wait_name, lambda: self.broadcast.all_arrived or None)
 
-    def _commit_step(self, plan: trainer.WorkPlan, trained_uids: list[str], metrics: dict[str, float]) -> bool:
+    def _commit_step(
+        self, plan: trainer.WorkPlan, trained_uids: list[str], metrics: dict[str, float]
+    ) -> bool:
         """True when this version is to be published."""
         trainer_epoch = self.trainer_epoch
         step = self.learner.step
@@ -261,13 +279,17 @@ class TrainerRank:
         self.checkpointing.best_step = answer.best
         return bool(answer.publish)
 
-    def _answer_for_all(self, link: Link, request: shared.WireMessage, wait_name: str, is_patient: bool = False) -> Any:
+    def _answer_for_all(
+        self, link: Link, request: shared.WireMessage, wait_name: str, is_patient: bool = False
+    ) -> Any:
         """Return the coordinator's answer to rank 0, on all ranks."""
         if not self.is_first:
-            encoded_answer = self._await_ranks(f"rank 0, which waits for {wait_name}", self.broadcast.heard, is_patient)
+            encoded_answer = self._await_ranks(
+                f"rank 0, which waits for {wait_name}", self.broadcast.next_word, is_patient
+            )
             return msgspec.msgpack.decode(encoded_answer, type=trainer.WorkPlan | trainer.Committed)
         answer, _ = self._await_answer(link, request, wait_name, is_patient)
-        self.broadcast.tell(msgspec.msgpack.encode(answer))
+        self.broadcast.send_word(msgspec.msgpack.encode(answer))
         return answer
 
     def _await_ranks(self, wait_name: str, poll_value: Callable[[], Any], is_patient: bool = False) -> Any:
@@ -289,7 +311,9 @@ class TrainerRank:
         self._send_heartbeat_if_due(time.monotonic())
         return value
 
-    def _await_answer(self, link: Link, request: shared.WireMessage, wait_name: str, is_patient: bool = False) -> Received:
+    def _await_answer(
+        self, link: Link, request: shared.WireMessage, wait_name: str, is_patient: bool = False
+    ) -> Received:
         """Send a request, again every RESEND_EVERY seconds (all are idempotent), until its answer comes.
 
         A patient wait is for data and ends with the coordinator's stop only; any other raises DeadlineError
@@ -360,7 +384,9 @@ class TrainerRank:
     def _await_stop(self) -> NoReturn:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know it yet."""
         with self.timeline.span("wait_stop"), self.stopwatch.phase("wait_stop", waiting=True):
-            self._await_answer(self.control, self._checkpointed_message(), "the coordinator's stop", is_patient=True)
+            self._await_answer(
+                self.control, self._checkpointed_message(), "the coordinator's stop", is_patient=True
+            )
         raise AssertionError("unreachable: only Stop ends this wait")
 
     def _checkpointed_message(self) -> shared.WireMessage:
@@ -369,13 +395,17 @@ class TrainerRank:
             return self._heartbeat_message()
         newest = self.checkpointing.newest_manifest
         assert newest is not None, "there is none"
-        return trainer.Checkpointed(self.trainer_epoch, newest.step, newest.trained_total, self.device_offload.is_offloaded)
+        return trainer.Checkpointed(
+            self.trainer_epoch, newest.step, newest.trained_total, self.device_offload.is_offloaded
+        )
 
     def _heartbeat_message(self) -> trainer.TrainerBeat:
         busy_and_idle = (self.stopwatch.busy_s, self.stopwatch.idle_s)
         checkpointing = self.checkpointing
         not_saved = checkpointing.checkpoint_problem and f"not saved: {checkpointing.checkpoint_problem}"
-        waiting_text = "; ".join(filter(None, (self.waiting_for, not_saved, self.publishing.unwritten_reason)))
+        waiting_text = "; ".join(
+            filter(None, (self.waiting_for, not_saved, self.publishing.unwritten_reason))
+        )
         return trainer.TrainerBeat(
             self.rank,
             *busy_and_idle,
@@ -412,7 +442,9 @@ class TrainerRank:
         with self.timeline.span("probe"), self.stopwatch.phase("update_weights"):
             probe = self.publishing.score_probe()
         if self.is_first:
-            self.probed_message = trainer.Probed(PolicyVersion(self.trainer_epoch, self.published_step), probe)
+            self.probed_message = trainer.Probed(
+                PolicyVersion(self.trainer_epoch, self.published_step), probe
+            )
             self.control.send(self.probed_message)
 
     def _save_if_due(self) -> None:

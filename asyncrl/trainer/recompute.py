@@ -97,7 +97,9 @@ class Recording(AttentionMode):
         if operator not in ATTENTION:
             return operator(*args, **(kwargs or {}))
 
-        input_tensors = _tensor_arguments(args, kwargs)  # before the call: a compiled function empties its list of inputs
+        input_tensors = _tensor_arguments(
+            args, kwargs
+        )  # before the call: a compiled function empties its list of inputs
         outputs = operator(*args, **(kwargs or {}))
         replacements = tree_map(partial(_replacement_of, input_tensors), outputs)
         self._calls.append(KeptCall(operator, _called_function(operator, args), replacements))
@@ -144,7 +146,9 @@ def _restored_output(inputs: Sequence[Tensor], replacement: Any) -> Any:
     """Return the output that `kept` stands for."""
     if isinstance(replacement, InputView):
         tensor = inputs[replacement.index]
-        return tensor.as_strided(replacement.size, replacement.stride, tensor.storage_offset() + replacement.offset)
+        return tensor.as_strided(
+            replacement.size, replacement.stride, tensor.storage_offset() + replacement.offset
+        )
     if not isinstance(replacement, KeptTensor):
         return replacement
     if replacement.tensor._version != replacement.version:

@@ -97,29 +97,29 @@ def merged_sums(parts: Iterable[MetricSums]) -> MetricSums:
 def tally_samples(tally: MetricSums, samples: Sequence[TrainingSample], longest_prompt: int) -> None:
     """Count scores, lengths and staleness of a micro-batch. `longest_prompt`: tokens a prompt may have."""
     for sample in samples:
-        tally.summary("critic/score", [sample.planned.own.score])
-        tally.summary("response_length", [sample.model_tokens])
-        tally.summary("prompt_length", [sample.prompt_tokens])
-        tally.summary("global_seqlen", [sample.total_tokens])
-        tally.ratio("response_length/clip_ratio", float(sample.planned.own.end.truncated), 1.0)
-        tally.ratio("prompt_length/clip_ratio", float(sample.prompt_tokens >= longest_prompt), 1.0)
-        tally.total("perf/total_num_tokens", sample.total_tokens)
-        tally.total("trainer/trajectories", 1)
-        tally.total("trainer/model_tokens", sample.model_tokens)
+        tally.add_summary("critic/score", [sample.planned.own.score])
+        tally.add_summary("response_length", [sample.model_tokens])
+        tally.add_summary("prompt_length", [sample.prompt_tokens])
+        tally.add_summary("global_seqlen", [sample.total_tokens])
+        tally.add_ratio("response_length/clip_ratio", float(sample.planned.own.end.truncated), 1.0)
+        tally.add_ratio("prompt_length/clip_ratio", float(sample.prompt_tokens >= longest_prompt), 1.0)
+        tally.add_total("perf/total_num_tokens", sample.total_tokens)
+        tally.add_total("trainer/trajectories", 1)
+        tally.add_total("trainer/model_tokens", sample.model_tokens)
         _tally_staleness(tally, sample)
 
 
 def tally_routes(tally: MetricSums, routes: Tensor | None, tokens: int) -> None:
     """The share of the tokens, padding included, that went to the experts that the server had chosen."""
     replayed = 0.0 if routes is None else float((routes[:, 0] >= 0).sum())
-    tally.ratio("trainer/replayed_share", replayed, tokens)
+    tally.add_ratio("trainer/replayed_share", replayed, tokens)
 
 
 def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
     """Count the tokens of one rank's policy forwards, padding included, shared prefixes once, and the
     floating point operations for them."""
-    tally.total("perf/model_tflop", flops / 1e12)
-    tally.total("perf/computed_tokens", tokens)
+    tally.add_total("perf/model_tflop", flops / 1e12)
+    tally.add_total("perf/computed_tokens", tokens)
     tally.add_highest("global_seqlen/balanced_max", tokens)
     tally.add_lowest("global_seqlen/balanced_min", tokens)
 
@@ -129,12 +129,12 @@ def tally_advantages(tally: MetricSums, samples: Sequence[TrainingSample]) -> No
     up what divides by the batch at its end."""
     for sample in samples:
         assert sample.advantage is not None
-        tally.summary("critic/rewards", [sample.planned.own.reward])
-        tally.summary("critic/advantages", sample.advantage)
-        tally.ratio("critic/zero_advantage_frac", float(not sample.has_advantage), 1.0)
+        tally.add_summary("critic/rewards", [sample.planned.own.reward])
+        tally.add_summary("critic/advantages", sample.advantage)
+        tally.add_ratio("critic/zero_advantage_frac", float(not sample.has_advantage), 1.0)
         if sample.returns is not None and sample.value is not None:
-            tally.summary("critic/returns", sample.returns)
-            tally.summary("critic/values", sample.value)
+            tally.add_summary("critic/returns", sample.returns)
+            tally.add_summary("critic/values", sample.value)
             tally.add_moments("returns", Moments.of(sample.returns))
             tally.add_moments("errors", Moments.of(sample.returns - sample.value))
         if sample.model_tokens:
@@ -142,10 +142,12 @@ def tally_advantages(tally: MetricSums, samples: Sequence[TrainingSample]) -> No
         for rewards, advantage in _compared_episodes(sample, sample.advantage):
             if len(advantage):
                 tally.add_moments("episodes", Moments(1.0, float(advantage.mean())))
-                tally.total(VARIED_EPISODES, _has_variance(rewards, advantage))
+                tally.add_total(VARIED_EPISODES, _has_variance(rewards, advantage))
 
 
-def _compared_episodes(sample: TrainingSample, advantage: np.ndarray) -> Iterator[tuple[list[float], np.ndarray]]:
+def _compared_episodes(
+    sample: TrainingSample, advantage: np.ndarray
+) -> Iterator[tuple[list[float], np.ndarray]]:
     """The group's rewards, and the advantages of the tokens. Each agent that earned a reward of its own
     counts as an episode: the advantages of both sides of a game add up to nothing."""
     result = sample.planned.own
@@ -184,38 +186,42 @@ def advantage_tokens(tally: MetricSums) -> Moments:
 def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:
     """Count the terms added to the policy loss; `denominator`: the micro-batch's share of D."""
     tensors = [tensor for pair in terms.values() for tensor in pair if tensor is not None]
-    values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])  # one transfer
+    values = iter(
+        torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else []
+    )  # one transfer
     for name, (_, count) in terms.items():
-        tally.ratio(name, next(values), denominator if count is None else next(values))
+        tally.add_ratio(name, next(values), denominator if count is None else next(values))
 
 
 def _tally_staleness(tally: MetricSums, sample: TrainingSample) -> None:
     """Lags, and the share over the bound by response length and by quarter of the response."""
     lags, counts = np.unique(sample.lag, return_counts=True)
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
-        tally.total(f"{LAG_TOKENS}{lag}", count)
+        tally.add_total(f"{LAG_TOKENS}{lag}", count)
     masked_count = int(sample.stale.sum())
-    tally.ratio("staleness/masked_token_frac", masked_count, sample.model_tokens)
-    tally.total("staleness/fully_masked_trajectories", float(0 < sample.model_tokens == masked_count))
+    tally.add_ratio("staleness/masked_token_frac", masked_count, sample.model_tokens)
+    tally.add_total("staleness/fully_masked_trajectories", float(0 < sample.model_tokens == masked_count))
     by_length = f"staleness/by_length/{length_bucket(sample.model_tokens)}"
-    tally.ratio(f"{by_length}/masked_frac", masked_count, sample.model_tokens)
+    tally.add_ratio(f"{by_length}/masked_frac", masked_count, sample.model_tokens)
     if masked_count:  # quarters only where there is something to place
-        for quarter, (masked_tokens, quarter_tokens) in enumerate(masked_by_quarter(sample.stale.tolist()), start=1):
-            tally.ratio(f"{by_length}/masked_q{quarter}", masked_tokens, quarter_tokens)
+        for quarter, (masked_tokens, quarter_tokens) in enumerate(
+            masked_by_quarter(sample.stale.tolist()), start=1
+        ):
+            tally.add_ratio(f"{by_length}/masked_q{quarter}", masked_tokens, quarter_tokens)
 
 
 def tally_tokens(tally: MetricSums, token_sums: TokenSums, denominator: float) -> None:
     """Loss and off-policyness of the tokens of one micro-batch. `denominator`: its share of D."""
-    tally.ratio("actor/pg_loss", token_sums.sums["loss"], denominator)
-    tally.total("trainer/kept_tokens", token_sums.sums["kept"])
+    tally.add_ratio("actor/pg_loss", token_sums.sums["loss"], denominator)
+    tally.add_total("trainer/kept_tokens", token_sums.sums["kept"])
     for name, value in token_sums.sums.items():
-        tally.total(f"_{name}", value)
+        tally.add_total(f"_{name}", value)
     for name, value in token_sums.highest.items():
         tally.add_highest(name, value)
     for name, value in token_sums.lowest.items():
         tally.add_lowest(name, value)
     for lag, count in token_sums.kept_lags.items():
-        tally.total(f"{KEPT_PREFIX}{lag}", count)
+        tally.add_total(f"{KEPT_PREFIX}{lag}", count)
 
 
 AGENT_PREFIX = "actor/agent/"  # + name / metric: of what trains the adapter of an agent
@@ -223,25 +229,34 @@ NO_AGENT = "others"  # in place of no name: those that have no adapter of their 
 
 
 def tally_agents(
-    tally: MetricSums, names: Sequence[str], adapter_index: Tensor | None, state: TokenState, denominator: float
+    tally: MetricSums,
+    names: Sequence[str],
+    adapter_index: Tensor | None,
+    state: TokenState,
+    denominator: float,
 ) -> None:
     """Count by agent, where several have adapters: tokens, and their part of the policy loss. `agent`: the
     place of each token's."""
     if adapter_index is None:
         return
     enters_loss = state.fresh & ~state.correction.masked
-    columns = torch.stack([state.fresh.double(), enters_loss.double(), torch.where(enters_loss, state.loss, 0.0).double()])
+    columns = torch.stack(
+        [state.fresh.double(), enters_loss.double(), torch.where(enters_loss, state.loss, 0.0).double()]
+    )
     sums = columns.new_zeros(3, len(names)).index_add(1, adapter_index, columns).T.tolist()
     for name, (fresh_tokens, entered_tokens, agent_loss) in zip(names, sums, strict=True):
-        tally.total(f"_fresh/{name}", fresh_tokens)
-        tally.total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", entered_tokens)
-        tally.ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", agent_loss, denominator)
+        tally.add_total(f"_fresh/{name}", fresh_tokens)
+        tally.add_total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", entered_tokens)
+        tally.add_ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", agent_loss, denominator)
 
 
 def agents_without_tokens(batch_tally: MetricSums, names: Sequence[str], count_dropped: bool) -> list[str]:
     """Return the agents, of several, that have nothing to learn from a batch. `beside`: what the correction
     drops counts for terms beside the policy loss."""
-    counter_names = {name: f"_fresh/{name}" if count_dropped else f"{AGENT_PREFIX}{name or NO_AGENT}/tokens" for name in names}
+    counter_names = {
+        name: f"_fresh/{name}" if count_dropped else f"{AGENT_PREFIX}{name or NO_AGENT}/tokens"
+        for name in names
+    }
     return [name for name in names if len(names) > 1 and not batch_tally.totals.get(counter_names[name])]
 
 
@@ -249,7 +264,7 @@ def scale_losses(batch_tally: MetricSums, factor: float) -> None:
     """Multiply the policy loss, and the agents' parts of it."""
     for name in batch_tally.ratios:
         if name.endswith("/pg_loss"):
-            batch_tally.scale(name, factor)
+            batch_tally.scale_ratio(name, factor)
 
 
 def record_norms(batch_tally: MetricSums, names: Sequence[str], norms: Sequence[float]) -> None:
@@ -263,23 +278,27 @@ def tally_unscored(tally: MetricSums, samples: Sequence[TrainingSample], names: 
     """Episodes without advantage that no model scores: their share of D, and their tokens, of which the
     correction, whose ratios are not known, counts as keeping all. `names`: as in `tally_agents`."""
     denominator = math.fsum(sample.denominator for sample in samples)
-    tally.total("_D", denominator)
-    tally.ratio("actor/pg_loss", 0.0, denominator)
+    tally.add_total("_D", denominator)
+    tally.add_ratio("actor/pg_loss", 0.0, denominator)
     for name in names if len(names) > 1 else ():
-        tally.ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", 0.0, denominator)
+        tally.add_ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", 0.0, denominator)
     for sample in samples:
         enters_loss = sample.within_staleness & np.isfinite(sample.rollout_logprobs)
         entered_lags = sample.lag[enters_loss]
-        tally.total("trainer/kept_tokens", len(entered_lags))
+        tally.add_total("trainer/kept_tokens", len(entered_lags))
         if sample.sequence_adapters:
-            counts = np.bincount(np.asarray(sample.sequence_adapters)[sample.sequence_of[enters_loss]], minlength=len(names))
+            counts = np.bincount(
+                np.asarray(sample.sequence_adapters)[sample.sequence_of[enters_loss]], minlength=len(names)
+            )
             for name, count in zip(names, counts.tolist(), strict=True):
-                tally.total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", count)
+                tally.add_total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", count)
         for lag, count in zip(*np.unique(entered_lags, return_counts=True), strict=True):
-            tally.total(f"{KEPT_PREFIX}{lag}", int(count))
+            tally.add_total(f"{KEPT_PREFIX}{lag}", int(count))
 
 
-def batch_metrics(tally: MetricSums, scale_advantages: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
+def batch_metrics(
+    tally: MetricSums, scale_advantages: Callable[[np.ndarray], np.ndarray]
+) -> dict[str, float]:
     """The metrics of a whole batch, from the tally merged over all ranks. `change`: what the batch's
     statistics do to each advantage, which never changes their order."""
     metrics = tally.metrics()
@@ -296,11 +315,15 @@ def batch_metrics(tally: MetricSums, scale_advantages: Callable[[np.ndarray], np
         metrics["critic/vf_explained_var"] = explained
     if NLL in metrics:  # demonstrations have no advantages, and no version sampled them that could be old
         return {name: value for name, value in metrics.items() if not name.startswith(SAMPLED_METRICS)}
-    return metrics | _lag_metrics(_lag_histogram(internal_sums, KEPT_PREFIX), _lag_histogram(metrics, LAG_TOKENS))
+    return metrics | _lag_metrics(
+        _lag_histogram(internal_sums, KEPT_PREFIX), _lag_histogram(metrics, LAG_TOKENS)
+    )
 
 
 def _lag_histogram(values: dict[str, float], prefix: str) -> LagHistogram:
-    count_by_lag = {name.removeprefix(prefix): count for name, count in values.items() if name.startswith(prefix)}
+    count_by_lag = {
+        name.removeprefix(prefix): count for name, count in values.items() if name.startswith(prefix)
+    }
     return LagHistogram({int(lag): int(count) for lag, count in count_by_lag.items()})
 
 
@@ -308,7 +331,10 @@ def _lag_metrics(entered_lags: LagHistogram, all_lags: LagHistogram) -> dict[str
     """`staleness/lag/*` as measured on the tokens that entered the loss; `lag_taken/max` of all."""
     return {
         "staleness/lag/mean": entered_lags.mean,
-        **{f"staleness/lag/p{percent:02}": entered_lags.quantile(percent / 100) for percent in (5, 25, 50, 75, 95)},
+        **{
+            f"staleness/lag/p{percent:02}": entered_lags.quantile(percent / 100)
+            for percent in (5, 25, 50, 75, 95)
+        },
         "staleness/lag/min": entered_lags.quantile(0.0),
         "staleness/lag/max": entered_lags.max,
         "staleness/lag_taken/max": all_lags.max,
@@ -325,7 +351,9 @@ class RatioRecorder:
         self._groups_per_batch = groups_per_batch
         self._recorded: dict[str, TokenRatios] = {}
 
-    def record_micro_batch(self, samples: Sequence[TrainingSample], log_ratio: Tensor, is_dropped: Tensor) -> None:
+    def record_micro_batch(
+        self, samples: Sequence[TrainingSample], log_ratio: Tensor, is_dropped: Tensor
+    ) -> None:
         """Tensors are [N], over the model tokens of all examples in order. What was noted of an episode
         earlier in the step stays: the policy had not moved."""
         token_edges = np.cumsum([0, *(sample.model_tokens for sample in samples)]).tolist()

@@ -56,7 +56,10 @@ def start_step(reader: RunReader, checkpoints: Checkpoints, step: int) -> int:
     checkpoint_step = max(INITIAL, checkpoint.newest_step(checkpoints, before_step=step))
     if step > 0 and planned_steps.issuperset(range(checkpoint_step, step)):
         return checkpoint_step
-    end_of_start = {start: next(planned_step for planned_step in count(start) if planned_step not in planned_steps) for start in (INITIAL, *checkpoints.steps())}
+    end_of_start = {
+        start: next(planned_step for planned_step in count(start) if planned_step not in planned_steps)
+        for start in (INITIAL, *checkpoints.steps())
+    }
     start_of_end = {end: start for start, end in sorted(end_of_start.items(), reverse=True) if end > start}
     spans = [f"{start + 1} to {end}" for end, start in sorted(start_of_end.items())]
     reason = "it needs a checkpoint before it, and the plans and turns of all batches since"
@@ -68,15 +71,23 @@ def start_step(reader: RunReader, checkpoints: Checkpoints, step: int) -> int:
     )
 
 
-def recorded_work(config: RunConfig, reader: RunReader, plan: Batch, partition: Partition) -> Iterator[PlannedWork]:
+def recorded_work(
+    config: RunConfig, reader: RunReader, plan: Batch, partition: Partition
+) -> Iterator[PlannedWork]:
     """The parts of the plan as its ranks had them, one rank's after another's."""
     for uids in plan.micros:
         episodes = map(reader.episode, uids)
         temperature = config.rollout.temperature
-        planned = [PlannedTrajectory.of(episode, reader.baseline(episode.group), temperature) for episode in episodes]
+        planned = [
+            PlannedTrajectory.of(episode, reader.baseline(episode.group), temperature) for episode in episodes
+        ]
         for rank_parts in partition(planned, plan.ranks):
             ordered = [trajectory for trajectory in chain(*rank_parts) if trajectory.uid not in plan.lost]
-            frames = [frame for trajectory in ordered for frame in list(reader.frames(trajectory.uid, trajectory.frames))[::2]]
+            frames = [
+                frame
+                for trajectory in ordered
+                for frame in list(reader.frames(trajectory.uid, trajectory.frames))[::2]
+            ]
             if not all(frames):
                 raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")
             yield with_turns(ordered, frames)

@@ -87,24 +87,46 @@ class Selected:
         """The tokens rows[row[i]][position[i]] of some rows of ids, laid out as `packing` says. `routes`: of
         the first tokens of each row; `agents`: of each row the place of its adapter; or nothing."""
         if adapters:  # above the ids
-            sequences = [sequence + (np.int64(offsets) << ADAPTER_BITS) for sequence, offsets in zip(sequences, adapters, strict=True)]
+            sequences = [
+                sequence + (np.int64(offsets) << ADAPTER_BITS)
+                for sequence, offsets in zip(sequences, adapters, strict=True)
+            ]
         if packing == "padded":
             width = max(map(len, sequences))
             offsets = [index * width + np.arange(len(sequence)) for index, sequence in enumerate(sequences)]
             laid_out_routes = _laid_out_routes(routes, offsets, width * len(sequences))
-            padded_ids = np.stack([np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]).astype(np.int64)
+            padded_ids = np.stack(
+                [np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]
+            ).astype(np.int64)
             ids, adapter_indices = _split_adapters(torch.from_numpy(padded_ids), adapters)
             token_index = sequence_of * width + position
             labels = ids.flatten()[token_index]
-            return cls(ids, labels, token_index - 1, temperature, routes=laid_out_routes, adapter_indices=adapter_indices)
+            return cls(
+                ids,
+                labels,
+                token_index - 1,
+                temperature,
+                routes=laid_out_routes,
+                adapter_indices=adapter_indices,
+            )
         forest = plant_forest(sequences, share_prefixes=packing == "tree")
         token_order = np.concatenate(forest.sequences)
         sequence_starts = np.cumsum([0, *map(len, sequences[:-1])])
-        token_index, predictor = (token_order[sequence_starts[sequence_of] + offsets] for offsets in (position, position - 1))
+        token_index, predictor = (
+            token_order[sequence_starts[sequence_of] + offsets] for offsets in (position, position - 1)
+        )
         ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
         ids, adapter_indices = _split_adapters(ids, adapters)
         laid_out_routes = _laid_out_routes(routes, forest.sequences, len(forest.ids))
-        selected = cls(ids, ids[0, token_index], predictor, temperature, positions, ForestAttention(forest), laid_out_routes)
+        selected = cls(
+            ids,
+            ids[0, token_index],
+            predictor,
+            temperature,
+            positions,
+            ForestAttention(forest),
+            laid_out_routes,
+        )
         return replace(selected, agents=adapter_indices)
 
     def to(self, device: torch.device) -> Selected:
@@ -157,7 +179,9 @@ def _split_adapters(ids: Tensor, adapters: Sequence[int]) -> tuple[Tensor, Tenso
     return (ids & ((1 << ADAPTER_BITS) - 1), ids >> ADAPTER_BITS) if adapters else (ids, None)
 
 
-def _laid_out_routes(routes: Sequence[np.ndarray], token_positions: Sequence[np.ndarray], size: int) -> Tensor | None:
+def _laid_out_routes(
+    routes: Sequence[np.ndarray], token_positions: Sequence[np.ndarray], size: int
+) -> Tensor | None:
     """Routes by row, where the tokens of each row lie among `size`; None: none are known."""
     width = max((sequence_routes.shape[1] for sequence_routes in routes if len(sequence_routes)), default=0)
     if not width:
@@ -194,12 +218,16 @@ def score_chunks(
     if teacher is not None:
         columns += tokens.teacher_scores or () if teacher.features is None else (teacher.features,)
     # The same memory: compiled, two numbers a logit of its type; else four of 4 bytes.
-    chunk_tokens = 8 * CHUNK_TOKENS // max(4 * wide_logits, features.element_size()) if is_compiled else CHUNK_TOKENS
+    chunk_tokens = (
+        8 * CHUNK_TOKENS // max(4 * wide_logits, features.element_size()) if is_compiled else CHUNK_TOKENS
+    )
     chunk_results = [
         checkpoint(run_chunk, *part, use_reentrant=False, preserve_rng_state=False)
         for part in zip(*(column.split(chunk_tokens) for column in columns), strict=True)
     ]
-    return Scores(**{name: torch.cat([result[name] for result in chunk_results]) for name in chunk_results[0]})
+    return Scores(
+        **{name: torch.cat([result[name] for result in chunk_results]) for name in chunk_results[0]}
+    )
 
 
 def _chunk_scores(
@@ -216,7 +244,11 @@ def _chunk_scores(
         scores["collision"] = collision_of(table)
     if teacher is not None:
         logits_of = teacher.logits_of
-        teacher_logprobs = log_probs(logits_of(*teacher_columns), temperature) if logits_of else TeacherScores(*teacher_columns)
+        teacher_logprobs = (
+            log_probs(logits_of(*teacher_columns), temperature)
+            if logits_of
+            else TeacherScores(*teacher_columns)
+        )
         scores |= distances(table, labels, teacher_logprobs, teacher)
     return scores
 
@@ -252,7 +284,9 @@ def widened(tensor: Tensor) -> Tensor:
 RunPart = Callable[[Selected], Iterable[Tensor | None]]
 
 
-def in_parts(run_part: RunPart, tokens: Selected, sequence_ranks: SequenceRanks | None) -> list[Tensor | None]:
+def in_parts(
+    run_part: RunPart, tokens: Selected, sequence_ranks: SequenceRanks | None
+) -> list[Tensor | None]:
     """Returns what `run` computes of the selected tokens, columns of [N]. With `ranks` a packed sequence is
     cut into as many equal parts, of which each rank runs its own; padded rows are run whole by every rank."""
     if sequence_ranks is None or tokens.forest is None:
@@ -263,11 +297,16 @@ def in_parts(run_part: RunPart, tokens: Selected, sequence_ranks: SequenceRanks 
     most_tokens = int(token_counts.max())
     rank_order = np.argsort(owner_rank, kind="stable")  # rank by rank
     gathered_index = np.empty_like(rank_order)  # of each token, where all are gathered
-    gathered_index[rank_order] = owner_rank[rank_order] * most_tokens + np.arange(len(rank_order)) - starts[owner_rank[rank_order]]
+    gathered_index[rank_order] = (
+        owner_rank[rank_order] * most_tokens + np.arange(len(rank_order)) - starts[owner_rank[rank_order]]
+    )
     own_tokens = rank_order[starts[sequence_ranks.index] :][: token_counts[sequence_ranks.index]]
     (gathered_order,) = to_device([torch.from_numpy(gathered_index)], tokens.ids.device)
     own_columns = run_part(_rank_part(tokens, own_tokens, sequence_ranks))
-    return [None if column is None else sequence_ranks.gather(column, most_tokens)[gathered_order] for column in own_columns]
+    return [
+        None if column is None else sequence_ranks.gather(column, most_tokens)[gathered_order]
+        for column in own_columns
+    ]
 
 
 def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: SequenceRanks) -> Selected:
@@ -289,9 +328,20 @@ def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: Sequenc
     labels = tokens.labels[selected_index]
     temperature = tokens.temperature[selected_index]
     predictor = tokens.predictor_index[own_tokens] - start
-    teacher_scores = tokens.teacher_scores and TeacherScores(*(column[selected_index] for column in tokens.teacher_scores))
+    teacher_scores = tokens.teacher_scores and TeacherScores(
+        *(column[selected_index] for column in tokens.teacher_scores)
+    )
     return Selected(
-        ids, labels, predictor, temperature, positions, tokens.forest, routes, sequence_ranks, agents, teacher_scores
+        ids,
+        labels,
+        predictor,
+        temperature,
+        positions,
+        tokens.forest,
+        routes,
+        sequence_ranks,
+        agents,
+        teacher_scores,
     )
 
 
@@ -361,7 +411,11 @@ class SplitModel:
             self._selected = self._head_product = self._selected_hidden = None
 
     def _run_backbone(self, *args: Any, **kwargs: Any) -> Any:
-        return self._backbone_forward(*args, **kwargs) if self._backbone_output is None else self._backbone_output
+        return (
+            self._backbone_forward(*args, **kwargs)
+            if self._backbone_output is None
+            else self._backbone_output
+        )
 
     def _select_hidden(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         if self._selected is None:

@@ -36,13 +36,17 @@ class TeacherScores(NamedTuple):
     sampled_logprobs: Tensor
 
     @classmethod
-    def concatenate(cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor) -> TeacherScores:
+    def concatenate(
+        cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor
+    ) -> TeacherScores:
         """Join those of episodes. A token of which nothing was told, and which is not fresh, has zeros."""
         ids, top = (torch.from_numpy(np.concatenate(column)) for column in zip(*likeliest, strict=True))
         return cls(ids.long(), top.to(reference.dtype).nan_to_num(nan=-math.inf), reference.nan_to_num())
 
 
-def distances(table: Tensor, labels: Tensor, teacher_table: Tensor | TeacherScores, teacher: Teacher) -> dict[str, Tensor]:
+def distances(
+    table: Tensor, labels: Tensor, teacher_table: Tensor | TeacherScores, teacher: Teacher
+) -> dict[str, Tensor]:
     """Return the divergence between one's own log-probs [N, V] and a teacher's table, or what it told; and
     the teacher's log-probs of the labels."""
     sampled_ids = labels[:, None]
@@ -50,14 +54,18 @@ def distances(table: Tensor, labels: Tensor, teacher_table: Tensor | TeacherScor
         reference = teacher_table.gather(1, sampled_ids)[:, 0]
         if not teacher.top_k:
             return {"divergence": divergence(table, teacher_table, teacher.name), "reference": reference}
-        known_logprobs = teacher_table[:, : table.shape[1]]  # vocabularies may be filled up to different sizes
+        known_logprobs = teacher_table[
+            :, : table.shape[1]
+        ]  # vocabularies may be filled up to different sizes
         top_logprobs, ids = known_logprobs.topk(min(teacher.top_k, known_logprobs.shape[1]))
         teacher_table = TeacherScores(ids, top_logprobs, reference)
     ids = teacher_table.ids.clamp(0, table.shape[1] - 1)
     is_repeated = (ids[:, :, None] == ids[:, None]).sum(-1) > 1  # SGLang calls its last id 0
     is_excluded = is_repeated | (ids != teacher_table.ids) | (ids == sampled_ids)
     policy_classes = lumped(table.gather(1, ids), table.gather(1, sampled_ids)[:, 0], is_excluded)
-    divergences = divergence(policy_classes, lumped(teacher_table.top, teacher_table.sampled, is_excluded), teacher.name)
+    divergences = divergence(
+        policy_classes, lumped(teacher_table.top, teacher_table.sampled, is_excluded), teacher.name
+    )
     return {"divergence": divergences.to(table.dtype), "reference": teacher_table.sampled}
 
 

@@ -50,7 +50,9 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     return 0
 
 
-def _serve_weights(config: RunConfig, link: Link, publishing: Publishing, incarnation: str, vocabulary: int) -> str:
+def _serve_weights(
+    config: RunConfig, link: Link, publishing: Publishing, incarnation: str, vocabulary: int
+) -> str:
     """The reason of the stop. A coordinator that is silent, as it was started again, is greeted anew, and
     told again what it may not know. DeadlineError without its first answer."""
     hello_message = TrainerHello(0, 1, incarnation, 0, vocabulary)

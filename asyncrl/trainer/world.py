@@ -103,10 +103,14 @@ class World:
         They lie in `.grad` and nowhere else, so that `zero_grad` drops those of a batch that is left out."""
         if self.replica_group is None:
             return
-        shards = [cast(DTensor, parameter.grad).to_local() for parameter in parameters if parameter.grad is not None]
+        shards = [
+            cast(DTensor, parameter.grad).to_local() for parameter in parameters if parameter.grad is not None
+        ]
         for bucket in _in_buckets(shards, GRADIENT_BYTES):
             flat_shards = [shard.flatten() for shard in bucket]
-            joined_shards = (flat_shards[0] if len(flat_shards) == 1 else torch.cat(flat_shards)).to(self.device)  # perhaps offloaded
+            joined_shards = (flat_shards[0] if len(flat_shards) == 1 else torch.cat(flat_shards)).to(
+                self.device
+            )  # perhaps offloaded
             dist.all_reduce(joined_shards, group=self.replica_group)
             joined_shards /= self.replica_group.size()
             averages = joined_shards.split([shard.numel() for shard in bucket])
@@ -149,8 +153,12 @@ class World:
         if self.size == 1:
             return [value]
         encoded_values = self._gather_bytes(msgspec.msgpack.encode(value))
-        with ProtocolError.instead_of(msgspec.DecodeError, text=f"a trainer rank sent what is no {value_type}"):
-            return [msgspec.msgpack.decode(encoded_value, type=value_type) for encoded_value in encoded_values]
+        with ProtocolError.instead_of(
+            msgspec.DecodeError, text=f"a trainer rank sent what is no {value_type}"
+        ):
+            return [
+                msgspec.msgpack.decode(encoded_value, type=value_type) for encoded_value in encoded_values
+            ]
 
     def gather_data(self, value: T, value_type: type[T]) -> list[T]:
         """Gathers as `gather` does, but ranks that share a micro-batch count once."""
@@ -162,7 +170,11 @@ class World:
             return
         values = self.gather(value, value_type)
         sharing_ranks = self.sequence.count
-        differing_ranks = [rank for rank, rank_value in enumerate(values) if rank_value != values[rank - rank % sharing_ranks]]
+        differing_ranks = [
+            rank
+            for rank, rank_value in enumerate(values)
+            if rank_value != values[rank - rank % sharing_ranks]
+        ]
         if differing_ranks:
             raise ProtocolError(
                 f"trainer ranks that share a micro-batch were given different ones: {len(differing_ranks)} of "
@@ -182,7 +194,9 @@ class World:
         for start in range(0, longest, PART_BYTES):
             end = min(start + PART_BYTES, longest)
             part = bytearray(mine[start:end].ljust(end - start, b"\0"))
-            for some, theirs in zip(whole, self._gather_tensors(torch.frombuffer(part, dtype=torch.uint8)), strict=True):
+            for some, theirs in zip(
+                whole, self._gather_tensors(torch.frombuffer(part, dtype=torch.uint8)), strict=True
+            ):
                 some += theirs.numpy().tobytes()
         for some, length in zip(whole, lengths, strict=True):
             del some[length:]

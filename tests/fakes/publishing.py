@@ -97,7 +97,9 @@ def main() -> None:
         parser.add_argument(name)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    world = join_ranks(int(options.rank), int(options.size), f"tcp://{options.address}", "cpu", timeout_s=DEADLINE)
+    world = join_ranks(
+        int(options.rank), int(options.size), f"tcp://{options.address}", "cpu", timeout_s=DEADLINE
+    )
     found = publish_four(world, Path(options.folder), directory="shm")
     if world.rank == 0:
         torch.save(found, options.result)

@@ -34,7 +34,7 @@ from asyncrl.config import Packing, RunConfig, TrainerConfig
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS, Footprint
 from asyncrl.trainer.layers import layers_of, prepare_layers
-from asyncrl.trainer.loading import cast_parameters, shard_empty, model_without_weights
+from asyncrl.trainer.loading import cast_parameters, model_without_weights, shard_empty
 from asyncrl.trainer.memory import forward_backward, largest_tokens, smallest_tokens
 from asyncrl.trainer.model import Critic, Policy, Reference, architecture_problems
 from asyncrl.trainer.optimizer import make_optimizer

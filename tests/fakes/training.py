@@ -156,7 +156,10 @@ def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
 def full_state(policy: Policy) -> dict[str, Tensor]:
     """The whole weights, copied, on all ranks. A collective."""
     dtype = policy.export_dtype
-    return {name: shard.detach().full_tensor().to(dtype).clone() for name, shard in published_shards(policy).items()}
+    return {
+        name: shard.detach().full_tensor().to(dtype).clone()
+        for name, shard in published_shards(policy).items()
+    }
 
 
 def stored(policy: Policy) -> dict[str, Tensor]:

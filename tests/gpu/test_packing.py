@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from asyncrl.trainer import recompute
-from asyncrl.trainer.attention import AttentionKernel, FlexKernel, NodeKernel, SequenceKernel, Scoring
+from asyncrl.trainer.attention import AttentionKernel, FlexKernel, NodeKernel, Scoring, SequenceKernel
 from asyncrl.trainer.prefix_tree import Forest, plant_forest
 from asyncrl.trainer.recompute import recomputed
 

@@ -87,10 +87,9 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
     import torch
 
     from asyncrl.config import parse
-    from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
+    from asyncrl.trainer.checkpointing import Checkpointing
     from asyncrl.trainer.learner import Learner
     from asyncrl.trainer.memory import trim_heap
-    from asyncrl.trainer.world import join_ranks, leave_ranks
 
     found: dict[str, tuple[float, float]] = {}
 
@@ -104,7 +103,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
         found[name] = (time.monotonic() - start, peak * 1024)
 
     torch.set_num_threads(1)
-    world = join(rank, ranks, f"{folder}/rendezvous-{ranks}-{resume}", "cpu")
+    world = join_ranks(rank, ranks, f"{folder}/rendezvous-{ranks}-{resume}", "cpu")
     config = parse(
         {
             "name": f"large-{ranks}",
@@ -118,7 +117,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
     )
     with phase("load"):
         learner = Learner(config, world)
-        saving = Checkpointing(config, shared_place(config, folder, world), learner)
+        saving = Checkpointing(config, shared_checkpoints(config, folder, world), learner)
     if resume:
         with phase("resume"):
             saving.resume()
@@ -137,7 +136,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
                 saving.poll_checkpoint()
                 time.sleep(0.01)
         assert not saving.problem, saving.problem
-    leave()
+    leave_ranks()
     return found
 
 

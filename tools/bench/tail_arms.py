@@ -97,7 +97,7 @@ class TailLearner(Learner):
         self._weights = np.ones(MOST_TURNS)
 
     def _train(self, examples: Sequence[TrainingSample], tally: MetricSums, progress: float = 0.0) -> None:
-        super()._train([self._rest(e) for e in examples], tally, progress)
+        super()._train_samples([self._rest(e) for e in examples], tally, progress)
         for e in examples:
             np.add.at(self._seen, e.turns - 1 - e.turn, np.stack([e.stale, np.ones(e.model_tokens)], 1))
 
@@ -111,8 +111,8 @@ class TailLearner(Learner):
         self.counts["lag"] += int(e.lag[~stale].sum())
         return changed(e, stale=stale, denominator=e.denominator * (e.model_tokens - paid) / e.model_tokens)
 
-    def _credited(self, examples: Sequence[TrainingSample], tally: MetricSums) -> list[TrainingSample]:
-        credited = super()._credited(examples, tally)
+    def _with_advantages(self, examples: Sequence[TrainingSample], tally: MetricSums) -> list[TrainingSample]:
+        credited = super()._with_advantages(examples, tally)
         if self.kind != WEIGHTS:
             return credited
         return [changed(e, advantage=e.advantage * self._weights[e.turns - 1 - e.turn]) for e in credited]

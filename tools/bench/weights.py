@@ -101,7 +101,9 @@ class Bench:
             betas=(0.9, 0.95),
             weight_decay=0.0,
         )
-        self.host = HostShards(published_shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0)
+        self.host = HostShards(
+            published_shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0
+        )
         self.whole = VersionWriter(place / "whole", BUCKET_BYTES)
         self.deltas = VersionWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
         self.world = world

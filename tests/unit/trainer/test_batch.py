@@ -13,7 +13,14 @@ from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.algorithms.credit import token_rewards
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.batch import TrainingSample, collate, partition_plan, training_sample, with_turns, with_values
+from asyncrl.trainer.batch import (
+    TrainingSample,
+    collate,
+    partition_plan,
+    training_sample,
+    with_turns,
+    with_values,
+)
 from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, TokenScores, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -166,10 +173,22 @@ def test_an_example_aligns_everything_to_model_tokens() -> None:
 def test_collate_pads_right_and_flattens_rows() -> None:
     long = training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)
     short = training_sample(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
-    filled = with_values([long, short], "prox", -torch.arange(7.0))
+    filled = with_values([long, short], "proximal_logprobs", -torch.arange(7.0))
     micro = collate(filled, torch.float32)
-    assert micro.proximal_logprobs is not None and micro.proximal_logprobs.tolist() == [0, -1, -2, -3, -4, -5, -6]
-    assert filled[1].proximal_logprobs is not None and filled[1].proximal_logprobs.tolist() == [-5, -6] and micro.value is None
+    assert micro.proximal_logprobs is not None and micro.proximal_logprobs.tolist() == [
+        0,
+        -1,
+        -2,
+        -3,
+        -4,
+        -5,
+        -6,
+    ]
+    assert (
+        filled[1].proximal_logprobs is not None
+        and filled[1].proximal_logprobs.tolist() == [-5, -6]
+        and micro.value is None
+    )
     assert micro.selected.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0]]
     assert micro.selected.labels.tolist() == [3, 4, 6, 7, 8, 3, 4]
     assert micro.selected.predictor_index.tolist() == [1, 2, 4, 5, 6, 9, 10]
@@ -188,7 +207,9 @@ def test_a_row_without_model_tokens_is_legal() -> None:
     empty = training_sample(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, TOKEN_MEAN)
     assert empty.model_tokens == 0 and empty.denominator == 0
     micro = collate([empty, training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)], torch.float64)
-    assert np.unique(micro.episode.numpy()).tolist() == [1] and micro.selected.predictor_index.min() + 1 == 8 + 2
+    assert (
+        np.unique(micro.episode.numpy()).tolist() == [1] and micro.selected.predictor_index.min() + 1 == 8 + 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,5 +275,7 @@ def test_members_of_a_group_share_their_prompt_on_one_rank_as_far_as_they_fit() 
         assert [[{p.group for p in part} for part in rank] for rank in found] == [
             [{str(group)} for group in range(rank, 4, ranks)] for rank in range(ranks)
         ]
-    (found,) = partition_plan(sized((0, 50, 1), (0, 50, 1), (0, 50, 1), (0, 120, 1), prompt=30), "tree", 70, 16, 1)
+    (found,) = partition_plan(
+        sized((0, 50, 1), (0, 50, 1), (0, 50, 1), (0, 120, 1), prompt=30), "tree", 70, 16, 1
+    )
     assert [[p.uid for p in part] for part in found] == [["3"], ["0", "1"], ["2"]]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from asyncrl.config import ModelConfig
 from asyncrl.engines.torch.engine import replace_weights
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.model import copied_buffers, load_policy, score_ids, published_shards
+from asyncrl.trainer.model import copied_buffers, load_policy, published_shards, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk

@@ -66,7 +66,9 @@ def try_places(world: World, folder: Path) -> Any:
     apart = Checkpoints(folder / f"node-{world.rank}")
     manifest = checkpoint.manifest_of(learner, trainer_epoch=0)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.write_checkpoint(apart, checkpoint.snapshot(learner), manifest, learner, world, with_export=False)
+        checkpoint.write_checkpoint(
+            apart, checkpoint.snapshot(learner), manifest, learner, world, with_export=False
+        )
     return world.gather((own, shared, str(error.value), apart.steps()), tuple[str, str, str, list[int]])
 
 
@@ -157,9 +159,8 @@ def test_a_url_is_as_good_as_a_path(world: World, tmp_path: Path) -> None:
 
 def killed_in_the_middle(folder: str, model: str) -> None:
     """In a process of its own: the first checkpoint is whole, the second ends with the process."""
-    from asyncrl.trainer.world import join_ranks
 
-    learner = make_learner(tiny_config(model), join(0, 1, device="cpu"), "float32")
+    learner = make_learner(tiny_config(model), join_ranks(0, 1, device="cpu"), "float32")
     to = Checkpoints(folder)
     for step in (1, 2):
         manifest = CheckpointManifest(step=step, trainer_epoch=0)
@@ -227,7 +228,9 @@ def test_a_place_that_cannot_be_written_is_told_from_the_start(made: Made, tmp_p
     """It is a file; once it is a directory, the first checkpoint ends the complaint."""
     (tmp_path / "t").touch()
     learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
-    saving = Checkpointing(learner.config, shared_checkpoints(learner.config, tmp_path, learner.world), learner)
+    saving = Checkpointing(
+        learner.config, shared_checkpoints(learner.config, tmp_path, learner.world), learner
+    )
     assert (
         saving.checkpoint_problem.startswith("FileExistsError: ")
         and str(tmp_path / "t") in saving.checkpoint_problem
@@ -251,7 +254,7 @@ def saving(made: Made, tmp_path: Path) -> Checkpointing:
 def test_training_waits_where_there_is_no_memory_for_a_copy(
     saving: Checkpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointing, "main_memory", lambda: SimpleNamespace(available=saving._bytes))
+    monkeypatch.setattr(checkpointing, "main_memory", lambda: SimpleNamespace(available=saving._state_bytes))
     assert not saving.begin_checkpoint(0), "a copy and its room do not fit"
     while saving.is_writing:
         saving.poll_checkpoint()
@@ -282,8 +285,8 @@ def test_a_write_that_hangs_ends_the_rank(saving: Checkpointing, monkeypatch: py
     try:
         saving.begin_checkpoint(0)
         assert not saving.poll_checkpoint() and "is being written" in saving.write_progress
-        clock.now = saving._limit + 1
-        assert saving._limit == pytest.approx(600.0, rel=0.01)
+        clock.now = saving._write_limit + 1
+        assert saving._write_limit == pytest.approx(600.0, rel=0.01)
         with pytest.raises(DeadlineError, match="step 0 took over 600 s"):
             saving.poll_checkpoint()
     finally:

@@ -23,8 +23,8 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.trainer import device_offload, loading
 from asyncrl.trainer.checkpointing import Checkpointing
+from asyncrl.trainer.device_offload import DeviceOffload, PageLockedMemory
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.device_offload import PageLockedMemory, DeviceOffload
 from asyncrl.trainer.world import World
 from asyncrl.weights import memory as memories
 from asyncrl.weights.memory import trim_heap
@@ -188,19 +188,19 @@ def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     learner = made(dtype="float32")
     own = DeviceOffload(learner, timeline, tmp_path)
-    own._room = PageLockedMemory(world).reserve
+    own._host_memory = PageLockedMemory(world).reserve
     cut = random_cut(Recorder(model, noise=0.2).groups(4, 4, [0]), 1, 2, seed=0)
     for step in range(3):
         before = {name: tensor.clone() for name, tensor in held(learner).items()}
         own.offload(nobody)
-        size = sum(len(part) for _, part in own._places.values())
+        size = sum(len(part) for _, part in own._host_copies.values())
         own.onload()
         assert all(torch.equal(tensor, before[name]) for name, tensor in held(learner).items())
         (kept,) = registered.values()
         assert kept == size if step < 2 else kept > size, "gradients are there in the second only"
         learner.accumulate(cut[step % 2][0]) if step == 0 else learner.finish()
     monkeypatch.setattr(device_offload, "main_memory", lambda: SimpleNamespace(available=10))
-    own._room = PageLockedMemory(world).reserve
+    own._host_memory = PageLockedMemory(world).reserve
     learner.micro_batch_size = 1000, 4
     with pytest.raises(ConfigError, match=r"engine.colocated: .* more main memory, 0.00 GB are free.*; free"):
         own.offload(nobody)
@@ -238,7 +238,11 @@ def test_without_room_on_the_disk_it_rests_in_main_memory(
     own = DeviceOffload(learner, timeline, tmp_path / "missing")
     before = {name: tensor.clone() for name, tensor in held(learner).items()}
     own.offload(nobody)
-    assert own.is_offloaded and own._places and not any(t.untyped_storage().nbytes() for t in held(learner).values())
+    assert (
+        own.is_offloaded
+        and own._host_copies
+        and not any(t.untyped_storage().nbytes() for t in held(learner).values())
+    )
     own.onload()
     assert all(torch.equal(tensor, before[name]) for name, tensor in held(learner).items())
 
@@ -247,8 +251,8 @@ def saved(config: Any, learner: Learner, folder: Path, own: DeviceOffload | None
     """Files of a checkpoint."""
     saving = Checkpointing(config, Checkpoints(folder), learner)
     saving.begin_checkpoint(1, own)
-    assert saving._job is not None
-    saving._job.result.result(60)
+    assert saving._write_job is not None
+    saving._write_job.result.result(60)
     assert saving.poll_checkpoint()
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -279,9 +283,8 @@ def test_a_checkpoint_of_shards_that_rest_is_the_same(
 
 def measure(folder: Path, told: Any) -> None:
     """In a process of its own, as others have freed memory to reuse."""
-    from asyncrl.trainer.world import join_ranks, leave_ranks
 
-    world = join(0, 1, device="cpu")
+    world = join_ranks(0, 1, device="cpu")
     path = save_small(folder / "model", "Qwen2", hidden_size=256, intermediate_size=1024, vocab_size=4096)
     learner = make_learner(tiny_config(path), world, "float32")
     own = DeviceOffload(learner, Timeline(folder / "timeline.jsonl"), folder)
@@ -304,7 +307,7 @@ def measure(folder: Path, told: Any) -> None:
         own.onload()
         note()
     told.put((sum(t.nbytes for t in held(learner).values()), own_pages, files))
-    leave()
+    leave_ranks()
 
 
 def test_memory_falls_while_it_rests_and_does_not_grow(tmp_path: Path) -> None:

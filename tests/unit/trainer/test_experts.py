@@ -305,7 +305,7 @@ def test_experts_that_the_model_does_not_have_are_not_chosen(world: World, saved
     given = rows()[4:5]
     logp, _ = learned(policy, [routed(given, "packed", [])])
     found, _ = learned(policy, [routed(given, "packed", [np.full((10, 6), 99, dtype=np.int32)])])
-    assert policy.forced_routes is not None and policy.forced_routes.choices == 6
+    assert policy.forced_routes is not None and policy.forced_routes.choices_per_token == 6
     assert torch.allclose(found, logp, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from asyncrl import cli
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.model import Policy, load_policy, score_ids, published_shards
+from asyncrl.trainer.model import Policy, load_policy, published_shards, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.adapters import Adapters

@@ -103,13 +103,13 @@ def train(budget: int, sections: dict[str, Any], world: World, folder: Path) -> 
     learner = learner_of(folder, world, sections)
     learner.token_budget = budget
     sizes: list[int] = []
-    collate = learner._collate
+    collate = learner._collate_on_device
 
     def noted(examples: Any) -> Any:
         sizes.append(len(examples))
         return collate(examples)
 
-    learner._collate = noted  # type: ignore[method-assign]
+    learner._collate_on_device = noted  # type: ignore[method-assign]
     metrics = run_batch(learner, random_cut(batch_of(folder), world.size, 3, seed=0))
     assert not any(learner.micro_batch_size), "none is under way"
     return full_state(learner.policy), sizes, metrics["trainer/trajectories"]

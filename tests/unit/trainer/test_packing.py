@@ -23,7 +23,7 @@ from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer import attention, gradient_check, prefix_tree
-from asyncrl.trainer.attention import FlexKernel, NodeKernel, SequenceKernel, Scoring
+from asyncrl.trainer.attention import FlexKernel, NodeKernel, Scoring, SequenceKernel
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant_forest

@@ -93,7 +93,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     )
     mesh.with_own_group = lambda seconds: mesh
     mesh.use_device = lambda: None
-    monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True, resting=None: {})
+    monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True, device_offload=None: {})
     of = lambda learner, **lineage: CheckpointManifest(step=learner.step, **lineage)  # noqa: E731
     monkeypatch.setattr(checkpoint, "manifest_of", of)
     config = parse({"name": "t", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}})
@@ -135,19 +135,19 @@ def test_servers_may_join_after_every_micro_batch_and_during_waits(
 
     pauses.clear()
     answers = iter((None, "there"))
-    rank._await("another rank", lambda: next(answers))
+    rank._await_ranks("another rank", lambda: next(answers))
     assert set(pauses) == {"another rank"}
 
     pauses.clear()
     mail.append((Committed(1, publish=False), []))
-    rank._ask(rank.control, Commit(0, 1, "", (), {}), "the commit of step 1")
+    rank._await_answer(rank.control, Commit(0, 1, "", (), {}), "the commit of step 1")
     assert pauses == ["the commit of step 1"]
 
     pauses.clear()
     busy = iter((True, False))
-    monkeypatch.setattr(Checkpointing, "busy", property(lambda saving: next(busy)))
-    monkeypatch.setattr(Checkpointing, "under_way", "a checkpoint")
-    monkeypatch.setattr(rank, "_note_saved", lambda: None)
+    monkeypatch.setattr(Checkpointing, "is_writing", property(lambda saving: next(busy)))
+    monkeypatch.setattr(Checkpointing, "write_progress", "a checkpoint")
+    monkeypatch.setattr(rank, "_report_saved", lambda: None)
     rank._await_saved()
     assert set(pauses) == {"a checkpoint"}
 
@@ -156,7 +156,7 @@ def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock
     rank.learner.work(2)  # type: ignore[attr-defined]
     for _ in range(4):
         clock.now += HEARTBEAT_SECONDS / 2
-        rank._beat(clock.now)
+        rank._send_heartbeat_or_hello(clock.now)
     assert beats(rank) == [1, 2, 2]
 
 
@@ -183,8 +183,8 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     rank.control.receive = lambda timeout: welcome.pop() if welcome else None  # type: ignore[method-assign]
     rank._poller = SimpleNamespace(wait=lambda seconds: computes("it waits"))  # type: ignore[assignment]
     monkeypatch.setattr(module, "try_largest", lambda learner: computes("it tries"))
-    monkeypatch.setattr(rank, "_probe", lambda: computes("it scores"))
-    monkeypatch.setattr(rank, "_train", lambda plan, work: computes("it trains"))
+    monkeypatch.setattr(rank, "_publish_probe", lambda: computes("it scores"))
+    monkeypatch.setattr(rank, "_train_part", lambda plan, work: computes("it trains"))
     monkeypatch.setattr(rank, "_save_last", stopped)
     with pytest.raises(Stopped):
         rank.loop()
@@ -206,15 +206,15 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
     done: list[Any] = []
     probe = Probe((1, 2), (-1.0,))
     monkeypatch.setattr(rank.publishing, "publish", done.append, raising=False)
-    monkeypatch.setattr(rank.publishing, "probe", lambda: done.append("probe") or probe, raising=False)
+    monkeypatch.setattr(rank.publishing, "score_probe", lambda: done.append("probe") or probe, raising=False)
     rank.is_repeating = True
-    rank._probe()
+    rank._publish_probe()
     assert not done
     # weights.every=2: step 3 was not published
     rank.is_repeating = False
     rank.learner.step = 3
-    rank._probe()
-    rank._probe()
+    rank._publish_probe()
+    rank._publish_probe()
     assert done == [PolicyVersion(0, 3), "probe", "probe"]
     told = Probed(PolicyVersion(0, 3), probe)
     assert rank.control.sent == [told, told]  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
     welcome = [(Welcome(2, 0, 3), [])]
     rank.control.receive = lambda wait: welcome.pop() if welcome else None  # type: ignore[method-assign]
     rank.bulk.receive = lambda wait: None  # type: ignore[method-assign]
-    list(rank._received())
+    list(rank._received_messages())
     assert rank.control.sent == [told]  # type: ignore[attr-defined]
 
 
@@ -242,7 +242,7 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: None  # type: ignore[method-assign]
-    plan, work = rank._take(0)
+    plan, work = rank._take_plan(0)
     assert (plan.kind, work, [*looks]) == ("step", [], [])
     assert "the other ranks' payloads" in [m.waiting for m in rank.control.sent if isinstance(m, TrainerBeat)]  # type: ignore[attr-defined]
 
@@ -262,12 +262,12 @@ def test_a_wait_for_other_ranks_has_an_end(rank: TrainerRank, clock: SimpleNames
     rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: stop.pop() if stop and clock.now > 100 else None  # type: ignore[method-assign]
     with pytest.raises(Stopped if stops else DistNetworkError):
-        rank._await("rank 0", gone)
+        rank._await_ranks("rank 0", gone)
     limit = progress_limit(rank.config)
     with pytest.raises(DeadlineError, match=f"waited {limit:g} s for rank 0"):
-        rank._await("rank 0", lambda: None)
+        rank._await_ranks("rank 0", lambda: None)
     begun = clock.now
-    assert rank._await("rank 0", lambda: clock.now > begun + 2 * limit or None, patient=True)
+    assert rank._await_ranks("rank 0", lambda: clock.now > begun + 2 * limit or None, is_patient=True)
 
 
 class FailingDisk:
@@ -286,8 +286,8 @@ class FailingDisk:
 
 def settle(rank: TrainerRank) -> None:
     """Wait for the end of the checkpoint under way, if there is one."""
-    if rank.checkpointing._job is not None:
-        rank.checkpointing._job.result.result(60)
+    if rank.checkpointing._write_job is not None:
+        rank.checkpointing._write_job.result.result(60)
 
 
 def saved(rank: TrainerRank) -> bool:
@@ -330,7 +330,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
             settle(rank)
         rank._save_if_due()
     settle(rank)
-    rank._note_saved()
+    rank._report_saved()
     lists = [(manifest.parent, manifest.step, len(manifest.trained)) for manifest in disk.saved]
     assert lists == [
         (-1, every, every),
@@ -349,17 +349,17 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
     rank.checkpointing.add_trained(["0.0"])
     rank.checkpointing.begin_checkpoint(1)
     settle(rank)
-    assert rank._status().checkpoint_problem == "step-0: OSError: no space", (
+    assert rank._heartbeat_message().checkpoint_problem == "step-0: OSError: no space", (
         "a long step does not hide the failure"
     )
     assert not rank.checkpointing.poll_checkpoint()
     assert rank.checkpointing.mark_due()  # at once, not after the next `every` steps
-    assert rank._status().waiting == "not saved: step-0: OSError: no space"
+    assert rank._heartbeat_message().waiting == "not saved: step-0: OSError: no space"
     rank.publishing.unwritten_reason = "no room for weights"  # type: ignore[misc]
-    assert rank._status().waiting.endswith("no space; no room for weights")
+    assert rank._heartbeat_message().waiting.endswith("no space; no room for weights")
     rank.checkpointing.add_trained(["1.0"])
-    assert saved(rank) and rank._status().waiting == "no room for weights"
-    assert rank._status().checkpoint_problem == ""
+    assert saved(rank) and rank._heartbeat_message().waiting == "no room for weights"
+    assert rank._heartbeat_message().checkpoint_problem == ""
     assert [(manifest.parent, manifest.trained) for manifest in disk.saved] == [(-1, ("0.0", "1.0"))]
 
 
@@ -373,7 +373,7 @@ def test_the_last_checkpoint_is_tried_until_stop_comes(
 
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     mail = [(WorkPlan(0, 0, "stop"), [])]
-    rank._hello = lambda: Welcome(1, 0, 1)  # type: ignore[method-assign]
+    rank._await_welcome = lambda: Welcome(1, 0, 1)  # type: ignore[method-assign]
     rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     stop = (Stop("stopped"), [])
     rank.control.receive = lambda timeout: stop if disk.saved else None  # type: ignore[method-assign]
@@ -392,7 +392,7 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
     for link in (rank.control, rank.bulk):
         link.receive = lambda timeout: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="the commit of step 0"):
-        rank._commit(WorkPlan(0, 1, "step"), [], {})
+        rank._commit_step(WorkPlan(0, 1, "step"), [], {})
     assert any(isinstance(message, Commit) for message in rank.control.sent)  # type: ignore[attr-defined]
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
 

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.batch import training_sample
 from asyncrl.trainer.advantages import with_kl_penalty
-from asyncrl.trainer.report import MetricSums, advantage_factor, batch_metrics, tally_advantages, tally_samples
+from asyncrl.trainer.batch import training_sample
+from asyncrl.trainer.report import (
+    MetricSums,
+    advantage_factor,
+    batch_metrics,
+    tally_advantages,
+    tally_samples,
+)
 from asyncrl.types import EpisodeResult
 from tests.unit.trainer.test_batch import ROW, TOKEN_MEAN, TURNS
 
@@ -34,13 +40,16 @@ def test_a_tally_does_not_depend_on_the_cut(values: list[int], cut: int) -> None
 
 def test_a_ratio_over_nothing_is_left_out() -> None:
     tally = MetricSums()
-    tally.ratio("x", 0.0, 0.0)
+    tally.add_ratio("x", 0.0, 0.0)
     assert tally.metrics() == {}
 
 
 def test_episode_metrics() -> None:
     tally = MetricSums()
-    examples = [training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN), training_sample(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)]
+    examples = [
+        training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN),
+        training_sample(ROW, TURNS[:1], 5, 1, TOKEN_MEAN),
+    ]
     tally_samples(tally, examples, longest_prompt=2)
     tally_advantages(tally, [replace(e, advantage=np.full(e.model_tokens, 0.5)) for e in examples])
     metrics = batch_metrics(tally, lambda advantage: advantage)
@@ -88,7 +97,9 @@ def test_gpg_counts_episodes_of_groups_without_variance(
     for rewards in groups:
         siblings = tuple(EpisodeResult(reward, 5) for reward in rewards)
         for own in siblings:
-            e = training_sample(msgspec.structs.replace(ROW, own=own, siblings=siblings), TURNS, 5, 1, TOKEN_MEAN)
+            e = training_sample(
+                msgspec.structs.replace(ROW, own=own, siblings=siblings), TURNS, 5, 1, TOKEN_MEAN
+            )
             a = own.reward - sum(rewards) / len(rewards)
             tally_advantages(tally, [replace(e, advantage=np.full(e.model_tokens, a))])
     assert advantage_factor("nonzero", tally) == pytest.approx(wanted, rel=1e-12)

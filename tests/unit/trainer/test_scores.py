@@ -90,11 +90,15 @@ def test_chunks_give_the_numbers_and_gradients_of_the_whole(monkeypatch: Any, si
 
 def test_only_what_is_asked_for() -> None:
     features, head, tokens = random_case()
-    found = score_chunks(lambda part: part @ head.T, features, tokens, entropy_grad=False, with_collision=False)
+    found = score_chunks(
+        lambda part: part @ head.T, features, tokens, entropy_grad=False, with_collision=False
+    )
     assert found.logp.requires_grad and not found.entropy.requires_grad
     assert found.collision is None and found.value is None
     with torch.no_grad():
-        found = score_chunks(lambda part: part @ head.T, features, tokens, entropy_grad=True, with_collision=True)
+        found = score_chunks(
+            lambda part: part @ head.T, features, tokens, entropy_grad=True, with_collision=True
+        )
     assert not any(part.requires_grad for part in found if part is not None)
 
 

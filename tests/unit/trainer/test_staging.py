@@ -62,7 +62,11 @@ def tensors_of(value: Any) -> list[Tensor]:
         return [value]
     if is_dataclass(value):
         value = [getattr(value, f.name) for f in fields(value)]
-    return [tensor for part in value for tensor in tensors_of(part)] if isinstance(value, list | TeacherScores) else []
+    return (
+        [tensor for part in value for tensor in tensors_of(part)]
+        if isinstance(value, list | TeacherScores)
+        else []
+    )
 
 
 @pytest.mark.parametrize("packing", ["padded", "packed", "tree"])

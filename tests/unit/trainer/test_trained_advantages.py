@@ -11,16 +11,16 @@ from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.algorithms.recipe import Recipe, compose
 from asyncrl.errors import ConfigError
 from asyncrl.trainer import world as ranks
-from asyncrl.trainer.barrier import _loss_arrays
-from asyncrl.trainer.batch import TrainingSample, training_sample
 from asyncrl.trainer.advantages import (
     PackedEpisode,
-    with_advantages,
-    with_kl_penalty,
     gather_episodes,
     gather_traces,
+    with_advantages,
+    with_kl_penalty,
     with_penalised_siblings,
 )
+from asyncrl.trainer.barrier import _loss_arrays
+from asyncrl.trainer.batch import TrainingSample, training_sample
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -93,7 +93,9 @@ def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
 # -- agents with rewards of their own ----------------------------------------------------------------
 
 
-def game(place: int, agents: str, rewards: list[float], siblings: tuple[EpisodeResult, ...] = ()) -> TrainingSample:
+def game(
+    place: int, agents: str, rewards: list[float], siblings: tuple[EpisodeResult, ...] = ()
+) -> TrainingSample:
     """An episode of one agent a turn, by its letter, and 2 tokens a turn."""
     own = result_of(agents, rewards)
     siblings = siblings or (own,)

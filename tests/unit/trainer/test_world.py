@@ -38,8 +38,8 @@ def test_words_are_heard_in_order_and_forgotten_after_the_next_meeting(world: Wo
     first._size = 2
     other._size = 2
     for number in range(5):
-        first.tell(word := b"%d" % number)
-        assert other.heard() == word and other.heard() is None
+        first.send_word(word := b"%d" % number)
+        assert other.next_word() == word and other.next_word() is None
         first.arrive_at_meeting()
         assert not first.all_arrived
         other.arrive_at_meeting()
@@ -52,8 +52,8 @@ def listening(world: World, folder: Path) -> list[str]:
     before = listeners()
     words = ranks.RankZeroBroadcast(world)
     if world.rank == 0:
-        words.tell(b"word")
-    while world.rank and words.heard() is None:
+        words.send_word(b"word")
+    while world.rank and words.next_word() is None:
         pass
     world.gather(0, int)
     return sorted(listeners() - before)
@@ -173,9 +173,9 @@ def test_what_keeps_gpus_from_connecting_is_raised(tmp_path: Path, monkeypatch: 
 
 def tally(rank: int) -> MetricSums:
     told = MetricSums()
-    told.ratio("a", 0.1, 3)
-    told.total("n", rank)
-    told.summary("x", [float("inf"), 1])
+    told.add_ratio("a", 0.1, 3)
+    told.add_total("n", rank)
+    told.add_summary("x", [float("inf"), 1])
     return told
 
 

@@ -90,7 +90,9 @@ def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: 
 
 def collect_twice(world: World, folder: Path) -> Any:
     policy = policy_of(world, folder)
-    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=buffers(0))
+    host = HostShards(
+        published_shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=buffers(0)
+    )
     assert len(threads()) == (world.rank > 0)
     found: dict[str, Any] = {"wanted": [], "found": []}
     for version in (1, 2):
@@ -155,7 +157,9 @@ def collect_everywhere(world: World, folder: Path) -> Any:
     """Every rank collects each version, in the background and several at a time, while newer ones are
     copied; rank 1 keeps the first one for long, so that no rank may copy over it."""
     policy = policy_of(world, folder)
-    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE, collectors=world.size)
+    host = HostShards(
+        published_shards(policy), policy.published, torch.bfloat16, DEADLINE, collectors=world.size
+    )
     assert len(threads()) == world.size - 1
     wanted: list[Tensors] = []
     found: dict[int, Tensors] = {}

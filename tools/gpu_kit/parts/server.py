@@ -557,7 +557,7 @@ class PublisherHere:
         self._step = 0
         self._directory: Path | None = None  # of versions, in /dev/shm where that has room
         nobody: Any = None
-        with mock.patch.object(Publishing, "_announce", self._announce):
+        with mock.patch.object(Publishing, "_announce_version", self._announce):
             self._publishing = Publishing(config, nobody, Path(config.run_dir) / config.name, world, policy)
 
     def publish(self) -> Pushed:

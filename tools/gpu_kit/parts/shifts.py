@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.engine import build
 from asyncrl.observe.timeline import Timeline, files, union
+from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import published_shards
-from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.world import join_ranks, leave_ranks
 from asyncrl.types import PolicyVersion
 from parts.common import FREED, MB, Context, Finding, failure, release, synchronize, used_memory
