@@ -64,8 +64,9 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
         checkpoints.drop_token()
     if blind_ranks:
         raise ConfigError(
-            f"checkpoint.directory: {checkpoints.root} is not one place for all trainer ranks, {', '.join(blind_ranks)} "
-            "does not see what the others write there; set it to one that all nodes share, or to a URL"
+            f"checkpoint.directory: {checkpoints.root} is not one place for all trainer ranks, "
+            f"{', '.join(blind_ranks)} does not see what the others write there; set it "
+            "to one that all nodes share, or to a URL"
         )
     return checkpoints
 

@@ -149,7 +149,8 @@ class PageLockedMemory:
         needed_bytes = sum(self._world.gather(missing_bytes, int))  # all ranks are on this machine
         if needed_bytes > free_bytes:
             raise MemoryError(
-                f"the ranks here need {needed_bytes / 1e9:.2f} GB more main memory, {free_bytes / 1e9:.2f} GB are free"
+                f"the ranks here need {needed_bytes / 1e9:.2f} GB more main memory, "
+                f"{free_bytes / 1e9:.2f} GB are free"
             )
         if missing_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # first, for there may be no room for both

@@ -77,8 +77,8 @@ def check_gradients(
                     < limit
                 ):
                     problems[method] = (
-                        f"has {quantity} that differ from those of rows one by one by {relative_distance:.1e} of their norm "
-                        f"(limit {limit:.0e})"
+                        f"has {quantity} that differ from those of rows one by one by "
+                        f"{relative_distance:.1e} of their norm (limit {limit:.0e})"
                     )
                     break
             if forest is not None and forest.ignored_arguments:

@@ -90,8 +90,8 @@ def _check_tied_weights(model: PreTrainedModel, filled_model: PreTrainedModel) -
     transformers keeps them apart then."""
     if untied_names := model.all_tied_weights_keys.keys() - filled_model.all_tied_weights_keys.keys():
         raise ValueError(
-            f"config.json ties {', '.join(sorted(untied_names))} to another tensor, and the files hold other values "
-            "for it; set tie_word_embeddings=false there"
+            f"config.json ties {', '.join(sorted(untied_names))} to another tensor, and the files hold "
+            "other values for it; set tie_word_embeddings=false there"
         )
 
 

@@ -335,7 +335,8 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
                 f"ids from {reference_vocabulary} on can be sampled, too; save the reference after {resize}"
             )
         raise ConfigError(
-            f"kl.reference: {path} has a vocabulary of {reference_vocabulary}, the policy of {policy_vocabulary}; {advice}"
+            f"kl.reference: {path} has a vocabulary of {reference_vocabulary}, "
+            f"the policy of {policy_vocabulary}; {advice}"
         )
     return Reference(reference)
 

@@ -42,8 +42,8 @@ def packing_for(
             problem = cached_gradient_check(root, [wanted_packing], dtype, world, is_compiled)[wanted_packing]
         if problem and world.sequence:
             raise ConfigError(
-                f"trainer.sequence_parallel={world.sequence.count} needs packed rows, but {model_class} {problem}; "
-                "set trainer.sequence_parallel=1"
+                f"trainer.sequence_parallel={world.sequence.count} needs packed rows, but "
+                f"{model_class} {problem}; set trainer.sequence_parallel=1"
             )
         if problem:
             logger.warning(

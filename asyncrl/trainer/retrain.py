@@ -66,8 +66,8 @@ def start_step(reader: RunReader, checkpoints: Checkpoints, step: int) -> int:
     if reader.plan_hash(step) is None:
         reason = "no such step was committed"
     raise ConfigError(
-        f"step {step} cannot be replayed: {reason}; these can: {', '.join(spans) or 'none'} (store.keep_bytes, "
-        "checkpoint.keep and checkpoint.every decide)"
+        f"step {step} cannot be replayed: {reason}; these can: {', '.join(spans) or 'none'} "
+        "(store.keep_bytes, checkpoint.keep and checkpoint.every decide)"
     )
 
 

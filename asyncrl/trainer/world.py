@@ -177,8 +177,8 @@ class World:
         ]
         if differing_ranks:
             raise ProtocolError(
-                f"trainer ranks that share a micro-batch were given different ones: {len(differing_ranks)} of "
-                f"{self.size} ranks, first rank {differing_ranks[0]}"
+                f"trainer ranks that share a micro-batch were given different ones: "
+                f"{len(differing_ranks)} of {self.size} ranks, first rank {differing_ranks[0]}"
             )
 
     def _all_to_all(self, mine: bytes) -> list[bytearray]:
@@ -376,7 +376,8 @@ class _Meeting:
             if time.monotonic() > deadline:
                 log_name = f"logs/trainer-{missing_ranks[0]}.log"
                 raise DeadlineError(
-                    f"waited {self._meet_limit:g} s at {self._rendezvous}: {wait_name}; {log_name} may say why"
+                    f"waited {self._meet_limit:g} s at {self._rendezvous}: {wait_name}; "
+                    f"{log_name} may say why"
                 )
 
     def _missing_ranks(self) -> list[int]:

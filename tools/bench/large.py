@@ -87,9 +87,10 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
     import torch
 
     from asyncrl.config import parse
-    from asyncrl.trainer.checkpointing import Checkpointing
+    from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
     from asyncrl.trainer.learner import Learner
     from asyncrl.trainer.memory import trim_heap
+    from asyncrl.trainer.world import join_ranks, leave_ranks
 
     found: dict[str, tuple[float, float]] = {}
 

@@ -159,6 +159,7 @@ def test_a_url_is_as_good_as_a_path(world: World, tmp_path: Path) -> None:
 
 def killed_in_the_middle(folder: str, model: str) -> None:
     """In a process of its own: the first checkpoint is whole, the second ends with the process."""
+    from asyncrl.trainer.world import join_ranks
 
     learner = make_learner(tiny_config(model), join_ranks(0, 1, device="cpu"), "float32")
     to = Checkpoints(folder)

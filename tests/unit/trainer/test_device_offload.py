@@ -283,6 +283,7 @@ def test_a_checkpoint_of_shards_that_rest_is_the_same(
 
 def measure(folder: Path, told: Any) -> None:
     """In a process of its own, as others have freed memory to reuse."""
+    from asyncrl.trainer.world import join_ranks, leave_ranks
 
     world = join_ranks(0, 1, device="cpu")
     path = save_small(folder / "model", "Qwen2", hidden_size=256, intermediate_size=1024, vocab_size=4096)
