@@ -166,6 +166,7 @@ def gdpo(episode: CreditInput, *, weights: Weights = "") -> Credit:
 def _weights(episode: CreditInput, weights: str) -> dict[str, float]:
     """Component → weight. ConfigError when an episode does not report what is weighed."""
     parts = [part.rpartition(":") for part in weights.split(",") if part]
+
     weight = {name.strip(): float(w) for name, _, w in parts} or dict.fromkeys(episode.own.components, 1.0)
     for member in (episode.own, *episode.siblings):
         if not weight or not weight.keys() <= member.components.keys():
@@ -174,6 +175,7 @@ def _weights(episode: CreditInput, weights: str) -> dict[str, float]:
                 f"an episode has {', '.join(sorted(member.components)) or 'none'}; the reward function must "
                 "report the same `components` for every episode"
             )
+
     return weight
 
 
@@ -265,6 +267,7 @@ def grpo_turn(episode: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = Fal
     """
     compare = standardised if std else centred
     own = turn_returns(episode.own, turn_gamma, turns=int(episode.turn.max(initial=0)) + 1)
+
     siblings = [turn_returns(member, turn_gamma) for member in episode.siblings]
     by_turn = np.zeros(len(own))
     for k, value in enumerate(own):
@@ -273,6 +276,7 @@ def grpo_turn(episode: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = Fal
             by_turn[k] = compare(value, same)
         elif k:
             by_turn[k] = by_turn[0]
+
     return by_turn[episode.turn]
 
 
@@ -295,9 +299,11 @@ def optimal_token_baseline(episode: CreditInput) -> Credit:
         weight[:common_length] += norm
         plain[:common_length] += lead
         members[:common_length] += 1
+
     if not members.all():
         raise ProtocolError("advantage optimal_token_baseline: an episode came without traces of its group")
     has_weight = weight > 0
+
     return np.where(has_weight, weighted, plain) / np.where(has_weight, weight, members)
 
 
@@ -307,12 +313,14 @@ def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:
     After k rounds x_t covers 2^k terms and factor_t is the discount past them: log2(T) vector operations.
     """
     total = rewards.astype(np.float64)
+
     factor = discount.astype(np.float64)
     reach = 1
     while reach < len(total):
         total[:-reach] += factor[:-reach] * total[reach:]
         factor[:-reach] *= factor[reach:]
         reach *= 2
+
     return total
 
 

@@ -89,10 +89,12 @@ def select_rules(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Rul
     for name, options in named.items():
         rule = corrections.load(name, where)
         rules.append(replace(rule, of=_bound(rule.of, options, f"{where}.{name}")))
+
     if sum(rule.kind == "weight" for rule in rules) > 1:
         raise ConfigError(
             f"{where}: {', '.join(named)} hold two weights; rho would be counted twice; keep one"
         )
+
     return rules
 
 
@@ -111,6 +113,7 @@ def correct(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction:
     """Apply all rules. Without a weight rule every kept token weighs 1; the ratio is reported in any case."""
     ratio = ratio_of(tokens.log_ratio)
     weight = torch.ones_like(ratio)
+
     masked = torch.zeros_like(ratio, dtype=torch.bool)
     is_truncated = masked
     for rule in rules:
@@ -123,6 +126,7 @@ def correct(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction:
             weight = rule_result.weight
         if rule_result.cut is not None:
             is_truncated = rule_result.cut
+
     return Correction(weight.masked_fill(masked, 0.0), ratio, masked, is_truncated & ~masked)
 
 
@@ -133,6 +137,7 @@ def correct_states(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction
     episodes, and 1 at level token or geometric. Masks of single tokens do not apply.
     """
     rules_with_level = [(rule, getattr(rule.of, "keywords", {}).get("level")) for rule in rules]
+
     level: Any = next((level for rule, level in rules_with_level if rule.kind == "weight"), "token")
     leading_log_ratio = torch.zeros_like(tokens.log_ratio)
     if level in ("turn", "sequence") and len(leading_log_ratio):
@@ -141,6 +146,7 @@ def correct_states(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction
         sum_before = values.cumsum(0) - values
         span_start = torch.searchsorted(span, span)
         leading_log_ratio[span_order] = (sum_before - sum_before[span_start]).to(leading_log_ratio.dtype)
+
     masked = correct(
         [rule for rule, rule_level in rules_with_level if rule.kind == "mask" and rule_level != "token"],
         tokens,
@@ -153,6 +159,7 @@ def correct_states(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction
     corrected = correct(
         weights, replace(tokens, log_ratio=leading_log_ratio, advantage=torch.zeros_like(leading_log_ratio))
     )
+
     return replace(corrected, weight=corrected.weight.masked_fill(masked, 0.0), masked=masked)
 
 

@@ -108,6 +108,7 @@ def by_token(episode: CreditInput, advantage: Advantage) -> np.ndarray:
     themselves, compared with the same agent's turns in the siblings that have some."""
     if not episode.own.agents:
         return np.broadcast_to(np.asarray(advantage.of(episode), dtype=np.float64), episode.turn.shape)
+
     token_advantages = np.zeros(len(episode.turn))
     for agent, own_result in episode.own.parts.items():
         turns = [turn for turn, turn_agent in enumerate(episode.own.agents) if turn_agent == agent]
@@ -126,6 +127,7 @@ def by_token(episode: CreditInput, advantage: Advantage) -> np.ndarray:
             values=None if episode.values is None else episode.values[is_own_token],
         )
         token_advantages[is_own_token] = advantage.of(agent_episode)
+
     return token_advantages
 
 
@@ -142,4 +144,5 @@ def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:
         if not own.turn_rewards:
             ends = np.array([len(turn) - 1])
         np.add.at(rewards, np.maximum(ends, 0), by_turn)
+
     return rewards

@@ -109,17 +109,21 @@ def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a whole batch from its sums. What has nothing to be a share of is left out."""
     metrics = {metric: sums[a] / sums[b] for metric, (a, b) in RATIOS.items() if sums.get(b)}
     metrics |= {metric: sums[name] for metric, name in TOTALS.items() if name in sums}
+
     if sums.get("weight2"):
         metrics["rollout_corr/rollout_is_eff_sample_size"] = sums["weight"] ** 2 / (
             sums["fresh"] * sums["weight2"]
         )
+
     metrics |= {OVERALL[name]: value for name, value in _spread(sums).items() if name in OVERALL}
+
     for lag in LAG_NAMES:
         prefix = f"lag/{lag}/"
         lag_sums = {
             name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)
         }
         metrics |= {f"rollout_corr/by_lag/{lag}/{name}": value for name, value in _spread(lag_sums).items()}
+
     return metrics
 
 
@@ -131,6 +135,7 @@ def _spread(sums: Mapping[str, float]) -> dict[str, float]:
     log_rho = sums.get("log_rho", 0.0) / fresh
     rho2 = sums["rho2"] / fresh
     bins = {int(name[4:]): count for name, count in sums.items() if name.startswith("bin/")}
+
     return {
         "tokens": fresh,
         "log_rho": log_rho,
@@ -154,6 +159,7 @@ def _rho_at(bins: Mapping[int, float], quantile: float) -> float:
             low, high = BIN_EDGES[index : index + 2]
             return math.exp(low + (high - low) * (rank - count_below) / count)
         count_below += count
+
     raise AssertionError("quantile of no token")
 
 
@@ -168,6 +174,7 @@ def token_sums(state: TokenState) -> TokenSums:
     flat = torch.cat([table.flatten(), torch.stack(list(extremes.values())), lags]).tolist()
     peaks = dict(zip(extremes, flat[table.numel() :], strict=False))
     peaks = {name: value for name, value in peaks.items() if value != NOTHING}
+
     return TokenSums(
         sums=_named(names, flat[: table.numel()]),
         highest={name: value for name, value in peaks.items() if not name.startswith("-")},
@@ -190,6 +197,7 @@ def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
     tokens = torch.cat([by_lag, histogram])
     tokens = torch.cat([tokens, tokens.sum(1, keepdim=True)], 1)
     names = [*columns, *(f"bin/{i}" for i in range(bins)), "episodes", "episode_w", "episode_w2"]
+
     return names, torch.cat([tokens, _episodes(state, log_ratio, lag_bucket)])
 
 
@@ -205,6 +213,7 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     k3 = rho - 1 - log_ratio
     is_eligible = fresh & ~state.ruled_out
     clipped_lower = state.clipped_lower if state.clipped_lower is not None else torch.zeros_like(enters_loss)
+
     return {
         "loss": torch.where(enters_loss, state.loss, 0.0),
         "tokens": state.counted,
@@ -253,11 +262,13 @@ def _extremes(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     """Return maxima by metric; with a leading minus the maximum of the negative."""
     rho = log_ratio.exp()
     weight = state.correction.weight.double()
+
     named = {"rho": rho, "rollout_is": torch.where(_kept(state), weight, 0.0)}
     extremes = {}
     for name, values in named.items():
         extremes[f"rollout_corr/{name}_max"] = torch.where(state.fresh, values, NOTHING).max()
         extremes[f"-rollout_corr/{name}_min"] = torch.where(state.fresh, -values, NOTHING).max()
+
     difference = torch.where(state.exact & state.fresh, (state.prox - state.mu).abs().double(), NOTHING)
     return {**extremes, "rollout_corr/logprob_diff_max": difference.max()}
 
@@ -285,4 +296,5 @@ def _named(names: list[str], flat: list[float]) -> dict[str, float]:
             sums[name] = total
         if name.startswith(LAG_SUMS):
             sums |= {f"lag/{lag}/{name}": v for lag, v in zip(LAG_NAMES, by_lag, strict=True) if v}
+
     return sums

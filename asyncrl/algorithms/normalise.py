@@ -67,6 +67,7 @@ class Whitening:
             fraction * (part.std**2 + (part.mean - mean) ** 2)
             for fraction, part in ((DECAY, earlier), (1 - DECAY, batch_statistics))
         )
+
         return cls(mean, math.sqrt(variance))
 
     def apply(self, advantage: np.ndarray) -> np.ndarray:

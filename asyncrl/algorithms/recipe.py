@@ -123,9 +123,11 @@ def compose(config: RunConfig) -> Recipe:
         and not (advantage.critic or algorithm.ess_lr or kl_config.where != "none")
         and all(rule.kind != "scale" for rule in rules),
     )
+
     for message, refused in _refusals(config, recipe).items():
         if refused:
             raise ConfigError(message)
+
     return recipe
 
 
@@ -150,10 +152,12 @@ def with_group_policy(config: RunConfig) -> RunConfig:
         msgspec.structs.replace(config, buffer=msgspec.structs.replace(config.buffer, group_policy=policy))
         for policy in ("complete", "partial")
     )
+
     try:
         unbiased = compose(partial).advantage.siblings and config.buffer.on_stale == "mask"
     except ConfigError:
         unbiased = False
+
     return partial if unbiased else complete
 
 
@@ -192,6 +196,7 @@ def _ratio_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     several_steps = recipe.optimizer_steps > 1
     name = f"algorithm.loss {recipe.loss_name!r}"
     dual_clip = getattr(loss.of, "keywords", {})["dual_clip"] if recipe.loss_name == "ppo" else 0
+
     return {
         "algorithm.loss.ppo.dual_clip between 0 and 1 is no bound; set 1 or more, or 0 for none": (
             0 < dual_clip < 1
@@ -242,6 +247,7 @@ def _group_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     advantage = recipe.advantage
     partial = buffer.group_policy == "partial"
     name = f"algorithm.advantage {recipe.advantage_name!r}"
+
     return {
         f"{name} compares an episode with a group that contains it, but a late one with a group that does "
         "not: biased with group_policy=partial; use dr_grpo, rloo or opo_loo, or group_policy=complete": (
@@ -285,6 +291,7 @@ def _filter_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     kl_config = config.kl
     key = "buffer.filter_zero_variance"
     filters_groups = config.buffer.filter_zero_variance
+
     return {
         f"{key} discards groups that the advantage {recipe.advantage_name!r} learns from; set it false": (
             filters_groups and not (advantage.siblings or advantage.greedy)
@@ -310,6 +317,7 @@ def _demonstration_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool
     name = f"algorithm.loss {recipe.loss_name!r}"
     size = config.buffer.episodes_per_group
     temperature = config.rollout.temperature
+
     return {
         f"buffer.episodes_per_group ({size}): {name} would train the same conversation so often; set 1": (
             demonstrations and size != 1

@@ -31,12 +31,15 @@ def with_advantages(sample: TrainingSample, recipe: Recipe, traces: Sequence[Tra
     compares_episodes = (
         estimator.greedy or estimator.whole_group or estimator.components or recipe.loss.whole_group
     )
+
     if compares_episodes and advantage_input.own.agents:
         raise ConfigError(
             f"algorithm: advantage {recipe.advantage_name!r} with loss {recipe.loss_name!r} compares whole "
             "episodes, and agents earned rewards of their own; use dr_grpo or rloo with reinforce or ppo"
         )
+
     token_advantages = by_token(advantage_input, estimator)
+
     return replace(
         sample,
         advantage=token_advantages,
@@ -70,6 +73,7 @@ def with_kl_penalty(
     planned = msgspec.structs.replace(
         sample.planned, own=_with_turn_penalties(sample.planned.own, turn_penalties)
     )
+
     return replace(sample, planned=planned, rewards=sample.rewards + penalty), turn_penalties.tolist()
 
 
@@ -124,6 +128,7 @@ def gather_episodes(
         rank_episodes.append(
             PackedEpisode(planned.uid, planned.group, planned.own, planned.place, encoded_arrays)
         )
+
     all_episodes = [
         packed for part in world.gather_data(rank_episodes, list[PackedEpisode]) for packed in part
     ]

@@ -60,6 +60,7 @@ class ForestAttention:
             self.forest.ids
         )
         is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # on others cuDNN is no faster
+
         return (
             SequenceKernel(self.forest, self.device, flex_kernel) if one_by_one and is_hopper else flex_kernel
         )
@@ -100,6 +101,7 @@ class NodeKernel:
             ).flatten(1, 2)
             for batch in batches
         ]
+
         return torch.cat(outputs, dim=1)[:, token_slots].transpose(0, 1)
 
 
@@ -116,6 +118,7 @@ def _node_batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tup
             chunks_by_shape.setdefault(
                 shape_bucket if len(keys) <= MAX_QUERIES else (len(chunks_by_shape),), []
             ).append((keys, query_count))
+
     token_slots = np.empty(len(forest.ids), dtype=np.int64)
     offset = 0
     for chunks in chunks_by_shape.values():
@@ -123,6 +126,7 @@ def _node_batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tup
         for keys, query_count in chunks:
             token_slots[keys[-query_count:]] = np.arange(offset, offset + query_count)
             offset += most_queries
+
     return [_node_batch(chunks, window, dtype) for chunks in chunks_by_shape.values()], torch.from_numpy(
         token_slots
     )
@@ -135,11 +139,13 @@ def _node_batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype)
         return NodeBatch(queries, keys, None)
     first_position = torch.tensor([[len(keys) - count] for keys, count in chunks])
     last_position = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
+
     # Padding sees what the last query sees: a row of scores without a key would be NaN.
     query_position = (first_position + torch.arange(queries.shape[1])).minimum(last_position)
     distance = query_position[:, :, None] - torch.arange(keys.shape[1])
     is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill(is_hidden, -torch.inf)
+
     return NodeBatch(queries, keys, mask[None])
 
 
@@ -147,9 +153,11 @@ def _attend_batch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     """Attend from query [heads, n, q, d] to key and value [kv_heads, n, k, d]; returns [heads, n, q, d]."""
     if len(query) != len(key):
         key, value = (x.repeat_interleave(len(query) // len(x), dim=0) for x in (key, value))
+
     if scoring.softcap is None:
         attend = nn.functional.scaled_dot_product_attention
         return attend(query, key, value, mask, is_causal=mask is None, scale=scoring.scale)
+
     if mask is None:
         mask = torch.full((query.shape[2],) * 2, -torch.inf, dtype=query.dtype).triu(1)
     scores = scoring.softcap * (query @ key.transpose(-1, -2) * scoring.scale / scoring.softcap).tanh() + mask
@@ -184,6 +192,7 @@ def _forest_attention(
         return forest.kernel.attend(queries, keys, values, scoring)
 
     output = attend(*given) if ranks is None else ranks.attend(*given, len(forest.forest.ids), attend)
+
     return output[None], None
 
 
@@ -217,6 +226,7 @@ class SequenceKernel:
     def __init__(self, forest: Forest, device: torch.device, fallback: AttentionKernel) -> None:
         self._fallback = fallback
         is_covered = np.zeros(len(forest.ids), dtype=bool)
+
         sequences = list[np.ndarray]()
         new_tokens = list[np.ndarray]()
         for row in forest.sequences:
@@ -225,8 +235,10 @@ class SequenceKernel:
                 is_covered[new] = True
                 sequences.append(row)
                 new_tokens.append(new)
+
         self._lengths = [len(row) for row in sequences]
         self._new_counts = [len(new) for new in new_tokens]
+
         # Where each row's tokens lie in the sequence, and each token in the results; None: in that order.
         self._token_order, self._result_order = (
             None if (np.diff(at) == 1).all() else to_device([torch.from_numpy(at)], device)[0]
@@ -244,13 +256,16 @@ class SequenceKernel:
         sequences = zip(
             *(x.split(self._lengths, dim=1) for x in ordered), strict=True
         )  # and one gradient of all
+
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
             for row, length, new in zip(sequences, self._lengths, self._new_counts, strict=True):
                 padding = -length % LENGTH_MULTIPLE  # keys behind all queries: none sees them
                 q, k, v = (pad(x, (0, 0, 0, padding))[None] for x in row)
                 output = causal_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
                 outputs.append(output[0, :, length - new : length])
+
         results = torch.cat(outputs, dim=1)
+
         return (results if self._result_order is None else results[:, self._result_order]).transpose(0, 1)
 
 
@@ -323,6 +338,7 @@ class FlexKernel:
             pad(x, (0, padding), value=token_count).view(-1, BLOCK_TOKENS)
             for x in (self.subtree_end, self.position)
         )
+
         partly_visible = (first_token <= first_token[:, None]) & (subtree_ends.amax(1) > first_token[:, None])
         fully_visible = (first_token < first_token[:, None]) & (subtree_ends.amin(1) > last_token[:, None])
         if window is not None:
@@ -330,10 +346,12 @@ class FlexKernel:
             highest_position = pad(self.position, (0, padding)).view(-1, BLOCK_TOKENS).amax(1)
             partly_visible &= lowest_position[:, None] - highest_position < window
             fully_visible &= highest_position[:, None] - lowest_position < window
+
         mask_mod = self.visible(window)
         lengths = (token_count, token_count)
         partial_blocks = _block_lists(partly_visible & ~fully_visible)
         full_blocks = _block_lists(fully_visible)
+
         return BlockMask.from_kv_blocks(
             *partial_blocks, *full_blocks, mask_mod=mask_mod, BLOCK_SIZE=BLOCK_TOKENS, seq_lengths=lengths
         )

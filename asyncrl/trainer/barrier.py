@@ -54,15 +54,18 @@ def compare_batch(
         penalised_pairs = [with_kl_penalty(sample, kl_penalty, recipe.kl_estimator) for sample in samples]
         penalties = gather_penalties(world, penalised_pairs)
         samples = [with_penalised_siblings(sample, penalties) for sample, _ in penalised_pairs]
+
     traces = defaultdict[str, list[Trace]](list)
     if recipe.advantage.whole_group:
         for trace in gather_traces(world, samples, [_trace_arrays(sample) for sample in samples]):
             traces[trace.group].append(trace)
+
     samples = [with_advantages(sample, recipe, traces[sample.group]) for sample in samples]
     tally = MetricSums()
     tally_advantages(tally, samples)
     batch_tally = merged_sums(world.gather_data(tally, MetricSums))
     scale_advantages = advantage_scaling(recipe, batch_tally, whitening)
+
     return [with_scaled_advantages(sample, scale_advantages) for sample in samples], batch_tally
 
 
@@ -108,6 +111,7 @@ def _loss_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
     known_logprobs = {name: array for name, array in named_logprobs.items() if array is not None}
     is_finite = np.logical_and.reduce([np.isfinite(array) for array in known_logprobs.values()])
     finite_logprobs = {name: np.where(is_finite, array, 0.0) for name, array in known_logprobs.items()}
+
     return {**finite_logprobs, "advantage": sample.advantage, "fresh": sample.within_staleness & is_finite}
 
 

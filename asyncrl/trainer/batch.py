@@ -215,6 +215,7 @@ def partition_plan(
         )
         for trajectory in planned
     ]
+
     largest_first = sorted(units(pieces, token_budget, rank_count), key=lambda unit: -unit.work)
     parts_by_rank = []
     for rank_part in deal(largest_first, rank_count):
@@ -225,6 +226,7 @@ def partition_plan(
                 for micro_batch in micro_batches(rank_pieces, token_budget)
             ]
         )
+
     return parts_by_rank
 
 
@@ -267,6 +269,7 @@ def training_sample(
         ids = sequences[turn.row]
         ids += (*turn.context, *turn.ids)
         token_origins += ((turn.row, position) for position in range(len(ids) - len(turn.ids), len(ids)))
+
     sequence_of, position = np.array(token_origins, dtype=np.int64).reshape(-1, 2).T
     turn_indices = np.repeat(np.arange(len(turns)), [len(turn.ids) for turn in turns])
     spans = [span for turn in turns for span in turn.spans]
@@ -276,6 +279,7 @@ def training_sample(
     adapter_of = {
         turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns
     }
+
     return TrainingSample(
         planned=planned,
         sequences=tuple(np.asarray(ids, dtype=np.int32) for ids in sequences),
@@ -320,6 +324,7 @@ def sequence_routes(
                 (max(0, start - known_tokens), turn_routes.shape[1]), UNKNOWN_EXPERT, dtype=np.int32
             )
             parts += [gap, turn_routes[max(0, known_tokens - start) :]]
+
     joined_parts = (np.concatenate(parts[1:]) if len(parts) > 1 else parts[0] for parts in parts_by_sequence)
     return tuple(routes[:length] for routes, length in zip(joined_parts, lengths, strict=True))
 
@@ -352,12 +357,15 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
         for routes_of_sequence in e.routes or [NO_ROUTES] * len(e.sequences)
     ]
     episode_index = np.repeat(np.arange(len(samples)), token_counts)
+
     adapter_index = None
     adapters = [adapter for e in samples for adapter in e.sequence_adapters]
     if adapters:
         adapter_index = np.concatenate([np.asarray(e.sequence_adapters)[e.sequence_of] for e in samples])
         episode_index = np.unique(episode_index * (max(adapters) + 1) + adapter_index, return_inverse=True)[1]
+
     selected = Selected.lay_out(sequences, sequence_of, position, temperature, packing, routes, adapters)
+
     teacher_tokens = None
     if teacher_sequences := [row for e in samples for row in e.teacher_sequences]:
         extra_tokens = np.array(
@@ -366,10 +374,12 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
         teacher_tokens = Selected.lay_out(
             teacher_sequences, sequence_of, position + extra_tokens[sequence_of], temperature, packing
         )
+
     if topk_parts := [e.teacher_topk for e in samples if e.teacher_topk is not None]:
         selected = replace(
             selected, teacher_scores=TeacherScores.concatenate(topk_parts, join_column("reference").to(dtype))
         )
+
     return MicroBatch(
         selected=selected,
         teacher_tokens=teacher_tokens,
@@ -415,6 +425,7 @@ def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:
     ids = np.zeros(2, dtype=np.int64)
     first_token = np.array([0])
     second_token = np.array([1])
+
     return MicroBatch(
         selected=replace(
             Selected.lay_out([ids], first_token, second_token, zero + 1, packing), told=teacher_scores

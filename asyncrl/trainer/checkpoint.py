@@ -126,6 +126,7 @@ def _run_on_all_ranks(world: World, part_of_saving: Callable[[], object]) -> Non
         problem = one_line(next(iter(error.failures.values()))[0])
     except Exception as error:  # the others wait for this rank
         problem = reason(error) if isinstance(error, OSError | CheckpointError) else one_line(error)
+
     if problem := next(filter(None, world.gather(problem, str)), ""):
         raise CheckpointError(problem)
 
@@ -140,13 +141,16 @@ def load_checkpoint(checkpoints: Checkpoints, step: int, learner: Learner) -> Ch
     stored_tensors = stored_reader.read_metadata().state_dict_metadata
     if f"rng.{learner.world.rank}" not in stored_tensors:  # more ranks than were saved: they keep their seed
         state.pop("rng")
+
     if "critic" in state and not any(name.startswith("critic.") for name in stored_tensors):
         logger.warning("checkpoint %s has no critic: it starts anew", path)
         state.pop("critic")
+
     try:
         load_shards(state, storage_reader=stored_reader)
     except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
         raise CheckpointError(f"{path} does not fit this model: {one_line(error)}") from error
+
     _restore_model(learner.policy.lm, learner.optimizer, state)
     if learner.critic is not None and "critic" in state:
         _restore_model(learner.critic, learner.critic.optimizer, state["critic"])
@@ -154,6 +158,7 @@ def load_checkpoint(checkpoints: Checkpoints, step: int, learner: Learner) -> Ch
         torch.set_rng_state(state["rng"][str(learner.world.rank)])
     learner.state |= _carried_state(learner, manifest.state)
     learner.step = manifest.step
+
     return manifest
 
 
@@ -166,6 +171,7 @@ def newest_step(checkpoints: Checkpoints, before_step: float = math.inf) -> int:
         logger.warning(
             "checkpoint %s is damaged (%s): falling back to the one before", checkpoints.path(step), problem
         )
+
     return -1
 
 
@@ -278,9 +284,11 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
     }
     if not adapter_tensors:
         raise ConfigError(f"{checkpoints.path(step)}: has no adapters, all weights were trained; merge it")
+
     with warnings.catch_warnings():  # that there are no other processes is meant
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load_shards({"model": adapter_tensors}, storage_reader=stored_reader, no_dist=True)
+
     layer_names = tuple(sorted({name.rpartition(".")[0] for name in adapter_tensors}))
     for agent, rank_and_alpha in config.adapters.items():
         agent_names_to_tensors = {

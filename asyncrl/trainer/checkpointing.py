@@ -54,6 +54,7 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
         checkpoints.problem = f"{one_line(error)}; {checkpoints.root} cannot be written to"
         log.error("%s", checkpoints.problem)
         token = ""
+
     if not (token := world.gather(token, str)[0]):
         return checkpoints
     sightings = world.gather((checkpoints.sees_token(token), HOST_NAME), tuple[bool, str])
@@ -62,12 +63,14 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
     ]
     if world.rank == 0:
         checkpoints.drop_token()
+
     if blind_ranks:
         raise ConfigError(
             f"checkpoint.directory: {checkpoints.root} is not one place for all trainer ranks, "
             f"{', '.join(blind_ranks)} does not see what the others write there; set it "
             "to one that all nodes share, or to a URL"
         )
+
     return checkpoints
 
 
@@ -147,11 +150,13 @@ class Checkpointing:
         trained again."""
         assert self._write_job is None, "one at a time"
         has_memory = main_memory().available > COPY_ROOM * self._state_bytes * self._ranks_on_host
+
         is_copied = all(self._world.gather(has_memory, bool))
         if not is_copied:
             log.warning(
                 "no memory for a copy of %.1f GB: training waits for the checkpoint", self._state_bytes / 1e9
             )
+
         manifest = checkpoint.manifest_of(
             self._learner,
             trainer_epoch=trainer_epoch,
@@ -165,6 +170,7 @@ class Checkpointing:
         )
         self._trained_uids = []
         self._is_due = False
+
         return is_copied
 
     def poll_checkpoint(self) -> bool:
@@ -175,20 +181,25 @@ class Checkpointing:
         manifest, started_at, result = self._write_job
         if result.done() and (error := result.exception()) is not None:
             raise error  # the other ranks' parts cannot end without this one's
+
         if not all(self._world.gather(result.done(), bool)):
             if time.monotonic() - started_at > self._write_limit:
                 raise DeadlineError(
                     f"the checkpoint of step {manifest.step} took over {self._write_limit:.0f} s"
                 )
             return False
+
         self._write_job = None
         self.problem = result.result()
+
         if self.problem:  # the next one lists what this one did
             log.error("not saved: %s", self.problem)
             self._trained_uids[:0] = manifest.trained
             self._is_due = True
             return False
+
         self.newest_manifest = manifest
+
         return True
 
     def _write_in_thread(self, state: checkpoint.State, manifest: CheckpointManifest) -> str:
@@ -199,9 +210,11 @@ class Checkpointing:
             )
         except CheckpointError as error:
             return str(error)
+
         if self._world.rank == 0:
             try:
                 self.checkpoints.prune(manifest.step, self._config.keep, self.best_step)
             except OSError as error:
                 log.warning("older checkpoints are not deleted: %s", error)
+
         return ""

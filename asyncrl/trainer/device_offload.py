@@ -47,6 +47,7 @@ def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnatio
     if the coordinator stops the run. No deadline here: the coordinator gives engines one to fall asleep."""
     if not config.shifts:
         return True
+
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
     try:
         while True:
@@ -115,6 +116,7 @@ class DeviceOffload:
         error_text = (
             f"engine.colocated: {sum(storage_sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
         )
+
         advice = "free room there, set model.lora_rank, or set engine.colocated=0"
         with ConfigError.instead_of(MemoryError, RuntimeError, text=error_text, advice=advice):
             storage_parts = list(
@@ -123,6 +125,7 @@ class DeviceOffload:
             for storage, host_part in storage_parts:
                 host_part.copy_(_storage_bytes(storage), non_blocking=True)
             self._device_module.synchronize()
+
         for storage in moved_storages:
             storage.resize_(0)
         self._host_copies = {storage._cdata: (storage, host_part) for storage, host_part in storage_parts}
@@ -146,15 +149,18 @@ class PageLockedMemory:
         """A collective: the kernel would rather kill a process than refuse pages."""
         free_bytes = main_memory().available  # before any rank takes of it
         missing_bytes = max(0, size - len(self._memory))
+
         needed_bytes = sum(self._world.gather(missing_bytes, int))  # all ranks are on this machine
         if needed_bytes > free_bytes:
             raise MemoryError(
                 f"the ranks here need {needed_bytes / 1e9:.2f} GB more main memory, "
                 f"{free_bytes / 1e9:.2f} GB are free"
             )
+
         if missing_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # first, for there may be no room for both
             self._memory = page_locked(size)
+
         return self._memory[:size]
 
 
@@ -182,6 +188,7 @@ def _device_tensors(learner: Learner) -> Iterator[Tensor]:
         yield from model.buffers()
         for parameter in model.parameters():
             yield from (parameter,) if parameter.grad is None else (parameter, parameter.grad)
+
     for optimizer in (learner.optimizer, *((critic.optimizer,) if critic else ())):
         yield from (leaf for leaf in tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor))
 

@@ -60,6 +60,7 @@ def _published_tensors(policy: Policy, weights: Mapping[str, Any], world: World)
             lora_a, lora_b = (world.collect_on_rank_zero(weights[adapter]) for adapter in adapter_names)
             if world.rank == 0:
                 tensor = tensor + policy.adapters.change(name, lora_a, lora_b)
+
         flat = tensor.to(policy.export_dtype).flatten()
         yield from (flat[piece.offset : piece.offset + piece.numel] for piece in parameter_pieces)
 
@@ -68,6 +69,7 @@ def _write_weights(
     create_file: CreateFile, policy: Policy, tensors: Iterator[Tensor], buffers: Mapping[str, Tensor]
 ) -> None:
     layout = layout_of(policy.published, policy.export_dtype, buffers)
+
     file_specs = [layout[specs] for specs in split(layout, FILE_BYTES)]
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(file_specs, 1):
@@ -76,10 +78,13 @@ def _write_weights(
             if len(file_specs) > 1
             else "model.safetensors"
         )
+
         with create_file(f"{EXPORT_FOLDER}/{file_name}") as file:
             file_tensors = (buffers[spec.name] if spec.name in buffers else next(tensors) for spec in specs)
             write_file(file, specs, map(as_bytes, file_tensors))
+
         weight_map |= {spec.name: file_name for spec in specs}
+
     if len(file_specs) > 1:
         metadata = {"total_size": sum(spec.nbytes for spec in layout)}
         with create_file(f"{EXPORT_FOLDER}/{INDEX}") as file:
@@ -97,6 +102,7 @@ def _write_other_files(create_file: CreateFile, policy: Policy, source: Path, te
     contents["config.json"] = config.to_json_string().encode()
     if template:  # from_pretrained prefers this file to what tokenizer_config.json says
         contents["chat_template.jinja"] = template.encode()
+
     for name, content in contents.items():
         with create_file(f"{EXPORT_FOLDER}/{name}") as file:
             file.write(content)

@@ -131,6 +131,7 @@ def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelS
     largest_work = max(
         policy_work.activations + max(policy_work.logits, policy_work.layer), policy_work.embedding_gradients
     )
+
     if own_critic(config):  # its backward comes first
         critic_work = _work_bytes(config, sizes_of(config.critic.path or config.model.path), False)
         largest_work = max(
@@ -138,6 +139,7 @@ def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelS
             policy_work.activations + critic_work.activations + critic_work.layer,
             policy_work.activations + critic_work.embedding_gradients,
         )
+
     return largest_work
 
 
@@ -145,12 +147,14 @@ def static_bytes(config: RunConfig) -> tuple[int, int, int]:
     """Return bytes of weights, gradients and optimizer state on each rank."""
     trainer = config.trainer
     policy_numbers = count(ModelSizes(config.model.path).shapes)
+
     trained, frozen = (adapter_count(config), policy_numbers) if config.adapters else (policy_numbers, 0)
     if own_critic(config):
         critic_shapes = weight_shapes(config.critic.path or config.model.path)
         trained += count(
             {name: shape for name, shape in critic_shapes.items() if not _OUTPUT_LAYER.match(name)}
         )
+
     reference_in_rank = config.kl.where != "none" and not config.scored_reference
     if reference_in_rank and (config.kl.reference or not config.adapters):
         frozen += count(weight_shapes(config.kl.reference or config.model.path))
@@ -158,6 +162,7 @@ def static_bytes(config: RunConfig) -> tuple[int, int, int]:
     shards = trainer.ranks / trainer.replicas
     weight_bytes = (trained * MASTER_BYTES + frozen * DTYPE_BYTES[config.model.dtype]) / shards
     gradient_bytes = trained * MASTER_BYTES / shards
+
     return int(weight_bytes), int(gradient_bytes), int(gradient_bytes * _state_numbers_per_parameter(trainer))
 
 
@@ -178,12 +183,14 @@ def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes
     ]
     input_bytes = number_bytes * hidden_size * tokens
     root_numbers = total_numbers - sum(layer_numbers)
+
     group_numbers = max(layer_numbers)
     gathered_bytes = 2 * group_numbers * number_bytes
     if total_numbers < LAYER_MIN_PARAMETERS:
         root_numbers = total_numbers
         group_numbers = total_numbers
         gathered_bytes = 0
+
     gradient_bytes = (
         0
         if frozen
@@ -199,6 +206,7 @@ def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes
     teacher_bytes = (
         root_numbers * number_bytes + input_bytes if config.kl.diverges else 0
     )  # the teacher's output layer, what it reads
+
     return WorkBytes(
         activations=sum(
             stored_bytes[index]
@@ -222,6 +230,7 @@ def _kept_token_bytes(model: ModelSizes, layer: Shapes, number_bytes: int, lengt
     hidden_size = model.number("hidden_size", "n_embd")
     matrices_read = set[tuple[Any, ...]]()
     numbers = 0
+
     norm_numbers = 0
     chosen_experts = max(1, model.number("num_experts_per_tok", "experts_per_token", "top_k"))
     for name, shape in layer.items():
@@ -231,19 +240,23 @@ def _kept_token_bytes(model: ModelSizes, layer: Shapes, number_bytes: int, lengt
             norm_numbers += _norm_inputs(layer, name, shape[0], hidden_size)
         if len(shape) < 2 or (expert and int(expert[1])):
             continue
+
         if len(shape) == 3:  # a stack: [experts, out, in], or [experts, in, out]
             inner_width = shape[1] if shape[2] == hidden_size else shape[2]
             numbers += chosen_experts * (hidden_size + inner_width * (1 + reads_activation))
             continue
+
         copies, (output_width, input_width) = chosen_experts if expert else 1, shape[:2]
         matrix_kind = input_width, bool(_MLP_WEIGHT.search(name)), bool(_ATTENTION_OUTPUT_WEIGHT.search(name))
         numbers += copies * (
             output_width + input_width * ((matrix_kind not in matrices_read) + reads_activation)
         )
         matrices_read.add(matrix_kind)
+
     score_bytes = 0
     if model.number("attn_logit_softcapping") or any("sinks" in name for name in layer):
         score_bytes = model.number("num_attention_heads", "n_head") * length * SCORE_BYTES[number_bytes]
+
     return numbers * number_bytes + norm_numbers * (MASTER_BYTES + number_bytes) + score_bytes
 
 

@@ -35,6 +35,7 @@ class ForcedRoutes:
             for name, module in model.named_modules()
             if type(module).__name__.lower().endswith("topkrouter") and (match := ROUTER_NAME.search(name))
         ]
+
         if not routers or not all(
             _takes_one_top_k(router, self._layers_and_choices[1]) for _, router in routers
         ):
@@ -42,6 +43,7 @@ class ForcedRoutes:
                 f"trainer.router_replay: {type(model).__name__} does not select experts with a single top-k, "
                 "so routes cannot be replayed; set trainer.router_replay=false"
             )
+
         for layer, router in routers:
             router.forward = self._wrap_router(router.forward, layer, len(router.weight))
 
@@ -85,12 +87,15 @@ class _ForcedTopK(TorchFunctionMode):
         self.selection_sizes.append(selection[1].shape[-1])
         if self._experts is None:
             return selection
+
         if selection[1].shape != self._experts.shape:
             raise ConfigError(
                 f"trainer.router_replay: a router's selection has the shape {tuple(selection[1].shape)}, "
                 f"the recorded one {tuple(self._experts.shape)}; set trainer.router_replay=false"
             )
+
         chosen_experts = torch.where(self._experts == UNKNOWN_EXPERT, selection[1], self._experts)
+
         return args[0].gather(-1, chosen_experts), chosen_experts
 
 

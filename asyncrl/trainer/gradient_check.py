@@ -56,6 +56,7 @@ def check_gradients(
     )
     sequences = [np.concatenate([common_start, ends[0]]), np.concatenate([common_start, ends[1]]), ends[2]]
     one_by_one = [_all_tokens([sequence], "padded") for sequence in sequences]
+
     cut_methods: list[Any] = [] if getattr(root, "uncut", True) else ["cut"]
     problems = dict.fromkeys(("cut", *LAYOUTS), "")
     for method in (*cut_methods, *layouts):
@@ -70,6 +71,7 @@ def check_gradients(
             _set_uncut(root, not cut_methods or bool(problems["cut"]))
             if forest is not None:
                 model.set_attn_implementation(FOREST_ATTENTION)
+
             distances = _norms(root, _token_values(root, laid_out, world) - expected, world)
             for quantity, limit in ERROR_LIMITS[limits_kind].items():
                 if (
@@ -81,16 +83,20 @@ def check_gradients(
                         f"{relative_distance:.1e} of their norm (limit {limit:.0e})"
                     )
                     break
+
             if forest is not None and forest.ignored_arguments:
                 problems[method] = f"has attention with {', '.join(sorted(forest.ignored_arguments))}"
         except Exception as error:
             if passes(error):
                 raise
             problems[method] = f"fails with {one_line(error)}"
+
         root.zero_grad()
         if forest is not None:
             model.set_attn_implementation(own_attention)
+
     _set_uncut(root, not cut_methods)
+
     return problems
 
 
@@ -105,7 +111,9 @@ def cached_gradient_check(
     if world.rank == 0:
         cache_key = _cache_key(root, layouts, dtype, world, compiled)
         cached_problems = read_result(cache_key, dict[str, str])
+
     problems_type: Any = dict[str, str] | None
+
     problems = world.gather(cached_problems, problems_type)[0]
     if problems is None:
         problems = check_gradients(root, layouts, dtype, world)
@@ -113,6 +121,7 @@ def cached_gradient_check(
             problems.values()
         ):  # a failure may be the machine's: it is asked again
             keep_result(cache_key, problems)
+
     return problems
 
 
@@ -136,6 +145,7 @@ def _cache_key(root: nn.Module, layouts: Sequence[Packing], dtype: str, world: W
         compiled,
         *versions(),
     )
+
     return repr(key_parts)
 
 
@@ -156,6 +166,7 @@ def _token_values(root: nn.Module, selections: Sequence[Selected], world: World 
     """The values of all tokens, [N]; after a backward of their sum, in which each has a weight of its own, if
     the model learns."""
     token_counts = [len(selection.labels) for selection in selections]
+
     computed_values = []
     learns = any(p.requires_grad for p in root.parameters())
     for selection, weights in zip(
@@ -164,13 +175,17 @@ def _token_values(root: nn.Module, selections: Sequence[Selected], world: World 
         with torch.set_grad_enabled(learns):
             scores = root(selection if world is None else selection.to(world.device))
             values = scores.logp if isinstance(scores, Scores) else scores
+
         if learns:
             (values * weights.to(values.device)).sum().backward()
         elif isinstance(root, FSDPModule):
             root.reshard()
+
         computed_values.append(values.detach())
+
     if world is not None:
         world.average_gradients(root.parameters())
+
     return torch.cat(computed_values)
 
 

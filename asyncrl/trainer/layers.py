@@ -33,6 +33,7 @@ def prepare_layers(
     """Let `recomputation` (None: that of `trainer`) decide which layers are recomputed; compile them all.
     To be called before they are sharded. Raises ConfigError where the model does not say what they are."""
     recomputation = recomputation or Recomputation(trainer)
+
     recomputed_every = trainer.checkpointed_every
     layers = layers_of(model)
     if not layers and (recomputed_every or trainer.compile):
@@ -40,15 +41,18 @@ def prepare_layers(
         raise ConfigError(
             f"trainer.{config_key}: {type(model).__name__} does not name its layers; leave it out"
         )
+
     compiler = os.environ.get("CXX", "g++")
     if trainer.compile and not torch.cuda.is_available() and not shutil.which(compiler):
         raise ConfigError(
             f"trainer.compile: needs a C++ compiler on a CPU, and {compiler} (CXX) is not there"
         )
+
     if trainer.compile:  # it loops over as many nodes of packed rows as a micro-batch has
         AttentionInterface.register(
             FOREST_ATTENTION, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[FOREST_ATTENTION])
         )
+
     for index, layer in enumerate(layers):
         layer_forward: Any = layer.forward
         if trainer.compile:

@@ -108,6 +108,7 @@ class Learner:
         self.packing = packing_for(models, wanted_packing, dtype, world, is_compiled)
         for policy in policies:
             policy.packing = self.packing
+
         # After the check, which holds gradients.
         self.optimizer = make_optimizer(self.policy, config.trainer, lr=config.trainer.lr)
         self.agent_names = tuple(config.adapters) or ("",)
@@ -131,6 +132,7 @@ class Learner:
         self._held_samples: list[TrainingSample] = []
         self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
+
         # tokens, padding included, of its forwards in this step
         self._computed_tokens = 0
         self._computed_flops = 0.0
@@ -147,11 +149,14 @@ class Learner:
             least_every = least_recomputation(
                 self.config, device_memory, device.index or 0, torch.cuda.device_count()
             )
+
         if failure:
             logger.warning("the memory estimate failed, so all layers are recomputed: %s", failure.line)
             least_every = 1
+
         recomputation.every = max(self.world.gather(least_every, int), key=RECOMPUTED_EVERY.index)
         logger.info("trainer.activation_checkpointing=auto: %s", described_recomputation(recomputation.every))
+
         return recomputation
 
     # -- a batch ---------------------------------------------------------------------------------------
@@ -184,9 +189,11 @@ class Learner:
             for planned, turns in work
         ]
         report.tally_samples(self._tally, samples, self.config.rollout.longest_prompt)
+
         if self.behind_barrier:
             self._held_samples += samples
             return
+
         self._train_samples(samples, self._tally)
 
     def finish(self) -> dict[str, float]:
@@ -197,19 +204,23 @@ class Learner:
             tally.merge(self._train_held_batch())
         else:
             tally = self.take_optimizer_step(self._tally)
+
         self._held_samples = []
         self._tally = report.MetricSums()
         self.step += 1
         metrics = report.batch_metrics(tally, advantage_scaling(self.recipe, tally, self.whitening))
         self._update_state(tally, metrics)
+
         if metrics.get("trainer/replayed_share") == 0:
             logger.warning(
                 "trainer.router_replay: the servers returned no routed experts that fit the model, so none "
                 "were replayed; start them (engine.urls) with the model of model.path"
             )
+
         if self.config.trainer.compile:
             metrics["perf/compiled_graphs"] = compiled_graphs()
         metrics["perf/recomputed_layers"] = self.recomputation.recomputed_fraction
+
         return metrics
 
     def _update_state(self, tally: report.MetricSums, metrics: dict[str, float]) -> None:
@@ -225,6 +236,7 @@ class Learner:
                 episode_count,
                 kl_config.horizon,
             )
+
         if self.recipe.scale == "whiten_running":
             self.state |= Whitening.updated(self.whitening, report.advantage_tokens(tally)).state()
 
@@ -238,6 +250,7 @@ class Learner:
         start of the batch; what the policy drifts inside it shows as `actor/ppo_kl`.
         """
         mini_batches = self.config.algorithm.steps_per_batch
+
         kl_coef = self.state["kl_coef"]
         scored_samples = self._score_held_samples(self._held_samples)
         with self.stopwatch.phase("adv"):
@@ -245,6 +258,7 @@ class Learner:
             samples, batch_tally = compare_batch(
                 self.world, scored_samples, self.recipe, kl_penalty, self.whitening
             )
+
         samples = prepare_batch(self.world, samples, self.recipe.loss)
         groups = set().union(*self.world.gather({sample.group for sample in samples}, set[str]))
         for index in range(self.recipe.optimizer_steps):
@@ -254,6 +268,7 @@ class Learner:
             mini_batch_samples = [sample for sample in samples if mini_batch_of[sample.group] == mini_batch]
             self._train_samples(mini_batch_samples, tally, progress=index / self.recipe.optimizer_steps)
             batch_tally.merge(self.take_optimizer_step(tally))
+
         return batch_tally
 
     def _score_held_samples(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -263,6 +278,7 @@ class Learner:
         needs_policy = recipe.prox == "recompute" or recipe.shared_critic
         if not (needs_policy or recipe.critic or self.reference is not None):
             return list(samples)
+
         for part_samples in self._cut_micro_batches(samples):
             micro_batch = self._collate_on_device(part_samples)
             columns: dict[str, Tensor | None] = {}
@@ -274,17 +290,22 @@ class Learner:
                         "collision": scores.collision,
                         "value": scores.value,
                     }
+
                 if self.critic is not None:
                     with self.stopwatch.phase("values"):
                         columns["value"] = self.critic(micro_batch.selected)
+
             if self.reference is not None and recipe.scores_reference:
                 with self.stopwatch.phase("ref"):
                     columns["reference"] = self.reference.logp(micro_batch.reference_tokens)
+
             for name, values in columns.items():
                 if values is not None and not (name == "proximal_logprobs" and recipe.prox != "recompute"):
                     part_samples = with_values(part_samples, name, values)
+
             scored_samples += part_samples
             self.after_micro_batch()
+
         return scored_samples
 
     def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
@@ -321,9 +342,11 @@ class Learner:
                     sample.longest_sequence,
                 )
             )
+
         index_lists = micro_batches(pieces, self.token_budget, padded=self.packing == "padded")
         micro_batch_count = max(self.world.gather(len(index_lists), int))
         sample_lists = [[samples[index] for index in indices] for indices in index_lists]
+
         return sample_lists + [[] for _ in range(micro_batch_count - len(sample_lists))]
 
     def _collate_on_device(self, samples: Sequence[TrainingSample]) -> MicroBatch:
@@ -347,17 +370,21 @@ class Learner:
         """
         if not self.behind_barrier and not (self.recipe.critic or self.reference is not None):
             samples = self._with_advantages(samples, tally)
+
         if self.recipe.skips_inert:
             report.tally_unscored(
                 tally, [sample for sample in samples if not sample.is_scored], self.agent_names
             )
             samples = [sample for sample in samples if sample.is_scored]
+
         sample_lists = self._cut_micro_batches(samples)
+
         micro_batches_on_device = map(self._collate_on_device, sample_lists)
         micro_batch = next(micro_batches_on_device, None)
         for part_samples in sample_lists:
             assert micro_batch is not None
             evaluated = self._forward_backward(part_samples, micro_batch, tally, progress)
+
             # A GPU computes the backward meanwhile. What is counted is read from it, so one waits there.
             micro_batch = next(micro_batches_on_device, None)
             self._count_micro_batch(evaluated, tally)
@@ -381,6 +408,7 @@ class Learner:
             if not self.recipe.critic:
                 samples = self._with_advantages(samples, tally)
             micro_batch = micro_batch.updated(samples)
+
         evaluated = self._forward(samples, micro_batch, tally, progress)
         (evaluated.evaluated.loss * (self.averaged_ranks / self._expected_denominator)).backward()
         return evaluated
@@ -398,22 +426,28 @@ class Learner:
             micro_batch.selected.host_positions, len(micro_batch.selected.labels)
         )
         entropy_grad = self.config.algorithm.entropy_coef > 0
+
         teacher = None
         if self.recipe.divergence:
             with self.stopwatch.phase("ref"):
                 teacher = teacher_of(
                     micro_batch, self.reference, self.recipe.divergence, self.config.kl.top_k
                 )
+
         scores = self.policy(micro_batch.selected, entropy_grad=entropy_grad, teacher=teacher)
+
         value = scores.value
         if self.critic is not None:
             with self.stopwatch.phase("values"):
                 value = self.critic(micro_batch.selected)
+
         if not self.behind_barrier and value is not None:
             samples = self._with_advantages(with_values(samples, "value", value.detach()), tally)
             micro_batch = micro_batch.updated(samples)
+
         kl_coef = self.state["kl_coef"]
         evaluated = evaluate(micro_batch, scores, value, self.config, self.recipe, kl_coef, progress)
+
         return _EvaluatedMicroBatch(samples, micro_batch, scores.logp.detach(), evaluated)
 
     def _count_micro_batch(
@@ -421,6 +455,7 @@ class Learner:
     ) -> None:
         """Count what the loss of a micro-batch is made of, and note ratios of single tokens."""
         samples = evaluated_micro_batch.samples
+
         micro_batch = evaluated_micro_batch.micro
         evaluated = evaluated_micro_batch.evaluated
         if self.ratio_recorder is not None and not self.recipe.loss.demonstrations:  # those have no mu
@@ -428,6 +463,7 @@ class Learner:
             self.ratio_recorder.record_micro_batch(
                 samples, evaluated_micro_batch.logp - micro_batch.rollout_logprobs, is_dropped
             )
+
         denominator = math.fsum(sample.denominator for sample in samples)
         if self.policy.forced_routes is not None:
             report.tally_routes(tally, micro_batch.selected.routes, micro_batch.selected.ids.numel())
@@ -445,10 +481,12 @@ class Learner:
                 with_kl_penalty(sample, self.state["kl_coef"], self.recipe.kl_estimator)[0]
                 for sample in samples
             ]
+
         with self.stopwatch.phase("adv"):
             samples = [with_advantages(sample, self.recipe) for sample in samples]
         report.tally_advantages(tally, samples)
         whitening = self.whitening if self.recipe.scale == "whiten_running" else None
+
         return (
             [with_scaled_advantages(sample, whitening.apply) for sample in samples] if whitening else samples
         )
@@ -464,6 +502,7 @@ class Learner:
         self._computed_tokens = 0
         self._computed_flops = 0.0
         self.micro_batch_size = (0, 0)
+
         batch_tally = report.merged_sums(self.world.gather_data(tally, report.MetricSums))
         denominator = self.recipe.aggregate.divisor(batch_tally.totals.pop("_D", 0.0))
         if denominator:
@@ -476,33 +515,40 @@ class Learner:
             self._expected_denominator = 2.0 ** round(math.log2(denominator))
         else:
             batch_tally.add_total("actor/skipped_steps", 1)
+
         self.optimizer.zero_grad()
         if self.critic is not None:
             self.critic.optimizer.zero_grad()
+
         return batch_tally
 
     def _step_actor(self, batch_tally: report.MetricSums, gradient_scale: float) -> None:
         """The policy's step. While the critic warms up, a value head on its backbone is all that moves."""
         config = self.config
         recipe = self.recipe
+
         is_warming_up = recipe.critic and self.step < config.critic.warmup_steps
         if is_warming_up:
             for name, parameter in self.policy.lm.named_parameters():
                 if not name.startswith("value_head."):
                     parameter.grad = None
+
         # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
         has_kl_term = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
         has_other_terms = config.algorithm.entropy_coef > 0 or recipe.shared_critic or has_kl_term
         has_trained_tokens = (
             batch_tally.totals.get("_fresh" if has_other_terms else "trainer/kept_tokens", 0.0) > 0
         )
+
         trained_by_agent = self.policy.trained_parameters
         for agent in report.agents_without_tokens(batch_tally, self.agent_names, has_other_terms):
             for parameter in trained_by_agent[agent]:
                 parameter.grad = None  # as of a batch without tokens: no moments, no decay
+
         step_rate = self._learning_rate() * (
             report.ess_factor(batch_tally) if config.algorithm.ess_lr else 1.0
         )
+
         norms = [0.0]
         is_taken = False
         if has_trained_tokens and (recipe.shared_critic or not is_warming_up):
@@ -524,6 +570,7 @@ class Learner:
                 raise SpikeError(self.step + 1, total_norm, largest_norm)
             if is_taken and config.trainer.spike_factor:
                 record_norm(self.state, self.step, total_norm)
+
         if not is_warming_up:
             batch_tally.add_highest("actor/lr", step_rate)
             batch_tally.add_total("actor/skipped_steps", float(not is_taken))
@@ -533,6 +580,7 @@ class Learner:
     def _step_critic(self, critic: Critic, batch_tally: report.MetricSums, gradient_scale: float) -> None:
         critic_rate = self._learning_rate() * self.config.critic.lr / self.config.trainer.lr
         batch_tally.add_highest("critic/lr", critic_rate)
+
         if batch_tally.totals.get("_fresh"):
             parameter_groups = [[*critic.parameters()]]
             clip_norm = self.config.trainer.grad_clip

@@ -63,9 +63,11 @@ class WeightsSource:
 def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: str) -> WeightsSource:
     """Read a directory as one of transformers' Auto classes. ConfigError names the key of the path."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
+
     with ConfigError.instead_of(OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot load it"):
         model = model_without_weights(auto_class, path, dtype)
         file_tensors = locate_tensors(model, path)
+
         is_sliced = all(world.gather(bool(file_tensors), bool))
         filled_model = None
         if not is_sliced and world.rank == 0:
@@ -74,7 +76,9 @@ def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: 
             )
             filled_model = load_pretrained(auto_class, path, f"{key} {path}", dtype=master_dtype(dtype))
             _check_tied_weights(model, filled_model)
+
         file_dtypes = frozenset(tensor.dtype for tensor in stored_tensors(path).values())
+
     return WeightsSource(
         model,
         file_tensors if is_sliced else {},
@@ -101,12 +105,15 @@ def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTr
     attention_options = own_attention(config)
     if dtype == "float64":  # for which grouped products of experts do not exist
         attention_options["experts_implementation"] = "eager"
+
     with init_empty_weights(include_buffers=False):
         model = getattr(transformers, auto_class).from_config(
             config, dtype=getattr(torch, dtype), **attention_options
         )
+
     model.tie_weights()  # emptying parameters one by one separates shared ones
     model_in_evaluation: PreTrainedModel = model.eval()  # no dropout, rho must be 1 at lag 0
+
     return model_in_evaluation
 
 
@@ -138,12 +145,14 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     shard_empty(root, source.model, source.dtype, world, offload=offload)
     if world.rank == 0:
         _log_rounding(source)
+
     if source.file_tensors:
         fill_shards(source.model, source.file_tensors, source.error_label)
         _initialise_added(source)
     else:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(source.model, _all_weights(source), options=options)
+
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "FSDP2 did not shard"
 
 
@@ -177,9 +186,11 @@ def _shard_parameters(
     mixed_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype == "bfloat16":
         mixed_precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
     if sum(parameter.numel() for parameter in root.parameters()) >= LAYER_MIN_PARAMETERS:
         for layer in layers_of(model):
             fully_shard(layer, mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
+
     # Embedding and head (often one tied tensor) stay in the root's group.
     fully_shard(root, mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
 
@@ -251,6 +262,7 @@ def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTen
         return {}
     tensors = model.state_dict(keep_vars=True)
     located = dict[FilePiece, FileTensor]()
+
     whole_tensors = (FilePiece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
     wanted_pieces = {piece.name: piece for piece in (*pieces(model, tensors), *whole_tensors)}
     for file in map(str, weight_files(path)):
@@ -259,6 +271,7 @@ def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTen
                 if opened.get_slice(key).get_shape() != list(wanted_pieces[name].shape):
                     return {}
                 located[wanted_pieces[name]] = FileTensor(file, key)
+
     counts = Counter[str]()
     first_copies = dict[tuple[int, int], FileTensor]()
     for piece, file_tensor in located.items():
@@ -267,13 +280,16 @@ def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTen
             first_copies.setdefault((id(tensors[piece.parameter]), piece.offset), file_tensor), file_tensor
         ):
             return {}
+
     complete_tensors = {id(tensors[name]) for name, count in counts.items() if count == tensors[name].numel()}
+
     return located if all(id(tensor) in complete_tensors for tensor in tensors.values()) else {}
 
 
 def _equal_tensors(left: FileTensor, right: FileTensor) -> bool:
     if left is right:
         return True
+
     with open_slices(left.file) as left_file, open_slices(right.file) as right_file:
         left_slice = left_file.get_slice(left.key)
         right_slice = right_file.get_slice(right.key)
@@ -291,6 +307,7 @@ def _wanted_keys(
     """The keys of a file that are wanted, each with the name that it is wanted under."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     named_keys = []
     for key in keys:
@@ -299,6 +316,7 @@ def _wanted_keys(
             if name in wanted_pieces and computed is None:
                 named_keys.append((key, name))
                 break
+
     return named_keys
 
 
@@ -310,6 +328,7 @@ def fill_shards(model: PreTrainedModel, file_tensors: dict[FilePiece, FileTensor
     by_file = defaultdict[str, list[FilePiece]](list)
     for piece, file_tensor in file_tensors.items():
         by_file[file_tensor.file].append(piece)
+
     for file, file_pieces in by_file.items():
         with open_slices(file) as opened:
             for piece in file_pieces:
@@ -326,11 +345,13 @@ def copy_piece(stored_slice: Any, target_tensor: Tensor, piece: FilePiece) -> No
     if piece.shape == tuple(target_tensor.shape):
         copy_shard(stored_slice, target_tensor)
         return
+
     first_number = 0
     if isinstance(target_tensor, DTensor):  # sharded by experts: all of a piece is on one rank
         (chunk,) = target_tensor.__create_chunk_list__()
         first_number = chunk.offsets[0] * math.prod(target_tensor.shape[1:])
         target_tensor = target_tensor.to_local()
+
     if first_number <= piece.offset < first_number + target_tensor.numel():
         piece.within(target_tensor, first_number).copy_(stored_slice[...])
 
@@ -345,5 +366,6 @@ def copy_shard(stored_slice: Any, target_tensor: Tensor) -> None:
             slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True)
         )
         target_tensor = target_tensor.to_local()
+
     if target_tensor.numel():  # there may be more ranks than rows
         target_tensor.copy_(stored_slice[region])

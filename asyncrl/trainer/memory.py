@@ -55,6 +55,7 @@ def forward_backward(
         teacher = reference.teacher(tokens, divergence, top_k)
     elif reference is not None:
         reference.logp(tokens)
+
     scores = policy(tokens, entropy_grad=entropy_grad, teacher=teacher)
     loss = scores.logp.sum() + (scores.entropy.sum() if entropy_grad else 0.0)
     value = critic(tokens) if critic is not None else scores.value
@@ -81,6 +82,7 @@ def try_largest(learner: Learner) -> None:
     tokens = largest_tokens(sequence_count, sequence_length, learner.packing)
     entropy_grad = config.algorithm.entropy_coef > 0
     learner.micro_batch_size = sequence_count * sequence_length, sequence_count // config.rollout.full_rows
+
     for trial_tokens in (
         smallest_tokens(learner.packing),
         tokens,
@@ -89,6 +91,7 @@ def try_largest(learner: Learner) -> None:
         models = learner.policy, learner.critic, learner.reference
         forward_backward(*models, device_tokens, entropy_grad, learner.recipe.divergence, config.kl.top_k)
         learner.after_micro_batch()  # each may compile for minutes
+
     learner.micro_batch_size = 0, 0
     learner.optimizer.zero_grad()
     if learner.critic is not None:
@@ -114,10 +117,12 @@ def give_up_message(error: Exception, trainer_epoch: int, rank: int, learner: Le
     make_message = partial(GaveUp, trainer_epoch, rank, learner.step + 1)
     if isinstance(error, SpikeError):
         return make_message("spike", str(error))
+
     if lacks_memory(error) and any(learner.micro_batch_size):
         detail = f"out of memory ({one_line(error)})"
         recomputation = learner.recomputation
         return make_message(
             "memory", detail, *learner.micro_batch_size, recomputation.every, recomputation.next_every
         )
+
     raise error

@@ -163,12 +163,15 @@ def load_policy(
     source = read_model("AutoModelForCausalLM", config.path, config.dtype, world, key)
     if frozen:
         source.model.requires_grad_(False)
+
     policy = Policy(source.model, config, world.sequence, adapters=adapters, value_head=value_head)
     if trainer is not None:
         prepare_layers(source.model, trainer, recomputation)
         policy.forced_routes = ForcedRoutes(source.model) if trainer.router_replay else None
+
     shard_and_fill(policy, source, world, offload=offload)
     _decide_cut(policy, config.dtype, world, is_compiled=trainer is not None and trainer.compile)
+
     return policy
 
 
@@ -180,6 +183,7 @@ def _decide_cut(policy: Policy, dtype: str, world: World, is_compiled: bool) -> 
         problems = cached_gradient_check(policy, (), dtype, world, is_compiled)
     problem = "has no backbone" if policy.uncut else problems and problems["cut"]
     policy.uncut = bool(problem)
+
     if problem:
         logger.warning(
             "%s is not cut at its output layer, so its logits are not chunked: it %s", model_class, problem
@@ -217,6 +221,7 @@ def score_ids(
     )
     scores = policy(selected.to(device))
     cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
+
     return tuple(scores.logp.tolist())
 
 
@@ -323,6 +328,7 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     )
     model_config = msgspec.structs.replace(config.model, path=path, lora_rank=0)
     reference = load_policy(model_config, world, frozen=True, offload=config.kl.offload, key=key)
+
     reference_vocabulary = reference.vocabulary
     policy_vocabulary = policy.vocabulary
     if reference_vocabulary < policy_vocabulary or (
@@ -334,10 +340,12 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
             advice = (
                 f"ids from {reference_vocabulary} on can be sampled, too; save the reference after {resize}"
             )
+
         raise ConfigError(
             f"kl.reference: {path} has a vocabulary of {reference_vocabulary}, "
             f"the policy of {policy_vocabulary}; {advice}"
         )
+
     return Reference(reference)
 
 
@@ -376,9 +384,11 @@ def load_critic(config: RunConfig, world: World, recomputation: Recomputation | 
     if not path:
         path = config.model.path
         key = "model.path"
+
     source = read_model("AutoModel", path, config.model.dtype, world, key)
     critic = Critic(source.model, world.sequence)
     prepare_layers(source.model, config.trainer, recomputation)
     shard_and_fill(critic, source, world, offload=config.trainer.offload_optimizer)
     critic.optimizer = make_optimizer(critic, config.trainer, lr=config.critic.lr)
+
     return critic

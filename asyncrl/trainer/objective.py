@@ -62,9 +62,11 @@ def evaluate(
 
     if recipe.loss.demonstrations:
         terms["actor/nll"] = (torch.where(trainable, -logp.detach(), 0.0).sum(), trainable.sum())
+
     if reference is not None:
         reference_kl = torch.where(trainable, kl_tokens(logp.detach(), reference, "k3"), 0.0)
         terms["actor/ref_kl"] = (reference_kl.sum(), trainable.sum())
+
     if config.kl.in_loss and reference is not None:
         if scores.divergence is None:
             divergence = kl_tokens(logp, reference, recipe.kl_estimator)
@@ -72,13 +74,16 @@ def evaluate(
         else:
             divergence = scores.divergence
             kl_correction = correct_distributions(inputs, recipe)
+
         kl_weights = kl_weight(kl_correction, recipe, config.kl.where == "loss")
         loss_sum = add_term("actor/kl_loss", kl_weights * torch.where(trainable, divergence, 0.0), kl_coef)
+
     entropy = torch.where(trainable, scores.entropy, 0.0)
     if config.algorithm.entropy_coef:
         loss_sum = add_term("actor/entropy_loss", entropy, -config.algorithm.entropy_coef)
     else:
         terms["actor/entropy_loss"] = ((token_weight * entropy.detach()).sum(), None)
+
     if value is not None:
         assert micro_batch.returns is not None
         old_value = value.detach() if micro_batch.value is None else micro_batch.value
@@ -86,6 +91,7 @@ def evaluate(
         critic_coef = config.critic.coef if recipe.shared_critic else 1.0
         loss_sum = add_term("critic/vf_loss", torch.where(trainable, critic_loss, 0.0), critic_coef)
         terms["critic/vf_clipfrac"] = ((is_clipped & trainable).sum(), trainable.sum())
+
     without_proximal = recipe.prox == "mu"  # reports are of pi/mu then
     token_state = TokenState(
         prox=logp.detach() if without_proximal else inputs.prox,
@@ -106,6 +112,7 @@ def evaluate(
         row=micro_batch.episode,
         lag=micro_batch.lag,
     )
+
     return Evaluated(loss_sum, token_state, terms)
 
 
@@ -124,6 +131,7 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
     reference = scores.reference if micro_batch.reference is None else micro_batch.reference
     for column in (micro_batch.rollout_logprobs, logprobs, proximal_logprobs, reference, scores.divergence):
         trainable = trainable if column is None else trainable & torch.isfinite(column)
+
     # It must be gone before exp: weight zero times infinity is not zero.
     proximal_logprobs = torch.where(trainable, proximal_logprobs, 0.0)
     is_sampled = trainable & (not recipe.loss.demonstrations)
@@ -139,6 +147,7 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
         recipe.rules, CorrectionInput(log_ratio, current_log_ratio, advantage, *token_origins, trainable)
     )
     other_models = (reference, micro_batch.prepared)
+
     return LossInput(
         logp,
         proximal_logprobs,
@@ -194,6 +203,7 @@ def proximal_of(micro_batch: MicroBatch, logprobs: Tensor, recipe: Recipe, progr
     if recipe.prox != "loglinear" or progress == 0:
         return logprobs
     fraction = micro_batch.lag / (micro_batch.lag + progress)
+
     return micro_batch.rollout_logprobs + fraction.to(logprobs.dtype) * (
         logprobs - micro_batch.rollout_logprobs
     )

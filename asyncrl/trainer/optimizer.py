@@ -60,24 +60,29 @@ def make_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> Op
     ]
     for group, group_settings in zip(optimizer.param_groups, configured_settings, strict=True):
         group.update(dict.fromkeys(group_settings, 0.0))
+
     try:
         optimizer.step()
     except (RuntimeError, ValueError) as error:
         if lacks_memory(error):
             raise
         raise ConfigError(f"trainer.optimizer cannot step on sharded weights: {one_line(error)}") from error
+
     optimizer.zero_grad()
     for group, group_settings in zip(optimizer.param_groups, configured_settings, strict=True):
         group.update(group_settings)
+
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].zero_()
+
     return optimizer
 
 
 def build_optimizer(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> Optimizer:
     """Makes the optimizer that `trainer.optimizer` names, without state. Raises ConfigError."""
     key = "trainer.optimizer"
+
     name, options = single(trainer.optimizer, key)
     make_named = optimizers.load(name, key)
     with ConfigError.instead_of(TypeError, ValueError, RuntimeError, text=f"{key}: {name} cannot be built"):
@@ -85,8 +90,10 @@ def build_optimizer(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: 
         configured = {"betas": trainer.betas, "weight_decay": trainer.weight_decay}
         configured = {option: value for option, value in configured.items() if option in accepted}
         optimizer = make_named(parameters, **{"lr": lr, **configured, **options})
+
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{key}: {name} gives {type(optimizer).__name__}, not a torch.optim.Optimizer")
+
     return optimizer
 
 
@@ -114,11 +121,13 @@ def take_step(
         if clip_norm:
             torch.nn.utils.clip_grads_with_norm_(part_parameters, clip_norm, total_norm)
         norms.append(float(total_norm))
+
     if not math.isfinite(math.hypot(*norms)) or math.hypot(*norms) > largest_norm:
         return norms, False
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+
     return norms, True
 
 
@@ -142,6 +151,7 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     decay_factor = (
         1 - decay_done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * decay_done)) / 2
     )
+
     return config.lr * (config.lr_end + (1 - config.lr_end) * decay_factor)
 
 

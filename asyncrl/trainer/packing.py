@@ -27,12 +27,14 @@ def packing_for(
     accordingly. `dtype`: of a forward. `compiled`: their layers are. A collective."""
     for root in roots:
         language_model = transformer_of(root)
+
         model_class = type(transformer_of(root)).__name__
         known_problems = shared_architecture_problems(language_model.config, world)
         if known_problems and known_problems["padded"]:
             logger.warning(
                 "%s depends on what rows are trained together: it %s", model_class, known_problems["padded"]
             )
+
         if wanted_packing == "padded":
             continue
         problem = packing_problem(
@@ -40,19 +42,23 @@ def packing_for(
         )
         if not problem and (known_problems is None or world.sequence or world.device.type != "cpu"):
             problem = cached_gradient_check(root, [wanted_packing], dtype, world, is_compiled)[wanted_packing]
+
         if problem and world.sequence:
             raise ConfigError(
                 f"trainer.sequence_parallel={world.sequence.count} needs packed rows, but "
                 f"{model_class} {problem}; set trainer.sequence_parallel=1"
             )
+
         if problem:
             logger.warning(
                 "trainer.packing: padded instead of %s: %s %s", wanted_packing, model_class, problem
             )
             return "padded"
+
     for root in roots:
         if wanted_packing != "padded":
             transformer_of(root).set_attn_implementation(FOREST_ATTENTION)
+
     return wanted_packing
 
 
@@ -75,6 +81,7 @@ def padded_meanwhile(policy: Policy) -> Iterator[None]:
     attention_name = model.config._attn_implementation
     policy.packing = "padded"
     model.set_attn_implementation(policy.attention)
+
     try:
         yield
     finally:

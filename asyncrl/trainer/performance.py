@@ -62,6 +62,7 @@ class FlopCount(NamedTuple):
             for name, weight in model.named_parameters()
             if weight.ndim > 1 and id(weight) not in uncounted
         )
+
         return cls(body, _weight_flops(head), _attention_costs(config))
 
     def total_flops(self, positions: np.ndarray, scored_tokens: int) -> float:
@@ -99,6 +100,7 @@ def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
         reach_by_type[layer_type] for layer_type in layer_types if layer_type in reach_by_type
     )
     layer_flops = 6.0 * head_count * (query_dim + value_dim)
+
     return tuple(AttentionCost(layers * layer_flops, reach) for reach, layers in layers_by_reach.items())
 
 
@@ -126,15 +128,18 @@ def peak_flops(device: torch.device, dtype: str) -> float:
             device_name for device_name in DATA_SHEET if re.search(rf"\b{device_name}\b", name)
         ]:
             return DATA_SHEET[max(matching_names, key=len)]
+
     matrix_size = PEAK_SIZE[device.type]
     matrix = torch.randn(matrix_size, matrix_size, device=device).to(
         getattr(torch, dtype)
     )  # ones are faster on a GPU
+
     shortest = math.inf
     for _ in range(4):  # the first warms up
         started_at = time.perf_counter()
         float((matrix @ matrix)[0, 0])  # waits for the device
         shortest = min(shortest, time.perf_counter() - started_at)
+
     return 2.0 * matrix_size**3 / shortest
 
 
@@ -149,21 +154,27 @@ def performance(
     measured = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
     tokens = metrics.get("perf/total_num_tokens", 0.0)
     busy_seconds = phases.get("update_actor", 0.0)
+
     if tokens:
         measured |= {
             f"timing_per_token_ms/{name}": 1e3 * phases[name] / tokens
             for name in TIMED_PER_TOKEN
             if name in phases
         }
+
     measured["perf/throughput"] = tokens / (seconds * ranks) if seconds > 0 else 0.0
+
     if busy_seconds:
         measured["perf/mfu/actor"] = (
             1e12 * metrics.get("perf/model_tflop", 0.0) / (busy_seconds * peak_rate * ranks)
         )
+
     if torch.cuda.is_initialized():
         measured["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GB
         measured["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GB
+
     memory = psutil.Process().memory_info().rss / GB
+
     return measured | {"perf/time_per_step": seconds, "perf/cpu_memory_used_gb": memory}
 
 
@@ -188,6 +199,7 @@ class Stopwatch:
         outer = self._phase, self._waiting
         self._phase = name
         self._waiting = waiting
+
         try:
             yield
         finally:
@@ -221,6 +233,7 @@ class Stopwatch:
         self._charged_at = now
         if self._phase:
             self._phase_seconds[self._phase] = self._phase_seconds.get(self._phase, 0.0) + elapsed
+
         if self._waiting:
             self._idle_seconds += elapsed
         else:

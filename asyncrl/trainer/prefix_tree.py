@@ -41,8 +41,10 @@ def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Fo
     pending = [([index], empty_path) for index in reversed(sequence_indices)]
     if share_prefixes and sequences:
         pending = [(sorted(sequence_indices, key=lambda index: sequences[index].tolist()), empty_path)]
+
     while pending:
         members, path = pending.pop()  # rows in order that agree on the path, and may on more
+
         first_sequence = sequences[members[0]]
         common_end = common_prefix(sequences[members[0]], sequences[members[-1]])
         if len(members) == 1 or common_end - len(path) >= LEAST_SHARED:
@@ -52,6 +54,7 @@ def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Fo
             token_count += node_size
             forest.paths.append(path)
             forest.sizes.append(node_size)
+
         for next_id, branch in groupby(members, key=lambda index: _id_at(sequences[index], common_end)):
             if next_id is None and len(path) == common_end:
                 for index in branch:
@@ -60,9 +63,11 @@ def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Fo
                 pending += [([index], path) for index in branch]
             else:
                 pending.append((list(branch), path))
+
     positions = np.empty(token_count, dtype=np.int64)
     for path in forest.paths:
         positions[path] = np.arange(len(path))
+
     return forest._replace(ids=np.concatenate(ids).astype(np.int64), positions=positions)
 
 

@@ -51,6 +51,7 @@ class Publishing:
         self._endpoints = endpoints
         self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
+
         # The fixed text that trainer and engines score; any ids do.
         self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
         weights_config = config.weights
@@ -62,6 +63,7 @@ class Publishing:
             *(collector_count, self._buffers(), weights_config.full_every > 1),
         )
         self._files: VersionWriter | None = None
+
         if weights_config.transport == "disk":
             version_bytes = sum(spec.nbytes for spec in self._host.layout)
             needed_bytes = disk.space_needed(config, version_bytes)
@@ -70,6 +72,7 @@ class Publishing:
             self._files = VersionWriter(
                 directory, weights_config.bucket_bytes, weights_config.full_every, specs
             )
+
         self._pause: TrainingPause | None = None
         self._sender = None if self._files else self._make_sender(collector_count)
         self._link: Link | None = None  # of the publisher's thread, while that lives
@@ -83,6 +86,7 @@ class Publishing:
         buffer_index = self._host.claim(lambda busy: self.world.gather(busy, list[int]))
         self._host.copy(buffer_index, self._published_shards(), buffers)
         self.raise_failure()
+
         snapshot = self._host.snapshot(buffer_index, version, time.monotonic() - started_at)
         if self._publisher is not None:
             self._publisher.submit(snapshot)
@@ -101,6 +105,7 @@ class Publishing:
         after each forward, which may compile for minutes."""
         logprobs = score_ids(self.policy, self._probe_ids, self.world.device)
         self.allow_pause()
+
         if self.noise_floor is None:
             with padded_meanwhile(self.policy):
                 noisy_logprobs = score_ids(
@@ -108,6 +113,7 @@ class Publishing:
                 )
             self.allow_pause()
             self.noise_floor = max(abs(a - b) for a, b in zip(logprobs, noisy_logprobs, strict=True))
+
         return Probe(self._probe_ids, logprobs, self.noise_floor)
 
     def raise_failure(self) -> None:
@@ -146,9 +152,11 @@ class Publishing:
             device = self.world.device
             self._pause = TrainingPause(device) if device.type == "cuda" else None
             sender = Sender(host, weights_config.bucket_bytes, weights_config.deadline, device, self._pause)
+
         addresses = ",".join(self.world.gather(sender.address if sender else "", str)[:sender_count])
         if sender is not None and self.world.rank == 0:
             sender.address = addresses
+
         return sender
 
     # -- the publisher's thread ------------------------------------------------------------------------

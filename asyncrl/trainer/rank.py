@@ -61,6 +61,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.manual_seed(config.seed)
     if not await_devices(config, endpoints, rank, incarnation):
         return 0
+
     try:
         mesh = world.join_ranks(
             rank,
@@ -74,7 +75,9 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     except Stopped as stop:
         log.info("leaving: %s", stop)
         return 0
+
     mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
+
     trainer_rank = TrainerRank(config, endpoints, mesh, incarnation)
     try:
         with users_code():  # losses, advantages
@@ -92,6 +95,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     finally:
         trainer_rank.close()
         world.leave_ranks()
+
     return 0
 
 
@@ -158,16 +162,19 @@ class TrainerRank:
         frontier = self._await_welcome().step
         self.is_repeating = self.committed_step < frontier  # the engines keep their newer weights meanwhile
         self._publish_probe()
+
         if not frontier:  # ranks that are started again lose no time on what has been shown
             self.waiting_for = "trying the largest micro-batch"
             self._send_heartbeat_if_due(time.monotonic())
             with self.timeline.span(self.waiting_for):
                 try_largest(self.learner)
+
         micro_batches = 0
         while True:
             plan, work = self._take_plan(micro_batches)
             if plan.kind not in ("rest", "stop"):  # a checkpoint is made of shards that rest, too
                 self.device_offload.onload()
+
             match plan.kind:
                 case "rest":
                     self.device_offload.offload(self._meet_ranks)
@@ -199,10 +206,12 @@ class TrainerRank:
         """The optimizer step, its commit, and what follows only after the ack."""
         # What was committed once is not left out.
         self.learner.on_spike = "skip" if self.is_repeating else self.config.trainer.on_spike
+
         with self.timeline.span("step", step=plan.step + 1), self.stopwatch.phase("update_actor"):
             metrics = self.learner.finish()
             if not is_tiny(self.learner):
                 trim_heap()
+
         batch_uids = [
             uid for rank_uids in self.mesh.gather_data(self._batch_uids, list[str]) for uid in rank_uids
         ]
@@ -216,9 +225,11 @@ class TrainerRank:
             to_publish = self._commit_step(plan, batch_uids, metrics)
         self.committed_step = self.learner.step
         self.ratio_recorder.save_step(self.committed_step)
+
         if to_publish and (self.is_repeating or self.learner.step % self.config.weights.every == 0):
             self.is_repeating = False
             self._publish_version()
+
         self._save_if_due()
 
     # -- talking to the coordinator --------------------------------------------------------------------
@@ -241,6 +252,7 @@ class TrainerRank:
         """The next plan, and this rank's part of it with its turns, once all ranks hold theirs."""
         step = self.learner.step
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
+
         offload_note = ", at rest while engines sample" if self.device_offload.is_offloaded else ""
         wait_name = "wait_devices" if offload_note else "wait_data"
         with self.timeline.span(wait_name), self.stopwatch.phase(wait_name, waiting=True):
@@ -250,6 +262,7 @@ class TrainerRank:
             plan = self._answer_for_all(
                 self.bulk, request, f"trajectories of step {step}{offload_note}", is_patient=True
             )
+
             for part in self.learner.rank_part(plan.trajectories):
                 payload_request = trainer.PayloadRequest(
                     self.trainer_epoch, step, tuple(trajectory.uid for trajectory in part)
@@ -260,7 +273,9 @@ class TrainerRank:
                 planned_work += with_turns(
                     [trajectory for trajectory in part if trajectory.uid not in payload_answer.lost], frames
                 )
+
             self._meet_ranks("the other ranks' payloads")
+
         return plan, planned_work
 
     def _meet_ranks(self, wait_name: str) -> None:
@@ -288,6 +303,7 @@ class TrainerRank:
                 f"rank 0, which waits for {wait_name}", self.broadcast.next_word, is_patient
             )
             return msgspec.msgpack.decode(encoded_answer, type=trainer.WorkPlan | trainer.Committed)
+
         answer, _ = self._await_answer(link, request, wait_name, is_patient)
         self.broadcast.send_word(msgspec.msgpack.encode(answer))
         return answer
@@ -307,8 +323,10 @@ class TrainerRank:
         except DistNetworkError:
             self._wait_for(RESEND_SECONDS)
             raise
+
         self.waiting_for = ""
         self._send_heartbeat_if_due(time.monotonic())
+
         return value
 
     def _await_answer(
@@ -321,18 +339,22 @@ class TrainerRank:
         """
         deadline = time.monotonic() + self._silence_limit
         self.waiting_for = wait_name
+
         resend_at = 0.0
         while True:
             now = time.monotonic()
             self.publishing.raise_failure()
             self.publishing.allow_pause()
+
             if now >= resend_at:
                 link.send(request)
                 resend_at = now + RESEND_SECONDS
+
             if now > deadline and not is_patient:
                 raise DeadlineError(f"waited {self._silence_limit:g} s for {wait_name}")
             self._send_heartbeat_or_hello(now)
             self._poller.wait(HEARTBEAT_SECONDS)
+
             for received in self._received_messages():
                 if trainer.is_answer(received[0], request):
                     self.waiting_for = ""
@@ -406,6 +428,7 @@ class TrainerRank:
         waiting_text = "; ".join(
             filter(None, (self.waiting_for, not_saved, self.publishing.unwritten_reason))
         )
+
         return trainer.TrainerBeat(
             self.rank,
             *busy_and_idle,
@@ -441,6 +464,7 @@ class TrainerRank:
             self._publish_version()
         with self.timeline.span("probe"), self.stopwatch.phase("update_weights"):
             probe = self.publishing.score_probe()
+
         if self.is_first:
             self.probed_message = trainer.Probed(
                 PolicyVersion(self.trainer_epoch, self.published_step), probe

@@ -103,6 +103,7 @@ class Recording(AttentionMode):
         outputs = operator(*args, **(kwargs or {}))
         replacements = tree_map(partial(_replacement_of, input_tensors), outputs)
         self._calls.append(KeptCall(operator, _called_function(operator, args), replacements))
+
         return outputs
 
 
@@ -137,8 +138,10 @@ def _replacement_of(inputs: Sequence[Tensor], output: Any) -> Any:
         if tensor.untyped_storage()._cdata == storage:
             offset = int(output.storage_offset() - tensor.storage_offset())
             return InputView(index, output.shape, output.stride(), offset)
+
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         detached = output.detach()  # autograd changes `output` next; both count changes in place together
+
     return KeptTensor(detached, detached._version)
 
 
@@ -149,13 +152,16 @@ def _restored_output(inputs: Sequence[Tensor], replacement: Any) -> Any:
         return tensor.as_strided(
             replacement.size, replacement.stride, tensor.storage_offset() + replacement.offset
         )
+
     if not isinstance(replacement, KeptTensor):
         return replacement
+
     if replacement.tensor._version != replacement.version:
         raise RuntimeError(
             "the model changes the output of attention in place, so it cannot be kept for the backward; "
             "set trainer.activation_checkpointing=none"
         )
+
     return replacement.tensor
 
 

@@ -132,13 +132,16 @@ def tally_advantages(tally: MetricSums, samples: Sequence[TrainingSample]) -> No
         tally.add_summary("critic/rewards", [sample.planned.own.reward])
         tally.add_summary("critic/advantages", sample.advantage)
         tally.add_ratio("critic/zero_advantage_frac", float(not sample.has_advantage), 1.0)
+
         if sample.returns is not None and sample.value is not None:
             tally.add_summary("critic/returns", sample.returns)
             tally.add_summary("critic/values", sample.value)
             tally.add_moments("returns", Moments.of(sample.returns))
             tally.add_moments("errors", Moments.of(sample.returns - sample.value))
+
         if sample.model_tokens:
             tally.add_moments("advantages", Moments.of(sample.advantage))
+
         for rewards, advantage in _compared_episodes(sample, sample.advantage):
             if len(advantage):
                 tally.add_moments("episodes", Moments(1.0, float(advantage.mean())))
@@ -203,6 +206,7 @@ def _tally_staleness(tally: MetricSums, sample: TrainingSample) -> None:
     tally.add_total("staleness/fully_masked_trajectories", float(0 < sample.model_tokens == masked_count))
     by_length = f"staleness/by_length/{length_bucket(sample.model_tokens)}"
     tally.add_ratio(f"{by_length}/masked_frac", masked_count, sample.model_tokens)
+
     if masked_count:  # quarters only where there is something to place
         for quarter, (masked_tokens, quarter_tokens) in enumerate(
             masked_by_quarter(sample.stale.tolist()), start=1
@@ -243,6 +247,7 @@ def tally_agents(
     columns = torch.stack(
         [state.fresh.double(), enters_loss.double(), torch.where(enters_loss, state.loss, 0.0).double()]
     )
+
     sums = columns.new_zeros(3, len(names)).index_add(1, adapter_index, columns).T.tolist()
     for name, (fresh_tokens, entered_tokens, agent_loss) in zip(names, sums, strict=True):
         tally.add_total(f"_fresh/{name}", fresh_tokens)
@@ -282,16 +287,19 @@ def tally_unscored(tally: MetricSums, samples: Sequence[TrainingSample], names: 
     tally.add_ratio("actor/pg_loss", 0.0, denominator)
     for name in names if len(names) > 1 else ():
         tally.add_ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", 0.0, denominator)
+
     for sample in samples:
         enters_loss = sample.within_staleness & np.isfinite(sample.rollout_logprobs)
         entered_lags = sample.lag[enters_loss]
         tally.add_total("trainer/kept_tokens", len(entered_lags))
+
         if sample.sequence_adapters:
             counts = np.bincount(
                 np.asarray(sample.sequence_adapters)[sample.sequence_of[enters_loss]], minlength=len(names)
             )
             for name, count in zip(names, counts.tolist(), strict=True):
                 tally.add_total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", count)
+
         for lag, count in zip(*np.unique(entered_lags, return_counts=True), strict=True):
             tally.add_total(f"{KEPT_PREFIX}{lag}", int(count))
 
@@ -304,9 +312,11 @@ def batch_metrics(
     metrics = tally.metrics()
     if "global_seqlen/max" in metrics:
         metrics["global_seqlen/minmax_diff"] = metrics["global_seqlen/max"] - metrics["global_seqlen/min"]
+
     for name in ADVANTAGE_METRICS:
         if name in metrics:
             metrics[name] = float(scale_advantages(np.asarray(metrics[name])))
+
     internal_sums = {name: metrics.pop(name) for name in list(metrics) if name.startswith("_")}
     metrics |= metrics_of({name.removeprefix("_"): value for name, value in internal_sums.items()})
     returns, errors = (tally.moments.get(name, Moments()) for name in ("returns", "errors"))
@@ -315,6 +325,7 @@ def batch_metrics(
         metrics["critic/vf_explained_var"] = explained
     if NLL in metrics:  # demonstrations have no advantages, and no version sampled them that could be old
         return {name: value for name, value in metrics.items() if not name.startswith(SAMPLED_METRICS)}
+
     return metrics | _lag_metrics(
         _lag_histogram(internal_sums, KEPT_PREFIX), _lag_histogram(metrics, LAG_TOKENS)
     )

@@ -35,11 +35,13 @@ def retrain(
     first_step = start_step(reader, checkpoints, step)
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
+
     try:
         learner = Learner(config, world.join_ranks(0, 1, device=config.model.device))
         learner.on_spike = "skip"  # the batch is looked at, not left out
         if first_step > INITIAL:
             checkpoint.load_checkpoint(checkpoints, first_step, learner)
+
         for step_index in range(first_step, step):
             plan = reader.plan(step_index)
             learner.token_budget = token_budget or plan.budget
@@ -81,6 +83,7 @@ def recorded_work(
         planned = [
             PlannedTrajectory.of(episode, reader.baseline(episode.group), temperature) for episode in episodes
         ]
+
         for rank_parts in partition(planned, plan.ranks):
             ordered = [trajectory for trajectory in chain(*rank_parts) if trajectory.uid not in plan.lost]
             frames = [

@@ -91,6 +91,7 @@ class Selected:
                 sequence + (np.int64(offsets) << ADAPTER_BITS)
                 for sequence, offsets in zip(sequences, adapters, strict=True)
             ]
+
         if packing == "padded":
             width = max(map(len, sequences))
             offsets = [index * width + np.arange(len(sequence)) for index, sequence in enumerate(sequences)]
@@ -101,6 +102,7 @@ class Selected:
             ids, adapter_indices = _split_adapters(torch.from_numpy(padded_ids), adapters)
             token_index = sequence_of * width + position
             labels = ids.flatten()[token_index]
+
             return cls(
                 ids,
                 labels,
@@ -109,6 +111,7 @@ class Selected:
                 routes=laid_out_routes,
                 adapter_indices=adapter_indices,
             )
+
         forest = plant_forest(sequences, share_prefixes=packing == "tree")
         token_order = np.concatenate(forest.sequences)
         sequence_starts = np.cumsum([0, *map(len, sequences[:-1])])
@@ -127,6 +130,7 @@ class Selected:
             ForestAttention(forest),
             laid_out_routes,
         )
+
         return replace(selected, agents=adapter_indices)
 
     def to(self, device: torch.device) -> Selected:
@@ -186,10 +190,12 @@ def _laid_out_routes(
     width = max((sequence_routes.shape[1] for sequence_routes in routes if len(sequence_routes)), default=0)
     if not width:
         return None
+
     laid_out = np.full((size, width), UNKNOWN_EXPERT, dtype=np.int32)
     for own_routes, positions in reversed([*zip(routes, token_positions, strict=True)]):
         if len(own_routes):
             laid_out[positions[: len(own_routes)]] = own_routes
+
     return torch.from_numpy(laid_out)
 
 
@@ -217,6 +223,7 @@ def score_chunks(
     columns = [features, tokens.labels, tokens.temperature]
     if teacher is not None:
         columns += tokens.teacher_scores or () if teacher.features is None else (teacher.features,)
+
     # The same memory: compiled, two numbers a logit of its type; else four of 4 bytes.
     chunk_tokens = (
         8 * CHUNK_TOKENS // max(4 * wide_logits, features.element_size()) if is_compiled else CHUNK_TOKENS
@@ -225,6 +232,7 @@ def score_chunks(
         checkpoint(run_chunk, *part, use_reentrant=False, preserve_rng_state=False)
         for part in zip(*(column.split(chunk_tokens) for column in columns), strict=True)
     ]
+
     return Scores(
         **{name: torch.cat([result[name] for result in chunk_results]) for name in chunk_results[0]}
     )
@@ -242,6 +250,7 @@ def _chunk_scores(
     }
     if collision:
         scores["collision"] = collision_of(table)
+
     if teacher is not None:
         logits_of = teacher.logits_of
         teacher_logprobs = (
@@ -250,6 +259,7 @@ def _chunk_scores(
             else TeacherScores(*teacher_columns)
         )
         scores |= distances(table, labels, teacher_logprobs, teacher)
+
     return scores
 
 
@@ -303,6 +313,7 @@ def in_parts(
     own_tokens = rank_order[starts[sequence_ranks.index] :][: token_counts[sequence_ranks.index]]
     (gathered_order,) = to_device([torch.from_numpy(gathered_index)], tokens.ids.device)
     own_columns = run_part(_rank_part(tokens, own_tokens, sequence_ranks))
+
     return [
         None if column is None else sequence_ranks.gather(column, most_tokens)[gathered_order]
         for column in own_columns
@@ -331,6 +342,7 @@ def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: Sequenc
     teacher_scores = tokens.teacher_scores and TeacherScores(
         *(column[selected_index] for column in tokens.teacher_scores)
     )
+
     return Selected(
         ids,
         labels,
@@ -377,6 +389,7 @@ class SplitModel:
         self._backbone.forward = self._run_backbone  # type: ignore[method-assign]
         self._head.register_forward_pre_hook(self._select_hidden)
         self.fp32_head = fp32_head
+
         if type(self._head).forward is nn.Linear.forward:
             self._head.forward = self._run_head  # type: ignore[method-assign, assignment]
         elif fp32_head:
@@ -429,6 +442,7 @@ class SplitModel:
         if self.fp32_head:
             wide_parameters = widened(weight), None if bias is None else widened(bias)
             return lambda hidden: linear(widened(hidden), *wide_parameters)
+
         if bias is not None or weight.dtype == widened(weight[:0]).dtype or not weight.requires_grad:
             return lambda hidden: linear(hidden, weight, bias)
         gradient_sum = _WideGradient.apply(weight)

@@ -59,6 +59,7 @@ def distances(
         ]  # vocabularies may be filled up to different sizes
         top_logprobs, ids = known_logprobs.topk(min(teacher.top_k, known_logprobs.shape[1]))
         teacher_table = TeacherScores(ids, top_logprobs, reference)
+
     ids = teacher_table.ids.clamp(0, table.shape[1] - 1)
     is_repeated = (ids[:, :, None] == ids[:, None]).sum(-1) > 1  # SGLang calls its last id 0
     is_excluded = is_repeated | (ids != teacher_table.ids) | (ids == sampled_ids)
@@ -66,6 +67,7 @@ def distances(
     divergences = divergence(
         policy_classes, lumped(teacher_table.top, teacher_table.sampled, is_excluded), teacher.name
     )
+
     return {"divergence": divergences.to(table.dtype), "reference": teacher_table.sampled}
 
 

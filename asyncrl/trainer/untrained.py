@@ -39,6 +39,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.manual_seed(config.seed)
     mesh = world.join_ranks(0, 1, rendezvous, "cpu", progress_limit(config))
     policy = load_policy(config.model, mesh, adapters=config.adapters, frozen=True)
+
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", 0, incarnation), endpoints.keys)
     publishing = Publishing(config, endpoints, Path(config.run_dir) / config.name, mesh, policy)
     try:
@@ -47,6 +48,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     finally:
         link.close()
         world.leave_ranks()
+
     return 0
 
 
@@ -59,19 +61,24 @@ def _serve_weights(
     probed_message = None
     heard_at = hello_at = time.monotonic()
     link.send(hello_message)
+
     while True:
         now = time.monotonic()
         publishing.raise_failure()
         if probed_message is None and now > heard_at + silence_limit(config):
             raise DeadlineError(f"waited {silence_limit(config):g} s for the coordinator's welcome")
+
         if now > max(heard_at, hello_at) + HELLO_SECONDS:
             hello_at = now
             link.send(hello_message)
+
         link.send(TrainerBeat(0, 0.0, 0.0, publishing.unwritten_reason, 0, 0))
+
         received = link.receive(HEARTBEAT_SECONDS)
         while received is not None:
             message: ToTrainerControl = received[0]
             heard_at = time.monotonic()
+
             match message:
                 case Stop():
                     return message.reason
@@ -87,4 +94,5 @@ def _serve_weights(
                     pass  # nothing is trained
                 case _:
                     assert_never(message)
+
             received = link.receive(0.0)

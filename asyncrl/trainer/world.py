@@ -80,6 +80,7 @@ class World:
         device_type = self.device.type
         mesh = self.mesh
         sequence_ranks = None
+
         process_groups = list[dist.ProcessGroup]()
         replica_group = None
         if replicas > 1:
@@ -89,12 +90,15 @@ class World:
             process_groups += replica_shard_mesh.get_all_groups()
             mesh = replica_shard_mesh["shard"]
             replica_group = replica_shard_mesh.get_group("replicate")
+
         if sequence > 1:
             group = init_device_mesh(device_type, (self.size // sequence, sequence)).get_group(1)
             sequence_ranks = SequenceRanks(group, self.rank % sequence, sequence)
             process_groups.append(group)
+
         for process_group in process_groups if timeout_s else ():  # a mesh gives its groups torch's default
             _set_pg_timeout(timedelta(seconds=timeout_s), process_group)
+
         return replace(self, mesh=mesh, sequence=sequence_ranks, replica_group=replica_group)
 
     @torch.no_grad()
@@ -106,6 +110,7 @@ class World:
         shards = [
             cast(DTensor, parameter.grad).to_local() for parameter in parameters if parameter.grad is not None
         ]
+
         for bucket in _in_buckets(shards, GRADIENT_BYTES):
             flat_shards = [shard.flatten() for shard in bucket]
             joined_shards = (flat_shards[0] if len(flat_shards) == 1 else torch.cat(flat_shards)).to(
@@ -134,14 +139,17 @@ class World:
         rows_per_shard = -(-shard.shape[0] // shard_count)
         if shard_count == 1:
             return local_shard
+
         if self.rank:
             if local_shard.numel() and self.rank < shard_count:
                 dist.send(local_shard, 0, group=self.group)
             return local_shard
+
         whole_tensor = local_shard.new_empty(shard.shape)
         whole_tensor[:rows_per_shard] = local_shard
         for start in range(rows_per_shard, shard.shape[0], rows_per_shard):
             dist.recv(whole_tensor[start : start + rows_per_shard], start // rows_per_shard, group=self.group)
+
         return whole_tensor
 
     def gather(self, value: T, value_type: type[T]) -> list[T]:
@@ -152,6 +160,7 @@ class World:
         """
         if self.size == 1:
             return [value]
+
         encoded_values = self._gather_bytes(msgspec.msgpack.encode(value))
         with ProtocolError.instead_of(
             msgspec.DecodeError, text=f"a trainer rank sent what is no {value_type}"
@@ -175,6 +184,7 @@ class World:
             for rank, rank_value in enumerate(values)
             if rank_value != values[rank - rank % sharing_ranks]
         ]
+
         if differing_ranks:
             raise ProtocolError(
                 f"trainer ranks that share a micro-batch were given different ones: "
@@ -190,6 +200,7 @@ class World:
                 f"trainer ranks exchange values of {lengths} bytes, at most {MAX_BYTES} each: the batch is "
                 "too large for what its recipe compares across ranks; use a smaller batch or more ranks"
             )
+
         whole = [bytearray() for _ in lengths]
         for start in range(0, longest, PART_BYTES):
             end = min(start + PART_BYTES, longest)
@@ -198,8 +209,10 @@ class World:
                 whole, self._gather_tensors(torch.frombuffer(part, dtype=torch.uint8)), strict=True
             ):
                 some += theirs.numpy().tobytes()
+
         for some, length in zip(whole, lengths, strict=True):
             del some[length:]
+
         return whole
 
     def _gather_tensors(self, own_tensor: Tensor) -> list[Tensor]:
@@ -217,6 +230,7 @@ def _in_buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]
             yield bucket
             bucket = []
         bucket.append(tensor)
+
     if bucket:
         yield bucket
 
@@ -231,6 +245,7 @@ class RankZeroBroadcast:
         self._word_count = 0
         self._meetings = 0
         self._store: Any = HashStore()
+
         if world.size > 1:
             address = _address(world.rendezvous)
             host = address[0] if address else "127.0.0.1"
@@ -315,10 +330,12 @@ def join_ranks(
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
+
     if rank_device.type == "cuda" and size > 1:
         wait_for_ranks(_wait_for_nccl(partial(_init_nccl, init_group, rank_device), rank_device, timeout_s))
     else:
         init_group()
+
     return World(rank, size, rank_device, init_device_mesh(rank_device.type, (size,)), rendezvous=rendezvous)
 
 
@@ -337,6 +354,7 @@ def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: f
     process from ending. Raises what it raises, and DeadlineError after `limit` seconds."""
     nccl_future: Future[None] = Future()
     threading.Thread(target=fulfil, args=(nccl_future, init_nccl), name="nccl-join", daemon=True).start()
+
     deadline = time.monotonic() + limit
     while not nccl_future.done():
         yield f"trainer ranks connect their GPUs by NCCL (this one: {device})"
@@ -346,6 +364,7 @@ def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: f
                 f"NCCL did not connect the trainer's ranks within {limit:g} s; set NCCL_DEBUG=INFO to "
                 "see why, NCCL_SOCKET_IFNAME to choose the network interface"
             )
+
     nccl_future.result()
 
 
@@ -391,6 +410,7 @@ class _Meeting:
             if self._rank == 0:
                 raise
             return [0]
+
         return [rank for rank in range(self._size) if not self._store.check([f"rank {rank}"])]
 
     def _open_store(self) -> Store:
@@ -402,6 +422,7 @@ class _Meeting:
         host, port = address
         is_master = self._rank == 0
         dial_seconds = OWN_DIAL_SECONDS if is_master else DIAL_SECONDS
+
         return TCPStore(
             host,
             port,
