@@ -24,8 +24,9 @@ TurnPenalties = Mapping[tuple[str, int], Sequence[float]]  # (group, place among
 
 
 def with_advantages(sample: TrainingSample, recipe: Recipe, traces: Sequence[Trace] = ()) -> TrainingSample:
-    """With its advantage and, where there is a critic, the returns V is trained on. ConfigError where agents
-    have rewards of their own, and what compares whole episodes would mix them."""
+    """Return the sample with its advantages and, where there is a critic, the returns that V is trained on.
+    ConfigError where agents have rewards of their own, and the recipe compares whole episodes, which would
+    mix them."""
     advantage_input = replace(sample.advantage_input(), traces=traces)
     estimator = recipe.advantage
     compares_episodes = (
@@ -50,7 +51,8 @@ def with_advantages(sample: TrainingSample, recipe: Recipe, traces: Sequence[Tra
 def with_scaled_advantages(
     sample: TrainingSample, scale_advantages: Callable[[np.ndarray], np.ndarray]
 ) -> TrainingSample:
-    """With its advantages shifted or scaled by numbers of the batch; returns stay what V estimates."""
+    """Return the sample with its advantages shifted or scaled by numbers of the batch; the returns stay V's
+    targets."""
     assert sample.advantage is not None
     return replace(sample, advantage=scale_advantages(sample.advantage))
 
@@ -58,8 +60,8 @@ def with_scaled_advantages(
 def with_kl_penalty(
     sample: TrainingSample, coefficient: float, estimator: str
 ) -> tuple[TrainingSample, list[float]]:
-    """With −β·KL on its token rewards (and in its own total), and the penalty of each turn. A token without
-    finite log-probs has none."""
+    """Return the sample with −β·KL on its token rewards (and in its total reward), and the penalty of each
+    turn. A token without finite log-probs has no penalty."""
     assert sample.reference is not None
     is_finite = np.isfinite(sample.rollout_logprobs) & np.isfinite(sample.reference)
     rollout_logprobs, reference = (
@@ -78,7 +80,8 @@ def with_kl_penalty(
 
 
 def with_penalised_siblings(sample: TrainingSample, penalties: TurnPenalties) -> TrainingSample:
-    """The baseline sees the siblings' penalties as well; one whose payload was lost has none."""
+    """Return the sample with the siblings' penalties in its baseline; a sibling whose payload was lost has
+    none."""
     siblings = tuple(
         _with_turn_penalties(
             sibling, penalties.get((sample.group, position), [0.0] * len(sibling.turn_rewards))
@@ -100,7 +103,8 @@ def _with_turn_penalties(
 
 
 class PackedEpisode(msgspec.Struct, frozen=True):
-    """Packs one episode for its way between ranks. `arrays`: float64, but `fresh`."""
+    """Holds one episode on its way between ranks. `arrays`: bytes of float64 numbers, or of booleans for
+    `fresh`."""
 
     uid: str
     group: str
@@ -119,7 +123,7 @@ def _array_dtype(name: str) -> type:
 def gather_episodes(
     world: World, samples: Sequence[TrainingSample], arrays: Sequence[Mapping[str, np.ndarray]]
 ) -> list[PackedEpisode]:
-    """Return the episodes of all ranks, by uid: the same list on all of them. A collective."""
+    """Return the episodes of all ranks, sorted by uid: the same list on all ranks. A collective."""
     rank_episodes = []
     for planned, named_arrays in zip((sample.planned for sample in samples), arrays, strict=True):
         encoded_arrays = {
@@ -150,7 +154,7 @@ def gather_penalties(
 def gather_traces(
     world: World, samples: Sequence[TrainingSample], arrays: Sequence[Mapping[str, np.ndarray]]
 ) -> list[Trace]:
-    """The episodes of all ranks with these arrays, as algorithms see them. A collective."""
+    """Return the episodes of all ranks with these arrays, in the form that algorithms read. A collective."""
     return [
         Trace(packed.uid, packed.group, packed.own, **{name: packed.array(name) for name in packed.arrays})
         for packed in gather_episodes(world, samples, arrays)

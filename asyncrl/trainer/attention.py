@@ -34,7 +34,7 @@ MAX_QUERIES = 256  # at once: a longer node is cut, so that fewer keys are compu
 
 
 class AttentionKernel(Protocol):
-    """Computes attention of one forest, on one device."""
+    """Computes the attention of one forest on one device."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query [heads, T, d], key and value [kv_heads, T, d]; returns [T, heads, d]."""
@@ -43,8 +43,8 @@ class AttentionKernel(Protocol):
 
 @dataclass(eq=False)  # not frozen: torch 2.11 compiles again for other fields of a frozen one
 class ForestAttention:
-    """Holds what attention needs to know of a forest, in all layers of a forward. `unknown`: arguments of a
-    layer's attention that were ignored."""
+    """Describes a forest to the attention of all layers of a forward. `ignored_arguments`: arguments of a
+    layer's attention that this module does not support."""
 
     forest: Forest
     device: torch.device = CPU
@@ -74,8 +74,8 @@ Chunk = tuple[np.ndarray, int]
 
 
 class NodeBatch(NamedTuple):
-    """Holds n chunks. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded with 0. `mask`
-    [1, n, q, k] is added to scores; None: each query sees all keys up to itself."""
+    """Holds n chunks. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded with 0. `mask` [1, n,
+    q, k] is added to scores; None: each query sees all keys up to its own position."""
 
     queries: Tensor
     keys: Tensor
@@ -83,8 +83,8 @@ class NodeBatch(NamedTuple):
 
 
 class NodeKernel:
-    """Computes nodes by themselves, on a CPU: short ones in batches of about the same size. Layers share the
-    masks."""
+    """Computes attention node by node, on a CPU: short nodes in batches of about the same size. Layers share
+    the masks."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
@@ -106,8 +106,8 @@ class NodeKernel:
 
 
 def _node_batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tuple[list[NodeBatch], Tensor]:
-    """Return the batches, and the place of each token in their results, one after another. Long nodes with
-    ancestors are cut into chunks of QUERIES: few keys are computed that none may see."""
+    """Return the batches, and the slot of each token in their concatenated results. Long nodes with ancestors
+    are cut into chunks of MAX_QUERIES, so that few keys are computed that no query may see."""
     chunks_by_shape: dict[tuple[int, ...], list[Chunk]] = {}
     for node_path, node_size in zip(forest.paths, forest.sizes, strict=True):
         chunk_tokens = node_size if len(node_path) == node_size and window is None else MAX_QUERIES
@@ -179,8 +179,8 @@ def _forest_attention(
     softcap: float | None = None,
     **other_arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers; with `ranks`, for this rank's part of the sequence. Arguments that it does not
-    know are noted: ignoring them would change gradients by little enough to be missed."""
+    """Called by transformers; with `ranks`, for this rank's part of the sequence. Unknown arguments are
+    recorded: to ignore them silently would change gradients by too little to be noticed."""
     forest.ignored_arguments.update(unknown(other_arguments))
     if dropout:
         forest.ignored_arguments.add("dropout")
@@ -209,8 +209,8 @@ LENGTH_MULTIPLE = 512  # such a row is filled up to a multiple: cuDNN prepares a
 
 
 class Scoring(NamedTuple):
-    """Says how a layer computes scores. `window`: how many tokens one sees, itself among them; `softcap`:
-    the bound of a tanh. None: none."""
+    """Says how a layer computes scores. `window`: how many tokens a token sees, including itself; `softcap`:
+    the bound of a tanh on scores. None: no window, no cap."""
 
     scale: float
     window: int | None = None
@@ -218,10 +218,9 @@ class Scoring(NamedTuple):
 
 
 class SequenceKernel:
-    """Computes attention of long rows that share little, on a GPU: torch's causal attention of each whole
-    row, by cuDNN, which is about 1.8 times as fast as flex attention on Hopper. `other` computes what is not
-    plain: windows, caps, float32, and heads that cuDNN does not know.
-    """
+    """Computes attention of long sequences that share little, on a GPU: torch's causal attention of each
+    whole sequence, by cuDNN, which is about 1.8 times as fast as flex attention on Hopper. `fallback`
+    computes the rest: windows, caps, float32, and head sizes that cuDNN does not support."""
 
     def __init__(self, forest: Forest, device: torch.device, fallback: AttentionKernel) -> None:
         self._fallback = fallback
@@ -253,9 +252,8 @@ class SequenceKernel:
         causal_attention = nn.functional.scaled_dot_product_attention
         outputs = []
         ordered = (x if self._token_order is None else x[:, self._token_order] for x in (query, key, value))
-        sequences = zip(
-            *(x.split(self._lengths, dim=1) for x in ordered), strict=True
-        )  # and one gradient of all
+        # And one gradient of all.
+        sequences = zip(*(x.split(self._lengths, dim=1) for x in ordered), strict=True)
 
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
             for row, length, new in zip(sequences, self._lengths, self._new_counts, strict=True):
@@ -272,11 +270,12 @@ class SequenceKernel:
 class FlexKernel:
     """Computes attention on a GPU by torch's flex attention, with the forest's mask.
 
-    Nodes lie in the sequence depth first, so what is below a node ends where its last descendant does, at
-    its `end`: a token sees those up to itself whose `end` comes after it. Layers share the masks.
+    Nodes lie in the sequence depth first, so the subtree of a node ends where its last descendant does, at
+    its `subtree_end`: a token sees every token up to itself whose `subtree_end` comes after it. Layers share
+    the masks.
 
-    Per token [T]: `end`, and `position` in its row. Numbers that a kernel reads are tensors: with dynamic
-    shapes torch cannot compile captured Python numbers.
+    Per token [T]: `subtree_end`, and `position` in its sequence. Numbers that a kernel reads are tensors:
+    with dynamic shapes torch cannot compile captured Python numbers.
     """
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
@@ -291,7 +290,8 @@ class FlexKernel:
         self._softcaps: dict[float, Callable[..., Tensor]] = {}
 
     def visible(self, window: int | None) -> MaskMod:
-        """Return what is true where the token at index q sees that at index k; any shapes."""
+        """Return a predicate that is true where the token at index q sees the token at index k; any
+        shapes."""
         subtree_end = self.subtree_end
         position = self.position
 
@@ -326,8 +326,9 @@ class FlexKernel:
         return output[0].transpose(0, 1)
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Find, from the extremes of both, which blocks of keys a block of queries sees in part, and which
-        all its queries see whole. With a window, some blocks that none sees count as seen in part."""
+        """Find the blocks of keys that a block of queries sees partly, and the blocks that all its queries
+        see fully, from the extremes of both blocks. With a window, some invisible blocks count as partly
+        seen."""
         token_count = len(self.subtree_end)
         first_token = torch.arange(
             0, token_count, BLOCK_TOKENS, dtype=torch.int32, device=self.subtree_end.device
@@ -358,7 +359,7 @@ class FlexKernel:
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many of each row are true, and which, in BlockMask's form."""
+    """Return for each row the number of true blocks and their indices, in BlockMask's form."""
     block_order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], block_order.int()[None, None]
 
@@ -372,13 +373,14 @@ def _softcap(limit: Tensor) -> Callable[..., Tensor]:
 
 @cache
 def _flex_attention(compiled: bool) -> Any:
-    """Return flex attention. Not compiled it holds a T x T matrix of scores."""
+    """Return flex attention. Uncompiled flex attention holds a T x T matrix of scores."""
     return compiled_once(flex_attention, keeps_outputs=True) if compiled else flex_attention
 
 
 def compiled_once(function: Callable[..., Any], *, keeps_outputs: bool = False) -> Any:
-    """Compile it for all shapes: every batch has another. `keeps_outputs`: a layer that is recomputed in
-    the backward keeps what the function returned, where this version of torch can (see recompute.py)."""
+    """Compile a function once for all shapes, as every batch has another shape. `keeps_outputs`: a layer that
+    is recomputed in the backward keeps the function's outputs, where this version of torch can (see
+    recompute.py)."""
     from torch._dynamo import config  # a slow import, which only a GPU needs
     from torch._inductor import config as inductor
 

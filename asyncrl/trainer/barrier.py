@@ -45,10 +45,11 @@ def compare_batch(
     kl_penalty: float | None,
     whitening: Whitening | None,
 ) -> tuple[list[TrainingSample], MetricSums]:
-    """The examples with their advantages, compared with and divided by the whole batch, and the tally of all
-    ranks' advantages.
+    """Return the samples with their advantages, compared with and divided by the whole batch, and the tally
+    of all ranks' advantages.
 
-    `kl_penalty`: coefficient of the KL in the reward, None without. `whitening`: of earlier batches.
+    `kl_penalty`: coefficient of the KL in the reward; None: no such penalty. `whitening`: statistics of
+    earlier batches.
     """
     if kl_penalty is not None:
         penalised_pairs = [with_kl_penalty(sample, kl_penalty, recipe.kl_estimator) for sample in samples]
@@ -72,18 +73,18 @@ def compare_batch(
 def advantage_scaling(
     recipe: Recipe, batch_tally: MetricSums, whitening: Whitening | None
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """The function that the batch's statistics apply to each advantage."""
+    """Return the function that the batch's statistics apply to each advantage."""
     if recipe.scale in ("whiten", "whiten_running"):
-        earlier_statistics = (
-            whitening if recipe.scale == "whiten_running" else None
-        )  # the first batch has none
+        # The first batch has none.
+        earlier_statistics = whitening if recipe.scale == "whiten_running" else None
         return (earlier_statistics or Whitening.of(advantage_tokens(batch_tally))).apply
     scale_factor = advantage_factor(recipe.scale, batch_tally)
     return lambda advantage: advantage * scale_factor
 
 
 def prepare_batch(world: World, samples: Sequence[TrainingSample], loss: Loss) -> list[TrainingSample]:
-    """The examples with what the loss's `prepare` gives each token in view of the whole batch."""
+    """Return the samples with the numbers that the loss's `prepare` gives each token in view of the whole
+    batch."""
     if loss.prepare is None:
         return list(samples)
     traces = gather_traces(world, samples, [_loss_arrays(sample) for sample in samples])
@@ -95,13 +96,14 @@ def prepare_batch(world: World, samples: Sequence[TrainingSample], loss: Loss) -
 
 
 def _trace_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
-    """An episode's arrays for an advantage that compares traces."""
+    """Return an episode's arrays for an advantage that compares traces."""
     assert sample.proximal_logprobs is not None and sample.collision is not None
     return {"rewards": sample.rewards, "prox": sample.proximal_logprobs, "collision": sample.collision}
 
 
 def _loss_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
-    """An episode's arrays for a loss; a token without finite log-probs is not fresh, and they are 0."""
+    """Return an episode's arrays for a loss. A token without finite log-probs is not fresh, and its log-probs
+    are set to 0."""
     assert sample.proximal_logprobs is not None and sample.advantage is not None
     named_logprobs = {
         "prox": sample.proximal_logprobs,
@@ -116,7 +118,8 @@ def _loss_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
 
 
 def partition_groups(groups: Iterable[str], mini_batches: int, shuffle_key: str) -> dict[str, int]:
-    """Group → mini-batch, shuffled by `key` and the groups' names: the same for any number of ranks."""
+    """Map each group to a mini-batch, shuffled by `shuffle_key` and the groups' names: the same for any
+    number of ranks."""
     shuffled_groups = sorted(groups, key=lambda group: blake2b(f"{shuffle_key}/{group}".encode()).digest())
     return {
         group: index * mini_batches // len(shuffled_groups) for index, group in enumerate(shuffled_groups)

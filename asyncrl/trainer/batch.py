@@ -36,17 +36,17 @@ from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Holds one trajectory with what its loss needs. Arrays are per model token, in order, [T_i].
+    """Holds one trajectory with everything that its loss needs. Arrays are per model token, in order, [T_i].
 
-    `rows`: all its tokens, one array per row; a model token is rows[row_of][position]. `weight` (per token)
-    and `denominator` come from the aggregation rule. `rewards`: what fell on each token.
-    `stale` marks tokens over the bound, `exact` those whose whole context was computed by the version in
-    training; `excluded`: the episode is kept out of the loss. `prox`, `reference`, `value` (the critic's,
-    before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe
-    asks for them. `routes`: of each row the experts of its first tokens, [·, layers * k], -1 for a gap.
-    `agents`: of each row the place of its adapter, where there are several.
-    `taught`: the rows as a teacher in the trainer reads them, if their prompts are others. `likeliest`: what
-    one on servers told of each token, [T_i, k] ids and log-probs.
+    `sequences`: all its tokens, one array per sequence; a model token is sequences[sequence_of][position].
+    `weight` (per token) and `denominator` come from the aggregation rule. `rewards`: the reward of each
+    token. `stale` marks tokens over the staleness bound, `exact` tokens whose whole context was computed by
+    the version in training; `excluded`: the episode is kept out of the loss. `proximal_logprobs`,
+    `reference`, `value` (the critic's, before the batch moved it), `prepared` (by the loss) and `collision`
+    (Σ π²) are set where the recipe asks for them. `routes`: the experts of each sequence's first tokens, [·,
+    layers * k], -1 for a gap. `sequence_adapters`: the index of each sequence's adapter, where there are
+    several. `teacher_sequences`: the sequences behind the teacher's prompts, if these differ. `teacher_topk`:
+    the likeliest tokens by a teacher on servers, [T_i, k] ids and log-probs.
     """
 
     planned: PlannedTrajectory
@@ -81,38 +81,38 @@ class TrainingSample:
 
     @property
     def model_tokens(self) -> int:
-        """Model tokens."""
+        """Return the number of tokens that the model sampled."""
         return len(self.position)
 
     @property
     def total_tokens(self) -> int:
-        """Return all tokens, of all rows."""
+        """Return the number of all tokens, of all sequences."""
         return sum(map(len, self.sequences))
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens before the first that the model sampled."""
+        """Return the number of tokens before the first sampled token."""
         return int(self.position[0]) if self.model_tokens else self.total_tokens
 
     @property
     def longest_sequence(self) -> int:
-        """Return tokens of its longest row."""
+        """Return the number of tokens of the longest sequence."""
         return max(map(len, self.sequences))
 
     @property
     def within_staleness(self) -> np.ndarray:
-        """Tokens [T_i] that may contribute, as far as is known before a forward."""
+        """Return which tokens [T_i] may contribute, as far as is known before a forward."""
         return ~self.stale & (not self.excluded)
 
     @property
     def has_advantage(self) -> bool:
-        """Some token's advantage is not 0."""
+        """True if some token's advantage is not 0."""
         return self.advantage is not None and bool(self.advantage.any())
 
     @property
     def is_scored(self) -> bool:
-        """True if the trajectory has an advantage, or is the first of its group, one of which is always
-        scored: where nobody has an advantage, the log-probs of trainer and engines are still compared."""
+        """True if the trajectory has an advantage, or is the first of its group. The first is always scored,
+        so that the log-probs of trainer and engines are compared even where no episode has an advantage."""
         return self.has_advantage or self.planned.place == 0
 
     def advantage_input(self) -> CreditInput:
@@ -132,13 +132,14 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The model tokens of all rows, flattened to [N]; token i is of episode[i], which may have several rows.
-    `agent`: the place of its adapter, where there are several: those of each are an episode by themselves.
+    """Holds the model tokens of all sequences, flattened to [N]; token i belongs to episode[i], which may
+    have several sequences. `adapter_index`: the index of the token's adapter, where there are several; the
+    tokens of each adapter then count as an episode.
 
-    `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may
-    contribute: not stale, not excluded. `taught`: the same tokens behind the prompts of a teacher, if these
-    are others. The last fields are those of ADDED that the recipe asks for; `prox` is None where the policy
-    does not change between now and the optimizer step.
+    `counted` is False only on the dummy token of a rank without sequences. `within_staleness`: the token may
+    contribute, as it is neither stale nor excluded. `teacher_tokens`: the same tokens behind a teacher's
+    prompts, if these differ. The last fields are the OPTIONAL_COLUMNS that the recipe asks for;
+    `proximal_logprobs` is None where the policy does not change between now and the optimizer step.
     """
 
     selected: Selected
@@ -161,11 +162,12 @@ class MicroBatch:
 
     @property
     def reference_tokens(self) -> Selected:
-        """Return what the reference reads."""
+        """Return the tokens as the reference reads them."""
         return self.teacher_tokens or self.selected
 
     def updated(self, samples: Sequence[TrainingSample]) -> MicroBatch:
-        """With the fields added to the examples since they were collated; no others are copied again."""
+        """Return a copy with the fields that the samples gained since they were collated; other fields are
+        not copied again."""
         if not any(sample.model_tokens for sample in samples):
             return self
         added_columns: dict[str, Any] = _optional_columns(
@@ -177,7 +179,7 @@ class MicroBatch:
         return moved_to_device(self, device)
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> MicroBatch:
-        """Return a copy whose tensors went through `convert`, and whose attention runs on `device`."""
+        """Return a copy whose tensors went through `convert`, with attention on `device`."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         converted_columns: dict[str, Any] = {
             name: column.with_tensors(convert, device) if isinstance(column, Selected) else convert(column)
@@ -199,10 +201,12 @@ def partition_plan(
     hidden_size: int,
     rank_count: int,
 ) -> list[list[list[PlannedTrajectory]]]:
-    """The parts of a plan of all data ranks, which have about the same work, each in parts of about a
-    micro-batch of `budget` tokens. It follows from the arguments alone, so all ranks find the same.
+    """Partition a plan among all data ranks, with about the same work for each, cut into parts of about a
+    micro-batch of `token_budget` tokens. The result follows from the arguments alone, so all ranks compute
+    the same.
 
-    Attention is 2·d·s of a token in a row of s, beside the 24·d² of a layer's matrix products; d: `hidden`.
+    Attention takes 2·d·s of a token in a sequence of s, beside the 24·d² of a layer's matrix products; d:
+    `hidden_size`.
     """
     pieces = [
         Piece(
@@ -233,7 +237,8 @@ def partition_plan(
 def with_turns(
     planned: Sequence[PlannedTrajectory], frames: list[bytes]
 ) -> list[tuple[PlannedTrajectory, list[Turn]]]:
-    """Return each trajectory of a plan with its trained turns. ProtocolError: there are not as many."""
+    """Return each trajectory of a plan with its trained turns. ProtocolError: the number of turns does not
+    match."""
     if sum(p.frames for p in planned) != len(frames):
         raise ProtocolError(f"plan names {sum(p.frames for p in planned)} turns, {len(frames)} came")
     turns = map(_turn_decoder.decode, frames)
@@ -252,12 +257,12 @@ def training_sample(
     scorer_topk: int | None = None,
     agent_names: Sequence[str] = ("",),
 ) -> TrainingSample:
-    """Join the turns of a trajectory token for token, for batch `step`, with the share of its aggregation
-    rule, rewards and lags of its tokens, and which tokens are over `bound`. `choices` of experts that the
-    model makes for a token, if they are to be made as the servers did. `scored`: turns bring the log-probs of
-    the reference, and as many likeliest tokens of each place; those of a turn without are NaN, so that its
-    tokens are left out. `agents` have adapters.
+    """Join the turns of a trajectory token by token, for batch `step`, with their weight by the `aggregation`
+    rule, rewards and lags, and mark tokens over `max_staleness`.
 
+    `expert_choices`: how many experts the model chooses for a token, if the servers' choices are replayed;
+    else 0. `scorer_topk`: turns carry the reference's log-probs, and as many likeliest tokens per position; a
+    turn without gets NaN, so that its tokens are left out. `agent_names`: the agents that have adapters.
     Raises ProtocolError when a turn's arrays do not fit each other, or its row.
     """
     sequences: list[list[int]] = []
@@ -308,9 +313,9 @@ def training_sample(
 def sequence_routes(
     turns: Sequence[Turn], lengths: Sequence[int], expert_choices: int
 ) -> tuple[np.ndarray, ...]:
-    """The experts of the first tokens of each row, of such lengths. A token that two turns tell of (the
-    second one was sampled by a worker that did not know the first) went as the first one says. Those of
-    a model with other `choices` are left out."""
+    """Return the experts of each sequence's first tokens. If two turns report a token's experts, the first
+    report wins (the second turn was sampled by a worker that did not know the first). Reports of a model with
+    other `expert_choices` are left out."""
     parts_by_sequence: list[list[np.ndarray]] = [[NO_ROUTES] for _ in lengths]
     for turn in turns:
         if turn.routes is not None and len(turn.routes.data) == 2 * expert_choices * turn.routes.tokens:
@@ -330,9 +335,9 @@ def sequence_routes(
 
 
 def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Packing = "padded") -> MicroBatch:
-    """Lay out the rows and flatten. `dtype`: of real numbers.
+    """Lay out the sequences and flatten them. `dtype`: of real numbers.
 
-    Without a model token (an idle rank), one dummy token of weight zero keeps forward and backward valid.
+    Without a model token (an idle rank), a dummy token of weight zero keeps forward and backward valid.
     """
     token_counts = [sample.model_tokens for sample in samples]
     if not sum(token_counts):
@@ -409,8 +414,8 @@ def _join_column(samples: Sequence[TrainingSample], name: str) -> Tensor:
 
 
 def with_values(samples: Sequence[TrainingSample], name: str, values: Tensor) -> list[TrainingSample]:
-    """The examples with what a model computed of their tokens, [N] over all of them in order. The value of a
-    dummy token lies beyond the last one and is dropped."""
+    """Return the samples with the numbers that a model computed for their tokens, [N] over all samples in
+    order. The value of a dummy token lies beyond the last sample and is dropped."""
     token_ends = np.cumsum([sample.model_tokens for sample in samples])
     values_by_sample = np.split(values.double().cpu().numpy(), token_ends)[:-1]
     added_fields: list[dict[str, Any]] = [{name: piece} for piece in values_by_sample]

@@ -46,7 +46,8 @@ State = dict[str, Any]
 
 
 def snapshot(learner: Learner, *, copy: bool = True, device_offload: DeviceOffload | None = None) -> State:
-    """The state of this rank, copied to main memory, or with `copy` False as it is: then it has to wake."""
+    """Return the state of this rank, copied to main memory. With `copy` False the state itself, onloaded
+    first."""
 
     def host_copy(tensor: Tensor) -> Tensor:
         with device_offload.onloaded(tensor) if device_offload is not None else nullcontext():
@@ -59,7 +60,7 @@ def snapshot(learner: Learner, *, copy: bool = True, device_offload: DeviceOfflo
 
 
 def state_bytes(state: State) -> int:
-    """Return bytes of a state on this rank."""
+    """Return the bytes of a state on this rank."""
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in state_tensors(state))
 
 
@@ -75,11 +76,12 @@ def write_checkpoint(
     world: World,
     with_export: bool = True,
 ) -> None:
-    """Write step-N in `to`; it is there when this returns. `state` is that of `snapshot`; of the learner only
-    what never changes is read. `world`: the ranks, apart from training if this is in the background.
+    """Write step-N of `checkpoints`; it is complete when this returns. `state`: from `snapshot`; of the
+    learner only constant parts are read. `world`: the ranks, with their own group if this runs beside
+    training.
 
-    `hf` adds an export that `from_pretrained` reads. An incomplete step-N is replaced. Raises
-    CheckpointError, on all ranks alike, when it cannot be written; nothing of it is left then.
+    `with_export` adds an export that `from_pretrained` reads. An incomplete step-N is replaced. Raises
+    CheckpointError on all ranks when the checkpoint cannot be written; nothing of it is left then.
     """
     step = manifest.step
     is_first_rank = world.rank == 0
@@ -118,7 +120,7 @@ def manifest_of(learner: Learner, **lineage: Any) -> CheckpointManifest:
 
 
 def _run_on_all_ranks(world: World, part_of_saving: Callable[[], object]) -> None:
-    """A part of saving. When it fails on one rank it has failed on all: CheckpointError."""
+    """Run a part of saving. A failure on one rank raises CheckpointError on all ranks."""
     problem = ""
     try:
         part_of_saving()
@@ -132,8 +134,9 @@ def _run_on_all_ranks(world: World, part_of_saving: Callable[[], object]) -> Non
 
 
 def load_checkpoint(checkpoints: Checkpoints, step: int, learner: Learner) -> CheckpointManifest:
-    """Restore models, optimizers, RNG, `state` and `step` in place, not the reference: that stays the initial
-    policy. The step must be one that `newest` gave. Raises CheckpointError when it is of other models."""
+    """Restore models, optimizers, RNG, `state` and `step` in place, but not the reference: that stays the
+    initial policy. `step` must come from `newest_step`. Raises CheckpointError when the checkpoint is of
+    other models."""
     manifest = checkpoints.manifest(step)
     path = checkpoints.path(step)
     stored_reader = shard_reader(StepFiles(checkpoints, step))
@@ -163,7 +166,7 @@ def load_checkpoint(checkpoints: Checkpoints, step: int, learner: Learner) -> Ch
 
 
 def newest_step(checkpoints: Checkpoints, before_step: float = math.inf) -> int:
-    """The newest step, of those `before` one, that is undamaged; -1: none. Damaged ones are logged."""
+    """Return the newest undamaged step before `before_step`; -1: none. Damaged checkpoints are logged."""
     for step in (step for step in checkpoints.steps() if step < before_step):
         problem = checkpoints.damage(step)
         if not problem:
@@ -183,7 +186,8 @@ def _learner_state(learner: Learner) -> dict[str, Any]:
 
 
 def _carried_state(learner: Learner, state: dict[str, float]) -> dict[str, float]:
-    """The part of `state` that a resumed run takes over. A fixed KL coefficient comes from the config."""
+    """Return the part of `state` that a resumed run takes over. A fixed KL coefficient comes from the
+    configuration."""
     kl_config = learner.config.kl
     coefficient_adapts = kl_config.where != "none" and kl_config.target > 0
     return {name: value for name, value in state.items() if coefficient_adapts or name != "kl_coef"}
@@ -195,7 +199,7 @@ def _model_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _restore_model(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Weights and moments; the optimizer's settings are those of the config."""
+    """Restore weights and moments; the optimizer's settings stay as configured."""
     configured_settings = [
         {key: group[key] for key in group if key != "params"} for group in optimizer.param_groups
     ]
@@ -209,7 +213,7 @@ PathName = str | os.PathLike[str]
 
 
 class StepFiles(FileSystemBase):
-    """The files of one checkpoint, as the file system that torch's distributed checkpointing wants. Paths are
+    """Presents one checkpoint as the file system that torch's distributed checkpointing asks for. Paths are
     relative to the checkpoint. `written`: the files of this rank."""
 
     def __init__(self, checkpoints: Checkpoints, step: int) -> None:
@@ -250,9 +254,8 @@ class StepFiles(FileSystemBase):
 
 
 def shard_writer(files: StepFiles) -> FileSystemWriter:
-    file_writer: Any = FileSystemWriter(
-        STATE_FOLDER, sync_files=False
-    )  # they are synchronised when they are closed
+    # They are synchronised when they are closed.
+    file_writer: Any = FileSystemWriter(STATE_FOLDER, sync_files=False)
     file_writer.fs = files
     file_writer.path = STATE_FOLDER
     return cast(FileSystemWriter, file_writer)
@@ -269,8 +272,8 @@ MODEL_PREFIX = "model."  # what the policy's tensors are under in a checkpoint
 
 
 def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_directory: Path) -> None:
-    """Write adapter_model.safetensors (float32) and adapter_config.json, those of an agent in a directory of
-    its name; nothing else is read. ConfigError where the run trained all weights."""
+    """Write adapter_model.safetensors (float32) and adapter_config.json, each agent's into a directory of its
+    name; no other tensors are read. ConfigError where the run trained all weights."""
     stored_reader = shard_reader(StepFiles(checkpoints, step))
     stored_tensors = {
         name.removeprefix(MODEL_PREFIX): metadata
@@ -307,7 +310,8 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
 
 
 def _is_transposed(layer: str, agent: str, stored_tensors: Mapping[str, TensorStorageMetadata]) -> bool:
-    """True for weights of transformers' Conv1D, kept as [in, out]; seen where the two differ."""
+    """True for weights of transformers' Conv1D, kept as [in, out]; visible only where the two sizes
+    differ."""
     names = ("weight", named(A, agent), named(B, agent))
     weight, (_, input_width), (output_width, _) = (stored_tensors[f"{layer}.{name}"].size for name in names)
     return tuple(weight) == (input_width, output_width) != (output_width, input_width)

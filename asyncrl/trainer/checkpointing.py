@@ -43,8 +43,9 @@ class WriteJob(NamedTuple):
 
 
 def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
-    """The checkpoints of a run. A collective: ConfigError, on all ranks, unless each of them sees what rank
-    0 writes. A place that cannot be written to now may be later, and is not looked at."""
+    """Return the checkpoints of a run. A collective: ConfigError on all ranks, unless every rank sees the
+    files that rank 0 writes. A directory that cannot be written to now may be later, so nothing is tested
+    there."""
     checkpoints = checkpoints_of(config, run_dir)
     token = secrets.token_hex(8)
     try:
@@ -75,9 +76,9 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
 
 
 class Checkpointing:
-    """Made by all ranks together; a method without another word is a collective. `newest`: manifest of the
-    newest checkpoint in place. `problem`: why the last one could not be written. `best`: step of the one to
-    keep for its validation."""
+    """Writes the checkpoints of a run in the background. Made by all ranks together; methods are collectives
+    unless their section says otherwise. `newest_manifest`: of the newest complete checkpoint. `problem`: why
+    the last one could not be written. `best_step`: the step kept for its validation score."""
 
     def __init__(self, config: RunConfig, checkpoints: Checkpoints, learner: Learner) -> None:
         self._config = config.checkpoint
@@ -107,29 +108,31 @@ class Checkpointing:
 
     @property
     def write_progress(self) -> str:
-        """Names what is being written; '' for nothing."""
+        """Describes the checkpoint that is being written; '' for none."""
         written = f"{self.checkpoints.written / 1e6:,.0f} MB since the start"
         return f"a checkpoint is being written, {written}" if self.is_writing else ""
 
     @property
     def checkpoint_problem(self) -> str:
-        """Says why the newest checkpoint could not be written, as soon as that is known; '' once one was."""
+        """Says why the newest checkpoint could not be written, as soon as that is known; '' after a
+        success."""
         if self._write_job is None or not self._write_job.result.done() or self._write_job.result.exception():
             return self.problem
         return self._write_job.result.result() or self.problem
 
     @property
     def is_writing(self) -> bool:
-        """True while a checkpoint is being written, or nobody has looked whether it still is."""
+        """True while a checkpoint is being written, and until `poll_checkpoint` has noticed its end."""
         return self._write_job is not None
 
     def add_trained(self, uids: Sequence[str]) -> None:
-        """These are trained, and committed."""
+        """Record the uids of committed episodes."""
         self._trained_uids += uids
         self.trained_total += len(uids)
 
     def mark_due(self) -> bool:
-        """Notes that a checkpoint is due after this step; True if one may begin now."""
+        """Note that a checkpoint is due if the step asks for it. Returns whether a due checkpoint may begin
+        now."""
         self._is_due = self._is_due or self._learner.step % self._config.pause == 0
         return self._is_due and not self.is_writing
 
@@ -145,9 +148,9 @@ class Checkpointing:
             log.info("resumed from %s", self.checkpoints.path(resumed_step))
 
     def begin_checkpoint(self, trainer_epoch: int, device_offload: DeviceOffload | None = None) -> bool:
-        """A checkpoint of the last committed step. False: training must wait until it is written, as there is
-        no memory for a copy. Micro-batches of an open batch are not in it: their plan is in the store, and is
-        trained again."""
+        """Begin a checkpoint of the last committed step. False: there is no memory for a copy, so training
+        must wait until the checkpoint is written. Micro-batches of an open batch are left out: their plan is
+        in the store, and is trained again."""
         assert self._write_job is None, "one at a time"
         has_memory = main_memory().available > COPY_ROOM * self._state_bytes * self._ranks_on_host
 
@@ -174,8 +177,8 @@ class Checkpointing:
         return is_copied
 
     def poll_checkpoint(self) -> bool:
-        """True if the checkpoint under way has been completed. Raises DeadlineError when it takes longer than
-        its bytes allow."""
+        """Return whether the checkpoint under way has just been completed. Raises DeadlineError when writing
+        takes longer than its bytes allow."""
         if self._write_job is None:
             return False
         manifest, started_at, result = self._write_job
@@ -203,7 +206,7 @@ class Checkpointing:
         return True
 
     def _write_in_thread(self, state: checkpoint.State, manifest: CheckpointManifest) -> str:
-        """In the thread."""
+        """Write the checkpoint, in the background thread. Returns the problem, '' for none."""
         try:
             checkpoint.write_checkpoint(
                 self.checkpoints, state, manifest, self._learner, self._background_world

@@ -44,7 +44,8 @@ SMALL_STORAGE = 4096  # bytes of a storage that stays
 
 def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str) -> bool:
     """Return True once engines have left the devices to this rank, which has loaded nothing yet. Return False
-    if the coordinator stops the run. No deadline here: the coordinator gives engines one to fall asleep."""
+    if the coordinator stops the run. There is no deadline: the coordinator gives engines a limit to fall
+    asleep."""
     if not config.shifts:
         return True
 
@@ -62,7 +63,7 @@ def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnatio
 
 
 class DeviceOffload:
-    """Empties the device of one rank, and fills it again. `now`: it rests."""
+    """Moves the tensors of one rank to main memory, and back. `is_offloaded`: the device is empty."""
 
     def __init__(self, learner: Learner, timeline: Timeline, run_dir: Path) -> None:
         self._learner = learner
@@ -76,15 +77,15 @@ class DeviceOffload:
         self._host_copies: dict[int, tuple[UntypedStorage, Tensor]] = {}  # each with a copy of its bytes
 
     def offload(self, meet: Callable[[str], None]) -> None:
-        """Return when all ranks rest: `meet` waits for them by a name. All ranks must call it. Raises
-        ConfigError where there is no room."""
+        """Offload, and return when all ranks have: `meet` waits for the ranks by a name. All ranks must call
+        this. Raises ConfigError where main memory has no room."""
         with self._timeline.span("rest"), self._learner.stopwatch.phase("rest", waiting=True):
             if not self.is_offloaded:
                 self._copy_and_empty()
             meet("the other ranks, which leave the devices to engines")
 
     def onload(self) -> None:
-        """Bring everything back, if this rank rests."""
+        """Bring all tensors back, if this rank has offloaded."""
         if self.is_offloaded:
             with self._timeline.span("wake"), self._learner.stopwatch.phase("wake", waiting=True):
                 for host_copy in self._host_copies.values():
@@ -95,7 +96,7 @@ class DeviceOffload:
 
     @contextmanager
     def onloaded(self, tensor: Tensor) -> Iterator[None]:
-        """Inside, this one of the tensors that rest has its values: to copy all needs no room for all."""
+        """Onload a single tensor inside the context: copying tensor by tensor needs no room for all."""
         if host_copy := self._host_copies.get(_storage_of(tensor)._cdata):
             self._fill(*host_copy)
         try:
@@ -139,14 +140,16 @@ class DeviceOffload:
 
 
 class PageLockedMemory:
-    """Main memory that a GPU copies to and from directly. It is kept: to pin it takes longer than to copy."""
+    """Main memory that a GPU copies to and from directly. Kept between uses: locking pages takes longer than
+    copying."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size: int) -> Tensor:
-        """A collective: the kernel would rather kill a process than refuse pages."""
+        """Return memory of this size. A collective: the kernel would rather kill a process than refuse
+        pages."""
         free_bytes = main_memory().available  # before any rank takes of it
         missing_bytes = max(0, size - len(self._memory))
 
@@ -165,8 +168,8 @@ class PageLockedMemory:
 
 
 def unlinked_file(directory: Path, size: int) -> Tensor:
-    """Return memory on a disk, which ends with its tensor, or with this process: the file has no name. On a
-    CPU the device is main memory itself: what a full disk has no room for stays there."""
+    """Return memory on a disk, freed with its tensor or with this process, as the file has no name. On a CPU
+    the device is main memory itself, so if the disk is full the tensors stay there."""
     try:
         with TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, max(1, size))  # a full disk shows now
@@ -178,7 +181,7 @@ def unlinked_file(directory: Path, size: int) -> Tensor:
 
 
 def _device_tensors(learner: Learner) -> Iterator[Tensor]:
-    """Yield what a rank holds, after weights that a forward has gathered are freed."""
+    """Free the weights that a forward has gathered, then yield all tensors of a rank."""
     critic = learner.critic
     reference = learner.reference.policy if learner.reference is not None else None
     for model in filter(None, (learner.policy, critic, reference)):

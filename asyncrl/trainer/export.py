@@ -35,11 +35,11 @@ def export_hf(
     source: str,
     template: str = "",
 ) -> None:
-    """Write what `from_pretrained` reads, in the configured dtype, buffers as they are, adapters merged, no
-    value head. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
+    """Write a directory for `from_pretrained`: weights in the configured dtype, buffers unchanged, adapters
+    merged, no value head. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
 
-    `weights`: the model's, and its buffers, on the CPU, by name. Everything else (tokenizer, chat template,
-    generation settings) is that of `source`; the chat template is `template`, if there is one.
+    `weights`: the model's weights and buffers, on the CPU, by name. Everything else (tokenizer, chat
+    template, generation settings) comes from `source`; `template` replaces the chat template, if set.
     """
     tensors = _published_tensors(policy, weights, world)
     try:
@@ -52,7 +52,7 @@ def export_hf(
 
 
 def _published_tensors(policy: Policy, weights: Mapping[str, Any], world: World) -> Iterator[Tensor]:
-    """The weights as they are published, one piece after another, whole on rank 0."""
+    """Yield the published weights piece by piece, whole on rank 0."""
     for name, parameter_pieces in groupby(policy.published, key=attrgetter("parameter")):
         tensor = world.collect_on_rank_zero(weights[name])
         adapter_names = policy.adapters.names(name) if policy.adapters is not None else None

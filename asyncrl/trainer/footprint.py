@@ -39,9 +39,8 @@ _LAYER_WEIGHT = re.compile(r"(.*?)\.(\d+)\.(.*)")
 _EXPERT_WEIGHT = re.compile(r"experts\.(\d+)\.")
 _MLP_WEIGHT = re.compile(r"mlp|moe|ffn|feed_forward|expert")
 _ATTENTION_OUTPUT_WEIGHT = re.compile(r"o_proj|out_proj|dense\b|attn\.c_proj")
-_DOWN_PROJECTION = re.compile(
-    r"down_proj|w2\b|fc2|dense_4h_to_h|output_linear|mlp\.c_proj"
-)  # reads an activation
+# Reads an activation.
+_DOWN_PROJECTION = re.compile(r"down_proj|w2\b|fc2|dense_4h_to_h|output_linear|mlp\.c_proj")
 
 _OUTPUT_LAYER = re.compile(r"lm_head|embed_out|output\.")
 
@@ -50,7 +49,8 @@ Shapes = dict[str, tuple[int, ...]]  # by the name of a weight
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of tensors on one rank. `work`: the most in a micro-batch of `rows` rows of `length` tokens."""
+    """Holds the bytes of tensors on one rank. `work`: the most in a micro-batch of `rows` sequences of
+    `length` tokens."""
 
     weights: int
     gradients: int
@@ -80,7 +80,8 @@ class ModelSizes:
 
     @cached_property
     def layers(self) -> list[Shapes]:
-        """The weights of each layer, of the largest stack of layers: a tower for pictures is not trained."""
+        """Return the weights of each layer of the largest stack of layers: a tower for pictures is not
+        trained."""
         stacks = defaultdict[str, dict[str, Shapes]](lambda: defaultdict(dict))
         for name, shape in self.shapes.items():
             if match := _LAYER_WEIGHT.match(name):
@@ -93,7 +94,7 @@ class ModelSizes:
         return dict(leaves(read_json(Path(self.path) / "config.json")))
 
     def number(self, *names: str) -> int:
-        """Return the first of these that config.json has; 0 without."""
+        """Return the first of these keys that config.json has; 0 without any."""
         candidates = (
             self._config_numbers.get(key) for name in names for key in (name, f"text_config.{name}")
         )
@@ -105,8 +106,9 @@ def count(shapes: Shapes) -> int:
 
 
 class WorkBytes(NamedTuple):
-    """Bytes that a model takes in a micro-batch. `kept`: by all layers, for the backward. On top come first
-    `logits`, then `layer`: gathered weights and the gradients of one. `after`: gradients of the embedding."""
+    """Holds the bytes that a model takes in a micro-batch. `activations`: kept by all layers for the
+    backward. Added on top: first `logits`, then `layer`, the gathered weights and gradients of a layer.
+    `embedding_gradients` come last."""
 
     activations: int
     logits: int
@@ -115,18 +117,18 @@ class WorkBytes(NamedTuple):
 
 
 def footprint(config: RunConfig) -> Footprint:
-    """Return what one rank holds, with a critic, a reference model, and the largest micro-batch.
+    """Return the bytes on one rank, with a critic, a reference model, and the largest micro-batch.
 
-    It is within 15% of what tests/fakes/traced.py counts for 15 families of models, or at most 25% above
-    it, for Gemma 2 and GPT-NeoX (tests/unit/trainer/test_footprint.py).
+    The estimate is within 15% of the count by tests/fakes/traced.py for 15 families of models, or at most 25%
+    above it, for Gemma 2 and GPT-NeoX (tests/unit/trainer/test_footprint.py).
     """
     sequence_count = config.largest_rows(config.trainer.micro_batch_tokens)
     return Footprint(*static_bytes(config), work_bytes(config), sequence_count, config.rollout.max_tokens)
 
 
 def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelSizes) -> int:
-    """Return the most that a micro-batch takes. `sizes_of`: the sizes of the model at a path, which takes a
-    second to read where there are many experts."""
+    """Return the most bytes that a micro-batch takes. `sizes_of`: returns the sizes of the model at a path;
+    reading takes a second where there are many experts."""
     policy_work = _work_bytes(config, sizes_of(config.model.path), bool(config.adapters))
     largest_work = max(
         policy_work.activations + max(policy_work.logits, policy_work.layer), policy_work.embedding_gradients
@@ -144,7 +146,7 @@ def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelS
 
 
 def static_bytes(config: RunConfig) -> tuple[int, int, int]:
-    """Return bytes of weights, gradients and optimizer state on each rank."""
+    """Return the bytes of weights, gradients and optimizer state on each rank."""
     trainer = config.trainer
     policy_numbers = count(ModelSizes(config.model.path).shapes)
 
@@ -196,16 +198,14 @@ def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes
         if frozen
         else group_numbers * (number_bytes + MASTER_BYTES) + vocabulary_size * hidden_size * MASTER_BYTES
     )
-    recomputed_bytes = (
-        max(bytes_by_layer[::recomputed_every]) if recomputed_every else 0
-    )  # a layer that is computed once more
+    # A layer that is computed once more.
+    recomputed_bytes = max(bytes_by_layer[::recomputed_every]) if recomputed_every else 0
     stored_bytes = [
         input_bytes + tokens * _attention_output_bytes(model, layer, number_bytes) for layer in model.layers
     ]
     logit_bytes = DIVERGENCE_BYTES if config.kl.diverges and not config.kl.top_k else LOGIT_BYTES
-    teacher_bytes = (
-        root_numbers * number_bytes + input_bytes if config.kl.diverges else 0
-    )  # the teacher's output layer, what it reads
+    # The teacher's output layer, what it reads.
+    teacher_bytes = root_numbers * number_bytes + input_bytes if config.kl.diverges else 0
 
     return WorkBytes(
         activations=sum(
@@ -224,9 +224,10 @@ def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes
 
 
 def _kept_token_bytes(model: ModelSizes, layer: Shapes, number_bytes: int, length: int) -> int:
-    """Bytes that a layer keeps of each token: what its matrices read (once, where several read the same) and
-    write, the activations in front of the last one, and of norms a float32 number beside each output. Of
-    experts: as many as a token goes to. Scores of attention, if the kernel is one that keeps them."""
+    """Return the bytes that a layer keeps of each token: the inputs (counted once, where several matrices
+    share an input) and outputs of its matrices, the activations in front of the last matrix, and for norms a
+    float32 number beside each output. Experts count as often as a token is routed to. Attention scores count
+    if the kernel keeps them."""
     hidden_size = model.number("hidden_size", "n_embd")
     matrices_read = set[tuple[Any, ...]]()
     numbers = 0
@@ -261,8 +262,8 @@ def _kept_token_bytes(model: ModelSizes, layer: Shapes, number_bytes: int, lengt
 
 
 def _attention_output_bytes(model: ModelSizes, layer: Shapes, number_bytes: int) -> int:
-    """Bytes of each token that attention returns: what its last matrix reads, and a float32 log-sum-exp of
-    each head. They are kept of a layer that is recomputed, too (trainer/recompute.py)."""
+    """Return the bytes per token that attention returns: the input of its last matrix, and a float32
+    log-sum-exp of each head. Recomputed layers keep these, too (trainer/recompute.py)."""
     widths = (
         shape[1] for name, shape in layer.items() if len(shape) == 2 and _ATTENTION_OUTPUT_WEIGHT.search(name)
     )
@@ -272,7 +273,7 @@ def _attention_output_bytes(model: ModelSizes, layer: Shapes, number_bytes: int)
 
 
 def _norm_inputs(layer: Shapes, name: str, width: int, hidden_size: int) -> int:
-    """Counts the numbers that a norm reads: those of all heads where its weight is as wide as a head."""
+    """Count the numbers that a norm reads: of all heads, where its weight is as wide as a head."""
     if width == hidden_size:
         return width
     projection = f"{name.split('.')[-2].removesuffix('norm')}proj"
@@ -280,7 +281,7 @@ def _norm_inputs(layer: Shapes, name: str, width: int, hidden_size: int) -> int:
 
 
 def _state_numbers_per_parameter(trainer: TrainerConfig) -> float:
-    """Numbers that the optimizer keeps per parameter."""
+    """Return how many numbers the optimizer keeps per parameter."""
     if trainer.optimizer == "adamw":
         return 2.0  # to make one imports torch's compiler, a second of each start
     from torch import Tensor, nn
@@ -293,7 +294,7 @@ def _state_numbers_per_parameter(trainer: TrainerConfig) -> float:
 
 
 def own_critic(config: RunConfig) -> bool:
-    """The advantage needs a critic, with a backbone of its own."""
+    """True if the advantage needs a critic with a backbone of its own."""
     from asyncrl.algorithms.recipe import compose  # imports torch
 
     return compose(config).own_critic
@@ -308,7 +309,7 @@ def with_recomputation(config: RunConfig, every: int) -> RunConfig:
 def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
     """Return the least recomputation with which a rank fits into its GPU of `memory` bytes, number `gpu` of
     the `gpus` that this process sees: k of every k-th layer, 0 for none; 1, all layers, if nothing less fits.
-    Servers that share the GPU have their part. ValueError where config.json does not tell a model's sizes."""
+    Servers that share the GPU keep their part. ValueError where config.json lacks the model's sizes."""
     static = 0 if config.trainer.offload_optimizer else sum(static_bytes(config))
     usable = usable_memory(config, memory, gpu, gpus)
     sizes_of = cache(ModelSizes)
@@ -319,7 +320,7 @@ def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> 
 
 
 def usable_memory(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
-    """Return the bytes that a rank's tensors may take of its GPU, see `least_recomputation`."""
+    """Return the bytes of its GPU that a rank's tensors may take, see `least_recomputation`."""
     from asyncrl.engines.sglang.process import server_memory_share  # imports torch
 
     return int(memory * (1.0 - server_memory_share(config, gpu, gpus)) * USABLE_FRACTION)

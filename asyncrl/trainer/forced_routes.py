@@ -23,8 +23,8 @@ UNKNOWN_EXPERT = -1  # in place of an expert: the trainer chooses
 
 
 class ForcedRoutes:
-    """The routers of a model, while it is on the meta device. Raises ConfigError for a model whose routers do
-    not choose by one top-k, as those of Qwen3-MoE and Mixtral do."""
+    """Wraps the routers of a model, while the model is on the meta device. Raises ConfigError for a model
+    whose routers do not choose by a single top-k, as in Qwen3-MoE and Mixtral."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._routes: Tensor | None = None
@@ -54,7 +54,8 @@ class ForcedRoutes:
         return layers * k
 
     def use_routes(self, routes: Tensor | None) -> None:
-        """[T, choices] for the tokens of the forwards from now on, recomputed ones included; or nothing."""
+        """Use these routes [T, choices] in all following forwards, including recomputed ones; None: the
+        routers choose."""
         self._routes = None if routes is None else routes.unflatten(-1, self._layers_and_choices)
 
     def _wrap_router(
@@ -64,16 +65,15 @@ class ForcedRoutes:
             if self._routes is None:
                 return router_forward(*args, **kwargs)
             chosen = self._routes[:, layer].long()
-            with _ForcedTopK(
-                chosen.masked_fill(chosen >= experts, UNKNOWN_EXPERT)
-            ):  # of a server of another model
+            # Of a server of another model.
+            with _ForcedTopK(chosen.masked_fill(chosen >= experts, UNKNOWN_EXPERT)):
                 return router_forward(*args, **kwargs)
 
         return forward
 
 
 class _ForcedTopK(TorchFunctionMode):
-    """Inside, top-k gives these experts, [T, k], with their own values. `calls` counts."""
+    """Makes top-k return these experts, [T, k], with their own scores. `selection_sizes`: k of each call."""
 
     def __init__(self, experts: Tensor | None = None) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _ForcedTopK(TorchFunctionMode):
 
 
 def _takes_one_top_k(router: nn.Module, k: int) -> bool:
-    """True if the router takes the k largest, once."""
+    """True if the router takes the k largest scores, once."""
     weight = router.weight
     assert isinstance(weight, Tensor)
     with _ForcedTopK() as mode:

@@ -44,9 +44,12 @@ def check_gradients(
     limits_kind: str = "copy",
     world: World | None = None,
 ) -> dict[str, str]:
-    """Says what is wrong with each way to compute gradients, '' for nothing: `cut` at the output layer, and
-    `ways` to lay out rows. `root`: a policy or a critic, with weights. `kind`: of LIMITS. `world`: of the
-    ranks that share it. A collective. No gradients are left."""
+    """Compare each way to compute gradients with sequences computed one by one. Returns the problem of each
+    way, '' for none: `cut` at the output layer, and `layouts` of sequences.
+
+    `root`: a policy or a critic, with weights. `limits_kind`: a key of ERROR_LIMITS. `world`: the ranks that
+    share the model. A collective. Gradients are cleared.
+    """
     model = transformer_of(root)
     rng = np.random.default_rng(0)
     own_attention = model.config._attn_implementation
@@ -103,9 +106,10 @@ def check_gradients(
 def cached_gradient_check(
     root: nn.Module, layouts: Sequence[Packing], dtype: str, world: World, compiled: bool = False
 ) -> dict[str, str]:
-    """Return what `examine` says of a loaded model. That all is well is kept in the user's cache, by what
-    decides it: classes, configuration, names of trained tensors, `dtype` of a forward, kind of device, ranks
-    that share a sequence, whether layers are `compiled`, and versions of the code. A collective."""
+    """Return the result of `check_gradients` for a loaded model. A result without problems is kept in the
+    user's cache, under everything that decides it: classes, configuration, names of trained tensors, `dtype`
+    of a forward, kind of device, ranks that share a sequence, whether layers are `compiled`, and versions of
+    the code. A collective."""
     cache_key = ""
     cached_problems = None
     if world.rank == 0:
@@ -117,9 +121,8 @@ def cached_gradient_check(
     problems = world.gather(cached_problems, problems_type)[0]
     if problems is None:
         problems = check_gradients(root, layouts, dtype, world)
-        if world.rank == 0 and not any(
-            problems.values()
-        ):  # a failure may be the machine's: it is asked again
+        # A failure may be the machine's: it is asked again.
+        if world.rank == 0 and not any(problems.values()):
             keep_result(cache_key, problems)
 
     return problems
@@ -150,21 +153,20 @@ def _cache_key(root: nn.Module, layouts: Sequence[Packing], dtype: str, world: W
 
 
 def _all_tokens(sequences: Sequence[np.ndarray], packing: Packing) -> Selected:
-    """Return all tokens but the first of each row."""
+    """Select all tokens but the first of each sequence."""
     sequence_of = np.repeat(np.arange(len(sequences)), [len(sequence) - 1 for sequence in sequences])
     position = np.concatenate([np.arange(1, len(sequence)) for sequence in sequences])
     return Selected.lay_out(sequences, sequence_of, position, torch.ones(len(sequence_of)), packing)
 
 
 def _set_uncut(root: Any, uncut: bool) -> None:
-    """A critic has no output layer to be cut at."""
+    """Let the policy compute all logits at once, or cut at its output layer. A critic has no such layer."""
     if hasattr(root, "uncut"):
         root.uncut = uncut
 
 
 def _token_values(root: nn.Module, selections: Sequence[Selected], world: World | None) -> Tensor:
-    """The values of all tokens, [N]; after a backward of their sum, in which each has a weight of its own, if
-    the model learns."""
+    """Return the values of all tokens, [N]. If the model learns, a backward of their weighted sum has run."""
     token_counts = [len(selection.labels) for selection in selections]
 
     computed_values = []
@@ -190,13 +192,13 @@ def _token_values(root: nn.Module, selections: Sequence[Selected], world: World 
 
 
 def _local_gradients(root: nn.Module) -> list[Tensor]:
-    """Return gradients of this rank's shards."""
+    """Return the gradients of this rank's shards."""
     gradients = (parameter.grad for parameter in root.parameters() if parameter.grad is not None)
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 def _norms(root: nn.Module, values: Tensor, world: World | None) -> dict[str, float]:
-    """Norms of `values`, which all ranks have, and of gradients, over all ranks."""
+    """Return the norm of `values`, which are the same on all ranks, and of the gradients over all ranks."""
 
     def norm(tensors: Sequence[Tensor]) -> float:
         square = sum(float(t.double().square().sum()) for t in tensors)

@@ -22,7 +22,7 @@ from asyncrl.trainer.recompute import Recomputation
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that the model's author marks as units."""
+    """Return the blocks that the model's author marks as units."""
     unit_names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in unit_names]
 
@@ -30,8 +30,9 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 def prepare_layers(
     model: PreTrainedModel, trainer: TrainerConfig, recomputation: Recomputation | None = None
 ) -> None:
-    """Let `recomputation` (None: that of `trainer`) decide which layers are recomputed; compile them all.
-    To be called before they are sharded. Raises ConfigError where the model does not say what they are."""
+    """Let `recomputation` (None: as `trainer` says) decide which layers are recomputed, and compile all
+    layers if configured. Must be called before sharding. Raises ConfigError where the model does not name its
+    layers."""
     recomputation = recomputation or Recomputation(trainer)
 
     recomputed_every = trainer.checkpointed_every
@@ -61,7 +62,7 @@ def prepare_layers(
 
 
 def compiled_graphs() -> int:
-    """Graphs that this process has compiled so far: after the first batches it stays the same."""
+    """Return the number of graphs that this process has compiled so far; constant after the first batches."""
     from torch._dynamo.utils import counters  # a slow import, which only they need
 
     return int(counters["stats"]["unique_graphs"])

@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _EvaluatedMicroBatch:
-    """A micro-batch between its forward and the count of what its loss is made of. `logp`: [N]."""
+    """Holds a micro-batch between its forward and the count of its loss terms. `logp`: [N]."""
 
     samples: Sequence[TrainingSample]
     micro_batch: MicroBatch
@@ -75,9 +75,9 @@ class _EvaluatedMicroBatch:
 class Learner:
     """Trains as one rank of the trainer. `step` is V: the number of completed optimizer batches.
 
-    Methods are collectives: all ranks call the same ones in the same order. Where the recipe has a barrier
-    the episodes wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers that
-    belong to a checkpoint beside models and optimizers; they are frozen within a batch.
+    Methods are collectives: all ranks call the same methods in the same order. Where the recipe has a barrier
+    the episodes wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers of a
+    checkpoint beside models and optimizers, constant within a batch.
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -118,15 +118,15 @@ class Learner:
         self.averaged_ranks: float = world.data_ranks  # of whose gradients a step takes the mean
         self.max_staleness = config.buffer.max_staleness
         self.token_budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
+        # Tokens, padding included, and episodes of the micro-batch under way; 0: none.
         self.micro_batch_size = (
             0,
             0,
-        )  # tokens, padding included, and episodes of the micro-batch under way; 0: none
+        )
         self.dtype = master_dtype(config.model.dtype)  # of numbers per token
         self.stopwatch = Stopwatch()
-        self.after_micro_batch: Callable[[], None] = lambda: (
-            None
-        )  # called after every micro-batch, for signs of life
+        # Called after every micro-batch, for signs of life.
+        self.after_micro_batch: Callable[[], None] = lambda: None
         self.ratio_recorder: report.RatioRecorder | None = None  # who looks at single tokens
         self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see apply
         self._held_samples: list[TrainingSample] = []
@@ -138,7 +138,8 @@ class Learner:
         self._computed_flops = 0.0
 
     def _choose_recomputation(self) -> Recomputation:
-        """As configured; `auto` on GPUs: the least with which every rank fits into its own. A collective."""
+        """Return the configured recomputation; for `auto` on GPUs, the least with which every rank fits into
+        its GPU. A collective."""
         device = self.world.device
         recomputation = Recomputation(self.config.trainer)
         if not recomputation.automatic or device.type != "cuda":
@@ -163,16 +164,17 @@ class Learner:
 
     @property
     def behind_barrier(self) -> bool:
-        """The batch is trained behind a barrier: always, or because running statistics are still unknown."""
+        """True if the batch is trained behind a barrier: always, or because running statistics are still
+        unknown."""
         return self.recipe.barrier or (self.recipe.scale == "whiten_running" and self.whitening is None)
 
     @property
     def whitening(self) -> Whitening | None:
-        """Return the running statistics of earlier batches; None while they are unknown."""
+        """Return the running statistics of earlier batches; None while unknown."""
         return Whitening.from_state(self.state)
 
     def accumulate(self, work: PlannedWork) -> None:
-        """Train on this rank's trajectories of one micro-batch; empty for a rank that has nothing."""
+        """Train on this rank's trajectories of one micro-batch; empty for an idle rank."""
         mask_truncated = self.config.algorithm.mask_truncated
         aggregation = self.recipe.aggregate
         expert_choices = (
@@ -197,8 +199,8 @@ class Learner:
         self._train_samples(samples, self._tally)
 
     def finish(self) -> dict[str, float]:
-        """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks.
-        Raises SpikeError, on all ranks, if it is to be left out: this learner is of no use then."""
+        """Complete the batch: take its optimizer step(s), count it, return the metrics of all ranks. Raises
+        SpikeError on all ranks if the batch is to be left out; this learner cannot be used afterwards."""
         if self.behind_barrier:
             tally = report.merged_sums(self.world.gather_data(self._tally, report.MetricSums))
             tally.merge(self._train_held_batch())
@@ -224,7 +226,7 @@ class Learner:
         return metrics
 
     def _update_state(self, tally: report.MetricSums, metrics: dict[str, float]) -> None:
-        """Update what the next batch uses: the KL coefficient, the running moments of advantages."""
+        """Update the state for the next batch: the KL coefficient, and the running moments of advantages."""
         kl_config = self.config.kl
         if kl_config.where != "none":
             metrics["actor/kl_coef"] = self.state["kl_coef"]
@@ -244,10 +246,10 @@ class Learner:
 
     def _train_held_batch(self) -> report.MetricSums:
         """Score, compare and prepare the held batch, then take its optimizer steps: `epochs` passes over
-        `steps_per_batch` mini-batches. The tally is that of all ranks.
+        `steps_per_batch` mini-batches. Returns the tally of all ranks.
 
-        Mini-batches are of whole groups, each with its own denominator. The lag was checked once, at the
-        start of the batch; what the policy drifts inside it shows as `actor/ppo_kl`.
+        Mini-batches consist of whole groups, each with its own denominator. The lag was checked once, at the
+        start of the batch; the policy's drift inside the batch shows as `actor/ppo_kl`.
         """
         mini_batches = self.config.algorithm.steps_per_batch
 
@@ -272,7 +274,7 @@ class Learner:
         return batch_tally
 
     def _score_held_samples(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """The examples with the log-probs and values of the models as they are now, where the recipe asks."""
+        """Return the samples with log-probs and values of the current models, where the recipe asks."""
         recipe = self.recipe
         scored_samples = list[TrainingSample]()
         needs_policy = recipe.prox == "recompute" or recipe.shared_critic
@@ -309,7 +311,7 @@ class Learner:
         return scored_samples
 
     def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
-        """This rank's part of a plan, in parts of about a micro-batch."""
+        """Return this rank's part of a plan, cut into parts of about a micro-batch."""
         data_ranks = self.world.data_ranks
         return self.partition(planned, data_ranks)[self.world.rank * data_ranks // self.world.size]
 
@@ -321,7 +323,7 @@ class Learner:
         return partition_plan(planned, self.packing, self.token_budget, hidden, ranks)
 
     def _cut_micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
-        """Cut this rank's examples under the token budget, padded to the same count on all ranks."""
+        """Cut this rank's samples under the token budget, padded to the same count on all ranks."""
         first_sequences: dict[str, np.ndarray] = {}  # of each key, a row that others may begin like
         pieces = []
         for sample in samples:
@@ -351,10 +353,11 @@ class Learner:
 
     def _collate_on_device(self, samples: Sequence[TrainingSample]) -> MicroBatch:
         micro_batch = collate(samples, self.dtype, self.packing)
+        # From here on it takes the device's memory.
         self.micro_batch_size = (
             micro_batch.selected.ids.numel(),
             len(samples),
-        )  # from here on it takes the device's memory
+        )
         return micro_batch.to(self.world.device)
 
     # -- a micro-batch ---------------------------------------------------------------------------------
@@ -362,11 +365,12 @@ class Learner:
     def _train_samples(
         self, samples: Sequence[TrainingSample], tally: report.MetricSums, progress: float = 0.0
     ) -> None:
-        """Forward and backward of some episodes; gradients add up, undivided, and counts go to `tally`.
+        """Run forward and backward of some episodes; gradients add up, not yet divided, and counts go to
+        `tally`.
 
-        Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
-        optimizer steps that were taken; else they get theirs here, or from the critic as it scores them.
-        Episodes that nothing reads are counted only.
+        Behind a barrier the samples come with their advantages, and `progress` is the fraction of the batch's
+        optimizer steps already taken. Otherwise advantages are computed here, or once the critic has scored a
+        micro-batch. Episodes without effect on the gradient are counted only.
         """
         if not self.behind_barrier and not (self.recipe.critic or self.reference is not None):
             samples = self._with_advantages(samples, tally)
@@ -399,7 +403,8 @@ class Learner:
         tally: report.MetricSums,
         progress: float,
     ) -> _EvaluatedMicroBatch:
-        """Runs forward and backward of one micro-batch, of these examples. `tally` gets their credit only."""
+        """Run forward and backward of one micro-batch of these samples. Only advantages are counted in
+        `tally`."""
         if not self.behind_barrier and self.reference is not None:
             if self.recipe.scores_reference:
                 with self.stopwatch.phase("ref"):
@@ -420,7 +425,8 @@ class Learner:
         tally: report.MetricSums,
         progress: float,
     ) -> _EvaluatedMicroBatch:
-        """Run the forward of a micro-batch. Its loss is undivided. `tally` gets the examples' credit only."""
+        """Run the forward of a micro-batch; the loss is not yet divided. Only advantages are counted in
+        `tally`."""
         self._computed_tokens += micro_batch.selected.ids.numel()
         self._computed_flops += self._flop_count.total_flops(
             micro_batch.selected.host_positions, len(micro_batch.selected.labels)
@@ -453,7 +459,7 @@ class Learner:
     def _count_micro_batch(
         self, evaluated_micro_batch: _EvaluatedMicroBatch, tally: report.MetricSums
     ) -> None:
-        """Count what the loss of a micro-batch is made of, and note ratios of single tokens."""
+        """Count the loss terms of a micro-batch, and record ratios of single tokens."""
         samples = evaluated_micro_batch.samples
 
         micro_batch = evaluated_micro_batch.micro
@@ -475,7 +481,7 @@ class Learner:
     def _with_advantages(
         self, samples: Sequence[TrainingSample], tally: report.MetricSums
     ) -> list[TrainingSample]:
-        """Advantages of episodes that need no others of the batch."""
+        """Return the samples with advantages that depend on no other episodes of the batch."""
         if self.config.kl.where == "reward":
             samples = [
                 with_kl_penalty(sample, self.state["kl_coef"], self.recipe.kl_estimator)[0]
@@ -494,7 +500,7 @@ class Learner:
     # -- an optimizer step -----------------------------------------------------------------------------
 
     def take_optimizer_step(self, tally: report.MetricSums) -> report.MetricSums:
-        """Divide by the true D, clip, step. Returns the tally of all ranks, with what was done in it.
+        """Divide by the true D, clip, step. Returns the tally of all ranks, with the metrics of the step.
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
@@ -523,7 +529,8 @@ class Learner:
         return batch_tally
 
     def _step_actor(self, batch_tally: report.MetricSums, gradient_scale: float) -> None:
-        """The policy's step. While the critic warms up, a value head on its backbone is all that moves."""
+        """Take the policy's step. While the critic warms up, only a value head on the policy's backbone
+        moves."""
         config = self.config
         recipe = self.recipe
 
@@ -595,8 +602,8 @@ class Learner:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
 
     def _batch_factor(self, batch_tally: report.MetricSums) -> float:
-        """Factor of the gradient from the whole batch: 1/std of advantages, 1/mean weight. Behind a barrier
-        the advantages were divided already."""
+        """Return the factor that the whole batch puts on the gradient: 1/std of advantages, 1/mean weight.
+        Behind a barrier the advantages were divided already."""
         factor = 1.0
         if self.recipe.batch_mean_weight and batch_tally.totals.get("_weight"):
             factor *= batch_tally.totals["trainer/kept_tokens"] / batch_tally.totals["_weight"]

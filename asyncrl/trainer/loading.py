@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """A model without weights (on the meta device; its buffers are real), and where each rank reads them; or,
-    if `places` is empty, the model with its weights on rank 0. `file_dtypes`: those of the tensors in its
-    files, as safetensors names them. `label`: key and path, for errors."""
+    """Holds a model without weights (on the meta device; its buffers are real), and the file slices that each
+    rank reads. If `file_tensors` is empty, `filled_model` has the weights on rank 0. `file_dtypes`: the
+    dtypes in the files, as safetensors names them. `error_label`: key and path, for errors."""
 
     model: PreTrainedModel
     file_tensors: dict[FilePiece, FileTensor]
@@ -90,8 +90,8 @@ def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: 
 
 
 def _check_tied_weights(model: PreTrainedModel, filled_model: PreTrainedModel) -> None:
-    """ValueError where the files have different values for what the configuration says is one tensor:
-    transformers keeps them apart then."""
+    """Raise ValueError where the files hold different values for tensors that the configuration ties:
+    transformers would then keep both."""
     if untied_names := model.all_tied_weights_keys.keys() - filled_model.all_tied_weights_keys.keys():
         raise ValueError(
             f"config.json ties {', '.join(sorted(untied_names))} to another tensor, and the files hold "
@@ -100,7 +100,7 @@ def _check_tied_weights(model: PreTrainedModel, filled_model: PreTrainedModel) -
 
 
 def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTrainedModel:
-    """Return the model of a directory without weights. `cast_parameters` gives these their final dtypes."""
+    """Return the model of a directory without weights. `cast_parameters` sets the final dtypes."""
     config = AutoConfig.from_pretrained(path)
     attention_options = own_attention(config)
     if dtype == "float64":  # for which grouped products of experts do not exist
@@ -129,8 +129,8 @@ def stored_dtype(parameter: nn.Parameter, dtype: str) -> torch.dtype:
 
 
 def cast_parameters(root: nn.Module, dtype: str) -> None:
-    """Give parameters without weights (on the meta device) the dtypes that they are kept in: which of them
-    train must be decided before. Buffers keep the dtype that they have in a forward."""
+    """Cast parameters without weights (on the meta device) to the dtypes of their storage. Which parameters
+    train must be decided before. Buffers keep the dtype of a forward."""
     for parameter in root.parameters():
         parameter.data = parameter.data.to(stored_dtype(parameter, dtype))
 
@@ -138,8 +138,8 @@ def cast_parameters(root: nn.Module, dtype: str) -> None:
 def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offload: bool = False) -> None:
     """Shard `root`, which holds `source.model`, and fill in its weights. A collective.
 
-    What was added to the model since it was read gets its initial values. `offload`: the shards stay in main
-    memory, and go to the device as a forward needs them.
+    Weights added since the model was read get their initial values. `offload`: the shards stay in main
+    memory, and go to the device during a forward.
     """
     cast_parameters(root, source.dtype)
     shard_empty(root, source.model, source.dtype, world, offload=offload)
@@ -157,7 +157,7 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
 
 
 def _log_rounding(source: WeightsSource) -> None:
-    """Log that frozen weights lose bits of their files."""
+    """Log if frozen weights lose bits of their files."""
     frozen = any(not parameter.requires_grad for parameter in source.model.parameters())
     wider = sorted(source.file_dtypes & {"F64", "F32", "F16"})
     if frozen and wider and source.dtype == "bfloat16":
@@ -171,7 +171,7 @@ def _log_rounding(source: WeightsSource) -> None:
 def shard_empty(
     root: nn.Module, model: PreTrainedModel, dtype: str, world: World, *, offload: bool = False
 ) -> None:
-    """Shard `root`, which holds `model`, and give the shards memory, but no values."""
+    """Shard `root`, which holds `model`, and allocate the shards without values."""
     pin_memory = world.device.type == "cuda"
     offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
     _shard_parameters(root, model, dtype, world, offload_policy)
@@ -182,7 +182,7 @@ def shard_empty(
 def _shard_parameters(
     root: nn.Module, model: PreTrainedModel, dtype: str, world: World, offload_policy: OffloadPolicy
 ) -> None:
-    """fully_shard on every device; parameters are DTensors afterwards."""
+    """Call fully_shard on every device; parameters are DTensors afterwards."""
     mixed_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype == "bfloat16":
         mixed_precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -196,7 +196,7 @@ def _shard_parameters(
 
 
 def _allocate(root: nn.Module, device: torch.device, shard_device: torch.device) -> None:
-    """Give the parameters memory on `shards`; buffers go to `device` as they are."""
+    """Allocate the parameters on `shard_device`, and move buffers to `device`."""
     buffers = [
         (module, name, buffer.to(device))
         for module in root.modules()
@@ -208,7 +208,7 @@ def _allocate(root: nn.Module, device: torch.device, shard_device: torch.device)
 
 
 def _initialise_added(source: WeightsSource) -> None:
-    """Sets what was added since the model was read."""
+    """Initialise the weights that were added since the model was read."""
     state = source.model.state_dict(keep_vars=True)
     read_tensors = {id(state[piece.parameter]) for piece in source.file_tensors}
     for name, tensor in state.items():
@@ -217,7 +217,7 @@ def _initialise_added(source: WeightsSource) -> None:
 
 
 def _all_weights(source: WeightsSource) -> dict[str, Any]:
-    """Return all weights on rank 0, none on the others."""
+    """Return all weights on rank 0, and nothing on other ranks."""
     if source.filled_model is None:
         return {}
     weights = source.filled_model.state_dict()
@@ -230,7 +230,7 @@ def _all_weights(source: WeightsSource) -> dict[str, Any]:
 
 
 def add_value_head(model: PreTrainedModel, hidden_size: int) -> None:
-    """A linear layer `value_head` on the hidden states, on the meta device as they are."""
+    """Add a linear layer `value_head` on the hidden states, on the meta device like the rest of the model."""
     dtype = next(model.parameters()).dtype
     model.value_head = nn.Linear(hidden_size, 1, device="meta", dtype=dtype)
 
@@ -250,14 +250,15 @@ class FileTensor(NamedTuple):
 
 
 def open_slices(file: str) -> Any:
-    """The file, of which only what is asked for is read into memory: a map of it would count as used."""
+    """Open a file so that only requested slices are read: a memory map of the file would count as used
+    memory."""
     return safe_open(file, "pt", backend="pread")
 
 
 def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
-    """Finds the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Empty
-    where they do not hold them as they are: converted, quantized, of another shape, missing, twice with
-    different values (of tied tensors), or no safetensors."""
+    """Find the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Empty
+    where the files do not hold the tensors unchanged: converted, quantized, of another shape, missing, twice
+    with different values (of tied tensors), or no safetensors."""
     if getattr(model.config, "quantization_config", None):
         return {}
     tensors = model.state_dict(keep_vars=True)
@@ -304,7 +305,7 @@ def _equal_tensors(left: FileTensor, right: FileTensor) -> bool:
 def _wanted_keys(
     model: PreTrainedModel, keys: list[str], wanted_pieces: dict[str, FilePiece]
 ) -> list[tuple[str, str]]:
-    """The keys of a file that are wanted, each with the name that it is wanted under."""
+    """Return the wanted keys of a file, each with the name of its tensor in the model."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
 
@@ -322,8 +323,8 @@ def _wanted_keys(
 
 @torch.no_grad()
 def fill_shards(model: PreTrainedModel, file_tensors: dict[FilePiece, FileTensor], error_label: str) -> None:
-    """Read this rank's shards, and whole what is not sharded, into the memory that `model` has. ConfigError,
-    which begins with `label`, where what was read is not finite."""
+    """Read this rank's shards, and whole all unsharded tensors, into the memory of `model`. ConfigError,
+    which begins with `error_label`, where weights are not finite."""
     tensors = model.state_dict(keep_vars=True)
     by_file = defaultdict[str, list[FilePiece]](list)
     for piece, file_tensor in file_tensors.items():
@@ -341,7 +342,7 @@ def fill_shards(model: PreTrainedModel, file_tensors: dict[FilePiece, FileTensor
 
 @torch.no_grad()
 def copy_piece(stored_slice: Any, target_tensor: Tensor, piece: FilePiece) -> None:
-    """Copy into `target` its part of a piece, a slice of a file."""
+    """Copy a rank's part of a piece, a slice of a file, into `target_tensor`."""
     if piece.shape == tuple(target_tensor.shape):
         copy_shard(stored_slice, target_tensor)
         return
@@ -358,7 +359,7 @@ def copy_piece(stored_slice: Any, target_tensor: Tensor, piece: FilePiece) -> No
 
 @torch.no_grad()
 def copy_shard(stored_slice: Any, target_tensor: Tensor) -> None:
-    """Copy into `target` its part of a tensor, or of a slice of a file."""
+    """Copy a rank's part of a tensor, or of a slice of a file, into `target_tensor`."""
     region: Any = ...
     if isinstance(target_tensor, DTensor):
         (chunk,) = target_tensor.__create_chunk_list__()

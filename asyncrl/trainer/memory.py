@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def largest_tokens(sequences: int, length: int, packing: Packing) -> Selected:
-    """Rows that share nothing; each token but the first is the model's."""
+    """Return sequences that share nothing; each token but the first is the model's."""
     sequence_of = np.repeat(np.arange(sequences), length - 1)
     position = np.tile(np.arange(1, length), sequences)
     unshared_packing: Packing = "padded" if packing == "padded" else "packed"
@@ -35,8 +35,8 @@ def largest_tokens(sequences: int, length: int, packing: Packing) -> Selected:
 
 
 def smallest_tokens(packing: Packing) -> Selected:
-    """Returns two tokens to score: what a micro-batch leaves behind is the same for all. For a single one
-    torch would compile once more."""
+    """Return two tokens to score: a micro-batch of any size leaves the same behind. For a single token torch
+    would compile once more."""
     return largest_tokens(1, 3, packing)
 
 
@@ -49,7 +49,7 @@ def forward_backward(
     divergence: str = "",
     top_k: int = 0,
 ) -> None:
-    """Runs of the models what a micro-batch does. Gradients are kept. A collective."""
+    """Run the forwards and the backward of a micro-batch on the models. Gradients are kept. A collective."""
     teacher = None
     if reference is not None and divergence:
         teacher = reference.teacher(tokens, divergence, top_k)
@@ -69,10 +69,9 @@ def forward_backward(
 
 
 def try_largest(learner: Learner) -> None:
-    """Run before the first micro-batch, while the engines generate it, what takes the most memory. So too
-    little is found at once, and not with the first long batch: as with any micro-batch, new processes then
-    recompute more layers, or halve it. It changes nothing. A collective.
-    """
+    """Run the largest micro-batch before the first real one, while the engines generate. A lack of memory
+    shows at once, and not with the first long batch: as with any micro-batch, new processes then recompute
+    more layers, or halve the micro-batch. Leaves the models unchanged. A collective."""
     if is_tiny(learner):
         return
     config = learner.config
@@ -83,10 +82,11 @@ def try_largest(learner: Learner) -> None:
     entropy_grad = config.algorithm.entropy_coef > 0
     learner.micro_batch_size = sequence_count * sequence_length, sequence_count // config.rollout.full_rows
 
+    # The second finds gradients, as later ones do.
     for trial_tokens in (
         smallest_tokens(learner.packing),
         tokens,
-    ):  # the second finds gradients, as later ones do
+    ):
         device_tokens = trial_tokens.to(learner.world.device)
         models = learner.policy, learner.critic, learner.reference
         forward_backward(*models, device_tokens, entropy_grad, learner.recipe.divergence, config.kl.top_k)
@@ -107,12 +107,13 @@ def try_largest(learner: Learner) -> None:
 
 
 def is_tiny(learner: Learner) -> bool:
-    """Return whether the model is sharded as a whole: to care for its memory costs more time than memory."""
+    """Return whether the model is sharded as a whole: saving its memory would cost more time than it is
+    worth."""
     return sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS
 
 
 def give_up_message(error: Exception, trainer_epoch: int, rank: int, learner: Learner) -> GaveUp:
-    """Tells that the batch is given up because of a spike, or of too little memory in a micro-batch. Any
+    """Return the message that gives up the batch, for a spike or for too little memory in a micro-batch. Any
     other error is raised again: outside a micro-batch a smaller one would not help."""
     make_message = partial(GaveUp, trainer_epoch, rank, learner.step + 1)
     if isinstance(error, SpikeError):

@@ -52,10 +52,9 @@ logger = logging.getLogger(__name__)
 class Policy(nn.Module):
     """Is the FSDP root around the language model: head and softmax run on the selected tokens only.
 
-    `published`: the weights that make up the model for others, as they know them; a value head and adapters
-    are not among them. `kept`: persistent buffers, which others are given as they are. `whole`: logits of all
-    selected tokens at once, for a model that cannot be cut. `ranks`: those that compute a packed micro-batch
-    together.
+    `published`: the weights of the model as engines know them, without value head and adapters.
+    `buffer_pieces`: persistent buffers, published unchanged. `uncut`: all logits are computed at once, for a
+    model that cannot be cut. `sequence_ranks`: the ranks that compute a packed micro-batch together.
     """
 
     def __init__(
@@ -107,8 +106,8 @@ class Policy(nn.Module):
         return Scores(*columns)
 
     def head(self, tokens: Selected) -> tuple[Tensor, Logits]:
-        """Return what the output layer reads of the tokens that this rank scores, and how it makes logits of
-        them. Like a forward it leaves the root's parameters whole."""
+        """Return the input of the output layer for the tokens that this rank scores, and the function from
+        that input to logits. Like a forward, this leaves the root's parameters gathered."""
         head_inputs = []
 
         def read_head_input(part: Selected) -> tuple[()]:
@@ -126,12 +125,13 @@ class Policy(nn.Module):
         return (self.split_model.run_whole if self.uncut else self.split_model.split)(part)
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside, the policy scores as if it had no adapters."""
+        """Score without adapters inside the context."""
         return self.adapters.disabled() if self.adapters is not None else nullcontext()
 
     @property
     def trained_parameters(self) -> dict[str, list[nn.Parameter]]:
-        """Return what trains, by agent where several have adapters of their own; else all of it."""
+        """Return the trained parameters, by agent where several have adapters of their own; else all under
+        ''."""
         if self.adapters is None or len(self.adapters.agents) == 1:
             return {"": trainable(self)}
         owned_parameters = [(owner(name), parameter) for name, parameter in self.lm.named_parameters()]
@@ -155,10 +155,10 @@ def load_policy(
 ) -> Policy:
     """Load a model directory and shard it over the ranks. A collective.
 
-    `trainer`: how its layers are trained. `recomputation`: which are recomputed, else as `trainer` says.
-    `adapters`: see Adapters; else that of `config`. `frozen`: the
-    weights of the directory do not train. `offload`: the shards are kept in main memory. Raises ConfigError,
-    naming `key`, when the directory holds no causal language model.
+    `trainer`: how layers are trained. `recomputation`: which layers are recomputed; None: as `trainer` says.
+    `adapters`: see Adapters; None: the adapter of `config`. `frozen`: the weights of the directory do not
+    train. `offload`: the shards are kept in main memory. Raises ConfigError, naming `key`, when the directory
+    holds no causal language model.
     """
     source = read_model("AutoModelForCausalLM", config.path, config.dtype, world, key)
     if frozen:
@@ -176,7 +176,8 @@ def load_policy(
 
 
 def _decide_cut(policy: Policy, dtype: str, world: World, is_compiled: bool) -> None:
-    """True if the model is cut at its output layer; it is asked itself where no small copy can be made."""
+    """Set `policy.uncut` if cutting the model at its output layer fails the gradient check. The model itself
+    is checked where no small copy can be made."""
     problems = shared_architecture_problems(policy.lm.config, world)
     model_class = type(policy.lm).__name__
     if problems is None and not policy.uncut:
@@ -191,14 +192,14 @@ def _decide_cut(policy: Policy, dtype: str, world: World, is_compiled: bool) -> 
 
 
 def architecture_problems(config: PreTrainedConfig) -> dict[str, str] | None:
-    """Says what is wrong with each way to compute gradients of this architecture, see `examine`; None where
-    no small copy of it can be made."""
+    """Return the problem of each way to compute gradients of this architecture, see `check_gradients`; None
+    where no small copy of the model can be made."""
     model_config = ModelConfig(path=config.model_type, dtype="float32")
     return remembered(config, "trainer", lambda copy: check_gradients(Policy(copy, model_config, None)))
 
 
 def shared_architecture_problems(config: PreTrainedConfig, world: World) -> dict[str, str] | None:
-    """Rank 0's, on all ranks. A collective."""
+    """Return rank 0's result on all ranks. A collective."""
     problems = architecture_problems(config) if world.rank == 0 else None
     problems_type: Any = dict[str, str] | None
     return world.gather(problems, problems_type)[0]
@@ -208,8 +209,8 @@ def shared_architecture_problems(config: PreTrainedConfig, world: World) -> dict
 def score_ids(
     policy: Policy, ids: tuple[int, ...], device: torch.device, *, sequence_count: int = 1
 ) -> tuple[float, ...]:
-    """Log-probs of ids[1:] at temperature 1, with each adapter in turn, as the last of `rows` equal rows of a
-    batch. A collective."""
+    """Return log-probs of ids[1:] at temperature 1, with each adapter in turn, as the last of
+    `sequence_count` equal sequences of a batch. A collective."""
     adapter_count = len(policy.adapters.agents) if policy.adapters else 1
     sequences = [np.array(ids)] * (sequence_count * adapter_count)
     adapter_indices = [*range(adapter_count)] * sequence_count
@@ -226,8 +227,8 @@ def score_ids(
 
 
 def published_shards(policy: Policy) -> Mapping[str, DTensor]:
-    """Return the weights that others get, by the model's own names: the trained ones, or copies with an
-    adapter merged in. One that two modules share has the first name only. Reading one is a collective."""
+    """Return the published weights, by the model's own names: the trained weights, or copies with an adapter
+    merged in. A weight that two modules share has the first name only. Reading a weight is a collective."""
     return PublishedShards(policy)
 
 
@@ -242,7 +243,8 @@ def adapter_shards(policy: Policy) -> Mapping[str, DTensor]:
 
 
 class PublishedShards(Mapping[str, DTensor]):
-    """Merges a weight only when it is read: copies of all would take as much of a GPU as the model."""
+    """Merges a weight only when it is read: copies of all weights would take as much of a GPU as the
+    model."""
 
     def __init__(self, policy: Policy) -> None:
         self._weights = dict(policy.lm.named_parameters())
@@ -265,8 +267,8 @@ class PublishedShards(Mapping[str, DTensor]):
 
 
 def copied_buffers(policy: Policy, named_tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copies in main memory of the persistent buffers, or of those among `own` tensors of the model, by their
-    names in files."""
+    """Copy the persistent buffers to main memory, by their names in files. `named_tensors`: where to read
+    them, else the model's buffers."""
     named_tensors = (
         dict(policy.lm.named_buffers(remove_duplicate=False)) if named_tensors is None else named_tensors
     )
@@ -278,10 +280,10 @@ def copied_buffers(policy: Policy, named_tensors: Mapping[str, Tensor] | None = 
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen policy, or teacher, that a KL term measures the distance to, batch by batch.
+    """The frozen policy, or teacher, from which a KL term measures the distance, batch by batch.
 
-    It is the policy as it was before the first step, whatever checkpoint a run goes on from. `policy`: a copy
-    of its own read from the model directory or, with adapters, the policy in training, whose base is scored.
+    The reference is the policy before the first step, whatever checkpoint a run goes on from. `policy`: a
+    separate copy from the model directory or, with adapters, the policy in training, whose base is scored.
     """
 
     policy: Policy
@@ -291,8 +293,8 @@ class Reference:
 
     @torch.no_grad()
     def logp(self, tokens: Selected) -> Tensor:
-        """Log-probs [N] at the tokens' temperatures, without gradient. A collective. Gathered weights are
-        freed."""
+        """Return log-probs [N] at the tokens' temperatures, without gradient. A collective. Gathered weights
+        are freed."""
         with self.policy.without_adapters():  # it goes its own way, as it has its own weights
             logprobs = self.policy(replace(tokens, routes=None)).logp
         self.release()
@@ -300,8 +302,8 @@ class Reference:
 
     @torch.no_grad()
     def teacher(self, tokens: Selected, name: str, top_k: int) -> Teacher:
-        """Return what the policy in training is compared with. Its output layer is used until the backward is
-        done: then `release`. A collective."""
+        """Return the teacher of the policy in training. Its output layer is used until the backward is done;
+        call `release` then. A collective."""
 
         @torch.no_grad()
         def logits_of(part: Tensor) -> Tensor:
@@ -313,13 +315,13 @@ class Reference:
         return Teacher(name, top_k, features, logits_of)
 
     def release(self) -> None:
-        """Free gathered weights, unless they are those of the policy in training."""
+        """Free gathered weights, unless the policy in training owns them."""
         if self.policy.adapters is None:
             cast(FSDPModule, self.policy).reshard()
 
 
 def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference:
-    """The reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
+    """Load the reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
     policy, read once more. A collective. Raises ConfigError when its directory holds no causal LM."""
     if policy.adapters is not None and not config.kl.reference:
         return Reference(policy)
@@ -350,7 +352,7 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
 
 
 class Critic(nn.Module):
-    """The FSDP root around a backbone with `value_head`, which starts at zero. It is trained by the same
+    """The FSDP root around a backbone with `value_head`, which starts at zero, trained by the same
     micro-batches as the policy. V_t, the value before token t is sampled, reads the hidden state that
     predicts token t."""
 
@@ -363,7 +365,7 @@ class Critic(nn.Module):
         add_value_head(backbone, backbone.config.get_text_config().hidden_size)
 
     def forward(self, tokens: Selected) -> Tensor:
-        """Values [N] with gradient, float32 at least."""
+        """Return values [N] with gradient, float32 at least."""
         (token_values,) = in_parts(self._score_part, tokens, self.sequence_ranks)
         assert token_values is not None
         return token_values
@@ -374,7 +376,8 @@ class Critic(nn.Module):
 
 
 def load_critic(config: RunConfig, world: World, recomputation: Recomputation | None = None) -> Critic:
-    """The critic of a run (`critic.backbone: own`) with its optimizer, sharded over the ranks. A collective.
+    """Load the critic of a run (`critic.backbone: own`) with its optimizer, sharded over the ranks. A
+    collective.
 
     All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
     holds no model.

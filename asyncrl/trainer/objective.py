@@ -27,8 +27,8 @@ Terms = dict[str, tuple[Tensor, Tensor | None]]  # metric → (sum, count); no c
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`loss`: Σ w·L, a scalar with gradient. `state`: of the tokens, for diagnostics. `terms`: sums of what
-    was added to the policy loss, by metric."""
+    """Holds the result of a micro-batch. `loss`: Σ w·L, a scalar with gradient. `state`: the tokens, for
+    diagnostics. `terms`: sums of the terms added to the policy loss, by metric."""
 
     loss: Tensor
     state: TokenState
@@ -44,7 +44,8 @@ def evaluate(
     kl_coef: float,
     progress: float = 0.0,
 ) -> Evaluated:
-    """Compute loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the steps."""
+    """Compute loss and diagnostics. `value`: the critic's, with gradient; `progress`: fraction of the batch's
+    steps."""
     inputs = loss_input(micro_batch, scores, recipe, progress)
     trainable = inputs.fresh
     correction = inputs.correction
@@ -117,14 +118,15 @@ def evaluate(
 
 
 def teacher_of(micro_batch: MicroBatch, reference: Reference | None, divergence: str, top_k: int) -> Teacher:
-    """Return what a divergence compares the policy with: a model here, or what servers told. A collective."""
+    """Return the teacher of a divergence: a model here, or the scores of servers. A collective."""
     if reference is not None:
         return reference.teacher(micro_batch.reference_tokens, divergence, top_k)
     return Teacher(divergence, top_k)
 
 
 def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress: float) -> LossInput:
-    """Return the inputs of the loss. A token with a bad number, of whichever model, is not fresh."""
+    """Return the inputs of the loss. A token with a number that is not finite, of any model, is not
+    trainable."""
     logprobs = scores.logp.detach()
     proximal_logprobs = proximal_of(micro_batch, logprobs, recipe, progress)
     trainable = micro_batch.within_staleness
@@ -162,7 +164,7 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
 
 
 def correct_distributions(inputs: LossInput, recipe: Recipe) -> Correction:
-    """Correct a loss of whole distributions, which does not depend on the sampled token."""
+    """Correct a loss of whole distributions, which is independent of the sampled token."""
     logp = inputs.logp.detach()
     log_ratio = (logp if recipe.loss.ratio == "mu" else inputs.prox) - inputs.mu
     token_origins = inputs.row, inputs.turn, inputs.fresh
@@ -172,7 +174,7 @@ def correct_distributions(inputs: LossInput, recipe: Recipe) -> Correction:
 
 
 def with_loss_ratio(correction: Correction, token_loss: TokenLoss) -> Correction:
-    """The correction as reports show it: the ratio of a loss that contains pi/mu counts as its weight."""
+    """Return the correction for reports: the ratio of a loss that contains pi/mu counts as its weight."""
     if token_loss.ratio is None:
         return correction
     is_dropped = token_loss.ratio == 0
@@ -185,8 +187,8 @@ def with_loss_ratio(correction: Correction, token_loss: TokenLoss) -> Correction
 
 
 def kl_weight(correction: Correction, recipe: Recipe, is_weighted: bool) -> Tensor:
-    """[N] The correction's weight or, where it has none, a truncated rho: tokens come from mu, and the KL is
-    of pi. Not `weighted`: 1. In any case 0 where masked."""
+    """Return the weight of a KL term, [N]: the correction's weight or, where the recipe has none, a truncated
+    rho, as tokens come from mu and the KL is of pi. Not `is_weighted`: 1. Masked tokens always have 0."""
     if is_weighted and recipe.weighted:
         return correction.weight
     token_weight = correction.ratio.clamp(max=KL_CAP) if is_weighted else torch.ones_like(correction.ratio)
@@ -194,8 +196,8 @@ def kl_weight(correction: Correction, recipe: Recipe, is_weighted: bool) -> Tens
 
 
 def proximal_of(micro_batch: MicroBatch, logprobs: Tensor, recipe: Recipe, progress: float) -> Tensor:
-    """log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu); prox is
-    the policy before the batch, v − v_prox = `progress` of one version."""
+    """Return log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu);
+    prox is the policy before the batch, v − v_prox = `progress` of one version."""
     if recipe.prox == "mu":
         return micro_batch.rollout_logprobs
     if micro_batch.proximal_logprobs is not None:

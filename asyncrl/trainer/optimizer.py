@@ -36,20 +36,21 @@ def adamw(
     weight_decay: float,
     **options: Any,
 ) -> AdamW:
-    """arXiv 1711.05101. Fused: a step of 30M float32 parameters takes one CPU thread 0.05 s instead of 0.20;
-    weights differ by rounding."""
+    """Make AdamW (arXiv 1711.05101), fused: a step of 30M float32 parameters takes one CPU thread 0.05 s
+    instead of 0.20; weights differ by rounding."""
     all_options: dict[str, Any] = {"fused": True} | options
     return AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, **all_options)
 
 
 def make_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> Optimizer:
-    """`trainer.optimizer` on what trains of `model`, with all its state.
+    """Make `trainer.optimizer` for the trained parameters of `model`, with all its state.
 
-    torch makes a parameter's state when its first gradient comes. What is saved before (a critic's warm-up,
-    a batch that was skipped or is under way) would not fit a learner that expects the state of them all. So a
-    first step is taken here, of zero gradients at rate 0 without decay, and not counted. State that
-    does not begin as zeros stays as it leaves it: Rprop, NAdam and ASGD begin otherwise than in torch. Raises
-    ConfigError when it cannot be built, or cannot step on sharded weights, as torch's Adafactor cannot.
+    torch creates a parameter's state with its first gradient. A checkpoint saved before (during a critic's
+    warm-up, or after a skipped batch) would not fit a learner that expects the state of all parameters. So a
+    first step is taken here, with zero gradients, rate 0 and no decay, and is not counted. State that does
+    not begin with zeros stays as that step leaves it: Rprop, NAdam and ASGD begin otherwise than in torch.
+    Raises ConfigError when the optimizer cannot be built, or cannot step on sharded weights, as torch's
+    Adafactor cannot.
     """
     parameters = trainable(model)
     optimizer = build_optimizer(parameters, trainer, lr)
@@ -80,7 +81,7 @@ def make_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> Op
 
 
 def build_optimizer(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> Optimizer:
-    """Makes the optimizer that `trainer.optimizer` names, without state. Raises ConfigError."""
+    """Make the optimizer that `trainer.optimizer` names, without state. Raises ConfigError."""
     key = "trainer.optimizer"
 
     name, options = single(trainer.optimizer, key)
@@ -105,11 +106,11 @@ def take_step(
     clip_norm: float,
     largest_norm: float = math.inf,
 ) -> tuple[list[float], bool]:
-    """Multiply the gradients by `scale`, which makes them those of the batch's loss; clip each part by
-    itself; step.
+    """Multiply the gradients by `scale`, which turns them into gradients of the batch's loss; clip each part
+    separately; step.
 
-    Returns the parts' norms before clipping, and whether the step was taken: not if one is not finite, or the
-    norm of all is over `limit`. `clip` 0: off.
+    Returns the parts' norms before clipping, and whether the step was taken: not if a norm is not finite, or
+    the total norm is over `largest_norm`. `clip_norm` 0: no clipping.
     """
     norms = []
     for part_parameters in trained_parts:
@@ -136,11 +137,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
-    """Returns the rate of the optimizer step that trains batch `step` (0-based), a function of `step` alone,
+    """Return the rate of the optimizer step that trains batch `step` (0-based), a function of `step` alone,
     so that skipped, replayed and resumed steps agree.
 
-    Linear warm-up reaches the peak with the last warm-up step; then the schedule falls to
-    `lr_end`·lr at the last step. A step beyond `total_steps` keeps the final rate.
+    Linear warm-up reaches the peak with the last warm-up step; then the schedule falls to `lr_end`·lr at the
+    last step. A step beyond `total_steps` keeps the final rate.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -170,11 +171,11 @@ class SpikeError(AsyncrlError):
 
 
 def norm_limit(state: dict[str, float], factor: float) -> float:
-    """The largest norm that is no spike."""
+    """Return the largest norm that is no spike."""
     norms = [norm for name, norm in state.items() if name.startswith(NORM_PREFIX)]
     return factor * median(norms) if factor and len(norms) >= LEAST_NORMS else math.inf
 
 
 def record_norm(state: dict[str, float], step: int, norm: float) -> None:
-    """The norm of a step that was taken."""
+    """Record the norm of a step that was taken."""
     state[f"{NORM_PREFIX}{step % NORM_WINDOW}"] = norm

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 def packing_for(
     roots: Sequence[nn.Module], wanted_packing: Packing, dtype: str, world: World, is_compiled: bool = False
 ) -> Packing:
-    """`wanted`, if each of these FSDP roots gives the gradients of rows one by one with it; else padded, and
-    a warning; ConfigError where ranks are to share a sequence, which padded rows cannot. Sets their attention
-    accordingly. `dtype`: of a forward. `compiled`: their layers are. A collective."""
+    """Return `wanted_packing`, if each of these FSDP roots then gives the gradients of sequences one by one;
+    otherwise warn and return padded. ConfigError where ranks share a sequence, which padded layouts cannot.
+    Sets the models' attention. `dtype`: of a forward. `is_compiled`: the layers are. A collective."""
     for root in roots:
         language_model = transformer_of(root)
 
@@ -65,8 +65,8 @@ def packing_for(
 def packing_problem(
     model: PreTrainedModel, packing: Packing, known_problems: Mapping[str, str] | None, sharing_ranks: int = 1
 ) -> str:
-    """Says why rows cannot be laid out so, or not on so many ranks that share them, as far as is known
-    without a forward. `found`: the architecture's findings, if there are some."""
+    """Say why sequences cannot be laid out this way, or not on this many sharing ranks, as far as is known
+    without a forward. `known_problems`: of the architecture, if it was checked."""
     head_count = model.config.get_text_config().num_attention_heads
     if sharing_ranks > 1 and head_count % sharing_ranks:
         return f"has {head_count} attention heads, which {sharing_ranks} ranks cannot share"
@@ -75,7 +75,7 @@ def packing_problem(
 
 @contextmanager
 def padded_meanwhile(policy: Policy) -> Iterator[None]:
-    """Its rows are padded meanwhile, and its attention is the model's own."""
+    """Score padded sequences with the model's own attention inside the context."""
     model = policy.lm
     packing = policy.packing
     attention_name = model.config._attn_implementation

@@ -20,25 +20,24 @@ from asyncrl.observe.metrics import PHASES
 
 # One backward serves policy and critic, and counts as update_actor; update_critic is the critic's optimizer.
 TIMED = tuple(name.removeprefix("timing_s/") for name in PHASES)
-TIMED_PER_TOKEN = TIMED[
-    1:6
-]  # ref to update_critic: also reported per token of the batch, as timing_per_token_ms/*
+# Ref to update_critic: also reported per token of the batch, as timing_per_token_ms/*.
+TIMED_PER_TOKEN = TIMED[1:6]
 PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # of the matrices multiplied
 GB = 1e9
 
 
 class AttentionCost(NamedTuple):
-    """Layers that compute attention alike: `flops` of all of them for a pair of a token and one that it sees,
-    forward and backward. A token sees at most `reach` tokens, itself included."""
+    """Describes layers of the same attention: `flops` of all layers for a pair of a token and a token in its
+    view, forward and backward. A token sees at most `reach` tokens, including itself."""
 
     flops: float
     reach: float
 
 
 class FlopCount(NamedTuple):
-    """Floating point operations of the policy's matrix products in a forward and backward: `body` for a token
-    computed, `head` for one scored, `attention` for pairs of tokens. What activation checkpointing computes
-    again is left out, and so is what linear attention does with its state."""
+    """Counts floating point operations of the policy's matrix products in a forward and backward: `body` per
+    computed token, `head` per scored token, `attention` for pairs of tokens. Recomputation by activation
+    checkpointing is left out, and so are the state updates of linear attention."""
 
     body: float
     head: float
@@ -46,7 +45,8 @@ class FlopCount(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> FlopCount:
-        """2 in the forward, 2 in the backward, and 2 for a weight that is trained."""
+        """Count 2 operations per weight in the forward, 2 in the backward, and 2 more for a trained
+        weight."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
         uncounted = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} | {
@@ -66,8 +66,8 @@ class FlopCount(NamedTuple):
         return cls(body, _weight_flops(head), _attention_costs(config))
 
     def total_flops(self, positions: np.ndarray, scored_tokens: int) -> float:
-        """Return operations for tokens at these `positions` of their rows, each of which sees those before
-        it and itself, and for `scored` tokens at the output layer."""
+        """Return the operations for tokens at these `positions` of their sequences, each of which sees all
+        earlier tokens and itself, and for `scored_tokens` at the output layer."""
         attention_flops = (
             cost.flops * np.minimum(positions + 1, cost.reach).sum() for cost in self.attention
         )
@@ -79,8 +79,8 @@ def _weight_flops(weight: torch.Tensor) -> int:
 
 
 def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
-    """A query and a key of d numbers, and a value of v: 2·d + 2·v in the forward of each head, twice as much
-    in the backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
+    """Count a query and a key of d numbers, and a value of v: 2·d + 2·v in the forward of each head, twice as
+    much in the backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
     head_count = getattr(config, "num_attention_heads", 0)
     if not head_count:
         return ()
@@ -120,8 +120,8 @@ DATA_SHEET = {
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Operations per second that this device can do in the type of a forward, for perf/mfu: those of its data
-    sheet, or else what a large product of random matrices reaches here."""
+    """Return the operations per second of this device in the type of a forward, for perf/mfu: from its data
+    sheet, or else measured by a large product of random matrices."""
     if device.type == "cuda" and dtype == "bfloat16":
         name = torch.cuda.get_device_name(device)
         if matching_names := [
@@ -130,9 +130,8 @@ def peak_flops(device: torch.device, dtype: str) -> float:
             return DATA_SHEET[max(matching_names, key=len)]
 
     matrix_size = PEAK_SIZE[device.type]
-    matrix = torch.randn(matrix_size, matrix_size, device=device).to(
-        getattr(torch, dtype)
-    )  # ones are faster on a GPU
+    # Ones are faster on a GPU.
+    matrix = torch.randn(matrix_size, matrix_size, device=device).to(getattr(torch, dtype))
 
     shortest = math.inf
     for _ in range(4):  # the first warms up
@@ -146,10 +145,10 @@ def peak_flops(device: torch.device, dtype: str) -> float:
 def performance(
     seconds: float, phases: Mapping[str, float], metrics: Mapping[str, float], peak_rate: float, ranks: int
 ) -> dict[str, float]:
-    """Times and memory of this rank since its last commit; a phase that did not happen is left out. `metrics`
-    are those of the step, of all `ranks` (at least one); `peak`: `peak_flops` of one.
+    """Return times and memory of this rank since its last commit; a phase that did not happen is left out.
+    `metrics`: of the step, of all `ranks` (at least one); `peak_rate`: `peak_flops` of a rank.
 
-    `update_weights` and `save_checkpoint` are those that followed the commit before this one.
+    `update_weights` and `save_checkpoint` belong to the commit before this one.
     """
     measured = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
     tokens = metrics.get("perf/total_num_tokens", 0.0)
@@ -181,8 +180,9 @@ def performance(
 class Stopwatch:
     """Measures how a rank spends its time: every second belongs to exactly one phase.
 
-    Phases nest: an inner one interrupts the outer. Waiting is idle, all else busy, so the two add up to
-    the wall time since the stopwatch was made."""
+    Phases nest: an inner phase interrupts the outer. Waiting is idle, everything else busy, so busy and idle
+    add up to the wall time since the stopwatch was made.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -194,7 +194,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str, *, waiting: bool = False) -> Iterator[None]:
-        """The body's time is spent on `name`."""
+        """Charge the body's time to `name`."""
         self._charge()
         outer = self._phase, self._waiting
         self._phase = name
@@ -208,18 +208,18 @@ class Stopwatch:
 
     @property
     def busy_s(self) -> float:
-        """Seconds so far, those of a phase under way included."""
+        """Return the busy seconds so far, including the phase under way."""
         self._charge()
         return self._busy_seconds
 
     @property
     def idle_s(self) -> float:
-        """Likewise, of waiting."""
+        """Return the seconds of waiting so far, including the phase under way."""
         self._charge()
         return self._idle_seconds
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """Seconds since the last lap: in all, and of each phase."""
+        """Return the seconds since the last lap: in all, and of each phase."""
         self._charge()
         lap_seconds = self._charged_at - self._lap_started_at
         self._lap_started_at = self._charged_at

@@ -19,9 +19,9 @@ LEAST_SHARED = 16  # shared ids; fewer are computed once per row
 class Forest(NamedTuple):
     """Holds T tokens, node after node, a parent before its children.
 
-    `ids` and `positions` [T]: positions are those within a row. `paths`: of each node the indices of the
-    tokens that its last token sees, in order: its ancestors', then its own `sizes` ones. `rows`: of each row
-    the index of each of its tokens.
+    `ids` and `positions` [T]: positions within a sequence. `paths`: for each node the indices of the tokens
+    that its last token sees, in order: its ancestors' tokens, then its own `sizes` tokens. `sequences`: for
+    each sequence the indices of its tokens.
     """
 
     ids: np.ndarray
@@ -32,7 +32,8 @@ class Forest(NamedTuple):
 
 
 def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Forest:
-    """A forest of these rows (ids, at least one each). Without `shared` every row is a node of its own."""
+    """Make a forest of these sequences (ids, at least one each). Without `share_prefixes` every sequence is a
+    separate node."""
     forest = Forest(np.empty(0), np.empty(0), [], [], [np.empty(0, dtype=np.int64)] * len(sequences))
     ids: list[np.ndarray] = []
     token_count = 0
@@ -72,7 +73,7 @@ def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Fo
 
 
 def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """Ids that two rows share at their beginning."""
+    """Return how many ids two sequences share at their beginning."""
     length = min(len(left), len(right))
     differences = np.flatnonzero(left[:length] != right[:length])
     return int(differences[0]) if len(differences) else length

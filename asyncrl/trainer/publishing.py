@@ -37,10 +37,10 @@ NOISE_ROWS = 16  # the probe in a batch of this many rows: products of other sha
 
 
 class Publishing:
-    """Made by all ranks together. `announced`: the last version that rank 0 has announced. `noise_floor`:
-    how far the trainer's own log-probs of the probe differ when it is scored in a larger batch (by another
-    attention function, where rows are packed), the first time; an engine cannot be expected to come
-    closer."""
+    """Publishes versions of the policy. Made by all ranks together. `announced`: the last version that rank 0
+    has announced. `noise_floor`: how far the trainer's own log-probs of the probe differ when scored in a
+    larger batch (by another attention function, where sequences are packed), at the first probe; no engine
+    can be expected to come closer."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, world: World, policy: Policy
@@ -79,8 +79,8 @@ class Publishing:
         self._publisher = Publisher(self._write_version, self._announce_version) if world.rank == 0 else None
 
     def publish(self, version: PolicyVersion) -> None:
-        """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises the error
-        of an earlier publish."""
+        """Copy the weights to host memory, and leave writing and announcing to the publisher. A collective.
+        Raises the error of an earlier publish."""
         started_at = time.monotonic()
         buffers = self._buffers()  # small, and not to wait for the copies behind them
         buffer_index = self._host.claim(lambda busy: self.world.gather(busy, list[int]))
@@ -100,8 +100,8 @@ class Publishing:
         return {} if self._adapters else copied_buffers(self.policy)
 
     def score_probe(self) -> Probe:
-        """The probe, with the log-probs of the policy as it is now. A collective. It takes as long as many
-        copies of the weights, so it is not part of `publish`: the coordinator asks for it. Servers may join
+        """Return the probe with the log-probs of the current policy. A collective. Scoring takes as long as
+        many copies of the weights, so the coordinator asks for it apart from `publish`. Servers may join
         after each forward, which may compile for minutes."""
         logprobs = score_ids(self.policy, self._probe_ids, self.world.device)
         self.allow_pause()
@@ -117,7 +117,7 @@ class Publishing:
         return Probe(self._probe_ids, logprobs, self.noise_floor)
 
     def raise_failure(self) -> None:
-        """Raises the error of a failed write or broadcast."""
+        """Raise the error of a failed write or broadcast."""
         for worker in (self._publisher, self._sender):
             if worker is not None and worker.error is not None:
                 raise worker.error
@@ -134,7 +134,7 @@ class Publishing:
         return full_disk and f"weights are not written, free space there: {full_disk}"
 
     def drain(self) -> None:
-        """Write what is published, before this rank ends; on all ranks."""
+        """Write the published versions before this rank ends. Called on all ranks."""
         timeout = self.config.launch.stop_timeout / 2
         if self._publisher is not None and self._publisher.close(timeout) and self._link is not None:
             self._link.close()
@@ -143,8 +143,9 @@ class Publishing:
         self._host.close(timeout)
 
     def _make_sender(self, sender_count: int) -> Sender | None:
-        """So many ranks offer versions to a part of the servers each, which get them when their keepers ask.
-        Rank 0 tells where all of them are. A collective."""
+        """Return this rank's sender, if it is among the first `sender_count` ranks; each sender serves a part
+        of the servers, when their keepers ask. Rank 0 announces the addresses of all senders. A
+        collective."""
         weights_config = self.config.weights
         sender = None
         if self.world.rank < sender_count:
@@ -162,7 +163,7 @@ class Publishing:
     # -- the publisher's thread ------------------------------------------------------------------------
 
     def _write_version(self, snapshot: Snapshot) -> WeightsRef:
-        """Put a version where engines find it."""
+        """Write a version where engines find it, or offer it to them."""
         if self._files is None:
             assert self._sender is not None, "rank 0 is the first sender"
             return self._sender.offer(snapshot)
@@ -171,7 +172,7 @@ class Publishing:
         return ref
 
     def _announce_version(self, ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
-        """Published goes out over a socket of this thread's own."""
+        """Send Published over a socket that belongs to this thread."""
         if self._link is None:
             name = identity("trainer", 0)
             self._link = Link(self._endpoints.control, ToTrainerControl, name, self._endpoints.keys)
@@ -180,5 +181,5 @@ class Publishing:
 
 
 def readers(config: RunConfig, ranks: int) -> int:
-    """Counts the ranks that may collect versions, each another one at a time."""
+    """Count the ranks that may collect versions, one version per rank at a time."""
     return 1 if config.weights.transport == "disk" else max(1, min(ranks, config.engine.keepers))

@@ -203,7 +203,7 @@ class TrainerRank:
         self._batch_uids += uids
 
     def _finish_batch(self, plan: trainer.WorkPlan) -> None:
-        """The optimizer step, its commit, and what follows only after the ack."""
+        """Take the optimizer step and commit it; publish and save only after the ack."""
         # What was committed once is not left out.
         self.learner.on_spike = "skip" if self.is_repeating else self.config.trainer.on_spike
 
@@ -249,7 +249,8 @@ class TrainerRank:
         )
 
     def _take_plan(self, micro_batches: int) -> tuple[trainer.WorkPlan, PlannedWork]:
-        """The next plan, and this rank's part of it with its turns, once all ranks hold theirs."""
+        """Return the next plan, and this rank's part of it with its turns, once all ranks hold their
+        payloads."""
         step = self.learner.step
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
 
@@ -286,7 +287,7 @@ class TrainerRank:
     def _commit_step(
         self, plan: trainer.WorkPlan, trained_uids: list[str], metrics: dict[str, float]
     ) -> bool:
-        """True when this version is to be published."""
+        """Commit the step. Returns whether this version is to be published."""
         trainer_epoch = self.trainer_epoch
         step = self.learner.step
         commit = trainer.Commit(trainer_epoch, step, plan.plan_hash, tuple(trained_uids), metrics)
@@ -309,9 +310,9 @@ class TrainerRank:
         return answer
 
     def _await_ranks(self, wait_name: str, poll_value: Callable[[], Any], is_patient: bool = False) -> Any:
-        """Wait for other ranks, with beats. A patient wait is rank 0's for data; any other raises
-        DeadlineError after the run's limit for progress, which is longer than their waits. A rank 0 that is
-        gone may have been stopped, and this rank's stop be on its way."""
+        """Wait for other ranks, with heartbeats. A patient wait is rank 0's for data; any other raises
+        DeadlineError after the run's limit for progress, which is longer than the other ranks' waits. If rank
+        0 is gone it may have been stopped, and this rank's Stop may be on its way."""
         deadline = time.monotonic() + self._progress_limit
         try:
             while (value := poll_value()) is None:
@@ -332,9 +333,9 @@ class TrainerRank:
     def _await_answer(
         self, link: Link, request: shared.WireMessage, wait_name: str, is_patient: bool = False
     ) -> Received:
-        """Send a request, again every RESEND_EVERY seconds (all are idempotent), until its answer comes.
+        """Send a request, again every RESEND_SECONDS (all are idempotent), until its answer comes.
 
-        A patient wait is for data and ends with the coordinator's stop only; any other raises DeadlineError
+        A patient wait is for data and ends with the coordinator's Stop only; any other raises DeadlineError
         after the run's limit for silence, which is longer than the coordinator waits for room on a full disk.
         """
         deadline = time.monotonic() + self._silence_limit
@@ -362,7 +363,7 @@ class TrainerRank:
                     return received
 
     def _received_messages(self) -> Iterator[tuple[Any, list[bytes]]]:
-        """Returns what has arrived on both links. Stop ends the rank wherever it waits."""
+        """Yield the messages that have arrived on both links. Stop ends the rank in any wait."""
         for link in (self.control, self.bulk):
             while (received := link.receive(0)) is not None:
                 self._heard_at = time.monotonic()
@@ -374,13 +375,14 @@ class TrainerRank:
                 yield received
 
     def _after_micro_batch(self) -> None:
-        """Called after every micro-batch, so that beats go out, and servers join, during a long batch."""
+        """Send heartbeats, and let servers join, during a long batch."""
         self.trained_micro_batches += 1
         self._send_heartbeat_if_due(time.monotonic())
         self.publishing.allow_pause()
 
     def _send_heartbeat_if_due(self, now: float) -> bool:
-        """Send a beat, every BEAT_EVERY seconds and when a wait begins or is over. Whether it was sent."""
+        """Send a heartbeat every HEARTBEAT_SECONDS, and when a wait begins or is over. Returns whether it was
+        sent."""
         if now < self._next_heartbeat_at and self.waiting_for == self._reported_wait:
             return False
         self._next_heartbeat_at = now + HEARTBEAT_SECONDS
@@ -389,13 +391,13 @@ class TrainerRank:
         return True
 
     def _send_heartbeat_or_hello(self, now: float) -> None:
-        """A beat while waiting; and a hello after silence, for a coordinator that was restarted."""
+        """Send a heartbeat while waiting, and after silence a hello, for a coordinator that was restarted."""
         if self._send_heartbeat_if_due(now) and now - self._heard_at > 2 * RESEND_SECONDS:
             self._heard_at = now
             self.control.send(self._greeting())
 
     def _wait_for(self, seconds: float) -> None:
-        """Send beats for so long, and let servers join; Stop ends it."""
+        """Send heartbeats, and let servers join, for some seconds. Stop ends the wait."""
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end:
             self.publishing.allow_pause()
@@ -404,7 +406,8 @@ class TrainerRank:
             list(self._received_messages())
 
     def _await_stop(self) -> NoReturn:
-        """Report the checkpoint again until Stop comes: a restarted coordinator does not know it yet."""
+        """Report the checkpoint again until Stop comes: a restarted coordinator does not know the checkpoint
+        yet."""
         with self.timeline.span("wait_stop"), self.stopwatch.phase("wait_stop", waiting=True):
             self._await_answer(
                 self.control, self._checkpointed_message(), "the coordinator's stop", is_patient=True
@@ -412,7 +415,7 @@ class TrainerRank:
         raise AssertionError("unreachable: only Stop ends this wait")
 
     def _checkpointed_message(self) -> shared.WireMessage:
-        """Rank 0 reports for all; the others repeat their beat."""
+        """Return rank 0's report for all ranks, or another rank's heartbeat."""
         if not self.is_first:
             return self._heartbeat_message()
         newest = self.checkpointing.newest_manifest
@@ -439,7 +442,8 @@ class TrainerRank:
         )
 
     def report_failure(self, error: Exception) -> str:
-        """Tell the coordinator that this rank gives up the batch. Returns why, and what happens now."""
+        """Tell the coordinator that this rank gives up the batch. Returns the reason and the coordinator's
+        decision."""
         message = give_up_message(error, self.trainer_epoch, self.rank, self.learner)
         try:
             self._await_answer(self.control, message, "the coordinator's answer to a batch that was given up")
@@ -456,8 +460,8 @@ class TrainerRank:
             self.publishing.publish(version)
 
     def _publish_probe(self) -> None:
-        """Score the probe, for the engines to compare, with a version that is published (now, if it was not).
-        Not while steps are repeated: then the engines keep their newer weights, and nothing is published."""
+        """Score the probe with a published version (published now, if needed), for comparison by the engines.
+        Nothing happens while steps are repeated: the engines then keep their newer weights."""
         if self.is_repeating:
             return
         if self.published_step != self.learner.step:  # the first one; or weights.every left this one out
@@ -472,7 +476,7 @@ class TrainerRank:
             self.control.send(self.probed_message)
 
     def _save_if_due(self) -> None:
-        """Begin a checkpoint; its writing goes on beside training, where there is memory for a copy."""
+        """Begin a checkpoint if due. Writing goes on beside training, where there is memory for a copy."""
         self._report_saved()
         if self.checkpointing.mark_due():
             with self.timeline.span("checkpoint"), self.stopwatch.phase("save_checkpoint"):
@@ -480,7 +484,8 @@ class TrainerRank:
                     self._await_saved()
 
     def _save_last(self) -> None:
-        """Return when the checkpoint of the last committed step is in place; the disk may have room later."""
+        """Save the last committed step, and return when its checkpoint is complete; a full disk may have room
+        later."""
         with self.timeline.span("checkpoint"), self.stopwatch.phase("save_checkpoint"):
             while self.checkpointing.parent_step != self.learner.step:
                 if not self.checkpointing.is_writing:
@@ -490,7 +495,7 @@ class TrainerRank:
                     self._wait_for(SAVE_AGAIN_SECONDS)
 
     def _await_saved(self) -> None:
-        """Send beats, which count what is written, until the checkpoint under way has come to its end."""
+        """Send heartbeats, with the bytes written so far, until the checkpoint under way has ended."""
         while self.checkpointing.is_writing:
             self.waiting_for = self.checkpointing.write_progress
             self._report_saved()
@@ -498,7 +503,7 @@ class TrainerRank:
         self.waiting_for = ""
 
     def _report_saved(self) -> None:
-        """Once the checkpoint under way is in place, the coordinator is told."""
+        """Tell the coordinator once the checkpoint under way is complete."""
         if self.checkpointing.poll_checkpoint() and self.is_first:
             self.control.send(self._checkpointed_message())
 

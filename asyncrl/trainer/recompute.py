@@ -46,7 +46,7 @@ without an operator of its own, such as products and a softmax, is recomputed.""
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """An output, and its version at that time: torch counts changes in place."""
+    """Holds an output, and its version at that time: torch counts changes in place."""
 
     tensor: Tensor
     version: int
@@ -54,8 +54,8 @@ class KeptTensor:
 
 @dataclass(frozen=True)
 class InputView:
-    """Stands for an output that is a view of an input: of the tensor number `index` among the inputs, from
-    `offset` elements behind its first one."""
+    """Stands for an output that is a view of an input: of tensor number `index` among the inputs, `offset`
+    elements behind its first."""
 
     index: int
     size: Sequence[int]
@@ -65,8 +65,8 @@ class InputView:
 
 @dataclass(frozen=True)
 class KeptCall:
-    """One run of an operator. `function`: what a COMPILED_FUNCTION has called. `outputs`: what was returned,
-    with a KeptTensor or an InputView in place of each tensor."""
+    """Records a call of an operator. `function`: the function that a COMPILED_FUNCTION has called. `outputs`:
+    the results, with a KeptTensor or an InputView in place of each tensor."""
 
     operator: Any
     function: Any
@@ -74,7 +74,7 @@ class KeptCall:
 
 
 class AttentionMode(TorchDispatchMode):
-    """Sees all operators that run within it, those of compiled functions included. `calls`: of attention."""
+    """Sees all operators that run inside, also in compiled functions. `calls`: the calls of attention."""
 
     supports_higher_order_operators = True
 
@@ -84,7 +84,7 @@ class AttentionMode(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Within other modes torch compiles nothing."""
+        """Return True, as torch compiles nothing within other modes."""
         return True
 
 
@@ -97,9 +97,8 @@ class Recording(AttentionMode):
         if operator not in ATTENTION:
             return operator(*args, **(kwargs or {}))
 
-        input_tensors = _tensor_arguments(
-            args, kwargs
-        )  # before the call: a compiled function empties its list of inputs
+        # Before the call: a compiled function empties its list of inputs.
+        input_tensors = _tensor_arguments(args, kwargs)
         outputs = operator(*args, **(kwargs or {}))
         replacements = tree_map(partial(_replacement_of, input_tensors), outputs)
         self._calls.append(KeptCall(operator, _called_function(operator, args), replacements))
@@ -108,7 +107,8 @@ class Recording(AttentionMode):
 
 
 class Replaying(AttentionMode):
-    """Answers the calls of attention from the recorded ones, in their order, each once; runs all others."""
+    """Answers the calls of attention from the recorded calls, in order, each once; runs all other
+    operators."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -129,7 +129,7 @@ def _tensor_arguments(args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _replacement_of(inputs: Sequence[Tensor], output: Any) -> Any:
-    """Return what stands for one of the outputs; numbers stand for themselves."""
+    """Return the stand-in for an output; numbers stand for themselves."""
     if not isinstance(output, Tensor):
         return output
 
@@ -174,7 +174,7 @@ if COMPILED_FUNCTION is not None:
 
 class Recomputation:
     """Decides which layers of a rank's models are recomputed in the backward: every k-th, k = `every`, or
-    none, 0. It may be changed between micro-batches."""
+    none, 0. May change between micro-batches."""
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self.every = trainer.checkpointed_every
@@ -182,7 +182,7 @@ class Recomputation:
         self._indices = list[int]()  # of all wrapped layers, each within its model
 
     def wrap(self, index: int, layer_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of layer number `index`, which is recomputed where `every` says so."""
+        """Return the forward of layer number `index`, recomputed where `every` says so."""
         self._indices.append(index)
         if not self.every and not self.automatic:
             return layer_forward
@@ -196,14 +196,14 @@ class Recomputation:
 
     @property
     def recomputed_fraction(self) -> float:
-        """Return the share of the layers that are recomputed."""
+        """Return the fraction of the layers that are recomputed."""
         recomputed_count = sum(map(self._is_recomputed, self._indices))
         return recomputed_count / max(1, len(self._indices))
 
     @property
     def next_every(self) -> int:
-        """Return what may be tried where memory does not suffice: every second layer, then all. 0: all are
-        already, or the configuration fixes it."""
+        """Return the next value to try where memory does not suffice: every second layer, then all. 0: all
+        are recomputed already, or the configuration fixes the value."""
         if not self.automatic or not self._indices or self.every == 1:
             return 0
         return 1 if self.every == 2 else 2
@@ -218,7 +218,7 @@ class Recomputation:
 
 
 def recomputed(layer_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, of which only inputs, outputs and what attention returns are kept for the backward."""
+    """Return `layer_forward`, keeping only inputs, outputs and the results of attention for the backward."""
 
     def make_modes() -> tuple[Recording, Replaying]:
         calls = deque[KeptCall]()

@@ -30,8 +30,8 @@ VARIED_EPISODES = "_varied"  # episodes of groups with variance
 
 
 class MetricSums(msgspec.Struct):
-    """Ratios (numerator and denominator apart), totals, and extremes, by metric name; `moments`, by names of
-    their own, are for what divides by the batch and are no metrics."""
+    """Holds ratios (numerator and denominator apart), totals, and extremes, by metric name. `moments` are no
+    metrics: they serve the division by numbers of the batch."""
 
     ratios: dict[str, tuple[float, float]] = {}
     totals: dict[str, float] = {}
@@ -81,7 +81,7 @@ class MetricSums(msgspec.Struct):
             self.add_moments(name, part)
 
     def metrics(self) -> dict[str, float]:
-        """Returns one number per name. A ratio with denominator 0 is left out."""
+        """Return one number per name. A ratio with denominator 0 is left out."""
         means = {name: a / b for name, (a, b) in self.ratios.items() if b}
         return {**means, **self.totals, **self.highest, **self.lowest}
 
@@ -110,14 +110,14 @@ def tally_samples(tally: MetricSums, samples: Sequence[TrainingSample], longest_
 
 
 def tally_routes(tally: MetricSums, routes: Tensor | None, tokens: int) -> None:
-    """The share of the tokens, padding included, that went to the experts that the server had chosen."""
+    """Count the fraction of tokens, including padding, that went to the experts chosen by the server."""
     replayed = 0.0 if routes is None else float((routes[:, 0] >= 0).sum())
     tally.add_ratio("trainer/replayed_share", replayed, tokens)
 
 
 def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
-    """Count the tokens of one rank's policy forwards, padding included, shared prefixes once, and the
-    floating point operations for them."""
+    """Count the tokens of one rank's policy forwards, including padding, shared prefixes once, and the
+    floating point operations of these forwards."""
     tally.add_total("perf/model_tflop", flops / 1e12)
     tally.add_total("perf/computed_tokens", tokens)
     tally.add_highest("global_seqlen/balanced_max", tokens)
@@ -126,7 +126,7 @@ def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
 
 def tally_advantages(tally: MetricSums, samples: Sequence[TrainingSample]) -> None:
     """Count rewards (with the KL penalty, if there is one), and advantages, returns and values per token; add
-    up what divides by the batch at its end."""
+    up the moments that divide the batch at its end."""
     for sample in samples:
         assert sample.advantage is not None
         tally.add_summary("critic/rewards", [sample.planned.own.reward])
@@ -151,7 +151,7 @@ def tally_advantages(tally: MetricSums, samples: Sequence[TrainingSample]) -> No
 def _compared_episodes(
     sample: TrainingSample, advantage: np.ndarray
 ) -> Iterator[tuple[list[float], np.ndarray]]:
-    """The group's rewards, and the advantages of the tokens. Each agent that earned a reward of its own
+    """Yield the group's rewards, and the advantages of the tokens. Each agent that earned a separate reward
     counts as an episode: the advantages of both sides of a game add up to nothing."""
     result = sample.planned.own
     members = (sample.planned.own, *sample.planned.siblings)
@@ -163,17 +163,17 @@ def _compared_episodes(
 
 
 def _has_variance(rewards: Sequence[float], advantage: np.ndarray) -> bool:
-    """The group has variance, in rewards or (by turn, by component) in advantages."""
+    """True if the group has variance, in rewards or (by turn, by component) in advantages."""
     return max(rewards) - min(rewards) > TOLERANCE or bool(np.abs(advantage).max() > TOLERANCE)
 
 
 def advantage_factor(scale: Scale, tally: MetricSums) -> float:
-    """`end_factor` of a whole batch's tally."""
+    """Return `end_factor` of a whole batch's tally."""
     return end_factor(scale, tally.moments.get("episodes", Moments()), tally.totals.get(VARIED_EPISODES, 0.0))
 
 
 def ess_factor(tally: MetricSums) -> float:
-    """√(ESS/N) of a whole batch's episodes (VCPO), at least 0.1."""
+    """Return √(ESS/N) of a whole batch's episodes (VCPO), at least 0.1."""
     totals = tally.totals
     if not totals.get("_episodes"):
         return 1.0
@@ -187,17 +187,16 @@ def advantage_tokens(tally: MetricSums) -> Moments:
 
 
 def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:
-    """Count the terms added to the policy loss; `denominator`: the micro-batch's share of D."""
+    """Count the terms added to the policy loss; `denominator`: the micro-batch's part of D."""
     tensors = [tensor for pair in terms.values() for tensor in pair if tensor is not None]
-    values = iter(
-        torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else []
-    )  # one transfer
+    # One transfer.
+    values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
     for name, (_, count) in terms.items():
         tally.add_ratio(name, next(values), denominator if count is None else next(values))
 
 
 def _tally_staleness(tally: MetricSums, sample: TrainingSample) -> None:
-    """Lags, and the share over the bound by response length and by quarter of the response."""
+    """Count lags, and the fraction over the bound by response length and by quarter of the response."""
     lags, counts = np.unique(sample.lag, return_counts=True)
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
         tally.add_total(f"{LAG_TOKENS}{lag}", count)
@@ -215,7 +214,7 @@ def _tally_staleness(tally: MetricSums, sample: TrainingSample) -> None:
 
 
 def tally_tokens(tally: MetricSums, token_sums: TokenSums, denominator: float) -> None:
-    """Loss and off-policyness of the tokens of one micro-batch. `denominator`: its share of D."""
+    """Count loss and off-policyness of a micro-batch's tokens. `denominator`: the micro-batch's part of D."""
     tally.add_ratio("actor/pg_loss", token_sums.sums["loss"], denominator)
     tally.add_total("trainer/kept_tokens", token_sums.sums["kept"])
     for name, value in token_sums.sums.items():
@@ -239,8 +238,7 @@ def tally_agents(
     state: TokenState,
     denominator: float,
 ) -> None:
-    """Count by agent, where several have adapters: tokens, and their part of the policy loss. `agent`: the
-    place of each token's."""
+    """Count tokens and policy loss by agent, where several have adapters. `adapter_index`: of each token."""
     if adapter_index is None:
         return
     enters_loss = state.fresh & ~state.correction.masked
@@ -256,8 +254,8 @@ def tally_agents(
 
 
 def agents_without_tokens(batch_tally: MetricSums, names: Sequence[str], count_dropped: bool) -> list[str]:
-    """Return the agents, of several, that have nothing to learn from a batch. `beside`: what the correction
-    drops counts for terms beside the policy loss."""
+    """Return the agents, of several, without tokens to learn from. `count_dropped`: tokens that the
+    correction drops count, for terms beside the policy loss."""
     counter_names = {
         name: f"_fresh/{name}" if count_dropped else f"{AGENT_PREFIX}{name or NO_AGENT}/tokens"
         for name in names
@@ -266,22 +264,22 @@ def agents_without_tokens(batch_tally: MetricSums, names: Sequence[str], count_d
 
 
 def scale_losses(batch_tally: MetricSums, factor: float) -> None:
-    """Multiply the policy loss, and the agents' parts of it."""
+    """Multiply the policy loss, and the agents' parts of it, by a factor."""
     for name in batch_tally.ratios:
         if name.endswith("/pg_loss"):
             batch_tally.scale_ratio(name, factor)
 
 
 def record_norms(batch_tally: MetricSums, names: Sequence[str], norms: Sequence[float]) -> None:
-    """Note the gradient norms of a step: of all, and of several agents' adapters."""
+    """Record the gradient norms of a step: in total, and of several agents' adapters."""
     batch_tally.add_highest("actor/grad_norm", math.hypot(*norms))
     for name, norm in zip(names, norms, strict=True) if len(names) > 1 else ():
         batch_tally.add_highest(f"{AGENT_PREFIX}{name or NO_AGENT}/grad_norm", norm)
 
 
 def tally_unscored(tally: MetricSums, samples: Sequence[TrainingSample], names: Sequence[str]) -> None:
-    """Episodes without advantage that no model scores: their share of D, and their tokens, of which the
-    correction, whose ratios are not known, counts as keeping all. `names`: as in `tally_agents`."""
+    """Count episodes without advantage that no model scores: their part of D, and their tokens. Their ratios
+    are unknown, so the correction counts as keeping all tokens. `names`: as in `tally_agents`."""
     denominator = math.fsum(sample.denominator for sample in samples)
     tally.add_total("_D", denominator)
     tally.add_ratio("actor/pg_loss", 0.0, denominator)
@@ -307,8 +305,8 @@ def tally_unscored(tally: MetricSums, samples: Sequence[TrainingSample], names: 
 def batch_metrics(
     tally: MetricSums, scale_advantages: Callable[[np.ndarray], np.ndarray]
 ) -> dict[str, float]:
-    """The metrics of a whole batch, from the tally merged over all ranks. `change`: what the batch's
-    statistics do to each advantage, which never changes their order."""
+    """Return the metrics of a whole batch, from the tally merged over all ranks. `scale_advantages`: the
+    batch's normalisation of advantages, which never changes their order."""
     metrics = tally.metrics()
     if "global_seqlen/max" in metrics:
         metrics["global_seqlen/minmax_diff"] = metrics["global_seqlen/max"] - metrics["global_seqlen/min"]
@@ -339,7 +337,8 @@ def _lag_histogram(values: dict[str, float], prefix: str) -> LagHistogram:
 
 
 def _lag_metrics(entered_lags: LagHistogram, all_lags: LagHistogram) -> dict[str, float]:
-    """`staleness/lag/*` as measured on the tokens that entered the loss; `lag_taken/max` of all."""
+    """Return `staleness/lag/*` as measured on the tokens that entered the loss; `lag_taken/max` of all
+    tokens."""
     return {
         "staleness/lag/mean": entered_lags.mean,
         **{
@@ -353,8 +352,8 @@ def _lag_metrics(entered_lags: LagHistogram, all_lags: LagHistogram) -> dict[str
 
 
 class RatioRecorder:
-    """Saves pi/mu of a step's tokens, and what the correction dropped, for the viewer: of one rank, `note` in
-    each micro-batch, `save` after the step."""
+    """Saves pi/mu of a step's tokens, and the tokens that the correction dropped, for the viewer. One rank
+    calls `record_micro_batch` for each micro-batch, and `save_step` after the step."""
 
     def __init__(self, run_dir: Path, rank: int, groups_per_batch: int) -> None:
         self._run_dir = run_dir
@@ -365,8 +364,8 @@ class RatioRecorder:
     def record_micro_batch(
         self, samples: Sequence[TrainingSample], log_ratio: Tensor, is_dropped: Tensor
     ) -> None:
-        """Tensors are [N], over the model tokens of all examples in order. What was noted of an episode
-        earlier in the step stays: the policy had not moved."""
+        """Record ratios [N], over the model tokens of all samples in order. The first record of an episode in
+        a step stays: the policy had not moved then."""
         token_edges = np.cumsum([0, *(sample.model_tokens for sample in samples)]).tolist()
         for sample, (start, end) in zip(samples, pairwise(token_edges), strict=True):
             uid = sample.planned.uid
@@ -377,6 +376,6 @@ class RatioRecorder:
                 self._recorded[uid] = TokenRatios(uid, values, is_dropped[token_range].tolist())
 
     def save_step(self, step: int) -> None:
-        """Write what was noted, as of this step (counted from 1), and forget it."""
+        """Write the records of this step (counted from 1), and forget them."""
         save_ratios(self._run_dir, step, self._rank, self._recorded.values())
         self._recorded = {}

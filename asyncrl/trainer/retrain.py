@@ -28,10 +28,10 @@ INITIAL = 0  # the step of the policy that a run begins with
 def retrain(
     config: RunConfig, reader: RunReader, checkpoints: Checkpoints, step: int, token_budget: int = 0
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, metrics) of each batch from the newest checkpoint before `step` up to it; steps are counted from
-    1. `budget`: tokens of a micro-batch; 0: as recorded. On one CPU rank, with the run's configuration, the
-    same as the run's to the last bit. ConfigError says which steps can be repeated, StoreError what cannot
-    be read."""
+    """Yield (step, metrics) of each batch from the newest checkpoint before `step` up to it; steps are
+    counted from 1. `token_budget`: tokens of a micro-batch; 0: as recorded. On one CPU rank, with the run's
+    configuration, the metrics equal the run's to the last bit. ConfigError names the steps that can be
+    repeated, StoreError an unreadable record."""
     first_step = start_step(reader, checkpoints, step)
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
@@ -53,7 +53,8 @@ def retrain(
 
 
 def start_step(reader: RunReader, checkpoints: Checkpoints, step: int) -> int:
-    """Step of the newest sound checkpoint from which every batch up to `step` is recorded. ConfigError."""
+    """Return the step of the newest sound checkpoint from which every batch up to `step` is recorded.
+    ConfigError if there is none."""
     planned_steps = reader.planned_steps()
     checkpoint_step = max(INITIAL, checkpoint.newest_step(checkpoints, before_step=step))
     if step > 0 and planned_steps.issuperset(range(checkpoint_step, step)):
@@ -76,7 +77,7 @@ def start_step(reader: RunReader, checkpoints: Checkpoints, step: int) -> int:
 def recorded_work(
     config: RunConfig, reader: RunReader, plan: Batch, partition: Partition
 ) -> Iterator[PlannedWork]:
-    """The parts of the plan as its ranks had them, one rank's after another's."""
+    """Yield the parts of the plan as its ranks trained them, rank by rank."""
     for uids in plan.micros:
         episodes = map(reader.episode, uids)
         temperature = config.rollout.temperature

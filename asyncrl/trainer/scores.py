@@ -35,11 +35,11 @@ Logits = Callable[[Tensor], Tensor]  # features of n tokens [n, ·] → their lo
 
 
 class Scores(NamedTuple):
-    """Holds per selected token [N], at its temperature, natural logs, float32 at least.
+    """Holds numbers per selected token [N], at its temperature, in natural logs, float32 at least.
 
-    `logp` and `value` carry gradient; `entropy`, over the whole vocabulary, if it was asked to;
-    `collision`, Σ π² over the vocabulary, never. `divergence` from a teacher carries gradient, `reference`,
-    the teacher's log-probs, none. None: not asked for, or no value head.
+    `logp` and `value` carry gradient; `entropy`, over the whole vocabulary, only on request; `collision`, Σ
+    π² over the vocabulary, never. `divergence` from a teacher carries gradient, `reference`, the teacher's
+    log-probs, none. None: not requested, or no value head.
     """
 
     logp: Tensor
@@ -52,14 +52,15 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Selected:
-    """The tokens to score. `ids` [B, T]; token i of N is labels[i], predicted by the hidden state of
-    ids[predictor[i]] (which stays on the host) of the flattened ids and logits divided by temperature[i].
+    """Selects the tokens to score. `ids` [B, T]; token i of N is labels[i], predicted by the hidden state at
+    index predictor_index[i] (which stays on the host) of the flattened ids; its logits are divided by
+    temperature[i].
 
-    `forest` tells how tokens attend to each other, at these `positions` [B, T]. Without one each row of
-    `ids` is a sequence by itself, padded on the right. `routes` [B * T, ·]: the experts of every token, those
-    of the first row for what rows share; -1: not known. `ranks`: those that have a part of the sequence each.
-    `agents` [B, T]: the places of the tokens' adapters (Adapters.use); rows of different ones share nothing.
-    `told`: by a teacher.
+    `forest` tells how tokens attend to each other, at these `positions` [B, T]. Without a forest each row of
+    `ids` is a separate sequence, padded on the right. `routes` [B * T, ·]: the experts of every token, by the
+    first sequence for a shared prefix; -1: unknown. `ranks`: the ranks that compute a part of the sequence
+    each. `adapter_indices` [B, T]: the tokens' adapters (Adapters.use); sequences of different adapters share
+    nothing. `teacher_scores`: by a teacher on servers.
     """
 
     ids: Tensor
@@ -84,8 +85,8 @@ class Selected:
         routes: Sequence[np.ndarray] = (),
         adapters: Sequence[int] = (),
     ) -> Selected:
-        """The tokens rows[row[i]][position[i]] of some rows of ids, laid out as `packing` says. `routes`: of
-        the first tokens of each row; `agents`: of each row the place of its adapter; or nothing."""
+        """Select the tokens sequences[sequence_of[i]][position[i]], and lay out the sequences by `packing`.
+        `routes`: of the first tokens of each sequence; `adapters`: the adapter of each sequence; or empty."""
         if adapters:  # above the ids
             sequences = [
                 sequence + (np.int64(offsets) << ADAPTER_BITS)
@@ -137,7 +138,7 @@ class Selected:
         return moved_to_device(self, device)
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> Selected:
-        """Return a copy whose tensors went through `convert`, and whose attention runs on `device`."""
+        """Return a copy whose tensors went through `convert`, with attention on `device`."""
         values_by_name = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors: dict[str, Any] = {
             name: convert(column) for name, column in values_by_name.items() if isinstance(column, Tensor)
@@ -151,7 +152,7 @@ class Selected:
 
     @property
     def host_positions(self) -> np.ndarray:
-        """Returns the places in their rows of all tokens that are computed, padding included: [B * T]."""
+        """Return the positions in their sequences of all computed tokens, including padding: [B * T]."""
         if self.forest is not None:
             return self.forest.forest.positions
         sequence_count, width = self.ids.shape
@@ -159,7 +160,7 @@ class Selected:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Returns the arguments of the model's forward."""
+        """Return the arguments of the model's forward."""
         if self.forest is None:
             return {"input_ids": self.ids, "use_cache": False}
         no_mask = self.ids.new_zeros(1, 1, 1, 1)  # of four dimensions: transformers builds none of T x T
@@ -173,20 +174,20 @@ class Selected:
         }
 
     def predictors(self, hidden: Tensor) -> Tensor:
-        """Selects the hidden states [B, T, H] that predict the tokens: [N, H]."""
+        """Select the hidden states [B, T, H] that predict the tokens: [N, H]."""
         (predictor_index,) = to_device([torch.from_numpy(self.predictor_index)], hidden.device)
         return hidden.flatten(0, 1)[predictor_index]
 
 
 def _split_adapters(ids: Tensor, adapters: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Return ids, and what is above them."""
+    """Return the ids, and the adapter indices in the bits above the ids."""
     return (ids & ((1 << ADAPTER_BITS) - 1), ids >> ADAPTER_BITS) if adapters else (ids, None)
 
 
 def _laid_out_routes(
     routes: Sequence[np.ndarray], token_positions: Sequence[np.ndarray], size: int
 ) -> Tensor | None:
-    """Routes by row, where the tokens of each row lie among `size`; None: none are known."""
+    """Lay out the routes of each sequence where its tokens lie among `size`; None: no routes are known."""
     width = max((sequence_routes.shape[1] for sequence_routes in routes if len(sequence_routes)), default=0)
     if not width:
         return None
@@ -209,8 +210,8 @@ def score_chunks(
     teacher: Teacher | None = None,
     wide_logits: bool = False,
 ) -> Scores:
-    """Compute scores from what the output layer reads of each selected token, [N, ·]. `wide`: that layer's
-    logits have 4 bytes at least."""
+    """Compute scores from the output layer's input for each selected token, [N, ·]. `wide_logits`: logits
+    have at least 4 bytes."""
     is_compiled = features.is_cuda and teacher is None
     score_chunk = _compiled_scores() if is_compiled else _chunk_scores
 
@@ -241,7 +242,8 @@ def score_chunks(
 def _chunk_scores(
     entropy_grad: bool, collision: bool, teacher: Teacher | None, logits: Tensor, *columns: Tensor
 ) -> dict[str, Tensor]:
-    """Return scores of n tokens by name, from logits [n, V], labels, temperatures, and what is taught."""
+    """Return scores of n tokens by name, from logits [n, V], labels, temperatures, and the teacher's
+    columns."""
     labels, temperature, *teacher_columns = columns
     table = log_probs(logits, temperature)
     scores = {
@@ -265,7 +267,7 @@ def _chunk_scores(
 
 @cache
 def _compiled_scores() -> Any:
-    """Compile them for a GPU, without a teacher: what is [n, V] in float32 is never written to memory."""
+    """Compile the scores for a GPU, without a teacher: no float32 matrix [n, V] is ever written to memory."""
     return compiled_once(_chunk_scores)
 
 
@@ -276,18 +278,18 @@ def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def entropy_of(logp: Tensor) -> Tensor:
-    """-Σ p·log p over the vocabulary, of log p [N, V], which may be -inf; [N]."""
+    """Return -Σ p·log p over the vocabulary, [N], of log p [N, V], with -inf allowed."""
     return -(logp.exp() * logp.clamp(min=LOWEST_LOG)).sum(-1)
 
 
 @torch.no_grad()
 def collision_of(logp: Tensor) -> Tensor:
-    """Σ p² over the vocabulary, the chance that two draws agree, of log p [N, V]; [N]."""
+    """Return Σ p² over the vocabulary, [N], the chance that two draws agree, of log p [N, V]."""
     return (2 * logp).exp().sum(-1)
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """float32 at least."""
+    """Return the tensor in float32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -297,8 +299,8 @@ RunPart = Callable[[Selected], Iterable[Tensor | None]]
 def in_parts(
     run_part: RunPart, tokens: Selected, sequence_ranks: SequenceRanks | None
 ) -> list[Tensor | None]:
-    """Returns what `run` computes of the selected tokens, columns of [N]. With `ranks` a packed sequence is
-    cut into as many equal parts, of which each rank runs its own; padded rows are run whole by every rank."""
+    """Return the columns [N] that `run_part` computes of the selected tokens. With `sequence_ranks` a packed
+    sequence is cut into equal parts, and each rank runs its part; every rank runs padded sequences whole."""
     if sequence_ranks is None or tokens.forest is None:
         return list(run_part(tokens))
     owner_rank = tokens.predictor_index // sequence_ranks.width(tokens.ids.numel())
@@ -321,7 +323,7 @@ def in_parts(
 
 
 def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: SequenceRanks) -> Selected:
-    """This rank's part of a sequence, filled up with id 0, and the selected tokens that it predicts."""
+    """Return this rank's part of a sequence, padded with id 0, and the selected tokens that it predicts."""
     assert tokens.positions is not None, "packed rows have positions"
     token_count = tokens.ids.numel()
     width = sequence_ranks.width(token_count)
@@ -367,13 +369,13 @@ class SplitModel:
         split:  ids ──backbone──► [B, T, H] ──selected──► [N, H];  n of them ──the rest──► logits [n, V]
         whole:  ids ──the model's forward, selecting in front of its output layer──► logits [N, V]
 
-    "The rest" is the forward of `lm` with the backbone replaced by its result, so whatever the model does to
-    its logits (scaling, soft caps) is kept. It is called in the forward of the FSDP root, where the output
-    layer's weights are whole.
+    "The rest" is the forward of `lm` with the backbone replaced by its result, so that the model's own
+    changes of its logits (scaling, soft caps) are kept. The rest is called in the forward of the FSDP root,
+    where the output layer's weights are whole.
 
-    `fp32_head`: the output layer multiplies in float32, whatever its weights and the hidden states are.
+    `fp32_head`: the output layer multiplies in float32, whatever the dtype of weights and hidden states.
     Without it, bfloat16 weights get gradients that are products in bfloat16, summed over chunks in float32;
-    an output layer with a bias, or one that is not plain, sums them in bfloat16.
+    an output layer with a bias, or not plainly linear, sums in bfloat16.
     """
 
     def __init__(self, lm: PreTrainedModel, *, fp32_head: bool) -> None:
@@ -398,7 +400,7 @@ class SplitModel:
             )
 
     def split(self, tokens: Selected) -> HeadInput:
-        """The backbone's forward; the function runs the rest of the model on hidden states of n tokens."""
+        """Run the backbone; the returned function runs the rest of the model on hidden states of n tokens."""
         output = self._backbone(**tokens.inputs)
         hidden = tokens.predictors(output.last_hidden_state)
         product = self._make_head_product()  # once: what it widens sums up the gradients of all chunks
@@ -414,7 +416,7 @@ class SplitModel:
         return hidden, hidden, logits_of
 
     def run_whole(self, tokens: Selected) -> HeadInput:
-        """The model's forward as it is; logits of all tokens."""
+        """Run the model's forward unchanged; logits of all tokens."""
         self._selected, self._head_product = tokens, self._make_head_product()
         try:
             logits = self._lm(**tokens.inputs).logits[0]
@@ -454,7 +456,8 @@ class SplitModel:
 
 
 class _WideGradient(Function):
-    """A placeholder that collects a weight's gradient: it holds no numbers, and autograd sums in float32."""
+    """A placeholder that collects a weight's gradient: without numbers of its own, it lets autograd sum in
+    float32."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -467,7 +470,8 @@ class _WideGradient(Function):
 
 
 class _Linear(Function):
-    """hidden [..., H] · weightᵀ [H, V], with the gradient of `weight` given to `total` instead."""
+    """Computes hidden [..., H] · weightᵀ [H, V], and gives the gradient of `weight` to `gradient_sum`
+    instead."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, gradient_sum: Tensor) -> Tensor:
@@ -482,7 +486,8 @@ class _Linear(Function):
 
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left · right in float32. On GPUs of NVIDIA it is never rounded to the type of the factors."""
+    """Return left · right in float32. On NVIDIA GPUs the product is never rounded to the type of the
+    factors."""
     if left.is_cuda and torch.version.hip is None:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

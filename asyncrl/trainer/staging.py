@@ -18,7 +18,7 @@ ALIGNMENT = 16  # bytes: the largest number has as many
 
 
 class Mappable(Protocol):
-    """Has tensors, and can be made anew with others in their places."""
+    """Has tensors, and can be copied with other tensors in their places."""
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> Self: ...
 
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=Mappable)
 
 
 def moved_to_device(value: M, device: torch.device) -> M:
-    """Return the value with all its tensors on this device, by one transfer."""
+    """Return the value with all tensors on this device, by one transfer."""
     tensors = list[Tensor]()
 
     def collect(tensor: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from asyncrl.types import TokenScores, Turn
 
 @dataclass(frozen=True)
 class Teacher:
-    """Say what the policy is compared with, and how: a name of DIVERGENCES, over the whole vocabulary or
-    classes (`top_k` > 0). `features` [N, ·] of the tokens that a rank scores, and their logits, without
-    gradient; without them, it is compared with what was told of the tokens."""
+    """Says how the policy is compared with a teacher: by a name of DIVERGENCES, over the whole vocabulary or
+    over classes (`top_k` > 0). `features` [N, ·] of the tokens that a rank scores, and `logits_of` for their
+    logits, without gradient; None: the policy is compared with TeacherScores."""
 
     name: str
     top_k: int
@@ -28,8 +28,8 @@ class Teacher:
 
 
 class TeacherScores(NamedTuple):
-    """Hold what servers told of each token [N]: the likeliest ids [N, k], their log-probs, and that of the
-    token itself."""
+    """Holds the scores of servers for each token [N]: the likeliest ids [N, k], their log-probs, and the
+    log-prob of the token itself."""
 
     ids: Tensor
     top_logprobs: Tensor
@@ -39,7 +39,7 @@ class TeacherScores(NamedTuple):
     def concatenate(
         cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor
     ) -> TeacherScores:
-        """Join those of episodes. A token of which nothing was told, and which is not fresh, has zeros."""
+        """Join the scores of episodes. A token without scores, which is not fresh, has zeros."""
         ids, top = (torch.from_numpy(np.concatenate(column)) for column in zip(*likeliest, strict=True))
         return cls(ids.long(), top.to(reference.dtype).nan_to_num(nan=-math.inf), reference.nan_to_num())
 
@@ -47,16 +47,15 @@ class TeacherScores(NamedTuple):
 def distances(
     table: Tensor, labels: Tensor, teacher_table: Tensor | TeacherScores, teacher: Teacher
 ) -> dict[str, Tensor]:
-    """Return the divergence between one's own log-probs [N, V] and a teacher's table, or what it told; and
-    the teacher's log-probs of the labels."""
+    """Return the divergence between the policy's log-probs [N, V] and a teacher's table or scores, and the
+    teacher's log-probs of the labels."""
     sampled_ids = labels[:, None]
     if isinstance(teacher_table, Tensor):
         reference = teacher_table.gather(1, sampled_ids)[:, 0]
         if not teacher.top_k:
             return {"divergence": divergence(table, teacher_table, teacher.name), "reference": reference}
-        known_logprobs = teacher_table[
-            :, : table.shape[1]
-        ]  # vocabularies may be filled up to different sizes
+        # Vocabularies may be filled up to different sizes.
+        known_logprobs = teacher_table[:, : table.shape[1]]
         top_logprobs, ids = known_logprobs.topk(min(teacher.top_k, known_logprobs.shape[1]))
         teacher_table = TeacherScores(ids, top_logprobs, reference)
 
@@ -72,8 +71,8 @@ def distances(
 
 
 def scores_of(turn: Turn, topk: int) -> TokenScores:
-    """Returns what the scorer of a turn makes of it; NaN and zeros without one, or where it
-    was asked for another number of likeliest tokens."""
+    """Return the scorer's results for a turn; NaN and zeros without a scorer, or if it was asked for another
+    number of likeliest tokens."""
     id_bytes = 4 * len(turn.ids)
     if turn.scores and (not topk or len(turn.scores.ids) == topk * id_bytes):
         return turn.scores
@@ -82,19 +81,19 @@ def scores_of(turn: Turn, topk: int) -> TokenScores:
 
 
 def references(turns: Sequence[Turn], topk: int) -> np.ndarray:
-    """Returns its log-probs of their tokens."""
+    """Return the scorer's log-probs of the turns' tokens."""
     encoded_logprobs = b"".join(scores_of(turn, topk).logprobs for turn in turns)
     return np.frombuffer(encoded_logprobs, "<f4").astype(np.float64)
 
 
 def likeliest(turns: Sequence[Turn], top: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens [T, top] that this scorer finds likeliest, and their log-probs."""
+    """Return the scorer's likeliest tokens [T, topk], and their log-probs."""
     ids, logs = (b"".join(getattr(scores_of(turn, top), name) for turn in turns) for name in ("ids", "top"))
     return np.frombuffer(ids, "<i4").reshape(-1, top), np.frombuffer(logs, "<f4").reshape(-1, top)
 
 
 def taught_rows(rows: Sequence[Sequence[int]], turns: Sequence[Turn]) -> tuple[np.ndarray, ...]:
-    """Return the rows with the prompts that a teacher reads; none where these are the same."""
+    """Return the sequences behind the teacher's prompts; none where these are the policy's."""
     begun = {turn.row: turn for turn in turns if turn.taught}
     if not begun:
         return ()

@@ -34,7 +34,7 @@ HELLO_SECONDS = 4.0
 
 
 def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
-    """Publish once, then beat until the coordinator sends Stop. Returns the exit code."""
+    """Publish once, then send heartbeats until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
     mesh = world.join_ranks(0, 1, rendezvous, "cpu", progress_limit(config))
@@ -55,8 +55,8 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
 def _serve_weights(
     config: RunConfig, link: Link, publishing: Publishing, incarnation: str, vocabulary: int
 ) -> str:
-    """The reason of the stop. A coordinator that is silent, as it was started again, is greeted anew, and
-    told again what it may not know. DeadlineError without its first answer."""
+    """Serve until Stop, and return its reason. A silent coordinator, which may have been restarted, gets a
+    hello again, and the messages that it may not know. DeadlineError if the first answer does not come."""
     hello_message = TrainerHello(0, 1, incarnation, 0, vocabulary)
     probed_message = None
     heard_at = hello_at = time.monotonic()

@@ -48,11 +48,13 @@ OWN_DIAL_SECONDS = 60.0  # for rank 0 to reach the store that it has just opened
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `mesh`: the
-    ranks that this one's copy of the weights is sharded over, [ranks of a replica]. `sequence`: the ranks
-    that share this one's micro-batches; None: it has its own. `group`: what all talk through; None: the
-    default one. `rendezvous`: where they met. `replica_group`: the ranks that hold this one's shards in the
-    other copies of the weights, and this rank; None: there is one copy."""
+    """This process among `size` ranks. Every method is a collective: all ranks call it, or none.
+
+    `mesh`: the ranks over which this rank's copy of the weights is sharded, [ranks of a replica]. `sequence`:
+    the ranks that share this rank's micro-batches; None: no sharing. `group`: the process group of all
+    messages; None: the default group. `rendezvous`: where the ranks met. `replica_group`: this rank, and the
+    ranks that hold the same shards in other copies of the weights; None: there is one copy.
+    """
 
     rank: int
     size: int
@@ -65,17 +67,17 @@ class World:
 
     @property
     def data_ranks(self) -> int:
-        """Micro-batches that are computed at once."""
+        """Return how many micro-batches are computed at once."""
         return self.size // (self.sequence.count if self.sequence else 1)
 
     def arranged(self, replicas: int, sequence: int, timeout_s: float = 0.0) -> World:
-        """The same ranks with weights sharded over each of `replicas` equal parts of them (HSDP), and with
-        micro-batches that `sequence` neighbours share. Both divide the ranks. `timeout_s`: of
-        their collectives; 0: torch's default.
+        """Return the same ranks with weights sharded over each of `replicas` equal parts (HSDP), and with
+        micro-batches that `sequence` neighbours share. Both divide the ranks. `timeout_s`: of the parts'
+        collectives; 0: torch's default.
 
         FSDP2 is not told of the replicas. With a mesh of two dimensions it would all-reduce the gradients of
-        every micro-batch, and only a backward can make it do so, but which micro-batch of a step is the last
-        one is not known in advance. So it shards within a replica, and `average_gradients` does the rest.
+        every micro-batch, unless told before the last backward of a step, and the last micro-batch is not
+        known in advance. So FSDP2 shards within a replica, and `average_gradients` does the rest.
         """
         device_type = self.device.type
         mesh = self.mesh
@@ -103,8 +105,8 @@ class World:
 
     @torch.no_grad()
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average over the replicas the gradients that FSDP2 has averaged within each of them, once a step.
-        They lie in `.grad` and nowhere else, so that `zero_grad` drops those of a batch that is left out."""
+        """Average over the replicas the gradients that FSDP2 has averaged within each replica, once a step.
+        Gradients lie in `.grad` only, so that `zero_grad` drops the gradients of a batch that is left out."""
         if self.replica_group is None:
             return
         shards = [
@@ -113,9 +115,10 @@ class World:
 
         for bucket in _in_buckets(shards, GRADIENT_BYTES):
             flat_shards = [shard.flatten() for shard in bucket]
+            # Perhaps offloaded.
             joined_shards = (flat_shards[0] if len(flat_shards) == 1 else torch.cat(flat_shards)).to(
                 self.device
-            )  # perhaps offloaded
+            )
             dist.all_reduce(joined_shards, group=self.replica_group)
             joined_shards /= self.replica_group.size()
             averages = joined_shards.split([shard.numel() for shard in bucket])
@@ -123,7 +126,7 @@ class World:
                 shard.copy_(average.view_as(shard))
 
     def with_own_group(self, timeout_s: float) -> World:
-        """The same ranks with a group of their own on the CPU, for a thread beside training."""
+        """Return the same ranks with a separate group on the CPU, for a thread beside training."""
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
     def use_device(self) -> None:
@@ -132,8 +135,8 @@ class World:
             torch.cuda.set_device(self.device)
 
     def collect_on_rank_zero(self, shard: DTensor) -> Tensor:
-        """The whole of a tensor that is sharded along its first dimension, on rank 0 and the CPU; something
-        else on the others. The first replica's ranks send their shards."""
+        """Return a whole tensor, sharded along its first dimension, on rank 0 and the CPU; a local shard on
+        other ranks. The first replica's ranks send their shards."""
         local_shard = shard.to_local().cpu()
         shard_count = self.mesh.shape[-1]
         rows_per_shard = -(-shard.shape[0] // shard_count)
@@ -153,10 +156,10 @@ class World:
         return whole_tensor
 
     def gather(self, value: T, value_type: type[T]) -> list[T]:
-        """The values of all ranks, in rank order, on all ranks; a rank alone gets its own object back.
+        """Return the values of all ranks, in rank order, on all ranks; a rank alone gets its own object back.
 
         Nothing is unpickled: the values travel as msgpack in parts, their lengths ahead of them. Raises
-        ProtocolError for what is no `kind` and, on all ranks alike, when a value is over MAX_BYTES.
+        ProtocolError for a value that is no `value_type` and, on all ranks, when a value is over MAX_BYTES.
         """
         if self.size == 1:
             return [value]
@@ -170,11 +173,11 @@ class World:
             ]
 
     def gather_data(self, value: T, value_type: type[T]) -> list[T]:
-        """Gathers as `gather` does, but ranks that share a micro-batch count once."""
+        """Gather as `gather` does, but count ranks that share a micro-batch once."""
         return self.gather(value, value_type)[:: self.size // self.data_ranks]
 
     def check_shared(self, value: T, value_type: type[T]) -> None:
-        """ProtocolError, on all ranks alike, unless those that share micro-batches have the same value."""
+        """Raise ProtocolError on all ranks, unless ranks that share micro-batches have the same value."""
         if self.sequence is None:
             return
         values = self.gather(value, value_type)
@@ -216,7 +219,7 @@ class World:
         return whole
 
     def _gather_tensors(self, own_tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, of one shape, on the CPU."""
+        """Return the tensors of all ranks, all of the same shape, on the CPU."""
         parts = [torch.empty_like(own_tensor) for _ in range(self.size)]
         dist.all_gather(parts, own_tensor, group=self.group)
         return parts
@@ -236,9 +239,9 @@ def _in_buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]
 
 
 class RankZeroBroadcast:
-    """Hold what rank 0 tells the others, one word after another, and their meetings. A rank that waits here
-    is in no collective, whose time would run out. Like collectives, it asks nobody for a key; it listens on
-    the address of the rendezvous only. DistNetworkError: rank 0 is gone."""
+    """Broadcast and barrier over a TCPStore: unlike collectives, waiting has no timeout. Like collectives,
+    the store asks for no key; it listens on the address of the rendezvous only. DistNetworkError: rank 0 is
+    gone."""
 
     def __init__(self, world: World) -> None:
         self._size = world.size
@@ -258,31 +261,31 @@ class RankZeroBroadcast:
             self._store = open_store(port, **listener_options)
 
     def send_word(self, word: bytes) -> None:
-        """On rank 0. The word before the last is forgotten: there was a meeting since."""
+        """Send a word from rank 0. The word before the last is deleted: a meeting took place since."""
         self._word_count += 1
         self._store.set(f"word {self._word_count}", word)
         self._store.delete_key(f"word {self._word_count - 2}")
 
     def next_word(self) -> bytes | None:
-        """On the others: the next word, if it was told."""
+        """Return the next word on the other ranks; None: not sent yet."""
         if not self._store.check([name := f"word {self._word_count + 1}"]):
             return None
         self._word_count += 1
         return bytes(self._store.get(name))
 
     def arrive_at_meeting(self) -> None:
-        """This rank is at the next meeting."""
+        """Count this rank at the next meeting."""
         self._meetings += 1
         self._store.add("arrived", 1)
 
     @property
     def all_arrived(self) -> bool:
-        """All ranks are, or were, at the meeting of this one."""
+        """True if all ranks have arrived at this rank's meeting."""
         return self._store.add("arrived", 0) >= self._meetings * self._size
 
 
 def _listener(host: str) -> socket.socket:
-    """A socket on this machine's address of that name alone, and a free port."""
+    """Return a socket on this machine's address of that name alone, and a free port."""
     with ConfigError.instead_of(
         OSError, text=f"trainer rank 0 cannot listen on {host}, the address of its node"
     ):
@@ -309,11 +312,11 @@ def join_ranks(
     wait_for_ranks: Meet = wait_to_meet,
 ) -> World:
     """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever; so does
-    the making of what NCCL talks through, which a collective would wait for without a limit.
+    the creation of NCCL's communicator, for which a collective would wait without a limit.
 
-    `rendezvous` is a fresh `tcp://host:port` or the path of a file that is not there yet, the same for all
-    ranks; one rank alone needs none. `meet` waits for the others, at most `meet_s` seconds (DeadlineError).
-    Raises ConfigError for a device this machine does not have.
+    `rendezvous` is a fresh `tcp://host:port` or the path of a new file, the same for all ranks; a rank alone
+    needs none. `wait_for_ranks` waits for all ranks, at most `meet_s` seconds (DeadlineError). Raises
+    ConfigError for a device that this machine does not have.
     """
     rank_device = _device(device, rank)
     if size > 1 and not rendezvous:
@@ -340,8 +343,8 @@ def join_ranks(
 
 
 def _init_nccl(init_group: Callable[..., None], device: torch.device) -> None:
-    """Enter the process group from a thread of its own, and make its communicator on this rank's GPU: bound
-    to the device, torch makes it at once, and what is added up shows that all ranks have it."""
+    """Enter the process group from a separate thread, and make its communicator on this rank's GPU: bound to
+    the device, torch makes it at once, and the sum shows that all ranks have it."""
     torch.cuda.set_device(device)  # of this thread
     init_group(device_id=device)
     ranks = torch.ones(1, device=device)
@@ -350,8 +353,8 @@ def _init_nccl(init_group: Callable[..., None], device: torch.device) -> None:
 
 
 def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: float) -> Iterator[str]:
-    """Yield the name of the wait while `init_nccl` runs, which nothing can interrupt: its thread keeps no
-    process from ending. Raises what it raises, and DeadlineError after `limit` seconds."""
+    """Yield the name of the wait while `init_nccl` runs, uninterruptible, in a thread that keeps no process
+    from ending. Raises its error, and DeadlineError after `limit` seconds."""
     nccl_future: Future[None] = Future()
     threading.Thread(target=fulfil, args=(nccl_future, init_nccl), name="nccl-join", daemon=True).start()
 
@@ -369,7 +372,7 @@ def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: f
 
 
 class _Meeting:
-    """The store through which ranks exchange their addresses, and the wait until all have come to it. torch's
+    """The store through which ranks exchange their addresses, and the wait until all have arrived. torch's
     own rendezvous takes a URL, whose path it does not decode, and names no wait."""
 
     def __init__(self, rank: int, size: int, rendezvous: str, limit: float) -> None:
@@ -400,7 +403,7 @@ class _Meeting:
                 )
 
     def _missing_ranks(self) -> list[int]:
-        """Return the ranks that have not come yet; rank 0 alone while its store does not answer."""
+        """Return the ranks that have not arrived yet; rank 0 alone while its store does not answer."""
         try:
             if self._store is None:
                 store = self._open_store()
@@ -461,16 +464,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """This rank, number `index` of the `count` ranks of `group`, which compute the same micro-batch."""
+    """This rank, number `index` of the `count` ranks of `group`, all of which compute the same
+    micro-batch."""
 
     group: dist.ProcessGroup
     index: int
     count: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, size: int, attend_heads: Attend) -> Tensor:
-        """Attention among `size` tokens, of which this rank has t, perhaps with padding behind the last one:
-        query [heads, t, d], key and value [kv_heads, t, d]; returns [t, heads, d]. `attend` computes it of
-        some heads and all tokens. KV heads that are no multiple of the ranks are repeated."""
+        """Compute attention among `size` tokens, of which this rank has t, perhaps with padding at the end:
+        query [heads, t, d], key and value [kv_heads, t, d]; returns [t, heads, d]. `attend_heads` computes
+        some heads of all tokens. KV heads that are no multiple of the ranks are repeated."""
         copies = self.count // gcd(self.count, key.shape[0])
         key, value = (heads.repeat_interleave(copies, 0) for heads in (key, value))
         query, key, value = (self.exchange(heads)[:, :size] for heads in (query, key, value))
@@ -478,17 +482,17 @@ class SequenceRanks:
         return self.exchange(pad(output, (0, 0, 0, 0, 0, self.count * self.width(size) - size)))
 
     def exchange(self, tensor: Tensor) -> Tensor:
-        """Deal out the first dimension and collect the second: [a, b, d] to [a/S, S·b, d]."""
+        """Scatter the first dimension and gather the second: [a, b, d] to [a/S, S·b, d]."""
         exchanged: Tensor = _Exchange.apply(tensor, self.group)
         return exchanged.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1, 2)
 
     def gather(self, own_values: Tensor, most_values: int) -> Tensor:
-        """[n] of each rank, at most `most`, filled up with 0: [S·most]."""
+        """Gather [n] of each rank, at most `most_values`, padded with 0: [S·most_values]."""
         padded_values = pad(own_values, (0, most_values - len(own_values)))
         return self.exchange(padded_values.expand(self.count, -1)[..., None]).flatten()
 
     def width(self, size: int) -> int:
-        """Return tokens of one rank's part of `size`, padding included."""
+        """Return the tokens of a rank's part of `size`, including padding."""
         return -(-size // self.count)
 
 
