@@ -433,7 +433,8 @@ def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:
 
     return MicroBatch(
         selected=replace(
-            Selected.lay_out([ids], first_token, second_token, zero + 1, packing), told=teacher_scores
+            Selected.lay_out([ids], first_token, second_token, zero + 1, packing),
+            teacher_scores=teacher_scores,
         ),
         episode=zero_index,
         turn=zero_index,

@@ -315,12 +315,12 @@ class Learner:
         data_ranks = self.world.data_ranks
         return self.partition(planned, data_ranks)[self.world.rank * data_ranks // self.world.size]
 
-    def partition_groups(
-        self, planned: Sequence[PlannedTrajectory], ranks: int
+    def partition(
+        self, planned: Sequence[PlannedTrajectory], rank_count: int
     ) -> list[list[list[PlannedTrajectory]]]:
-        """The shares of so many ranks."""
-        hidden = self.policy.lm.config.get_text_config().hidden_size
-        return partition_plan(planned, self.packing, self.token_budget, hidden, ranks)
+        """Return the parts of all `rank_count` ranks."""
+        hidden_size = self.policy.lm.config.get_text_config().hidden_size
+        return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
 
     def _cut_micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
         """Cut this rank's samples under the token budget, padded to the same count on all ranks."""
@@ -462,7 +462,7 @@ class Learner:
         """Count the loss terms of a micro-batch, and record ratios of single tokens."""
         samples = evaluated_micro_batch.samples
 
-        micro_batch = evaluated_micro_batch.micro
+        micro_batch = evaluated_micro_batch.micro_batch
         evaluated = evaluated_micro_batch.evaluated
         if self.ratio_recorder is not None and not self.recipe.loss.demonstrations:  # those have no mu
             is_dropped = evaluated.state.correction.masked & evaluated.state.fresh

@@ -132,7 +132,7 @@ class Selected:
             laid_out_routes,
         )
 
-        return replace(selected, agents=adapter_indices)
+        return replace(selected, adapter_indices=adapter_indices)
 
     def to(self, device: torch.device) -> Selected:
         return moved_to_device(self, device)

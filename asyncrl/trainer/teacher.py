@@ -64,10 +64,12 @@ def distances(
     is_excluded = is_repeated | (ids != teacher_table.ids) | (ids == sampled_ids)
     policy_classes = lumped(table.gather(1, ids), table.gather(1, sampled_ids)[:, 0], is_excluded)
     divergences = divergence(
-        policy_classes, lumped(teacher_table.top, teacher_table.sampled, is_excluded), teacher.name
+        policy_classes,
+        lumped(teacher_table.top_logprobs, teacher_table.sampled_logprobs, is_excluded),
+        teacher.name,
     )
 
-    return {"divergence": divergences.to(table.dtype), "reference": teacher_table.sampled}
+    return {"divergence": divergences.to(table.dtype), "reference": teacher_table.sampled_logprobs}
 
 
 def scores_of(turn: Turn, topk: int) -> TokenScores:

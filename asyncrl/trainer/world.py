@@ -194,9 +194,9 @@ class World:
                 f"{len(differing_ranks)} of {self.size} ranks, first rank {differing_ranks[0]}"
             )
 
-    def _all_to_all(self, mine: bytes) -> list[bytearray]:
+    def _gather_bytes(self, own_bytes: bytes) -> list[bytearray]:
         """Return the bytes of all ranks."""
-        lengths = [int(length) for length in self._gather_tensors(torch.tensor([len(mine)]))]
+        lengths = [int(length) for length in self._gather_tensors(torch.tensor([len(own_bytes)]))]
         longest = max(lengths)
         if longest > MAX_BYTES:
             raise ProtocolError(
@@ -204,19 +204,19 @@ class World:
                 "too large for what its recipe compares across ranks; use a smaller batch or more ranks"
             )
 
-        whole = [bytearray() for _ in lengths]
+        gathered = [bytearray() for _ in lengths]
         for start in range(0, longest, PART_BYTES):
             end = min(start + PART_BYTES, longest)
-            part = bytearray(mine[start:end].ljust(end - start, b"\0"))
-            for some, theirs in zip(
-                whole, self._gather_tensors(torch.frombuffer(part, dtype=torch.uint8)), strict=True
+            own_part = bytearray(own_bytes[start:end].ljust(end - start, b"\0"))
+            for rank_bytes, rank_part in zip(
+                gathered, self._gather_tensors(torch.frombuffer(own_part, dtype=torch.uint8)), strict=True
             ):
-                some += theirs.numpy().tobytes()
+                rank_bytes += rank_part.numpy().tobytes()
 
-        for some, length in zip(whole, lengths, strict=True):
-            del some[length:]
+        for rank_bytes, length in zip(gathered, lengths, strict=True):
+            del rank_bytes[length:]
 
-        return whole
+        return gathered
 
     def _gather_tensors(self, own_tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, all of the same shape, on the CPU."""

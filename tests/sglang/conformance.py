@@ -68,7 +68,7 @@ class Versions:
     def publish(self, tensors: dict[str, Tensor], version: int, epoch: int = 0) -> WeightsRef:
         return fake_weights.publish(tensors, self.directory, PolicyVersion(epoch, version))
 
-    def score_ids(self, version: int, ids: tuple[int, ...]) -> tuple[float, ...]:
+    def score(self, version: int, ids: tuple[int, ...]) -> tuple[float, ...]:
         return score_ids(self.policies[version], ids, self.world.device)
 
     def logprobs(self, version: int, request: Request, generation: Generation) -> Tensor:

@@ -96,7 +96,9 @@ class TailLearner(Learner):
         self._seen = np.zeros((MOST_TURNS, 2))  # by turns after a token: masked ones, all
         self._weights = np.ones(MOST_TURNS)
 
-    def _train(self, examples: Sequence[TrainingSample], tally: MetricSums, progress: float = 0.0) -> None:
+    def _train_samples(
+        self, examples: Sequence[TrainingSample], tally: MetricSums, progress: float = 0.0
+    ) -> None:
         super()._train_samples([self._rest(e) for e in examples], tally, progress)
         for e in examples:
             np.add.at(self._seen, e.turns - 1 - e.turn, np.stack([e.stale, np.ones(e.model_tokens)], 1))

@@ -109,11 +109,18 @@ def saved_while_training(world: World, folder: Path) -> Any:
     other = make_learner(config, world, "float32")
     again = Checkpointing(config, saving.checkpoints, other)
     again.resume()
-    assert again.newest == msgspec.structs.replace(saving.newest_manifest, files=again.newest.files)
-    assert (other.step, again.trained_total, again.newest.trained) == (1, 2, ("a", "b"))
+    assert again.newest_manifest == msgspec.structs.replace(
+        saving.newest_manifest, files=again.newest_manifest.files
+    )
+    assert (other.step, again.trained_total, again.newest_manifest.trained) == (1, 2, ("a", "b"))
     found = full_state(other.policy)
     same = all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    return {"same": same, "files": sorted(again.newest.files), "place": saving.checkpoints.root, "hf": wanted}
+    return {
+        "same": same,
+        "files": sorted(again.newest_manifest.files),
+        "place": saving.checkpoints.root,
+        "hf": wanted,
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

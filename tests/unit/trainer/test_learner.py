@@ -89,7 +89,7 @@ def test_ratios_of_transcribed_episodes_are_kept(made: Made, model: Any, tmp_pat
     learner.ratio_recorder = RatioRecorder(tmp_path, rank=0, groups_per_batch=2)
     wanted = {row.uid: reference.token_log_probs(model, (row, turns)) for row, turns in episodes}
     run_batch(learner, whole(episodes))
-    learner.ratio_recorder.save(learner.step)
+    learner.ratio_recorder.save_step(learner.step)
     found = {uid: read_ratios(tmp_path, STEP + 1, uid) for uid in wanted}
     assert {uid[0] for uid, known in found.items() if known is not None} == {"0", "2"}
     for uid, known in found.items():

@@ -47,21 +47,21 @@ from tests.fakes.raised import BASE_EXCEPTIONS
 
 
 class FakeLearner:
-    """Calls `pulse` after every micro-batch, as the real one does."""
+    """Calls `after_micro_batch` after every micro-batch, as the real one does."""
 
     def __init__(self, config: Any, mesh: Any) -> None:
         self.step = 0
-        self.watch = Stopwatch()
+        self.stopwatch = Stopwatch()
         self.world = mesh
         self.policy = SimpleNamespace(vocabulary=10)
-        self.budget = 1
+        self.token_budget = 1
         self.recomputation = Recomputation(TrainerConfig())
-        self.pulse = lambda: None
-        self.share = lambda planned: [list(planned)] if planned else []
+        self.after_micro_batch = lambda: None
+        self.rank_part = lambda planned: [list(planned)] if planned else []
 
     def work(self, micros: int) -> None:
         for _ in range(micros):
-            self.pulse()
+            self.after_micro_batch()
 
 
 class FakeLink:

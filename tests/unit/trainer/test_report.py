@@ -27,8 +27,8 @@ numbers = st.lists(st.integers(-50, 50), min_size=1, max_size=20)
 def test_a_tally_does_not_depend_on_the_cut(values: list[int], cut: int) -> None:
     parts = [MetricSums(), MetricSums()]
     for i, value in enumerate(values):
-        parts[i >= cut].summary("x", [value])
-        parts[i >= cut].total("n", 1)
+        parts[i >= cut].add_summary("x", [value])
+        parts[i >= cut].add_total("n", 1)
     parts[0].merge(parts[1])
     assert parts[0].metrics() == {
         "x/mean": sum(values) / len(values),

@@ -74,7 +74,7 @@ def test_the_gradient_is_that_of_cross_entropy(world: World, tmp_path: Path) -> 
     assert gradient_gap(learner, episodes, wanted) < TOLERANCE
     learner.ratio_recorder = RatioRecorder(tmp_path, rank=0, groups_per_batch=100)
     metrics = run_batch(learner, [[episodes]])
-    learner.ratio_recorder.save(learner.step)
+    learner.ratio_recorder.save_step(learner.step)
     assert not list(tmp_path.glob("ratios/*"))  # nor is there a mu for them
     assert metrics["actor/nll"] == pytest.approx(loss, rel=1e-5)
     assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-5)

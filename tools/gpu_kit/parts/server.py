@@ -339,7 +339,7 @@ class ServerAndTrainer:
 
     # -- log-probs -----------------------------------------------------------------------------------------
 
-    def score_ids(self, policy: Any) -> tuple[float, ...]:
+    def score(self, policy: Any) -> tuple[float, ...]:
         with torch.no_grad(), exact_float32():
             return score_ids(policy, self.ids, self.world.device)
 
@@ -571,7 +571,7 @@ class PublisherHere:
         try:
             ref, write_s = self._announced.get(timeout=ANNOUNCED_S)
         except queue.Empty:
-            self._publishing.check()
+            self._publishing.raise_failure()
             raise TimeoutError(f"a version was not written within {ANNOUNCED_S:.0f} s") from None
         self._directory = Path(ref.path).parent
         size = sum(file.stat().st_size for file in Path(ref.path).iterdir())
