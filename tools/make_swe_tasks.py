@@ -119,7 +119,7 @@ def testbed(package: Package, bug: Bug) -> bytes:
         path = root / bug.path
         number = bug.mutation.line - 1
         lines = path.read_bytes().split(b"\n")
-        lines[number] = bug.mutation.embedding_gradients.encode()
+        lines[number] = bug.mutation.after.encode()
         path.write_bytes(b"\n".join(lines))
         for words in (
             ("init", "-q", "-b", "main", "--template="),

@@ -106,14 +106,14 @@ class Moments(msgspec.Struct, frozen=True):
         mean = float(values.mean(dtype=np.float64))
         return cls(float(len(values)), mean, float(((values - mean) ** 2).sum()))
 
-    def __add__(self, other: Moments) -> Moments:
+    def __add__(self, addend: Moments) -> Moments:
         """Return moments of the values of both."""
-        count = self.count + other.count
+        count = self.count + addend.count
         if not count:
             return self
-        mean_difference = other.mean - self.mean
-        other_fraction = other.count / count
-        spread = self.spread + other.spread + mean_difference**2 * self.count * other_fraction
+        mean_difference = addend.mean - self.mean
+        other_fraction = addend.count / count
+        spread = self.spread + addend.spread + mean_difference**2 * self.count * other_fraction
         return Moments(count, self.mean + mean_difference * other_fraction, spread)
 
     @property

@@ -30,7 +30,7 @@ from asyncrl.trainer.world import SequenceRanks
 
 FOREST_ATTENTION = "asyncrl_forest"
 CPU = torch.device("cpu")
-MAX_QUERIES = 256  # at once: a longer node is cut, so that fewer keys are computed that none of them may see
+MAX_QUERIES = 256  # tokens of a chunk: longer nodes are cut, so that fewer invisible keys are computed
 
 
 class AttentionKernel(Protocol):
@@ -59,7 +59,7 @@ class ForestAttention:
         one_by_one = np.mean(lengths) >= LONG_SEQUENCE and sum(lengths) <= MAX_REPETITION * len(
             self.forest.ids
         )
-        is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # on others cuDNN is no faster
+        is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # cuDNN is no faster on other GPUs
 
         return (
             SequenceKernel(self.forest, self.device, flex_kernel) if one_by_one and is_hopper else flex_kernel
@@ -186,13 +186,14 @@ def _forest_attention(
         forest.ignored_arguments.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, sliding_window, softcap)
-    given = (query[0], key[0], value[0])
 
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:  # of some heads
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:  # attention of some heads
         return forest.kernel.attend(queries, keys, values, scoring)
 
-    output = attend(*given) if ranks is None else ranks.attend(*given, len(forest.forest.ids), attend)
-
+    if ranks is None:
+        output = attend(query[0], key[0], value[0])
+    else:
+        output = ranks.attend(query[0], key[0], value[0], len(forest.forest.ids), attend)
     return output[None], None
 
 
@@ -205,7 +206,7 @@ BLOCK_TOKENS = 128  # tokens of a block; keys that none of its queries sees are 
 # Computed one by one are rows of LONG tokens on average, in all at most ALONE times those of the forest.
 LONG_SEQUENCE = 4096
 MAX_REPETITION = 1.25
-LENGTH_MULTIPLE = 512  # such a row is filled up to a multiple: cuDNN prepares a plan for each length
+LENGTH_MULTIPLE = 512  # sequences are padded to a multiple, as cuDNN prepares a plan for each length
 
 
 class Scoring(NamedTuple):
@@ -252,7 +253,7 @@ class SequenceKernel:
         causal_attention = nn.functional.scaled_dot_product_attention
         outputs = []
         ordered = (x if self._token_order is None else x[:, self._token_order] for x in (query, key, value))
-        # And one gradient of all.
+        # A single split also gives a single gradient.
         sequences = zip(*(x.split(self._lengths, dim=1) for x in ordered), strict=True)
 
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
@@ -281,7 +282,7 @@ class FlexKernel:
     def __init__(self, forest: Forest, device: torch.device) -> None:
         subtree_end = np.empty(len(forest.ids), dtype=np.int32)
         for path, node_end in zip(forest.paths, np.cumsum(forest.sizes), strict=True):
-            subtree_end[path] = node_end  # in order: a node on several paths keeps the last
+            subtree_end[path] = node_end  # a node on several paths keeps the last end
         position = forest.positions.astype(np.int32)
         self.subtree_end, self.position = to_device(
             [torch.from_numpy(subtree_end), torch.from_numpy(position)], device
@@ -312,7 +313,7 @@ class FlexKernel:
         if scoring.window not in self._masks_by_window:
             self._masks_by_window[scoring.window] = self.block_mask(scoring.window)
         if scoring.softcap is not None and scoring.softcap not in self._softcaps:
-            self._softcaps[scoring.softcap] = _softcap(query.new_tensor(scoring.softcap))
+            self._softcaps[scoring.softcap] = _softcap_function(query.new_tensor(scoring.softcap))
         output = _flex_attention(query.is_cuda)(
             query[None],
             key[None],
@@ -321,7 +322,7 @@ class FlexKernel:
             block_mask=self._masks_by_window[scoring.window],
             scale=scoring.scale,
             enable_gqa=query.shape[0] != key.shape[0],
-            kernel_options={"BACKEND": "TRITON"},  # one kernel for short rows, too
+            kernel_options={"BACKEND": "TRITON"},  # the same kernel for short sequences
         )
         return output[0].transpose(0, 1)
 
@@ -364,7 +365,7 @@ def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(1, dtype=torch.int32)[None, None], block_order.int()[None, None]
 
 
-def _softcap(limit: Tensor) -> Callable[..., Tensor]:
+def _softcap_function(limit: Tensor) -> Callable[..., Tensor]:
     def capped_score(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return limit * torch.tanh(score / limit)
 

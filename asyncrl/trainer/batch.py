@@ -29,7 +29,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.trainer.forced_routes import UNKNOWN_EXPERT
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.staging import moved_to_device, to_device
-from asyncrl.trainer.teacher import TeacherScores, likeliest, references, taught_rows
+from asyncrl.trainer.teacher import TeacherScores, references, teacher_sequences_of, topk_of_turns
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -149,8 +149,8 @@ class MicroBatch:
     weight: Tensor
     lag: Tensor
     within_staleness: Tensor
-    exact: Tensor
-    counted: Tensor
+    is_exact: Tensor
+    is_counted: Tensor
     adapter_index: Tensor | None = None
     teacher_tokens: Selected | None = None
     advantage: Tensor | None = None
@@ -208,7 +208,7 @@ def partition_plan(
     Attention takes 2·d·s of a token in a sequence of s, beside the 24·d² of a layer's matrix products; d:
     `hidden_size`.
     """
-    pieces = [
+    plan_pieces = [
         Piece(
             key=trajectory.group if packing == "tree" else trajectory.uid,
             tokens=trajectory.tokens,
@@ -220,13 +220,13 @@ def partition_plan(
         for trajectory in planned
     ]
 
-    largest_first = sorted(units(pieces, token_budget, rank_count), key=lambda unit: -unit.work)
+    largest_first = sorted(units(plan_pieces, token_budget, rank_count), key=lambda unit: -unit.work)
     parts_by_rank = []
     for rank_part in deal(largest_first, rank_count):
-        rank_pieces = [pieces[index] for index in rank_part.members]
+        rank_pieces = [plan_pieces[index] for index in rank_part.members]
         parts_by_rank.append(
             [
-                [planned[rank_part.members[i]] for i in micro_batch]
+                [planned[rank_part.members[piece_index]] for piece_index in micro_batch]
                 for micro_batch in micro_batches(rank_pieces, token_budget)
             ]
         )
@@ -277,9 +277,9 @@ def training_sample(
 
     sequence_of, position = np.array(token_origins, dtype=np.int64).reshape(-1, 2).T
     turn_indices = np.repeat(np.arange(len(turns)), [len(turn.ids) for turn in turns])
-    spans = [span for turn in turns for span in turn.spans]
-    staleness = token_lags(spans, step)
-    exact_spans = [span.version == span.kv_version == step for span in spans]
+    version_spans = [span for turn in turns for span in turn.spans]
+    staleness = token_lags(version_spans, step)
+    exact_spans = [span.version == span.kv_version == step for span in version_spans]
     token_share = aggregation(len(token_origins), planned.group_tokens)
     adapter_of = {
         turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns
@@ -298,14 +298,16 @@ def training_sample(
         rollout_logprobs=np.array([logprob for turn in turns for logprob in turn.logprobs], dtype=np.float64),
         lag=np.asarray(staleness, dtype=np.int64),
         stale=np.asarray(stale_mask(staleness, max_staleness), dtype=bool),
-        exact=np.repeat(np.asarray(exact_spans, dtype=bool), [span.end - span.start for span in spans]),
+        exact=np.repeat(
+            np.asarray(exact_spans, dtype=bool), [span.end - span.start for span in version_spans]
+        ),
         reference=None if scorer_topk is None else references(turns, scorer_topk),
         routes=sequence_routes(turns, [*map(len, sequences)], expert_choices) if expert_choices else (),
         sequence_adapters=tuple(adapter_of[row] for row in range(len(sequences)))
         if len(agent_names) > 1
         else (),
-        teacher_sequences=taught_rows(sequences, turns) if scorer_topk is None else (),
-        teacher_topk=likeliest(turns, scorer_topk) if scorer_topk else None,
+        teacher_sequences=teacher_sequences_of(sequences, turns) if scorer_topk is None else (),
+        teacher_topk=topk_of_turns(turns, scorer_topk) if scorer_topk else None,
         excluded=mask_truncated and planned.own.end.truncated,
     )
 
@@ -374,7 +376,10 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
     teacher_tokens = None
     if teacher_sequences := [row for e in samples for row in e.teacher_sequences]:
         extra_tokens = np.array(
-            [len(other) - len(own) for other, own in zip(teacher_sequences, sequences, strict=True)]
+            [
+                len(teacher_sequence) - len(sequence)
+                for teacher_sequence, sequence in zip(teacher_sequences, sequences, strict=True)
+            ]
         )
         teacher_tokens = Selected.lay_out(
             teacher_sequences, sequence_of, position + extra_tokens[sequence_of], temperature, packing
@@ -395,8 +400,8 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
         weight=per_token([e.weight for e in samples]),
         lag=join_column("lag"),
         within_staleness=join_column("within_staleness"),
-        exact=join_column("exact"),
-        counted=torch.ones(sum(token_counts), dtype=torch.bool),
+        is_exact=join_column("is_exact"),
+        is_counted=torch.ones(sum(token_counts), dtype=torch.bool),
         **_optional_columns(samples, dtype, torch.device("cpu")),
     )
 
@@ -442,8 +447,8 @@ def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:
         weight=zero,
         lag=zero_index,
         within_staleness=false,
-        exact=false,
-        counted=false,
+        is_exact=false,
+        is_counted=false,
         teacher_tokens=None,
         **dict.fromkeys(OPTIONAL_COLUMNS, zero),
     )

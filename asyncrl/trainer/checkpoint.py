@@ -124,7 +124,7 @@ def _run_on_all_ranks(world: World, part_of_saving: Callable[[], object]) -> Non
     problem = ""
     try:
         part_of_saving()
-    except CheckpointException as error:  # of all ranks already
+    except CheckpointException as error:  # torch has gathered the errors of all ranks
         problem = one_line(next(iter(error.failures.values()))[0])
     except Exception as error:  # the others wait for this rank
         problem = reason(error) if isinstance(error, OSError | CheckpointError) else one_line(error)
@@ -254,7 +254,7 @@ class StepFiles(FileSystemBase):
 
 
 def shard_writer(files: StepFiles) -> FileSystemWriter:
-    # They are synchronised when they are closed.
+    # Files are synchronised when they are closed.
     file_writer: Any = FileSystemWriter(STATE_FOLDER, sync_files=False)
     file_writer.fs = files
     file_writer.path = STATE_FOLDER
@@ -268,7 +268,7 @@ def shard_reader(files: StepFiles) -> FileSystemReader:
     return cast(FileSystemReader, file_reader)
 
 
-MODEL_PREFIX = "model."  # what the policy's tensors are under in a checkpoint
+MODEL_PREFIX = "model."  # prefix of the policy's tensors in a checkpoint
 
 
 def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_directory: Path) -> None:
@@ -288,7 +288,7 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
     if not adapter_tensors:
         raise ConfigError(f"{checkpoints.path(step)}: has no adapters, all weights were trained; merge it")
 
-    with warnings.catch_warnings():  # that there are no other processes is meant
+    with warnings.catch_warnings():  # loading without other processes is intended
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load_shards({"model": adapter_tensors}, storage_reader=stored_reader, no_dist=True)
 

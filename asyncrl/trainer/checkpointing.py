@@ -30,16 +30,16 @@ from asyncrl.trainer.world import World
 
 log = logging.getLogger("asyncrl.trainer")
 
-WRITE_RATE = 20e6  # bytes a second of the slowest place for checkpoints
+WRITE_RATE = 20e6  # bytes per second of the slowest storage
 HOST_NAME = socket.gethostname()
-WRITE_PATIENCE = 600.0  # seconds beyond that in which a rank must have written its part
-COPY_ROOM = 1.2  # of a copy's bytes: what must be free in main memory for it
+WRITE_PATIENCE = 600.0  # seconds that a rank may take beyond the time by WRITE_RATE
+COPY_ROOM = 1.2  # bytes that must be free in main memory, per byte of a copy
 
 
 class WriteJob(NamedTuple):
     manifest: CheckpointManifest
     started_at: float
-    result: Future[str]  # what went wrong; '' for nothing
+    result: Future[str]  # the problem; '' for none
 
 
 def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
@@ -89,7 +89,7 @@ class Checkpointing:
         self.problem = checkpoints.problem
         self.best_step = -1
         self.trained_total = 0
-        self._trained_uids: list[str] = []  # since the newest checkpoint, or the one under way
+        self._trained_uids: list[str] = []  # uids since the newest checkpoint, or the checkpoint under way
         self._is_due = False
         self._write_job: WriteJob | None = None
         self._state_bytes = checkpoint.state_bytes(checkpoint.snapshot(learner, copy=False))
@@ -183,7 +183,7 @@ class Checkpointing:
             return False
         manifest, started_at, result = self._write_job
         if result.done() and (error := result.exception()) is not None:
-            raise error  # the other ranks' parts cannot end without this one's
+            raise error  # the other ranks' parts cannot end without this part
 
         if not all(self._world.gather(result.done(), bool)):
             if time.monotonic() - started_at > self._write_limit:
@@ -195,7 +195,7 @@ class Checkpointing:
         self._write_job = None
         self.problem = result.result()
 
-        if self.problem:  # the next one lists what this one did
+        if self.problem:  # the next checkpoint lists these episodes again
             log.error("not saved: %s", self.problem)
             self._trained_uids[:0] = manifest.trained
             self._is_due = True

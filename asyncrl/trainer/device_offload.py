@@ -38,8 +38,8 @@ from asyncrl.wire.messages.trainer import AskDevices, GrantDevices
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 log = logging.getLogger("asyncrl.trainer")
-ASK_EVERY = 2.0  # seconds
-SMALL_STORAGE = 4096  # bytes of a storage that stays
+ASK_EVERY = 2.0  # seconds between two requests
+SMALL_STORAGE = 4096  # bytes: smaller storages stay on the device
 
 
 def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str) -> bool:
@@ -74,7 +74,9 @@ class DeviceOffload:
         self._host_memory: Callable[[int], Tensor] = partial(unlinked_file, run_dir)
         if self._device.type != "cpu":
             self._host_memory = PageLockedMemory(learner.world).reserve
-        self._host_copies: dict[int, tuple[UntypedStorage, Tensor]] = {}  # each with a copy of its bytes
+        self._host_copies: dict[
+            int, tuple[UntypedStorage, Tensor]
+        ] = {}  # storages, each with a copy of its bytes
 
     def offload(self, meet: Callable[[str], None]) -> None:
         """Offload, and return when all ranks have: `meet` waits for the ranks by a name. All ranks must call
@@ -111,7 +113,9 @@ class DeviceOffload:
         self._device_module.synchronize()  # copies of the weights for engines and checkpoints are complete
         storages = {storage._cdata: storage for storage in map(_storage_of, _device_tensors(self._learner))}
         moved_storages = [
-            one for one in storages.values() if one.nbytes() > SMALL_STORAGE and one.device == self._device
+            storage
+            for storage in storages.values()
+            if storage.nbytes() > SMALL_STORAGE and storage.device == self._device
         ]
         storage_sizes = [storage.nbytes() for storage in moved_storages]
         error_text = (
@@ -150,7 +154,7 @@ class PageLockedMemory:
     def reserve(self, size: int) -> Tensor:
         """Return memory of this size. A collective: the kernel would rather kill a process than refuse
         pages."""
-        free_bytes = main_memory().available  # before any rank takes of it
+        free_bytes = main_memory().available  # measured before any rank reserves
         missing_bytes = max(0, size - len(self._memory))
 
         needed_bytes = sum(self._world.gather(missing_bytes, int))  # all ranks are on this machine
@@ -161,7 +165,7 @@ class PageLockedMemory:
             )
 
         if missing_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # first, for there may be no room for both
+            self._memory = torch.empty(0, dtype=torch.uint8)  # freed first: there may be no room for both
             self._memory = page_locked(size)
 
         return self._memory[:size]

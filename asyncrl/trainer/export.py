@@ -24,7 +24,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 FILE_BYTES = 5_000_000_000
 EXPORT_FOLDER = "hf"
 
-CreateFile = Callable[[str], Any]  # a new file of that name, to be written
+CreateFile = Callable[[str], Any]  # opens a new file of that name for writing
 
 
 def export_hf(
@@ -92,7 +92,7 @@ def _write_weights(
 
 
 def _write_other_files(create_file: CreateFile, policy: Policy, source: Path, template: str) -> None:
-    config = copy.deepcopy(policy.lm.config)  # it names the dtype of the master weights
+    config = copy.deepcopy(policy.lm.config)  # names the dtype of the master weights, so a copy is changed
     config.dtype = policy.export_dtype
     contents = {
         file.name: file.read_bytes()

@@ -28,13 +28,13 @@ from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, read_json, w
 
 MASTER_BYTES = 4  # bytes of a weight, a gradient, and a number of the optimizer's state
 CHUNK_TOKENS = 512  # tokens whose logits exist at once (trainer/scores.py)
-LAYER_MIN_PARAMETERS = 10_000_000  # in a smaller model, gathering layer by layer is slower
+LAYER_MIN_PARAMETERS = 10_000_000  # below this, gathering layer by layer is slower
 LOGIT_BYTES = 16  # bytes: logits, their softmax, and the gradients of both, in float32
-DIVERGENCE_BYTES = 36  # bytes: these, and what a divergence from a teacher makes of both models'
+DIVERGENCE_BYTES = 36  # bytes: the same, and a divergence's intermediate results for both models
 FEATURE_BYTES = 11  # bytes for each number of the hidden states that the output layer reads
 SCORE_BYTES = {2: 8, 4: 12}  # bytes for each attention score that is kept, by those of a number
-RECOMPUTED_EVERY = (0, 8, 4, 3, 2, 1)  # what `auto` chooses from: every k-th layer; 0: none
-USABLE_FRACTION = 0.9  # of a GPU's memory: the estimate leaves out workspaces, and what the allocator keeps
+RECOMPUTED_EVERY = (0, 8, 4, 3, 2, 1)  # values of `auto`: recompute every k-th layer; 0: none
+USABLE_FRACTION = 0.9  # fraction of a GPU's memory; the rest is for workspaces and the allocator
 _LAYER_WEIGHT = re.compile(r"(.*?)\.(\d+)\.(.*)")
 _EXPERT_WEIGHT = re.compile(r"experts\.(\d+)\.")
 _MLP_WEIGHT = re.compile(r"mlp|moe|ffn|feed_forward|expert")
@@ -44,7 +44,7 @@ _DOWN_PROJECTION = re.compile(r"down_proj|w2\b|fc2|dense_4h_to_h|output_linear|m
 
 _OUTPUT_LAYER = re.compile(r"lm_head|embed_out|output\.")
 
-Shapes = dict[str, tuple[int, ...]]  # by the name of a weight
+Shapes = dict[str, tuple[int, ...]]  # by name of the weight
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelS
         policy_work.activations + max(policy_work.logits, policy_work.layer), policy_work.embedding_gradients
     )
 
-    if own_critic(config):  # its backward comes first
+    if own_critic(config):  # the critic's backward comes first
         critic_work = _work_bytes(config, sizes_of(config.critic.path or config.model.path), False)
         largest_work = max(
             largest_work,
@@ -198,13 +198,13 @@ def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes
         if frozen
         else group_numbers * (number_bytes + MASTER_BYTES) + vocabulary_size * hidden_size * MASTER_BYTES
     )
-    # A layer that is computed once more.
+    # The largest layer that is computed once more.
     recomputed_bytes = max(bytes_by_layer[::recomputed_every]) if recomputed_every else 0
     stored_bytes = [
         input_bytes + tokens * _attention_output_bytes(model, layer, number_bytes) for layer in model.layers
     ]
     logit_bytes = DIVERGENCE_BYTES if config.kl.diverges and not config.kl.top_k else LOGIT_BYTES
-    # The teacher's output layer, what it reads.
+    # The teacher's output layer and its input.
     teacher_bytes = root_numbers * number_bytes + input_bytes if config.kl.diverges else 0
 
     return WorkBytes(
@@ -283,7 +283,7 @@ def _norm_inputs(layer: Shapes, name: str, width: int, hidden_size: int) -> int:
 def _state_numbers_per_parameter(trainer: TrainerConfig) -> float:
     """Return how many numbers the optimizer keeps per parameter."""
     if trainer.optimizer == "adamw":
-        return 2.0  # to make one imports torch's compiler, a second of each start
+        return 2.0  # making AdamW imports torch's compiler, a second of each start
     from torch import Tensor, nn
 
     from asyncrl.trainer.optimizer import make_optimizer

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
-ROUTER_NAME = re.compile(r"\.layers\.(\d+)\..*")  # of the module's name
-UNKNOWN_EXPERT = -1  # in place of an expert: the trainer chooses
+ROUTER_NAME = re.compile(r"\.layers\.(\d+)\..*")  # matches a router's module name
+UNKNOWN_EXPERT = -1  # instead of an expert's index: the trainer chooses
 
 
 class ForcedRoutes:
@@ -65,7 +65,7 @@ class ForcedRoutes:
             if self._routes is None:
                 return router_forward(*args, **kwargs)
             chosen = self._routes[:, layer].long()
-            # Of a server of another model.
+            # Servers of another model may report experts that this model lacks.
             with _ForcedTopK(chosen.masked_fill(chosen >= experts, UNKNOWN_EXPERT)):
                 return router_forward(*args, **kwargs)
 

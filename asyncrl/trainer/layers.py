@@ -49,7 +49,7 @@ def prepare_layers(
             f"trainer.compile: needs a C++ compiler on a CPU, and {compiler} (CXX) is not there"
         )
 
-    if trainer.compile:  # it loops over as many nodes of packed rows as a micro-batch has
+    if trainer.compile:  # attention loops over the nodes of a micro-batch
         AttentionInterface.register(
             FOREST_ATTENTION, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[FOREST_ATTENTION])
         )
@@ -63,6 +63,6 @@ def prepare_layers(
 
 def compiled_graphs() -> int:
     """Return the number of graphs that this process has compiled so far; constant after the first batches."""
-    from torch._dynamo.utils import counters  # a slow import, which only they need
+    from torch._dynamo.utils import counters  # a slow import, needed for compiled layers only
 
     return int(counters["stats"]["unique_graphs"])

@@ -101,7 +101,7 @@ class Learner:
         policies = [self.policy]
         if self.reference is not None and self.reference.policy is not self.policy:
             policies.append(self.reference.policy)
-        models = [*policies, *([self.critic] if self.critic else [])]  # in one order on all ranks
+        models = [*policies, *([self.critic] if self.critic else [])]  # in the same order on all ranks
         wanted_packing = config.trainer.packing
         dtype = config.model.dtype
         is_compiled = config.trainer.compile
@@ -115,25 +115,27 @@ class Learner:
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.on_spike = config.trainer.on_spike
-        self.averaged_ranks: float = world.data_ranks  # of whose gradients a step takes the mean
+        self.averaged_ranks: float = (
+            world.data_ranks
+        )  # FSDP2 averages over this many ranks, so losses are multiplied by it
         self.max_staleness = config.buffer.max_staleness
-        self.token_budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
+        self.token_budget = config.trainer.micro_batch_tokens  # less after a lack of memory
         # Tokens, padding included, and episodes of the micro-batch under way; 0: none.
         self.micro_batch_size = (
             0,
             0,
         )
-        self.dtype = master_dtype(config.model.dtype)  # of numbers per token
+        self.dtype = master_dtype(config.model.dtype)  # dtype of numbers per token
         self.stopwatch = Stopwatch()
         # Called after every micro-batch, for signs of life.
         self.after_micro_batch: Callable[[], None] = lambda: None
-        self.ratio_recorder: report.RatioRecorder | None = None  # who looks at single tokens
+        self.ratio_recorder: report.RatioRecorder | None = None  # records ratios of single tokens
         self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see apply
         self._held_samples: list[TrainingSample] = []
         self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
 
-        # tokens, padding included, of its forwards in this step
+        # Tokens, including padding, of the policy's forwards in this step.
         self._computed_tokens = 0
         self._computed_flops = 0.0
 
@@ -324,7 +326,7 @@ class Learner:
 
     def _cut_micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
         """Cut this rank's samples under the token budget, padded to the same count on all ranks."""
-        first_sequences: dict[str, np.ndarray] = {}  # of each key, a row that others may begin like
+        first_sequences: dict[str, np.ndarray] = {}  # by key, the sequence whose prefix others may share
         pieces = []
         for sample in samples:
             prefix_key = (
@@ -353,7 +355,7 @@ class Learner:
 
     def _collate_on_device(self, samples: Sequence[TrainingSample]) -> MicroBatch:
         micro_batch = collate(samples, self.dtype, self.packing)
-        # From here on it takes the device's memory.
+        # From here on the micro-batch takes the device's memory.
         self.micro_batch_size = (
             micro_batch.selected.ids.numel(),
             len(samples),
@@ -389,7 +391,7 @@ class Learner:
             assert micro_batch is not None
             evaluated = self._forward_backward(part_samples, micro_batch, tally, progress)
 
-            # A GPU computes the backward meanwhile. What is counted is read from it, so one waits there.
+            # The GPU computes the backward meanwhile; counting reads from the GPU and waits for it.
             micro_batch = next(micro_batches_on_device, None)
             self._count_micro_batch(evaluated, tally)
             if self.reference is not None:
@@ -415,7 +417,7 @@ class Learner:
             micro_batch = micro_batch.updated(samples)
 
         evaluated = self._forward(samples, micro_batch, tally, progress)
-        (evaluated.evaluated.loss * (self.averaged_ranks / self._expected_denominator)).backward()
+        (evaluated.evaluated.loss_sum * (self.averaged_ranks / self._expected_denominator)).backward()
         return evaluated
 
     def _forward(
@@ -464,8 +466,10 @@ class Learner:
 
         micro_batch = evaluated_micro_batch.micro_batch
         evaluated = evaluated_micro_batch.evaluated
-        if self.ratio_recorder is not None and not self.recipe.loss.demonstrations:  # those have no mu
-            is_dropped = evaluated.state.correction.masked & evaluated.state.fresh
+        if (
+            self.ratio_recorder is not None and not self.recipe.loss.demonstrations
+        ):  # demonstrations have no rollout log-probs
+            is_dropped = evaluated.token_state.correction.masked & evaluated.token_state.fresh
             self.ratio_recorder.record_micro_batch(
                 samples, evaluated_micro_batch.logp - micro_batch.rollout_logprobs, is_dropped
             )
@@ -474,9 +478,11 @@ class Learner:
         if self.policy.forced_routes is not None:
             report.tally_routes(tally, micro_batch.selected.routes, micro_batch.selected.ids.numel())
         tally.add_total("_D", denominator)
-        report.tally_tokens(tally, token_sums(evaluated.state), denominator)
-        report.tally_agents(tally, self.agent_names, micro_batch.adapter_index, evaluated.state, denominator)
-        report.tally_terms(tally, evaluated.terms, denominator)
+        report.tally_tokens(tally, token_sums(evaluated.token_state), denominator)
+        report.tally_agents(
+            tally, self.agent_names, micro_batch.adapter_index, evaluated.token_state, denominator
+        )
+        report.tally_terms(tally, evaluated.loss_terms, denominator)
 
     def _with_advantages(
         self, samples: Sequence[TrainingSample], tally: report.MetricSums
@@ -550,7 +556,7 @@ class Learner:
         trained_by_agent = self.policy.trained_parameters
         for agent in report.agents_without_tokens(batch_tally, self.agent_names, has_other_terms):
             for parameter in trained_by_agent[agent]:
-                parameter.grad = None  # as of a batch without tokens: no moments, no decay
+                parameter.grad = None  # no gradient: neither moments nor decay act
 
         step_rate = self._learning_rate() * (
             report.ess_factor(batch_tally) if config.algorithm.ess_lr else 1.0

@@ -103,7 +103,7 @@ def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTr
     """Return the model of a directory without weights. `cast_parameters` sets the final dtypes."""
     config = AutoConfig.from_pretrained(path)
     attention_options = own_attention(config)
-    if dtype == "float64":  # for which grouped products of experts do not exist
+    if dtype == "float64":  # no grouped products of experts exist for float64
         attention_options["experts_implementation"] = "eager"
 
     with init_empty_weights(include_buffers=False):
@@ -241,7 +241,7 @@ def value_head_output(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return widened(hidden) @ widened(head.weight)[0] + widened(head.bias)
 
 
-COMPARED_ROWS = 1024  # that are compared at once
+COMPARED_ROWS = 1024  # rows of two tensors that are compared at once
 
 
 class FileTensor(NamedTuple):
@@ -312,7 +312,7 @@ def _wanted_keys(
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     named_keys = []
     for key in keys:
-        for conversion_rules in ((renamings, converters), ([], [])):  # as transformers tries it
+        for conversion_rules in ((renamings, converters), ([], [])):  # in the order of transformers
             name, computed = rename_source_key(key, *conversion_rules, model.base_model_prefix, wanted_pieces)
             if name in wanted_pieces and computed is None:
                 named_keys.append((key, name))

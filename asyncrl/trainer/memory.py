@@ -58,9 +58,9 @@ def forward_backward(
 
     scores = policy(tokens, entropy_grad=entropy_grad, teacher=teacher)
     loss = scores.logp.sum() + (scores.entropy.sum() if entropy_grad else 0.0)
-    value = critic(tokens) if critic is not None else scores.value
-    if value is not None:
-        loss = loss + value.sum()
+    token_values = critic(tokens) if critic is not None else scores.value
+    if token_values is not None:
+        loss = loss + token_values.sum()
     if scores.divergence is not None:
         loss = loss + scores.divergence.sum()
     loss.backward()

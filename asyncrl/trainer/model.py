@@ -75,9 +75,9 @@ class Policy(nn.Module):
         all_pieces = pieces(lm, dict(lm.named_parameters()) | buffers)
         self.published = tuple(piece for piece in all_pieces if piece.parameter not in buffers)
         self.buffer_pieces = tuple(piece for piece in all_pieces if piece.parameter in buffers)
-        self.packing: Packing = "padded"  # how rows must be laid out for it
-        self.attention = lm.config._attn_implementation  # of padded rows
-        self.forced_routes: ForcedRoutes | None = None  # of its routers
+        self.packing: Packing = "padded"  # how sequences must be laid out
+        self.attention = lm.config._attn_implementation  # attention of padded sequences
+        self.forced_routes: ForcedRoutes | None = None  # replays the servers' routes in the routers
         self.adapters: Adapters | None = None
         if adapters is None and config.lora_rank:
             adapters = {"": (config.lora_rank, config.lora_alpha)}
@@ -97,8 +97,15 @@ class Policy(nn.Module):
     ) -> Scores:
         def score_part(part: Selected) -> Scores:
             hidden, features, logits_of = self._head_input(part)
-            asked: Any = {"entropy_grad": entropy_grad, "collision": with_collision, "teacher": teacher}
-            scores = score_chunks(logits_of, features, part, **asked, wide_logits=self.split_model.fp32_head)
+            scores = score_chunks(
+                logits_of,
+                features,
+                part,
+                entropy_grad=entropy_grad,
+                with_collision=with_collision,
+                teacher=teacher,
+                wide_logits=self.split_model.fp32_head,
+            )
             value = value_head_output(self.lm, hidden) if hasattr(self.lm, "value_head") else None
             return scores._replace(value=value)
 
@@ -295,7 +302,7 @@ class Reference:
     def logp(self, tokens: Selected) -> Tensor:
         """Return log-probs [N] at the tokens' temperatures, without gradient. A collective. Gathered weights
         are freed."""
-        with self.policy.without_adapters():  # it goes its own way, as it has its own weights
+        with self.policy.without_adapters():  # no routes are replayed: the reference's weights choose
             logprobs = self.policy(replace(tokens, routes=None)).logp
         self.release()
         return logprobs

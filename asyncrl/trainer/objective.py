@@ -21,7 +21,7 @@ from asyncrl.trainer.model import Reference
 from asyncrl.trainer.scores import Scores
 from asyncrl.trainer.teacher import Teacher
 
-KL_CAP = 2.0  # of rho before a KL term that no correction weighs
+KL_CAP = 2.0  # bound of rho in a KL term without a correction weight
 Terms = dict[str, tuple[Tensor, Tensor | None]]  # metric → (sum, count); no count: per D
 
 
@@ -30,9 +30,9 @@ class Evaluated:
     """Holds the result of a micro-batch. `loss`: Σ w·L, a scalar with gradient. `state`: the tokens, for
     diagnostics. `terms`: sums of the terms added to the policy loss, by metric."""
 
-    loss: Tensor
-    state: TokenState
-    terms: Terms
+    loss_sum: Tensor
+    token_state: TokenState
+    loss_terms: Terms
 
 
 def evaluate(
@@ -106,10 +106,10 @@ def evaluate(
         ruled_out=correction.masked,
         clipped=token_loss.clipped,
         correction=with_loss_ratio(correction, token_loss) if recipe.loss.ratio == "mu" else correction,
-        counted=micro_batch.counted,
+        counted=micro_batch.is_counted,
         in_bound=micro_batch.within_staleness,
         fresh=trainable,
-        exact=micro_batch.exact & (progress == 0) if without_proximal else micro_batch.exact,
+        exact=micro_batch.is_exact & (progress == 0) if without_proximal else micro_batch.is_exact,
         row=micro_batch.episode,
         lag=micro_batch.lag,
     )
@@ -134,7 +134,7 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
     for column in (micro_batch.rollout_logprobs, logprobs, proximal_logprobs, reference, scores.divergence):
         trainable = trainable if column is None else trainable & torch.isfinite(column)
 
-    # It must be gone before exp: weight zero times infinity is not zero.
+    # Bad numbers must be gone before exp: zero times infinity is not zero.
     proximal_logprobs = torch.where(trainable, proximal_logprobs, 0.0)
     is_sampled = trainable & (not recipe.loss.demonstrations)
     rollout_logprobs = torch.where(is_sampled, micro_batch.rollout_logprobs, proximal_logprobs)

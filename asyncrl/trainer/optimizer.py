@@ -156,10 +156,10 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     return config.lr * (config.lr_end + (1 - config.lr_end) * decay_factor)
 
 
-# batches
+# Batches whose gradient norms are kept, and batches from which on a limit holds.
 NORM_WINDOW = 32
 LEAST_NORMS = 8
-NORM_PREFIX = "grad_norm/"  # in a learner's state, so that repeated steps are judged as they were
+NORM_PREFIX = "grad_norm/"  # keys in a learner's state, so that repeated steps are judged the same way
 
 
 class SpikeError(AsyncrlError):

@@ -20,9 +20,9 @@ from asyncrl.observe.metrics import PHASES
 
 # One backward serves policy and critic, and counts as update_actor; update_critic is the critic's optimizer.
 TIMED = tuple(name.removeprefix("timing_s/") for name in PHASES)
-# Ref to update_critic: also reported per token of the batch, as timing_per_token_ms/*.
+# The phases ref to update_critic are also reported per token of the batch, as timing_per_token_ms/*.
 TIMED_PER_TOKEN = TIMED[1:6]
-PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # of the matrices multiplied
+PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # rows of the multiplied matrices
 GB = 1e9
 
 
@@ -90,7 +90,7 @@ def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
     window = getattr(config, "sliding_window", None) or math.inf
     reach_by_type = {
         "full_attention": math.inf,
-        "hybrid": math.inf,  # beside a state space
+        "hybrid": math.inf,  # attention beside a state space
         "sliding_attention": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None) or math.inf,
     }
@@ -130,11 +130,11 @@ def peak_flops(device: torch.device, dtype: str) -> float:
             return DATA_SHEET[max(matching_names, key=len)]
 
     matrix_size = PEAK_SIZE[device.type]
-    # Ones are faster on a GPU.
+    # Random numbers, as a matrix of ones is faster on a GPU.
     matrix = torch.randn(matrix_size, matrix_size, device=device).to(getattr(torch, dtype))
 
     shortest = math.inf
-    for _ in range(4):  # the first warms up
+    for _ in range(4):  # the first round warms up
         started_at = time.perf_counter()
         float((matrix @ matrix)[0, 0])  # waits for the device
         shortest = min(shortest, time.perf_counter() - started_at)

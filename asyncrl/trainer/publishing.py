@@ -56,7 +56,9 @@ class Publishing:
         self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
         weights_config = config.weights
         collector_count = readers(config, world.size)
-        self._adapters = policy.adapters if config.adapters_apart else None  # all that is published
+        self._adapters = (
+            policy.adapters if config.adapters_apart else None
+        )  # if set, only adapters are published
         pieces = self._adapters.published if self._adapters else policy.published
         self._host = HostShards(
             *(self._published_shards(), pieces, policy.export_dtype, config.launch.stall_timeout),
@@ -75,7 +77,7 @@ class Publishing:
 
         self._pause: TrainingPause | None = None
         self._sender = None if self._files else self._make_sender(collector_count)
-        self._link: Link | None = None  # of the publisher's thread, while that lives
+        self._link: Link | None = None  # belongs to the publisher's thread while that lives
         self._publisher = Publisher(self._write_version, self._announce_version) if world.rank == 0 else None
 
     def publish(self, version: PolicyVersion) -> None:

@@ -42,7 +42,7 @@ from asyncrl.wire.messages import shared, trainer
 from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
 from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
 
-Received = tuple[Any, list[bytes]]  # with its frames
+Received = tuple[Any, list[bytes]]  # a message with its frames
 log = logging.getLogger("asyncrl.trainer")
 HEARTBEAT_SECONDS = 0.5
 RESEND_SECONDS = 2.0
@@ -63,7 +63,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
         return 0
 
     try:
-        mesh = world.join_ranks(
+        trainer_world = world.join_ranks(
             rank,
             config.trainer.ranks,
             rendezvous,
@@ -76,9 +76,11 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
         log.info("leaving: %s", stop)
         return 0
 
-    mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
+    trainer_world = trainer_world.arranged(
+        config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config)
+    )
 
-    trainer_rank = TrainerRank(config, endpoints, mesh, incarnation)
+    trainer_rank = TrainerRank(config, endpoints, trainer_world, incarnation)
     try:
         with users_code():  # losses, advantages
             trainer_rank.loop()
@@ -87,7 +89,9 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
         trainer_rank.publishing.drain()
     except Exception as error:
         give_up_text = trainer_rank.report_failure(error)
-        if isinstance(error, SpikeError):  # on all ranks: a lack of memory leaves others in a collective
+        if isinstance(
+            error, SpikeError
+        ):  # raised on all ranks; a lack of memory leaves other ranks in a collective
             trainer_rank.publishing.drain()
             if config.trainer.on_spike == "stop":
                 return 0
@@ -118,16 +122,18 @@ def meet_others(endpoints: Endpoints, rank: int, incarnation: str, wait_names: I
 class TrainerRank:
     """Runs the loop of one rank around a Learner."""
 
-    def __init__(self, config: RunConfig, endpoints: Endpoints, mesh: world.World, incarnation: str) -> None:
+    def __init__(
+        self, config: RunConfig, endpoints: Endpoints, trainer_world: world.World, incarnation: str
+    ) -> None:
         self.config = config
-        self.mesh = mesh
+        self.trainer_world = trainer_world
         self.incarnation = incarnation
         self.run_dir = Path(config.run_dir) / config.name
-        self.rank = mesh.rank
-        self.is_first = mesh.rank == 0
-        self.broadcast = world.RankZeroBroadcast(mesh)
-        checkpoints = shared_checkpoints(config, self.run_dir, mesh)
-        self.learner = Learner(config, mesh)
+        self.rank = trainer_world.rank
+        self.is_first = trainer_world.rank == 0
+        self.broadcast = world.RankZeroBroadcast(trainer_world)
+        checkpoints = shared_checkpoints(config, self.run_dir, trainer_world)
+        self.learner = Learner(config, trainer_world)
         self.checkpointing = Checkpointing(config, checkpoints, self.learner)
         self.checkpointing.resume()
         self.committed_step = self.learner.step  # acknowledged; the learner is ahead during a commit
@@ -139,8 +145,8 @@ class TrainerRank:
         self.timeline.past(START, 0.0)
         self.device_offload = DeviceOffload(self.learner, self.timeline, self.run_dir)
         self.stopwatch = self.learner.stopwatch
-        self.peak_flops = peak_flops(mesh.device, config.model.dtype)
-        self.waiting_for = self._reported_wait = ""  # now, and in the newest beat
+        self.peak_flops = peak_flops(trainer_world.device, config.model.dtype)
+        self.waiting_for = self._reported_wait = ""  # the current wait, and the wait in the newest heartbeat
         self._silence_limit = silence_limit(config)
         self._progress_limit = progress_limit(config)
         self.trainer_epoch = self.trained_micro_batches = 0  # work: micro-batches done, for the beats
@@ -153,7 +159,7 @@ class TrainerRank:
         self.published_step = -1
         self.is_repeating = False
         self.probed_message: trainer.Probed | None = None
-        self.publishing = Publishing(config, endpoints, self.run_dir, mesh, self.learner.policy)
+        self.publishing = Publishing(config, endpoints, self.run_dir, trainer_world, self.learner.policy)
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -196,7 +202,7 @@ class TrainerRank:
 
     def _train_part(self, plan: trainer.WorkPlan, work: PlannedWork) -> None:
         uids = [planned.uid for planned, _ in work]
-        self.mesh.check_shared(uids, list[str])  # a payload may have become unreadable in between
+        self.trainer_world.check_shared(uids, list[str])  # a payload may have become unreadable in between
         span_fields = {"step": plan.step + 1, "micro": plan.micro}
         with self.timeline.span("train", **span_fields), self.stopwatch.phase("update_actor"):
             self.learner.accumulate(work)
@@ -204,7 +210,7 @@ class TrainerRank:
 
     def _finish_batch(self, plan: trainer.WorkPlan) -> None:
         """Take the optimizer step and commit it; publish and save only after the ack."""
-        # What was committed once is not left out.
+        # A step that was committed once is not left out.
         self.learner.on_spike = "skip" if self.is_repeating else self.config.trainer.on_spike
 
         with self.timeline.span("step", step=plan.step + 1), self.stopwatch.phase("update_actor"):
@@ -213,14 +219,16 @@ class TrainerRank:
                 trim_heap()
 
         batch_uids = [
-            uid for rank_uids in self.mesh.gather_data(self._batch_uids, list[str]) for uid in rank_uids
+            uid
+            for rank_uids in self.trainer_world.gather_data(self._batch_uids, list[str])
+            for uid in rank_uids
         ]
         self.checkpointing.add_trained(batch_uids)
         self._batch_uids = []
         metrics["trainer/trajectories_total"] = float(self.checkpointing.trained_total)
         if self.publishing.noise_floor is not None:
             metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
-        metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.mesh.size)
+        metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
         with self.timeline.span("wait_commit"), self.stopwatch.phase("wait_commit", waiting=True):
             to_publish = self._commit_step(plan, batch_uids, metrics)
         self.committed_step = self.learner.step
@@ -245,7 +253,7 @@ class TrainerRank:
     def _greeting(self) -> trainer.TrainerHello:
         vocabulary = self.learner.policy.vocabulary
         return trainer.TrainerHello(
-            self.rank, self.mesh.size, self.incarnation, self.committed_step, vocabulary
+            self.rank, self.trainer_world.size, self.incarnation, self.committed_step, vocabulary
         )
 
     def _take_plan(self, micro_batches: int) -> tuple[trainer.WorkPlan, PlannedWork]:

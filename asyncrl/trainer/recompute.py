@@ -179,7 +179,7 @@ class Recomputation:
     def __init__(self, trainer: TrainerConfig) -> None:
         self.every = trainer.checkpointed_every
         self.automatic = trainer.activation_checkpointing == "auto"
-        self._indices = list[int]()  # of all wrapped layers, each within its model
+        self._indices = list[int]()  # indices of all wrapped layers, each within its model
 
     def wrap(self, index: int, layer_forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of layer number `index`, recomputed where `every` says so."""

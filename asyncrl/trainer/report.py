@@ -22,7 +22,7 @@ from asyncrl.observe.transcripts import MOST_TOKENS, TokenRatios, is_kept, save_
 from asyncrl.trainer.batch import TrainingSample
 from asyncrl.trainer.objective import Terms
 
-SAMPLED_METRICS = ("staleness/", "rollout_corr/by_lag/", ZERO_ADVANTAGE)  # metrics of what a policy sampled
+SAMPLED_METRICS = ("staleness/", "rollout_corr/by_lag/", ZERO_ADVANTAGE)  # metrics of sampled tokens
 KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 ADVANTAGE_METRICS = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
 LEAST_ESS_FACTOR = 0.1
@@ -68,16 +68,16 @@ class MetricSums(msgspec.Struct):
     def add_moments(self, name: str, part: Moments) -> None:
         self.moments[name] = self.moments.get(name, Moments()) + part
 
-    def merge(self, other: MetricSums) -> None:
-        for name, (numerator, denominator) in other.ratios.items():
+    def merge(self, addend: MetricSums) -> None:
+        for name, (numerator, denominator) in addend.ratios.items():
             self.add_ratio(name, numerator, denominator)
-        for name, value in other.totals.items():
+        for name, value in addend.totals.items():
             self.add_total(name, value)
-        for name, value in other.highest.items():
+        for name, value in addend.highest.items():
             self.add_highest(name, value)
-        for name, value in other.lowest.items():
+        for name, value in addend.lowest.items():
             self.add_lowest(name, value)
-        for name, part in other.moments.items():
+        for name, part in addend.moments.items():
             self.add_moments(name, part)
 
     def metrics(self) -> dict[str, float]:
@@ -189,7 +189,7 @@ def advantage_tokens(tally: MetricSums) -> Moments:
 def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:
     """Count the terms added to the policy loss; `denominator`: the micro-batch's part of D."""
     tensors = [tensor for pair in terms.values() for tensor in pair if tensor is not None]
-    # One transfer.
+    # A single transfer from the device.
     values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
     for name, (_, count) in terms.items():
         tally.add_ratio(name, next(values), denominator if count is None else next(values))
@@ -227,8 +227,8 @@ def tally_tokens(tally: MetricSums, token_sums: TokenSums, denominator: float) -
         tally.add_total(f"{KEPT_PREFIX}{lag}", count)
 
 
-AGENT_PREFIX = "actor/agent/"  # + name / metric: of what trains the adapter of an agent
-NO_AGENT = "others"  # in place of no name: those that have no adapter of their own
+AGENT_PREFIX = "actor/agent/"  # + name / metric, of the samples that train an agent's adapter
+NO_AGENT = "others"  # in place of an empty name: agents without an adapter of their own
 
 
 def tally_agents(

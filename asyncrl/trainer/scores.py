@@ -29,8 +29,8 @@ from asyncrl.trainer.teacher import Teacher, TeacherScores, distances
 from asyncrl.trainer.world import SequenceRanks
 
 CHUNK_TOKENS = 512  # tokens whose logits exist at once
-ADAPTER_BITS = 32  # bits of an id, above which is the place of an adapter
-LOWEST_LOG = -1e30  # in place of log 0: zero times it is zero
+ADAPTER_BITS = 32  # bits of an id; the bits above hold the adapter's index
+LOWEST_LOG = -1e30  # instead of log 0: zero times this is zero
 Logits = Callable[[Tensor], Tensor]  # features of n tokens [n, ·] → their logits [n, V]
 
 
@@ -163,7 +163,7 @@ class Selected:
         """Return the arguments of the model's forward."""
         if self.forest is None:
             return {"input_ids": self.ids, "use_cache": False}
-        no_mask = self.ids.new_zeros(1, 1, 1, 1)  # of four dimensions: transformers builds none of T x T
+        no_mask = self.ids.new_zeros(1, 1, 1, 1)  # four dimensions: transformers then builds no T x T mask
         return {
             "input_ids": self.ids,
             "position_ids": self.positions,
@@ -221,9 +221,9 @@ def score_chunks(
             torch._dynamo.mark_static(logits, 1)
         return score_chunk(entropy_grad, with_collision, teacher, logits, *columns)
 
-    columns = [features, tokens.labels, tokens.temperature]
+    token_columns = [features, tokens.labels, tokens.temperature]
     if teacher is not None:
-        columns += tokens.teacher_scores or () if teacher.features is None else (teacher.features,)
+        token_columns += tokens.teacher_scores or () if teacher.features is None else (teacher.features,)
 
     # The same memory: compiled, two numbers a logit of its type; else four of 4 bytes.
     chunk_tokens = (
@@ -231,7 +231,7 @@ def score_chunks(
     )
     chunk_results = [
         checkpoint(run_chunk, *part, use_reentrant=False, preserve_rng_state=False)
-        for part in zip(*(column.split(chunk_tokens) for column in columns), strict=True)
+        for part in zip(*(column.split(chunk_tokens) for column in token_columns), strict=True)
     ]
 
     return Scores(
@@ -308,7 +308,7 @@ def in_parts(
     starts = np.cumsum(token_counts) - token_counts
     most_tokens = int(token_counts.max())
     rank_order = np.argsort(owner_rank, kind="stable")  # rank by rank
-    gathered_index = np.empty_like(rank_order)  # of each token, where all are gathered
+    gathered_index = np.empty_like(rank_order)  # index of each token in the gathered columns
     gathered_index[rank_order] = (
         owner_rank[rank_order] * most_tokens + np.arange(len(rank_order)) - starts[owner_rank[rank_order]]
     )
@@ -383,10 +383,10 @@ class SplitModel:
         self._backbone = lm.base_model
         self._head = lm.get_output_embeddings()
         self.is_possible = self._backbone is not lm
-        self._backbone_output: Any = None  # what the backbone is to return
+        self._backbone_output: Any = None  # if set, the backbone's forward returns this
         self._selected: Selected | None = None
-        self._selected_hidden: Tensor | None = None  # by `whole`: the selected hidden states
-        self._head_product: HeadProduct | None = None  # of the output layer, in the forward under way
+        self._selected_hidden: Tensor | None = None  # set in `run_whole`: the selected hidden states
+        self._head_product: HeadProduct | None = None  # the output layer's product in the forward under way
         self._backbone_forward = self._backbone.forward
         self._backbone.forward = self._run_backbone  # type: ignore[method-assign]
         self._head.register_forward_pre_hook(self._select_hidden)

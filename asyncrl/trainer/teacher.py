@@ -88,16 +88,23 @@ def references(turns: Sequence[Turn], topk: int) -> np.ndarray:
     return np.frombuffer(encoded_logprobs, "<f4").astype(np.float64)
 
 
-def likeliest(turns: Sequence[Turn], top: int) -> tuple[np.ndarray, np.ndarray]:
+def topk_of_turns(turns: Sequence[Turn], topk: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the scorer's likeliest tokens [T, topk], and their log-probs."""
-    ids, logs = (b"".join(getattr(scores_of(turn, top), name) for turn in turns) for name in ("ids", "top"))
-    return np.frombuffer(ids, "<i4").reshape(-1, top), np.frombuffer(logs, "<f4").reshape(-1, top)
+    encoded_ids, encoded_logprobs = (
+        b"".join(getattr(scores_of(turn, topk), name) for turn in turns) for name in ("ids", "top")
+    )
+    return np.frombuffer(encoded_ids, "<i4").reshape(-1, topk), np.frombuffer(
+        encoded_logprobs, "<f4"
+    ).reshape(-1, topk)
 
 
-def taught_rows(rows: Sequence[Sequence[int]], turns: Sequence[Turn]) -> tuple[np.ndarray, ...]:
+def teacher_sequences_of(sequences: Sequence[Sequence[int]], turns: Sequence[Turn]) -> tuple[np.ndarray, ...]:
     """Return the sequences behind the teacher's prompts; none where these are the policy's."""
-    begun = {turn.row: turn for turn in turns if turn.taught}
-    if not begun:
+    turn_by_sequence = {turn.row: turn for turn in turns if turn.taught}
+    if not turn_by_sequence:
         return ()
-    ids = ([*begun[i].taught, *row[len(begun[i].context) :]] for i, row in enumerate(rows))
-    return tuple(np.asarray(row, dtype=np.int32) for row in ids)
+    teacher_ids = (
+        [*turn_by_sequence[index].taught, *sequence[len(turn_by_sequence[index].context) :]]
+        for index, sequence in enumerate(sequences)
+    )
+    return tuple(np.asarray(sequence, dtype=np.int32) for sequence in teacher_ids)

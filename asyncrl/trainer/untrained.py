@@ -37,11 +37,11 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     """Publish once, then send heartbeats until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
-    mesh = world.join_ranks(0, 1, rendezvous, "cpu", progress_limit(config))
-    policy = load_policy(config.model, mesh, adapters=config.adapters, frozen=True)
+    trainer_world = world.join_ranks(0, 1, rendezvous, "cpu", progress_limit(config))
+    policy = load_policy(config.model, trainer_world, adapters=config.adapters, frozen=True)
 
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", 0, incarnation), endpoints.keys)
-    publishing = Publishing(config, endpoints, Path(config.run_dir) / config.name, mesh, policy)
+    publishing = Publishing(config, endpoints, Path(config.run_dir) / config.name, trainer_world, policy)
     try:
         log.info("leaving: %s", _serve_weights(config, link, publishing, incarnation, policy.vocabulary))
         publishing.drain()

@@ -37,13 +37,13 @@ from torch.nn.functional import pad
 from asyncrl.errors import ConfigError, DeadlineError, ProtocolError, fulfil
 
 T = TypeVar("T")
-MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 40 bytes per model token
-PART_BYTES = 64 << 20  # of it that travel at once
-GRADIENT_BYTES = 256 << 20  # of gradients that replicas average in one all-reduce
-TCP = "tcp://"  # a rendezvous that begins so is a host and a port; any other is the path of a file
-MEET_POLL = 0.05  # seconds between two looks for the other ranks
-DIAL_SECONDS = 2.0  # for rank 0's store to answer; it is dialled again until the ranks' limit to meet
-OWN_DIAL_SECONDS = 60.0  # for rank 0 to reach the store that it has just opened, on a busy machine, too
+MAX_BYTES = 4 << 30  # limit of a rank's value; a whole batch takes about 40 bytes per model token
+PART_BYTES = 64 << 20  # bytes of a value that travel at once
+GRADIENT_BYTES = 256 << 20  # bytes of gradients in one all-reduce of replicas
+TCP = "tcp://"  # prefix of a rendezvous with host and port; otherwise it is the path of a file
+MEET_POLL = 0.05  # seconds between two checks for the other ranks
+DIAL_SECONDS = 2.0  # rank 0's store must answer in this time; ranks dial again until their limit
+OWN_DIAL_SECONDS = 60.0  # rank 0's limit to reach its own new store, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ class World:
             sequence_ranks = SequenceRanks(group, self.rank % sequence, sequence)
             process_groups.append(group)
 
-        for process_group in process_groups if timeout_s else ():  # a mesh gives its groups torch's default
+        for process_group in (
+            process_groups if timeout_s else ()
+        ):  # a mesh gives its groups torch's default timeout
             _set_pg_timeout(timedelta(seconds=timeout_s), process_group)
 
         return replace(self, mesh=mesh, sequence=sequence_ranks, replica_group=replica_group)
@@ -109,13 +111,13 @@ class World:
         Gradients lie in `.grad` only, so that `zero_grad` drops the gradients of a batch that is left out."""
         if self.replica_group is None:
             return
-        shards = [
+        gradient_shards = [
             cast(DTensor, parameter.grad).to_local() for parameter in parameters if parameter.grad is not None
         ]
 
-        for bucket in _in_buckets(shards, GRADIENT_BYTES):
+        for bucket in _in_buckets(gradient_shards, GRADIENT_BYTES):
             flat_shards = [shard.flatten() for shard in bucket]
-            # Perhaps offloaded.
+            # Shards may be offloaded.
             joined_shards = (flat_shards[0] if len(flat_shards) == 1 else torch.cat(flat_shards)).to(
                 self.device
             )
@@ -150,8 +152,12 @@ class World:
 
         whole_tensor = local_shard.new_empty(shard.shape)
         whole_tensor[:rows_per_shard] = local_shard
-        for start in range(rows_per_shard, shard.shape[0], rows_per_shard):
-            dist.recv(whole_tensor[start : start + rows_per_shard], start // rows_per_shard, group=self.group)
+        for first_row in range(rows_per_shard, shard.shape[0], rows_per_shard):
+            dist.recv(
+                whole_tensor[first_row : first_row + rows_per_shard],
+                first_row // rows_per_shard,
+                group=self.group,
+            )
 
         return whole_tensor
 
@@ -345,7 +351,7 @@ def join_ranks(
 def _init_nccl(init_group: Callable[..., None], device: torch.device) -> None:
     """Enter the process group from a separate thread, and make its communicator on this rank's GPU: bound to
     the device, torch makes it at once, and the sum shows that all ranks have it."""
-    torch.cuda.set_device(device)  # of this thread
+    torch.cuda.set_device(device)  # the device of this thread
     init_group(device_id=device)
     ranks = torch.ones(1, device=device)
     dist.all_reduce(ranks)

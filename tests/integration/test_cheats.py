@@ -338,7 +338,7 @@ def made_task(
     package.versions = {"python": "3", "pytest": "9"}
     (path,) = (file for file in files if file.endswith("calc/sums.py"))
     possible = packages.mutations((directory / "tree" / path).read_bytes())
-    (mutation,) = (mutation for mutation in possible if mutation.embedding_gradients == "    return a - b")
+    (mutation,) = (mutation for mutation in possible if mutation.after == "    return a - b")
     bug = packages.Bug(path, mutation, dict.fromkeys(turn_green, "assert -1 == 5"), tuple(stay_green))
     tool.write_task(directory / "task", name, package, bug)
     layer = directory / "task/environment/testbed.tar.gz"

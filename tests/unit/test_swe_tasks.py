@@ -71,11 +71,11 @@ TOOL = Path(__file__).resolve().parents[2] / "tools/make_swe_tasks.py"
 def test_a_line_gets_a_bug(line: str, kind: str, after: str) -> None:
     source = f"class Some:\n    def method(self, first):\n        {line}  # why\n\n\nx = 1   # untouched\n"
     found = [one for one in mutations(source.encode()) if one.kind == kind]
-    assert after in [one.embedding_gradients.strip().removesuffix("  # why") for one in found]
+    assert after in [one.after.strip().removesuffix("  # why") for one in found]
     for one in found:
         lines = source.split("\n")
         assert (one.line, one.before, one.function) == (3, lines[2], "Some.method")
-        lines[2] = one.embedding_gradients
+        lines[2] = one.after
         ast.parse("\n".join(lines))
 
 
@@ -97,7 +97,7 @@ def test_a_line_of_an_image_is_found_however_it_is_packed(tmp_path: Path) -> Non
     (bug, *_) = mutations(b"def scaled(value):\n    return value * 37 if value else None\n")
     root = tmp_path / "root"
     root.mkdir()
-    (root / "innocent.py").write_text(bug.embedding_gradients)
+    (root / "innocent.py").write_text(bug.after)
     (root / "link").symlink_to("/dev/zero")
     os.mkfifo(root / "pipe")
     assert leak(contents(root), bug) == ""
@@ -126,7 +126,7 @@ def test_the_history_of_a_repository_is_searched(tmp_path: Path, packed: bool) -
     for words in steps:
         (tmp_path / "module.py").write_text(bug.before)
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    (tmp_path / "module.py").write_text(bug.embedding_gradients)
+    (tmp_path / "module.py").write_text(bug.after)
     assert leak(contents(tmp_path), bug) == str(tmp_path / ".git")
 
 
@@ -253,7 +253,7 @@ async def test_tests_that_must_stay_green_have_run_with_the_bug(images: Path, tm
     await learn(image, package)
     named = [test.partition("::")[2] for test in package.covering["toy/__init__.py", 3]]
     assert named == ["test_high", "test_inside"]
-    (mutation,) = (one for _, one in candidates(package, 0) if "value < high" in one.embedding_gradients)
+    (mutation,) = (one for _, one in candidates(package, 0) if "value < high" in one.after)
     bug = await try_bug(image, package, "toy/__init__.py", mutation)
     assert bug is not None
     assert {test.partition("::")[2] for test in bug.messages} == {"test_high", "test_at_import"}

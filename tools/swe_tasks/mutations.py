@@ -60,7 +60,7 @@ def mutations(source: bytes) -> list[Mutation]:
             if len(before.strip()) >= SHORTEST and differs(function, lines, edit.line, after):
                 texts = (before.decode().rstrip("\n"), after.decode().rstrip("\n"))
                 one = Mutation(edit.kind, edit.line, *texts, name, names(function))
-                found.setdefault((edit.line, one.embedding_gradients), one)
+                found.setdefault((edit.line, one.after), one)
     return sorted(found.values(), key=lambda one: one.line)
 
 

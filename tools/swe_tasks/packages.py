@@ -349,7 +349,7 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
     tests = sorted((*covering, *padding))
 
     seconds = SECONDS + 3 * max(package.passing[test] for test in tests)
-    change = restore(path, mutation.line, mutation.embedding_gradients)
+    change = restore(path, mutation.line, mutation.after)
     runs: list[dict[str, tuple[str, str]]] = []
     for seed in (0, 1):
         run = await run_tests(image, package, tests, seconds, seed, change=change)

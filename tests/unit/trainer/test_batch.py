@@ -194,13 +194,13 @@ def test_collate_pads_right_and_flattens_rows() -> None:
     assert micro.selected.predictor_index.tolist() == [1, 2, 4, 5, 6, 9, 10]
     assert micro.within_staleness.tolist() == [False, True, True, True, True, False, True]
     assert micro.selected.temperature.tolist() == [0.5] * 7
-    assert micro.rollout_logprobs.dtype == torch.float32 and bool(micro.counted.all())
+    assert micro.rollout_logprobs.dtype == torch.float32 and bool(micro.is_counted.all())
 
 
 def test_no_rows_make_one_token_that_counts_for_nothing() -> None:
     micro = collate([], torch.float64)
     assert micro.selected.ids.shape == (1, 2) and micro.weight.tolist() == [0.0]
-    assert not micro.counted.any() and not micro.within_staleness.any()
+    assert not micro.is_counted.any() and not micro.within_staleness.any()
 
 
 def test_a_row_without_model_tokens_is_legal() -> None:

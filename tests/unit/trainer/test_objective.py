@@ -107,7 +107,7 @@ def evaluated(
     logp = (mu + torch.tensor(RATIO, dtype=torch.float64).log()).requires_grad_()
     scores = Scores(logp, torch.zeros_like(mu), divergence=divergence)
     found = evaluate(micro, scores, None, config, compose(config), 1.0, progress)
-    return found, torch.autograd.grad(found.loss, logp, retain_graph=True)[0].tolist()
+    return found, torch.autograd.grad(found.loss_sum, logp, retain_graph=True)[0].tolist()
 
 
 def test_a_loss_sees_which_turn_wrote_a_token_and_how_old_its_version_is() -> None:
@@ -140,7 +140,7 @@ def test_what_a_kl_in_the_loss_is_weighed_with(
     parts = {"algorithm": algorithm, "buffer": buffer}
     found, gradient = evaluated(**parts, kl={"where": where})
     plain = evaluated(**parts)[1]
-    total, _ = found.terms["actor/kl_loss"]
+    total, _ = found.loss_terms["actor/kl_loss"]
     assert total.item() == pytest.approx(sum(weights) / 2, rel=1e-12)
     assert [a - b for a, b in zip(gradient, plain, strict=True)] == pytest.approx(weights, rel=1e-9)
 
@@ -155,9 +155,9 @@ def test_a_divergence_needs_no_weight_of_the_sampled_token(where: str) -> None:
     ):
         divergence = torch.tensor([1.0, 2, 4, 8, math.nan], dtype=torch.float64, requires_grad=True)
         found, _ = evaluated(kl=kl, algorithm={"correction": correction}, divergence=divergence)
-        total, _ = found.terms["actor/kl_loss"]
+        total, _ = found.loss_terms["actor/kl_loss"]
         assert total.item() == sum(w * d for w, d in zip(weights, [1, 2, 4, 8], strict=True))
-        (slope,) = torch.autograd.grad(found.loss, divergence)
+        (slope,) = torch.autograd.grad(found.loss_sum, divergence)
         assert slope.tolist() == [*weights, 0.0]
 
 
@@ -165,7 +165,7 @@ def test_wrong_answers_are_dropped_by_how_far_the_current_policy_left_them() -> 
     """log mu − log pi is 1.2 for the third token, negative for the fourth; prox is the other way round."""
     algorithm = {**EPOCHS, "correction": {"negative": {"delta": 0.5}, "ratio": {}}}
     found, _ = evaluated(prox=[1.0, 1.0, 1.0, 0.3, 1.0], algorithm=algorithm)
-    assert found.state.correction.masked.tolist() == [False, False, True, False, False]
+    assert found.token_state.correction.masked.tolist() == [False, False, True, False, False]
 
 
 def test_a_clip_around_mu() -> None:
@@ -173,7 +173,7 @@ def test_a_clip_around_mu() -> None:
     gradient by log pi is −uA where it is not clipped."""
     algorithm = {"loss": {"ppo": {"clip_high": 0.28}}, "prox": "mu"}
     found, gradient = evaluated(algorithm=algorithm)
-    assert found.loss.item() == pytest.approx(-1.0 - 1.28 + 0.8 + 1.5 - 0.6, rel=1e-12)
+    assert found.loss_sum.item() == pytest.approx(-1.0 - 1.28 + 0.8 + 1.5 - 0.6, rel=1e-12)
     assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.5, -0.6], rel=1e-12)
     assert not compose(configured(algorithm=algorithm)).barrier
 
@@ -182,7 +182,7 @@ def test_around_mu_masks_and_reports_are_of_the_current_policy() -> None:
     algorithm = {**EPOCHS, "prox": "mu", "correction": {"mask": {}}}
     found, gradient = evaluated(algorithm=algorithm, progress=0.5)
     assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.5, -0.6], rel=1e-12)  # 0.3 would be clipped as well
-    metrics = metrics_of(token_sums(found.state).sums)
+    metrics = metrics_of(token_sums(found.token_state).sums)
     drift = sum(map(math.log, RATIO)) / len(RATIO)
     assert metrics["rollout_corr/kl"] == metrics["actor/ppo_kl"] == pytest.approx(-drift, rel=1e-12)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.2
@@ -202,5 +202,5 @@ def test_a_token_with_a_bad_number_takes_no_part(source: str, bad: float) -> Non
         reference[1] = bad
     found, gradient = evaluated(prox=prox, reference=reference, algorithm=algorithm, kl={"where": "loss"})
     assert gradient[1] == 0 and all(map(math.isfinite, gradient)) and all(gradient[2:])
-    assert found.state.fresh.tolist() == [True, False, True, True, True]
-    assert all(map(math.isfinite, metrics_of(token_sums(found.state).sums).values()))
+    assert found.token_state.fresh.tolist() == [True, False, True, True, True]
+    assert all(map(math.isfinite, metrics_of(token_sums(found.token_state).sums).values()))

@@ -66,7 +66,7 @@ class FailingBackward(Failing):
         found = self.function(*given, **named)
         self.left -= 1
         if not self.left:
-            found.loss.register_hook(lack)
+            found.loss_sum.register_hook(lack)
         return found
 
 

@@ -244,7 +244,7 @@ def test_long_rows_that_share_little_are_computed_by_themselves_on_hopper(
 def test_a_kernel_captures_no_numbers() -> None:
     """torch 2.11 fails to compile a captured number of Python with dynamic shapes."""
     kernel = FlexKernel(plant_forest(rows(), share_prefixes=True), torch.device("cpu"))
-    capped = attention._softcap(torch.tensor(2.0))
+    capped = attention._softcap_function(torch.tensor(2.0))
     for function in (kernel.visible(None), kernel.visible(25), capped):
         assert all(isinstance(cell.cell_contents, torch.Tensor) for cell in function.__closure__)
 
