@@ -58,7 +58,8 @@ aggregations: Registry[Aggregation] = Registry("aggregation", Aggregation)
 
 
 def aggregation(name: str, **declared_fields: bool) -> Callable[[Callable[..., TokenShare]], Aggregation]:
-    """Register `(tokens, group_tokens, *, options…) -> Share` as `name`; `needs`: fields of `Aggregation`."""
+    """Register `(tokens, group_tokens, *, options…) -> TokenShare` as `name`. `declared_fields`: of
+    Aggregation."""
     return lambda function: aggregations.register(name)(Aggregation(function, **declared_fields))
 
 

@@ -99,7 +99,8 @@ advantages: Registry[Advantage] = Registry("advantage", Advantage)
 
 
 def advantage(name: str, **declared_fields: Any) -> Callable[[Callable[..., Credit]], Advantage]:
-    """Register `(episode: CreditInput, *, options…) -> Credit` as `name`; `needs`: fields of `Advantage`."""
+    """Register `(episode: CreditInput, *, options…) -> Credit` as `name`. `declared_fields`: of
+    Advantage."""
     return lambda function: advantages.register(name)(Advantage(function, **declared_fields))
 
 

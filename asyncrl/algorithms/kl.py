@@ -136,7 +136,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 def lumped(top: Tensor, sampled: Tensor, is_excluded: Tensor) -> Tensor:
     """Return log-probs [N, k + 2] of k tokens, the sampled token and all others as one class, float64.
 
-    `apart` [N, k]: which of the k are no class, such as the sampled token among them, so that it counts once.
+    `is_excluded` [N, k]: which of the k are no class, such as the sampled token, so that it counts once.
     A divergence between classes is at most that between their tokens, whatever the classes are.
     """
     named_logp = torch.cat([top.masked_fill(is_excluded, -math.inf), sampled[:, None]], 1).double()

@@ -127,7 +127,8 @@ losses: Registry[Loss] = Registry("loss", Loss, RENAMED)
 def loss(
     name: str, *, ratio: Literal["mu", "prox"], **declared_fields: Any
 ) -> Callable[[Callable[..., TokenLoss]], Loss]:
-    """Register `(tokens: LossInput, *, options…) -> TokenLoss` as `name`; `needs`: fields of `Loss`."""
+    """Register `(tokens: LossInput, *, options…) -> TokenLoss` as `name`. `declared_fields`: of
+    Loss."""
     return lambda function: losses.register(name)(Loss(function, ratio, **declared_fields))
 
 
@@ -140,8 +141,8 @@ def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, clip: float) -
     """½·max((V − G)², (V_old + clamp(V − V_old, ±clip) − G)²) and where the clipped term decides, both [N].
 
     Source: the value clipping of PPO's implementations (arXiv 1707.06347, 2005.12729). `value` carries the
-    gradient; `old` is V at the start of the batch, `returns` G = advantage before whitening + V_old. clip 0:
-    plain ½·(V − G)².
+    gradient; `old_value` is V at the start of the batch, `returns` G = advantage before whitening + V_old.
+    clip 0: plain ½·(V − G)².
     """
     free_loss = (value - returns) ** 2
     if not clip:

@@ -1,6 +1,6 @@
 """From rewards to advantages: per episode as it streams in, or for a whole batch behind a barrier.
 
-rewards ── − β·KL ──► advantage ──► / batch (whitening, std) ──► Example.advantage, .returns
+rewards ── − β·KL ──► advantage ──► / batch (whitening, std) ──► TrainingSample.advantage, .returns
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Computes attention over a forest of rows that lie in one sequence: a node sees its ancestors and itself.
+"""Computes attention over a forest of sequences that are laid out as one: a node sees its ancestors and
+itself.
 
-It is registered with transformers under NAME; a forward must be given a `forest`. On a CPU each node is
-computed by itself, short ones side by side. On a GPU torch's flex attention gets one mask for all; but where
-rows are long and share little, they are computed one by one, which is faster.
+The function is registered with transformers as FOREST_ATTENTION; a forward must pass a `forest`. On a CPU
+nodes are computed separately, short nodes in batches. On a GPU torch's flex attention gets a single mask; but
+sequences that are long and share little are computed one by one, which is faster.
 """
 
 from __future__ import annotations

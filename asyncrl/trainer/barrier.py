@@ -1,9 +1,9 @@
-"""A batch behind a barrier: what the ranks exchange about its episodes before the first backward.
+"""A batch behind a barrier: the ranks' exchange about its episodes before the first backward.
 
-    scored ──compared──► advantages ──prepared──► what the loss prepares ──deal──► mini-batches
+    scored ──compare_batch──► advantages ──prepare_batch──► prepared ──partition_groups──► mini-batches
 
-Several optimizer steps per batch need it (prox is the policy before the first), and so does whatever
-compares an episode with the whole batch. `compared` and `prepared` are collectives.
+A recipe needs the barrier for several optimizer steps per batch (prox is the policy before the first step),
+and to compare an episode with the whole batch. `compare_batch` and `prepare_batch` are collectives.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From planned trajectories and their turns to padded tensors.
 
-    turns ──example──► Example ──collate──► MicroBatch
+    turns ──training_sample──► TrainingSample ──collate──► MicroBatch
 
-What a token's gradient depends on beside the models is fixed here, before any forward: its weight, its
-lag, whether it may contribute. Log-probs and values that models compute are added to an Example later.
+Everything but the models that a token's gradient depends on is fixed here, before any forward: its weight,
+its lag, whether it may contribute. Log-probs and values by models are added to a TrainingSample later.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class MicroBatch:
     have several sequences. `adapter_index`: the index of the token's adapter, where there are several; the
     tokens of each adapter then count as an episode.
 
-    `counted` is False only on the dummy token of a rank without sequences. `within_staleness`: the token may
-    contribute, as it is neither stale nor excluded. `teacher_tokens`: the same tokens behind a teacher's
+    `is_counted` is False only on the dummy token of a rank without sequences. `within_staleness`: the token
+    may contribute, as it is neither stale nor excluded. `teacher_tokens`: the same tokens behind a teacher's
     prompts, if these differ. The last fields are the OPTIONAL_COLUMNS that the recipe asks for;
     `proximal_logprobs` is None where the policy does not change between now and the optimizer step.
     """
@@ -400,7 +400,7 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
         weight=per_token([e.weight for e in samples]),
         lag=join_column("lag"),
         within_staleness=join_column("within_staleness"),
-        is_exact=join_column("is_exact"),
+        is_exact=join_column("exact"),
         is_counted=torch.ones(sum(token_counts), dtype=torch.bool),
         **_optional_columns(samples, dtype, torch.device("cpu")),
     )

@@ -3,7 +3,7 @@ checkpointing, and an export.
 
     snapshot (all ranks, in training) ──► write (all ranks, in the background or not) ──► manifest
 
-Loading works with any number of ranks. Collectives: all of these.
+Loading works with any number of ranks. All functions here are collectives.
 """
 
 from __future__ import annotations

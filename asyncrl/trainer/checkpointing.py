@@ -1,11 +1,12 @@
 """Does one trainer rank's part in checkpoints.
 
-consumes: the learner, after a commit
-waits for: the copy to main memory only; writing and hashing go on in the background
-unblocks: the coordinator (checkpointed), which forgets the payloads that the oldest kept one covers
+    consumes: the learner, after a commit
+    waits for: the copy to main memory only; writing and hashing go on in the background
+    unblocks: the coordinator (checkpointed), which forgets payloads that the oldest kept checkpoint covers
 
-One checkpoint is written at a time: one that is due meanwhile is put off to the first step after. Until its
-manifest is there, a checkpoint counts for nothing: what was trained since the one before is still unsaved.
+One checkpoint is written at a time: a checkpoint that becomes due meanwhile is put off to the first step
+after. A checkpoint counts only once its manifest is in place: until then all training since the checkpoint
+before is unsaved.
 """
 
 from __future__ import annotations

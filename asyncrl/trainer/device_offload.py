@@ -1,11 +1,11 @@
-"""Moves what a rank holds on its device to main memory and back, while engines have the device.
+"""Moves a rank's tensors from its device to main memory and back, while engines have the device.
 
-parameters, buffers, gradients, moments ──rest──► elsewhere ──wake──► the same storages, at other addresses
+    parameters, buffers, gradients, moments ──offload──► elsewhere ──onload──► same storages, new addresses
 
 Storages are emptied and filled again in place, so every parameter, DTensor and view stays the same object.
-FSDP2 does so, too, with gathered weights around each forward: nothing may count on addresses. Compiled layers
-do not count on them: torch.compile records CUDA graphs only in modes that are not used here. Episodes that
-wait for the end of their batch lie in main memory already, as does what offloading keeps there.
+FSDP2 does the same with gathered weights around each forward, so nothing may count on addresses. Compiled
+layers do not: torch.compile records CUDA graphs only in modes that are not used here. Episodes that wait for
+the end of their batch lie in main memory already, as do offloaded weights and moments.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Estimates a trainer rank's memory in closed form, from the headers of the weight files, config.json and the
-configuration, and chooses from it how many layers are recomputed. No model is made.
+configuration, and chooses from the estimate how many layers are recomputed. No model is made.
 
     static   weights, gradients and optimizer state of the rank's shards; frozen weights in model.dtype, the
              rest in float32
@@ -7,7 +7,7 @@ configuration, and chooses from it how many layers are recomputed. No model is m
              logits, gathered layers with their gradients, or the gradients of the embedding
 
 tests/fakes/traced.py runs the trainer's own code on tensors without memory. Tests compare the two, and the
-GPU kit prints the estimate beside what a GPU allocates.
+GPU kit prints the estimate beside a GPU's allocations.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Checks that gradients of rows that are laid out together, or cut at the output layer, are those of rows one
-by one: a model is asked, usually a small copy of it (shrunk.py)."""
+"""Checks that the gradients of sequences that are laid out together, or cut at the output layer, equal the
+gradients of sequences one by one. The checked model is usually a small copy (shrunk.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Changes a model's layers: recomputation in the backward, and compilation.
 
-Of what is recomputed or compiled only a layer's `forward` is replaced, so its parameters keep their names;
-FSDP2's hooks stay outside: it gathers a layer once for the recomputation and the backward.
+Only a layer's `forward` is replaced, so its parameters keep their names. FSDP2's hooks stay outside: FSDP2
+gathers a layer once for the recomputation and the backward.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): replicas' mean, / D, clip
 
-Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and one D, known only
+Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and a single D, known only
 when the batch is complete. FSDP2, and replicas once a step, *average* gradients over ranks, so every loss is
-multiplied by the number of ranks. All ranks run the same number of forwards; one without trajectories runs a
-dummy token.
+multiplied by the number of ranks. All ranks run the same number of forwards; a rank without trajectories runs
+a dummy token.
 """
 
 from __future__ import annotations

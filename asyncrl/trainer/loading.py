@@ -1,14 +1,14 @@
 """From a model directory to a model sharded over the ranks.
 
-skeleton (meta device) ──additions──► fully_shard ──► empty shards ◄── each rank's slices of the files
+    skeleton (meta device) ──additions──► fully_shard ──► empty shards ◄── each rank's slices of the files
 
-Each rank reads the slices that it holds, and no others. Names in the files are those of whoever saved them;
-transformers knows how they became the model's. Experts that it stacks are read one by one into their place. A
-model that it converts in another way while it reads (quantized weights) has no such slices: rank 0 reads it,
-and broadcasts.
+Each rank reads only the slices of its shards. The files may use the names of another program; transformers
+knows how to map these to the model's names. Experts that transformers stacks are read one by one into the
+stack. A model that is converted in another way during reading (quantized weights) has no such slices: rank 0
+reads the whole model, and broadcasts.
 
-With dtype bfloat16, trained weights are float32 masters; frozen ones (`requires_grad` is False when the model
-is sharded) are kept in bfloat16, which is what forwards compute with anyway.
+With dtype bfloat16, trained weights are float32 masters; frozen weights (`requires_grad` is False when the
+model is sharded) are kept in bfloat16, in which forwards compute anyway.
 """
 
 from __future__ import annotations

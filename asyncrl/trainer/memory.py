@@ -1,6 +1,7 @@
-"""Memory of a rank: what the largest micro-batch takes, tried before there is data, and what is given back.
+"""Memory of a rank: tries the largest micro-batch before there is data, and gives up a batch that does not
+fit.
 
-smallest, largest ──► forward and backward of all models, no optimizer step ──► gradients dropped
+    smallest, largest ──► forward and backward of all models, no optimizer step ──► gradients dropped
 """
 
 from __future__ import annotations

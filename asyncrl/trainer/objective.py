@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: what the recipe makes of log-probs, advantages and values.
+"""The loss of one micro-batch, from log-probs, advantages and values, by the recipe.
 
 Σ_t w_t·(L_t + β·ρ_t·KL_t − c·H_t + value loss), undivided: D comes when the batch is complete
 """
@@ -27,8 +27,8 @@ Terms = dict[str, tuple[Tensor, Tensor | None]]  # metric → (sum, count); no c
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Holds the result of a micro-batch. `loss`: Σ w·L, a scalar with gradient. `state`: the tokens, for
-    diagnostics. `terms`: sums of the terms added to the policy loss, by metric."""
+    """Holds the result of a micro-batch. `loss_sum`: Σ w·L, a scalar with gradient. `token_state`: the
+    tokens, for diagnostics. `loss_terms`: sums of the terms added to the policy loss, by metric."""
 
     loss_sum: Tensor
     token_state: TokenState

@@ -1,9 +1,9 @@
-"""The optimizers by name; one whose state exists from the start, so that a checkpoint holds all of it; one
-step of it; the learning rate of a step; and spikes of the gradient norm.
+"""Makes optimizers by name, with their whole state from the start, so that a checkpoint holds all of it;
+takes a step; computes the learning rate of a step; detects spikes of the gradient norm.
 
 A batch spikes if its gradient norm is not finite, or if it is more than `trainer.spike_factor` times the
-median of the batches before (up to WINDOW, from LEAST on). The policy loss would not do: its advantages have
-mean zero, so it is small and of either sign while a run diverges.
+median of the batches before (up to NORM_WINDOW, from LEAST_NORMS on). The policy loss would not do: its
+advantages have mean zero, so it is small and of either sign while a run diverges.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides whether the rows of a micro-batch may be packed."""
+"""Decides whether the sequences of a micro-batch may be packed."""
 
 from __future__ import annotations
 

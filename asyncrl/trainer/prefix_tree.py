@@ -1,8 +1,9 @@
-"""Rows of a micro-batch as nodes of a forest: what rows share at their beginning is one node, computed once.
+"""Lays out the sequences of a micro-batch as a forest: a prefix that sequences share is one node, computed
+once.
 
-rows  a b c d      nodes  [a b] ─┬─ [c d]      flat  a b c d e f g
-      a b e               [f g]  └─ [e]        every node attends to its ancestors and itself
-      f g
+    sequences  a b c d      nodes  [a b] ─┬─ [c d]      flat  a b c d e f g
+               a b e               [f g]  └─ [e]        every node attends to its ancestors and itself
+               f g
 """
 
 from __future__ import annotations

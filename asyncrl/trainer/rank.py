@@ -1,12 +1,13 @@
-"""One trainer rank.
+"""Runs one trainer rank.
 
-consumes: plans with their trajectories (bulk), welcome, committed, stop (control)
-waits for: ready trajectories, the other ranks (words, collectives), the ack of a commit -- each by name
-unblocks: the coordinator (commits), the engines (published versions, devices)
+    consumes: plans with their trajectories (bulk), welcome, committed, stop (control)
+    waits for: ready trajectories, other ranks (broadcasts, collectives), the ack of a commit, each by name
+    unblocks: the coordinator (commits), the engines (published versions, devices)
 
-The loop: `_take` a plan, `_train` its micro-batch or `_finish` the optimizer step (commit, then publish, then
-perhaps save), until a plan of kind end or stop. All ranks run the same sequence of collectives: rank 0 alone
-asks for plans and commits, the others do what it was told, and none starts before all hold their payloads.
+The loop: `_take_plan`, then `_train_part` for a micro-batch or `_finish_batch` for the optimizer step
+(commit, then publish, then perhaps save), until a plan of kind end or stop. All ranks run the same sequence
+of collectives: rank 0 alone asks for plans and commits, the others follow its broadcasts, and no rank starts
+before all hold their payloads.
 """
 
 from __future__ import annotations

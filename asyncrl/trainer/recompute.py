@@ -3,10 +3,11 @@
     forward    Recording: attention operators run, and their outputs are kept
     backward   Replaying: the layer is recomputed, and attention operators return the kept outputs
 
-Both are dispatch modes: they see operators below autograd, which records a replayed operator as one that ran.
-torch's own selective checkpointing would do for torch's attention. But a compiled function, as flex attention
-is, also returns the inputs that its backward reads: query, key and value would be kept beside the output, and
-take more memory than the output does. Here a replayed function returns the recomputed inputs instead.
+Both are dispatch modes: they see operators below autograd, which records a replayed operator as an operator
+that ran. torch's own selective checkpointing would do for torch's attention. But a compiled function, such as
+flex attention, also returns the inputs that its backward reads: query, key and value would be kept beside the
+output, and take more memory than the output does. Here a replayed function returns the recomputed inputs
+instead.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _replacement_of(inputs: Sequence[Tensor], output: Any) -> Any:
 
 
 def _restored_output(inputs: Sequence[Tensor], replacement: Any) -> Any:
-    """Return the output that `kept` stands for."""
+    """Return the output for which `replacement` stands."""
     if isinstance(replacement, InputView):
         tensor = inputs[replacement.index]
         return tensor.as_strided(

@@ -1,4 +1,4 @@
-"""Recorded batches trained once more, by one rank apart from the run: it writes nothing.
+"""Trains recorded batches once more, by one rank apart from the run, without writing anything.
 
 newest checkpoint before a step ──► the recorded plans since, in order ──► the metrics of each batch
 """

@@ -1,7 +1,7 @@
 """Log-probs and entropy of selected tokens, a chunk at a time: no [tokens × vocabulary] matrix is held.
 
-A chunk's logits are dropped after the forward and recomputed in the backward (activation
-checkpointing, arXiv 1604.06174, of the output layer), so at any time there are those of one chunk.
+A chunk's logits are dropped after the forward and recomputed in the backward (activation checkpointing, arXiv
+1604.06174, of the output layer), so only one chunk's logits exist at any time.
 """
 
 from __future__ import annotations

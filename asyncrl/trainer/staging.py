@@ -1,8 +1,8 @@
-"""Brings tensors of main memory to a GPU without waiting for it.
+"""Brings tensors of main memory to a GPU without waiting for the GPU.
 
-    tensors ──copied──► one buffer of pinned memory ──one transfer──► one buffer of the GPU ──► views of it
+    tensors ──copied──► one page-locked buffer ──one transfer──► one buffer of the GPU ──► views of the buffer
 
-A transfer from memory that is not pinned waits until the GPU has done all that it was given before.
+A transfer from memory that is not page-locked waits until the GPU has finished all earlier work.
 """
 
 from __future__ import annotations

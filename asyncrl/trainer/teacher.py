@@ -1,4 +1,5 @@
-"""What a policy learns from a teacher: a model beside it, or what servers told of the tokens of each turn."""
+"""The teacher of a policy: a model beside the policy, or the scores of servers for the tokens of each
+turn."""
 
 from __future__ import annotations
 

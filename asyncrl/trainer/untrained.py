@@ -1,10 +1,10 @@
-"""In place of the trainer where nothing is trained: it gives the engines the model as it is, as version 0.
+"""Replaces the trainer where nothing is trained: publishes the unchanged model to the engines as version 0.
 
-consumes: welcome, stop (control)
-waits for: the end of the run
-unblocks: the engines (the published version)
+    consumes: welcome, stop (control)
+    waits for: the end of the run
+    unblocks: the engines (the published version)
 
-It computes on the CPU, so that engines have the GPUs, and has neither optimizer nor gradients.
+Computation is on the CPU, so that engines have the GPUs; there are neither optimizer nor gradients.
 """
 
 from __future__ import annotations

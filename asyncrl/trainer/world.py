@@ -1,12 +1,13 @@
-"""The ranks of one trainer: process group, device and mesh. One rank has them too, and exchanges nothing.
+"""The ranks of one trainer: process group, device and mesh. A single rank has the same, and exchanges
+nothing.
 
 Some ranks may share each sequence (sequence parallelism over heads: DeepSpeed Ulysses, arXiv 2309.14509):
 
     T/S tokens, all heads ──► T tokens, 1/S of the heads ── attention ──► T/S tokens, all heads
 
-Everything but attention is computed token by token. What is computed of the selected tokens is gathered, so
-all S ranks have the same loss. The gradient of an exchange is its adjoint, so the gradients of all S ranks
-add up to that of the sum of their equal losses.
+Everything but attention is computed token by token. The results for selected tokens are gathered, so all S
+ranks have the same loss. The gradient of an exchange is its adjoint, so the gradients of all S ranks add up
+to the gradient of the sum of their equal losses.
 """
 
 from __future__ import annotations
