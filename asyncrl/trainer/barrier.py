@@ -75,7 +75,7 @@ def advantage_scaling(
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function that the batch's statistics apply to each advantage."""
     if recipe.scale in ("whiten", "whiten_running"):
-        # The first batch has none.
+        # The first batch has no earlier statistics.
         earlier_statistics = whitening if recipe.scale == "whiten_running" else None
         return (earlier_statistics or Whitening.of(advantage_tokens(batch_tally))).apply
     scale_factor = advantage_factor(recipe.scale, batch_tally)

@@ -119,14 +119,14 @@ class TrainingSample:
         """Return the inputs of the advantage."""
         planned = self.planned
         return CreditInput(
-            planned.own,
-            planned.siblings,
-            self.rewards,
-            self.turn,
-            planned.issued,
-            planned.place,
-            self.value,
-            planned.greedy,
+            own=planned.own,
+            siblings=planned.siblings,
+            rewards=self.rewards,
+            turn=self.turn,
+            issued=planned.issued,
+            place=planned.place,
+            values=self.value,
+            greedy=planned.greedy,
         )
 
 
@@ -239,8 +239,10 @@ def with_turns(
 ) -> list[tuple[PlannedTrajectory, list[Turn]]]:
     """Return each trajectory of a plan with its trained turns. ProtocolError: the number of turns does not
     match."""
-    if sum(p.frames for p in planned) != len(frames):
-        raise ProtocolError(f"plan names {sum(p.frames for p in planned)} turns, {len(frames)} came")
+    frame_count = sum(trajectory.frames for trajectory in planned)
+    if frame_count != len(frames):
+        raise ProtocolError(f"plan names {frame_count} turns, {len(frames)} came")
+
     turns = map(_turn_decoder.decode, frames)
     return [(trajectory, list(trained(tuple(islice(turns, trajectory.frames))))) for trajectory in planned]
 
@@ -352,29 +354,31 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
         return _join_column(samples, name)
 
     sequence_of = (
-        np.repeat(np.cumsum([0, *(len(e.sequences) for e in samples[:-1])]), token_counts)
+        np.repeat(np.cumsum([0, *(len(sample.sequences) for sample in samples[:-1])]), token_counts)
         + join_column("sequence_of").numpy()
     )
     position = join_column("position").numpy()
-    temperature = per_token([e.planned.temperature for e in samples])
-    sequences = [row for e in samples for row in e.sequences]
+    temperature = per_token([sample.planned.temperature for sample in samples])
+    sequences = [sequence for sample in samples for sequence in sample.sequences]
     routes = [
         routes_of_sequence
-        for e in samples
-        for routes_of_sequence in e.routes or [NO_ROUTES] * len(e.sequences)
+        for sample in samples
+        for routes_of_sequence in sample.routes or [NO_ROUTES] * len(sample.sequences)
     ]
     episode_index = np.repeat(np.arange(len(samples)), token_counts)
 
     adapter_index = None
-    adapters = [adapter for e in samples for adapter in e.sequence_adapters]
+    adapters = [adapter for sample in samples for adapter in sample.sequence_adapters]
     if adapters:
-        adapter_index = np.concatenate([np.asarray(e.sequence_adapters)[e.sequence_of] for e in samples])
+        adapter_index = np.concatenate(
+            [np.asarray(sample.sequence_adapters)[sample.sequence_of] for sample in samples]
+        )
         episode_index = np.unique(episode_index * (max(adapters) + 1) + adapter_index, return_inverse=True)[1]
 
     selected = Selected.lay_out(sequences, sequence_of, position, temperature, packing, routes, adapters)
 
     teacher_tokens = None
-    if teacher_sequences := [row for e in samples for row in e.teacher_sequences]:
+    if teacher_sequences := [sequence for sample in samples for sequence in sample.teacher_sequences]:
         extra_tokens = np.array(
             [
                 len(teacher_sequence) - len(sequence)
@@ -385,7 +389,7 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
             teacher_sequences, sequence_of, position + extra_tokens[sequence_of], temperature, packing
         )
 
-    if topk_parts := [e.teacher_topk for e in samples if e.teacher_topk is not None]:
+    if topk_parts := [sample.teacher_topk for sample in samples if sample.teacher_topk is not None]:
         selected = replace(
             selected, teacher_scores=TeacherScores.concatenate(topk_parts, join_column("reference").to(dtype))
         )
@@ -397,7 +401,7 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
         adapter_index=None if adapter_index is None else torch.from_numpy(adapter_index),
         turn=join_column("turn"),
         rollout_logprobs=join_column("rollout_logprobs").to(dtype),
-        weight=per_token([e.weight for e in samples]),
+        weight=per_token([sample.weight for sample in samples]),
         lag=join_column("lag"),
         within_staleness=join_column("within_staleness"),
         is_exact=join_column("exact"),
@@ -424,7 +428,7 @@ def with_values(samples: Sequence[TrainingSample], name: str, values: Tensor) ->
     token_ends = np.cumsum([sample.model_tokens for sample in samples])
     values_by_sample = np.split(values.double().cpu().numpy(), token_ends)[:-1]
     added_fields: list[dict[str, Any]] = [{name: piece} for piece in values_by_sample]
-    return [replace(e, **added_field) for e, added_field in zip(samples, added_fields, strict=True)]
+    return [replace(sample, **added_field) for sample, added_field in zip(samples, added_fields, strict=True)]
 
 
 def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:

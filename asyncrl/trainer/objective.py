@@ -141,25 +141,30 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
     logp = torch.where(trainable, scores.logp, proximal_logprobs)
     reference = None if reference is None else torch.where(trainable, reference, logp.detach())
     assert micro_batch.advantage is not None
-    advantage = micro_batch.advantage
-    token_origins = (micro_batch.episode, micro_batch.turn)
+
     current_log_ratio = logp.detach() - rollout_logprobs
     log_ratio = proximal_logprobs - rollout_logprobs if recipe.loss.ratio == "prox" else current_log_ratio
-    correction = correct(
-        recipe.rules, CorrectionInput(log_ratio, current_log_ratio, advantage, *token_origins, trainable)
+    correction_input = CorrectionInput(
+        log_ratio=log_ratio,
+        current=current_log_ratio,
+        advantage=micro_batch.advantage,
+        row=micro_batch.episode,
+        turn=micro_batch.turn,
+        fresh=trainable,
     )
-    other_models = (reference, micro_batch.prepared)
 
     return LossInput(
-        logp,
-        proximal_logprobs,
-        rollout_logprobs,
-        advantage,
-        *token_origins,
-        micro_batch.lag,
-        trainable,
-        correction,
-        *other_models,
+        logp=logp,
+        prox=proximal_logprobs,
+        mu=rollout_logprobs,
+        advantage=micro_batch.advantage,
+        row=micro_batch.episode,
+        turn=micro_batch.turn,
+        lag=micro_batch.lag,
+        fresh=trainable,
+        correction=correct(recipe.rules, correction_input),
+        reference=reference,
+        prepared=micro_batch.prepared,
     )
 
 
@@ -167,10 +172,15 @@ def correct_distributions(inputs: LossInput, recipe: Recipe) -> Correction:
     """Correct a loss of whole distributions, which is independent of the sampled token."""
     logp = inputs.logp.detach()
     log_ratio = (logp if recipe.loss.ratio == "mu" else inputs.prox) - inputs.mu
-    token_origins = inputs.row, inputs.turn, inputs.fresh
-    return correct_states(
-        recipe.rules, CorrectionInput(log_ratio, logp - inputs.mu, inputs.advantage, *token_origins)
+    correction_input = CorrectionInput(
+        log_ratio=log_ratio,
+        current=logp - inputs.mu,
+        advantage=inputs.advantage,
+        row=inputs.row,
+        turn=inputs.turn,
+        fresh=inputs.fresh,
     )
+    return correct_states(recipe.rules, correction_input)
 
 
 def with_loss_ratio(correction: Correction, token_loss: TokenLoss) -> Correction:

@@ -89,8 +89,8 @@ class Selected:
         `routes`: of the first tokens of each sequence; `adapters`: the adapter of each sequence; or empty."""
         if adapters:  # above the ids
             sequences = [
-                sequence + (np.int64(offsets) << ADAPTER_BITS)
-                for sequence, offsets in zip(sequences, adapters, strict=True)
+                sequence + (np.int64(adapter) << ADAPTER_BITS)
+                for sequence, adapter in zip(sequences, adapters, strict=True)
             ]
 
         if packing == "padded":
@@ -117,7 +117,7 @@ class Selected:
         token_order = np.concatenate(forest.sequences)
         sequence_starts = np.cumsum([0, *map(len, sequences[:-1])])
         token_index, predictor = (
-            token_order[sequence_starts[sequence_of] + offsets] for offsets in (position, position - 1)
+            token_order[sequence_starts[sequence_of] + within] for within in (position, position - 1)
         )
         ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
         ids, adapter_indices = _split_adapters(ids, adapters)
@@ -332,9 +332,9 @@ def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: Sequenc
     own_slice = slice(start, start + width)
     ids, positions = (pad(x, (0, padding))[:, own_slice] for x in (tokens.ids, tokens.positions))
     routes = tokens.routes
-    agents = tokens.adapter_indices
-    if agents is not None:
-        agents = pad(agents, (0, padding))[:, own_slice]
+    adapter_indices = tokens.adapter_indices
+    if adapter_indices is not None:
+        adapter_indices = pad(adapter_indices, (0, padding))[:, own_slice]
     if routes is not None:
         routes = pad(routes, (0, 0, 0, padding), value=UNKNOWN_EXPERT)[own_slice]
     (selected_index,) = to_device([torch.from_numpy(own_tokens)], ids.device)
@@ -354,7 +354,7 @@ def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: Sequenc
         tokens.forest,
         routes,
         sequence_ranks,
-        agents,
+        adapter_indices,
         teacher_scores,
     )
 
