@@ -115,22 +115,18 @@ class Learner:
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.on_spike = config.trainer.on_spike
-        self.averaged_ranks: float = (
-            world.data_ranks
-        )  # FSDP2 averages over this many ranks, so losses are multiplied by it
+        # FSDP2 averages over this many ranks, so losses are multiplied by it.
+        self.averaged_ranks: float = world.data_ranks
         self.max_staleness = config.buffer.max_staleness
         self.token_budget = config.trainer.micro_batch_tokens  # less after a lack of memory
-        # Tokens, padding included, and episodes of the micro-batch under way; 0: none.
-        self.micro_batch_size = (
-            0,
-            0,
-        )
+        # Tokens, including padding, and episodes of the micro-batch under way; 0: none.
+        self.micro_batch_size = (0, 0)
         self.dtype = master_dtype(config.model.dtype)  # dtype of numbers per token
         self.stopwatch = Stopwatch()
         # Called after every micro-batch, for signs of life.
         self.after_micro_batch: Callable[[], None] = lambda: None
         self.ratio_recorder: report.RatioRecorder | None = None  # records ratios of single tokens
-        self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see apply
+        self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see take_optimizer_step
         self._held_samples: list[TrainingSample] = []
         self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
@@ -254,7 +250,6 @@ class Learner:
         start of the batch; the policy's drift inside the batch shows as `actor/ppo_kl`.
         """
         mini_batches = self.config.algorithm.steps_per_batch
-
         kl_coef = self.state["kl_coef"]
         scored_samples = self._score_held_samples(self._held_samples)
         with self.stopwatch.phase("adv"):
@@ -288,7 +283,7 @@ class Learner:
             columns: dict[str, Tensor | None] = {}
             with torch.no_grad():
                 if needs_policy:
-                    scores = self.policy(micro_batch.selected, collision=recipe.advantage.whole_group)
+                    scores = self.policy(micro_batch.selected, with_collision=recipe.advantage.whole_group)
                     columns |= {
                         "proximal_logprobs": scores.logp,
                         "collision": scores.collision,
@@ -463,7 +458,6 @@ class Learner:
     ) -> None:
         """Count the loss terms of a micro-batch, and record ratios of single tokens."""
         samples = evaluated_micro_batch.samples
-
         micro_batch = evaluated_micro_batch.micro_batch
         evaluated = evaluated_micro_batch.evaluated
         if (
@@ -539,7 +533,6 @@ class Learner:
         moves."""
         config = self.config
         recipe = self.recipe
-
         is_warming_up = recipe.critic and self.step < config.critic.warmup_steps
         if is_warming_up:
             for name, parameter in self.policy.lm.named_parameters():

@@ -112,7 +112,7 @@ def test_what_a_model_does_to_its_logits_is_done(
     policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
     assert not policy.uncut
     policy.uncut = whole
-    scores = policy(t, entropy_grad=True, collision=True)
+    scores = policy(t, entropy_grad=True, with_collision=True)
     table = plain_table(plain_model(path), t)
     assert torch.allclose(scores.logp, table.gather(1, t.labels[:, None])[:, 0], atol=1e-6)
     assert torch.allclose(scores.entropy, -(table.exp() * table).sum(-1), atol=1e-6)

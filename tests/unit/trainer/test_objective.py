@@ -31,7 +31,7 @@ def recipe(**algorithm: object) -> Recipe:
 
 def micro(lag: list[int]) -> MicroBatch:
     nothing = collate([], torch.float64)
-    return dataclasses.replace(nothing, mu=MU, lag=torch.tensor(lag), prox=None)
+    return dataclasses.replace(nothing, rollout_logprobs=MU, lag=torch.tensor(lag), proximal_logprobs=None)
 
 
 def policy(lag: list[int], progress: float) -> Tensor:
@@ -68,7 +68,7 @@ def test_before_the_first_step_all_of_them_are_pi() -> None:
 
 
 def test_what_was_recomputed_is_taken_as_it_is() -> None:
-    recomputed = dataclasses.replace(micro([3, 3, 3]), prox=MU - 1)
+    recomputed = dataclasses.replace(micro([3, 3, 3]), proximal_logprobs=MU - 1)
     assert torch.equal(proximal_of(recomputed, policy([3, 3, 3], 0.5), recipe(), 0.5), MU - 1)
 
 
@@ -96,12 +96,12 @@ def evaluated(
     micro = dataclasses.replace(
         collate([], torch.float64),
         episode=at,
-        **dict.fromkeys(("fresh", "exact", "counted"), yes),
+        **dict.fromkeys(("within_staleness", "is_exact", "is_counted"), yes),
         **dict.fromkeys(("turn", "lag"), 0 * at),
-        mu=mu,
+        rollout_logprobs=mu,
         weight=torch.ones_like(mu),
         advantage=torch.tensor(ADVANTAGE, dtype=torch.float64),
-        prox=None if prox is None else mu + torch.tensor(prox, dtype=torch.float64).log(),
+        proximal_logprobs=None if prox is None else mu + torch.tensor(prox, dtype=torch.float64).log(),
         reference=mu + torch.tensor(RATIO, dtype=torch.float64).log() - 1 if reference is None else reference,
     )
     logp = (mu + torch.tensor(RATIO, dtype=torch.float64).log()).requires_grad_()
@@ -113,7 +113,7 @@ def evaluated(
 def test_a_loss_sees_which_turn_wrote_a_token_and_how_old_its_version_is() -> None:
     each = torch.ones(3, dtype=torch.bool)
     turns = {"turn": torch.tensor([0, 1, 1]), "episode": torch.zeros(3, dtype=torch.long)}
-    batch = dataclasses.replace(micro([0, 2, 1]), fresh=each, advantage=torch.ones(3), **turns)
+    batch = dataclasses.replace(micro([0, 2, 1]), within_staleness=each, advantage=torch.ones(3), **turns)
     given = loss_input(batch, Scores(MU, 0 * MU), recipe(loss="reinforce", epochs=1), 0.0)
     assert given.lag.tolist() == [0, 2, 1] and given.turn.tolist() == [0, 1, 1]
 

@@ -86,7 +86,9 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     monkeypatch.setattr(module, "try_largest", lambda learner: None)
     monkeypatch.setattr(module, "Link", FakeLink)
     monkeypatch.setattr(module, "Poller", lambda *about: None)
-    publishing = SimpleNamespace(check=lambda: None, allow_pause=lambda: None, announced=None, unwritten="")
+    publishing = SimpleNamespace(
+        raise_failure=lambda: None, allow_pause=lambda: None, announced=None, unwritten_reason=""
+    )
     monkeypatch.setattr(module, "Publishing", lambda *about: publishing)
     mesh: Any = SimpleNamespace(
         rank=0, size=1, device=torch.device("cpu"), gather=lambda value, kind: [value]
@@ -438,14 +440,16 @@ def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
         raise error("its text")
 
     stopped = mock.Mock(side_effect=Stopped("less"))
-    rank = SimpleNamespace(loop=loop, close=lambda: None, rank=0, trainer_epoch=1, _ask=stopped, control=None)
+    rank = SimpleNamespace(
+        loop=loop, close=lambda: None, rank=0, trainer_epoch=1, _await_answer=stopped, control=None
+    )
     recomputation = Recomputation(TrainerConfig())
-    rank.learner = SimpleNamespace(size=size, step=0, recomputation=recomputation)
+    rank.learner = SimpleNamespace(micro_batch_size=size, step=0, recomputation=recomputation)
     rank.report_failure = partial(TrainerRank.report_failure, rank)
     monkeypatch.setattr(module, "TrainerRank", lambda *about: rank)
     mesh = SimpleNamespace(arranged=lambda *about: None)
     monkeypatch.setattr(
-        module, "world", SimpleNamespace(join=lambda *about, **options: mesh, leave=lambda: None)
+        module, "world", SimpleNamespace(join_ranks=lambda *about, **options: mesh, leave_ranks=lambda: None)
     )
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
     with pytest.raises(raised):

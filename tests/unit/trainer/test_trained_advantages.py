@@ -37,7 +37,7 @@ def one(number: int) -> TrainingSample:
     row = PlannedTrajectory(f"u{number}", f"g{number // 2}", 1, own, (own,), number, 1, 1.0)
     turn = Turn(0, (1,), (2,) * n, (-THIRD,) * n, (VersionSpan(0, n, 0, 0),), StopReason.STOP)
     made = training_sample(row, [turn], 0, 4, aggregations.get("token_mean"))
-    return replace(made, prox=-np.arange(n) / 3, collision=np.full(n, THIRD))
+    return replace(made, proximal_logprobs=-np.arange(n) / 3, collision=np.full(n, THIRD))
 
 
 def told(e: TrainingSample) -> dict[str, np.ndarray]:
