@@ -233,7 +233,7 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
     looks = iter([False, False, True])
 
     class Others:
-        tell = arrive = lambda *about: None
+        send_word = arrive_at_meeting = lambda *about: None
         all_arrived = property(lambda self: next(looks))
 
     def advance(seconds: float) -> None:
