@@ -56,15 +56,14 @@ class ForestAttention:
         if self.device.type == "cpu":
             return NodeKernel(self.forest)
         flex_kernel = FlexKernel(self.forest, self.device)
-        lengths = [len(row) for row in self.forest.sequences]
-        one_by_one = np.mean(lengths) >= LONG_SEQUENCE and sum(lengths) <= MAX_REPETITION * len(
-            self.forest.ids
-        )
+        lengths = [len(sequence) for sequence in self.forest.sequences]
+        most_tokens = MAX_REPETITION * len(self.forest.ids)
+        one_by_one = np.mean(lengths) >= LONG_SEQUENCE and sum(lengths) <= most_tokens
         is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # cuDNN is no faster on other GPUs
 
-        return (
-            SequenceKernel(self.forest, self.device, flex_kernel) if one_by_one and is_hopper else flex_kernel
-        )
+        if one_by_one and is_hopper:
+            return SequenceKernel(self.forest, self.device, flex_kernel)
+        return flex_kernel
 
     def to(self, device: torch.device) -> ForestAttention:
         return replace(self, device=device) if device != self.device else self
@@ -204,7 +203,8 @@ AttentionMaskInterface.register(FOREST_ATTENTION, sdpa_mask)
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK_TOKENS = 128  # tokens of a block; keys that none of its queries sees are not computed
-# Computed one by one are rows of LONG tokens on average, in all at most ALONE times those of the forest.
+# Sequences are computed one by one from this mean length on, in tokens, if they hold at most MAX_REPETITION
+# times the forest's tokens.
 LONG_SEQUENCE = 4096
 MAX_REPETITION = 1.25
 LENGTH_MULTIPLE = 512  # sequences are padded to a multiple, as cuDNN prepares a plan for each length
@@ -227,23 +227,23 @@ class SequenceKernel:
     def __init__(self, forest: Forest, device: torch.device, fallback: AttentionKernel) -> None:
         self._fallback = fallback
         is_covered = np.zeros(len(forest.ids), dtype=bool)
-
         sequences = list[np.ndarray]()
         new_tokens = list[np.ndarray]()
-        for row in forest.sequences:
-            new = row[~is_covered[row]]
-            if len(new):
-                is_covered[new] = True
-                sequences.append(row)
-                new_tokens.append(new)
 
-        self._lengths = [len(row) for row in sequences]
-        self._new_counts = [len(new) for new in new_tokens]
+        for sequence in forest.sequences:
+            uncovered = sequence[~is_covered[sequence]]
+            if len(uncovered):
+                is_covered[uncovered] = True
+                sequences.append(sequence)
+                new_tokens.append(uncovered)
 
-        # Where each row's tokens lie in the sequence, and each token in the results; None: in that order.
+        self._lengths = [len(sequence) for sequence in sequences]
+        self._new_counts = [len(uncovered) for uncovered in new_tokens]
+
+        # The indices of all sequences' tokens in the forest, and of each token in the results; None: in order.
         self._token_order, self._result_order = (
-            None if (np.diff(at) == 1).all() else to_device([torch.from_numpy(at)], device)[0]
-            for at in (np.concatenate(sequences), np.argsort(np.concatenate(new_tokens)))
+            None if (np.diff(order) == 1).all() else to_device([torch.from_numpy(order)], device)[0]
+            for order in (np.concatenate(sequences), np.argsort(np.concatenate(new_tokens)))
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -258,15 +258,16 @@ class SequenceKernel:
         sequences = zip(*(x.split(self._lengths, dim=1) for x in ordered), strict=True)
 
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            for row, length, new in zip(sequences, self._lengths, self._new_counts, strict=True):
+            for sequence, length, new_count in zip(sequences, self._lengths, self._new_counts, strict=True):
                 padding = -length % LENGTH_MULTIPLE  # keys behind all queries: none sees them
-                q, k, v = (pad(x, (0, 0, 0, padding))[None] for x in row)
+                q, k, v = (pad(x, (0, 0, 0, padding))[None] for x in sequence)
                 output = causal_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
-                outputs.append(output[0, :, length - new : length])
+                outputs.append(output[0, :, length - new_count : length])
 
         results = torch.cat(outputs, dim=1)
-
-        return (results if self._result_order is None else results[:, self._result_order]).transpose(0, 1)
+        if self._result_order is not None:
+            results = results[:, self._result_order]
+        return results.transpose(0, 1)
 
 
 class FlexKernel:

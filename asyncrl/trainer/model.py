@@ -223,7 +223,7 @@ def score_ids(
     adapter_indices = [*range(adapter_count)] * sequence_count
     sequence_of = np.repeat(np.arange(len(sequences) - adapter_count, len(sequences)), len(ids) - 1)
     position = np.tile(np.arange(1, len(ids)), adapter_count)
-    packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal rows stay apart
+    packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal sequences stay apart
     selected = Selected.lay_out(
         sequences, sequence_of, position, torch.ones(len(sequence_of)), packing, adapters=adapter_indices
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_SHARED = 16  # shared ids; fewer are computed once per row
+LEAST_SHARED = 16  # shared ids; fewer are computed once per sequence
 
 
 class Forest(NamedTuple):
@@ -45,8 +45,8 @@ def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Fo
         pending = [(sorted(sequence_indices, key=lambda index: sequences[index].tolist()), empty_path)]
 
     while pending:
-        members, path = pending.pop()  # rows in order that agree on the path, and may on more
-
+        # The members are sorted sequences that agree on the path, and may agree on more.
+        members, path = pending.pop()
         first_sequence = sequences[members[0]]
         common_end = common_prefix(sequences[members[0]], sequences[members[-1]])
         if len(members) == 1 or common_end - len(path) >= LEAST_SHARED:

@@ -33,7 +33,7 @@ from asyncrl.wire.messages.trainer import Published
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 PROBE_TOKENS = 65
-NOISE_ROWS = 16  # the probe in a batch of this many rows: products of other shapes are rounded otherwise
+NOISE_ROWS = 16  # sequences in the probe's larger batch, as other shapes round otherwise
 
 
 class Publishing:

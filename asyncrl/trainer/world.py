@@ -83,7 +83,6 @@ class World:
         device_type = self.device.type
         mesh = self.mesh
         sequence_ranks = None
-
         process_groups = list[dist.ProcessGroup]()
         replica_group = None
         if replicas > 1:
@@ -99,10 +98,9 @@ class World:
             sequence_ranks = SequenceRanks(group, self.rank % sequence, sequence)
             process_groups.append(group)
 
-        for process_group in (
-            process_groups if timeout_s else ()
-        ):  # a mesh gives its groups torch's default timeout
-            _set_pg_timeout(timedelta(seconds=timeout_s), process_group)
+        if timeout_s:  # a mesh gives its groups torch's default timeout
+            for process_group in process_groups:
+                _set_pg_timeout(timedelta(seconds=timeout_s), process_group)
 
         return replace(self, mesh=mesh, sequence=sequence_ranks, replica_group=replica_group)
 
@@ -119,9 +117,8 @@ class World:
         for bucket in _in_buckets(gradient_shards, GRADIENT_BYTES):
             flat_shards = [shard.flatten() for shard in bucket]
             # Shards may be offloaded.
-            joined_shards = (flat_shards[0] if len(flat_shards) == 1 else torch.cat(flat_shards)).to(
-                self.device
-            )
+            joined_shards = flat_shards[0] if len(flat_shards) == 1 else torch.cat(flat_shards)
+            joined_shards = joined_shards.to(self.device)
             dist.all_reduce(joined_shards, group=self.replica_group)
             joined_shards /= self.replica_group.size()
             averages = joined_shards.split([shard.numel() for shard in bucket])
@@ -197,7 +194,7 @@ class World:
 
         if differing_ranks:
             raise ProtocolError(
-                f"trainer ranks that share a micro-batch were given different ones: "
+                "trainer ranks that share a micro-batch were given different ones: "
                 f"{len(differing_ranks)} of {self.size} ranks, first rank {differing_ranks[0]}"
             )
 
