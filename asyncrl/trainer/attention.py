@@ -240,7 +240,7 @@ class SequenceKernel:
         self._lengths = [len(sequence) for sequence in sequences]
         self._new_counts = [len(uncovered) for uncovered in new_tokens]
 
-        # The indices of all sequences' tokens in the forest, and of each token in the results; None: in order.
+        # Indices of all sequences' tokens in the forest, and of each token in the results; None: in order.
         self._token_order, self._result_order = (
             None if (np.diff(order) == 1).all() else to_device([torch.from_numpy(order)], device)[0]
             for order in (np.concatenate(sequences), np.argsort(np.concatenate(new_tokens)))
