@@ -61,7 +61,10 @@ def snapshot(learner: Learner, *, copy: bool = True, device_offload: DeviceOfflo
 
 def state_bytes(state: State) -> int:
     """Return the bytes of a state on this rank."""
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in state_tensors(state))
+    return sum(
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+        for tensor in state_tensors(state)
+    )
 
 
 def state_tensors(state: State) -> list[Tensor]:
@@ -98,7 +101,7 @@ def write_checkpoint(
         if is_first_rank:
             checkpoints.seal(
                 msgspec.structs.replace(
-                    manifest, files={n: f for part in files_by_rank for n, f in part.items()}
+                    manifest, files={name: file for part in files_by_rank for name, file in part.items()}
                 )
             )
 

@@ -154,7 +154,6 @@ class Checkpointing:
         in the store, and is trained again."""
         assert self._write_job is None, "one at a time"
         has_memory = main_memory().available > COPY_ROOM * self._state_bytes * self._ranks_on_host
-
         is_copied = all(self._world.gather(has_memory, bool))
         if not is_copied:
             log.warning(

@@ -74,9 +74,8 @@ class DeviceOffload:
         self._host_memory: Callable[[int], Tensor] = partial(unlinked_file, run_dir)
         if self._device.type != "cpu":
             self._host_memory = PageLockedMemory(learner.world).reserve
-        self._host_copies: dict[
-            int, tuple[UntypedStorage, Tensor]
-        ] = {}  # storages, each with a copy of its bytes
+        # Storages, each with a copy of its bytes.
+        self._host_copies: dict[int, tuple[UntypedStorage, Tensor]] = {}
 
     def offload(self, meet: Callable[[str], None]) -> None:
         """Offload, and return when all ranks have: `meet` waits for the ranks by a name. All ranks must call
@@ -121,7 +120,6 @@ class DeviceOffload:
         error_text = (
             f"engine.colocated: {sum(storage_sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
         )
-
         advice = "free room there, set model.lora_rank, or set engine.colocated=0"
         with ConfigError.instead_of(MemoryError, RuntimeError, text=error_text, advice=advice):
             storage_parts = list(

@@ -45,10 +45,10 @@ from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
 
 Received = tuple[Any, list[bytes]]  # a message with its frames
 log = logging.getLogger("asyncrl.trainer")
-HEARTBEAT_SECONDS = 0.5
-RESEND_SECONDS = 2.0
-SAVE_POLL_SECONDS = 0.05
-BROADCAST_POLL_SECONDS = 0.01  # seconds between two looks for what rank 0 tells
+HEARTBEAT_SECONDS = 0.5  # seconds between two heartbeats
+RESEND_SECONDS = 2.0  # seconds after which a request is sent again
+SAVE_POLL_SECONDS = 0.05  # seconds between two checks for the end of a checkpoint
+BROADCAST_POLL_SECONDS = 0.01  # seconds between two checks for rank 0's next word
 SAVE_AGAIN_SECONDS = 5.0  # seconds after a last checkpoint that could not be written
 
 
@@ -90,9 +90,8 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
         trainer_rank.publishing.drain()
     except Exception as error:
         give_up_text = trainer_rank.report_failure(error)
-        if isinstance(
-            error, SpikeError
-        ):  # raised on all ranks; a lack of memory leaves other ranks in a collective
+        # A spike is raised on all ranks; a lack of memory leaves other ranks in a collective.
+        if isinstance(error, SpikeError):
             trainer_rank.publishing.drain()
             if config.trainer.on_spike == "stop":
                 return 0
@@ -147,15 +146,17 @@ class TrainerRank:
         self.device_offload = DeviceOffload(self.learner, self.timeline, self.run_dir)
         self.stopwatch = self.learner.stopwatch
         self.peak_flops = peak_flops(trainer_world.device, config.model.dtype)
-        self.waiting_for = self._reported_wait = ""  # the current wait, and the wait in the newest heartbeat
+        self.waiting_for = ""
+        self._reported_wait = ""  # the wait in the newest heartbeat
         self._silence_limit = silence_limit(config)
         self._progress_limit = progress_limit(config)
-        self.trainer_epoch = self.trained_micro_batches = 0  # work: micro-batches done, for the beats
+        self.trainer_epoch = 0
+        self.trained_micro_batches = 0  # reported in heartbeats
         self.learner.after_micro_batch = self._after_micro_batch
-        self.ratio_recorder = self.learner.ratio_recorder = RatioRecorder(
-            self.run_dir, self.rank, config.buffer.groups_per_batch
-        )
-        self._next_heartbeat_at = self._heard_at = time.monotonic()
+        self.ratio_recorder = RatioRecorder(self.run_dir, self.rank, config.buffer.groups_per_batch)
+        self.learner.ratio_recorder = self.ratio_recorder
+        self._heard_at = time.monotonic()
+        self._next_heartbeat_at = self._heard_at
         self._batch_uids: list[str] = []
         self.published_step = -1
         self.is_repeating = False
@@ -349,8 +350,8 @@ class TrainerRank:
         """
         deadline = time.monotonic() + self._silence_limit
         self.waiting_for = wait_name
-
         resend_at = 0.0
+
         while True:
             now = time.monotonic()
             self.publishing.raise_failure()
