@@ -17,14 +17,14 @@ from msgspec import Meta
 from asyncrl.registry import Registry, bind
 
 
-class TokenShare(NamedTuple):
+class Share(NamedTuple):
     """`weight` of each model token of one episode, and what the episode adds to D."""
 
     weight: float
     denominator: float
 
 
-Rule = Callable[[int, int], TokenShare]
+Rule = Callable[[int, int], Share]
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Aggregation:
     `fixed`: D is 1 whatever the batch holds; the episodes' denominators then only scale what is reported.
     """
 
-    of: Callable[..., TokenShare]
+    of: Callable[..., Share]
     fixed: bool = False
     whole_group: bool = False
 
-    def __call__(self, tokens: int, group_tokens: int) -> TokenShare:
+    def __call__(self, tokens: int, group_tokens: int) -> Share:
         return self.of(tokens, group_tokens)
 
     def bound(self, run_facts: Mapping[str, Any], where: str) -> Aggregation:
@@ -57,64 +57,62 @@ class Aggregation:
 aggregations: Registry[Aggregation] = Registry("aggregation", Aggregation)
 
 
-def aggregation(name: str, **declared_fields: bool) -> Callable[[Callable[..., TokenShare]], Aggregation]:
-    """Register `(tokens, group_tokens, *, options…) -> TokenShare` as `name`. `declared_fields`: of
+def aggregation(name: str, **declared_fields: bool) -> Callable[[Callable[..., Share]], Aggregation]:
+    """Register `(tokens, group_tokens, *, options…) -> Share` as `name`. `declared_fields`: of
     Aggregation."""
     return lambda function: aggregations.register(name)(Aggregation(function, **declared_fields))
 
 
 @aggregation("token_mean")
-def token_mean(tokens: int, group_tokens: int) -> TokenShare:
+def token_mean(tokens: int, group_tokens: int) -> Share:
     """w = 1, D = Σ tokens (DAPO, arXiv 2503.14476): every token counts the same.
 
     Use: the default; long episodes count more. Any staleness.
     """
-    return TokenShare(1.0, float(tokens))
+    return Share(1.0, float(tokens))
 
 
 @aggregation("token_sum", fixed=True)
-def token_sum(tokens: int, group_tokens: int) -> TokenShare:
+def token_sum(tokens: int, group_tokens: int) -> Share:
     """w = 1, D = 1 (plain): the gradient grows with the batch. The loss is reported per token.
 
     Use: batches of equal size, to compare with trainers that sum; mind trainer.grad_clip. Any staleness.
     """
-    return TokenShare(1.0, float(tokens))
+    return Share(1.0, float(tokens))
 
 
 @aggregation("seq_mean_token_mean")
-def seq_mean_token_mean(tokens: int, group_tokens: int) -> TokenShare:
+def seq_mean_token_mean(tokens: int, group_tokens: int) -> Share:
     """w = 1/T_i, D = number of episodes (GRPO, arXiv 2402.03300): every episode counts the same.
 
     Use: to compare with published GRPO runs; tokens of long wrong answers are punished less. Any staleness.
     """
-    return TokenShare(1.0 / max(tokens, 1), 1.0)
+    return Share(1.0 / max(tokens, 1), 1.0)
 
 
 @aggregation("seq_mean_token_sum")
-def seq_mean_token_sum(tokens: int, group_tokens: int) -> TokenShare:
+def seq_mean_token_sum(tokens: int, group_tokens: int) -> Share:
     """w = 1, D = number of episodes (plain REINFORCE): the unbiased gradient of the mean reward.
 
     Use: where bias matters more than even steps, which grow with the length of the answers. Any staleness.
     """
-    return TokenShare(1.0, 1.0)
+    return Share(1.0, 1.0)
 
 
 @aggregation("seq_mean_token_sum_norm")
-def seq_mean_token_sum_norm(
-    tokens: int, group_tokens: int, *, length: Annotated[int, Meta(ge=1)]
-) -> TokenShare:
+def seq_mean_token_sum_norm(tokens: int, group_tokens: int, *, length: Annotated[int, Meta(ge=1)]) -> Share:
     """w = 1/L, D = number of episodes (Dr. GRPO, arXiv 2503.20783), L = `length`, which
     is rollout.max_tokens.
 
     Use: as seq_mean_token_sum, with gradients of the size that the means have. Any staleness.
     """
-    return TokenShare(1.0 / length, 1.0)
+    return Share(1.0 / length, 1.0)
 
 
 @aggregation("prompt_mean", whole_group=True)
-def prompt_mean(tokens: int, group_tokens: int) -> TokenShare:
+def prompt_mean(tokens: int, group_tokens: int) -> Share:
     """w = 1/T_g, D = number of groups, as Σ T_i/T_g (ScaleRL, arXiv 2510.13786): every group counts the same.
 
     Use: samples whose answers differ much in length; needs whole groups. Any staleness.
     """
-    return TokenShare(1.0 / max(group_tokens, 1), tokens / max(group_tokens, 1))
+    return Share(1.0 / max(group_tokens, 1), tokens / max(group_tokens, 1))

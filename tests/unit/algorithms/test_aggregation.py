@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.aggregation import Aggregation, TokenShare, aggregations
+from asyncrl.algorithms.aggregation import Aggregation, Share, aggregations
 from asyncrl.errors import ConfigError
 
 LENGTH = 8
@@ -89,7 +89,7 @@ def test_the_norm_needs_a_length(length: int | None) -> None:
 
 
 def test_a_rule_of_ones_own_is_given_what_it_names() -> None:
-    def half(tokens: int, group_tokens: int, *, length: int) -> TokenShare:
-        return TokenShare(length / 2, 1.0)
+    def half(tokens: int, group_tokens: int, *, length: int) -> Share:
+        return Share(length / 2, 1.0)
 
     assert Aggregation(half).bound({"length": 6, "unknown": 1}, "x")(1, 1) == (3.0, 1.0)
