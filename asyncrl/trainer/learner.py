@@ -180,7 +180,11 @@ class Learner:
         )
         samples = [
             training_sample(
-                *(planned, turns, self.step, self.max_staleness, aggregation),
+                planned,
+                turns,
+                self.step,
+                self.max_staleness,
+                aggregation,
                 mask_truncated=mask_truncated,
                 expert_choices=expert_choices,
                 scorer_topk=self.config.kl.top_k if self.scorers_read_reference else None,

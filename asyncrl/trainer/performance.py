@@ -186,10 +186,12 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._charged_at = self._lap_started_at = clock()
+        self._charged_at = clock()
+        self._lap_started_at = self._charged_at
         self._phase = ""
         self._waiting = False
-        self._busy_seconds = self._idle_seconds = 0.0
+        self._busy_seconds = 0.0
+        self._idle_seconds = 0.0
         self._phase_seconds: dict[str, float] = {}
 
     @contextmanager

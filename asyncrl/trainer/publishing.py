@@ -56,13 +56,17 @@ class Publishing:
         self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
         weights_config = config.weights
         collector_count = readers(config, world.size)
-        self._adapters = (
-            policy.adapters if config.adapters_apart else None
-        )  # if set, only adapters are published
+        # If set, only adapters are published.
+        self._adapters = policy.adapters if config.adapters_apart else None
         pieces = self._adapters.published if self._adapters else policy.published
         self._host = HostShards(
-            *(self._published_shards(), pieces, policy.export_dtype, config.launch.stall_timeout),
-            *(collector_count, self._buffers(), weights_config.full_every > 1),
+            self._published_shards(),
+            pieces,
+            policy.export_dtype,
+            config.launch.stall_timeout,
+            collector_count,
+            self._buffers(),
+            weights_config.full_every > 1,
         )
         self._files: VersionWriter | None = None
 

@@ -411,19 +411,24 @@ class SplitModel:
             try:
                 return self._lm(input_ids=tokens.ids, use_cache=False).logits[0]
             finally:
-                self._backbone_output = self._head_product = None
+                self._backbone_output = None
+                self._head_product = None
 
         return hidden, hidden, logits_of
 
     def run_whole(self, tokens: Selected) -> HeadInput:
         """Run the model's forward unchanged; logits of all tokens."""
-        self._selected, self._head_product = tokens, self._make_head_product()
+        head_product = self._make_head_product()
+        self._selected = tokens
+        self._head_product = head_product
         try:
             logits = self._lm(**tokens.inputs).logits[0]
             assert self._selected_hidden is not None, "the model did not call its output layer"
             return self._selected_hidden, logits, lambda part: part
         finally:
-            self._selected = self._head_product = self._selected_hidden = None
+            self._selected = None
+            self._head_product = None
+            self._selected_hidden = None
 
     def _run_backbone(self, *args: Any, **kwargs: Any) -> Any:
         return (

@@ -59,7 +59,8 @@ def _serve_weights(
     hello again, and the messages that it may not know. DeadlineError if the first answer does not come."""
     hello_message = TrainerHello(0, 1, incarnation, 0, vocabulary)
     probed_message = None
-    heard_at = hello_at = time.monotonic()
+    heard_at = time.monotonic()
+    hello_at = heard_at
     link.send(hello_message)
 
     while True:
