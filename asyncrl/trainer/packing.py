@@ -27,8 +27,7 @@ def packing_for(
     Sets the models' attention. `dtype`: of a forward. `is_compiled`: the layers are. A collective."""
     for root in roots:
         language_model = transformer_of(root)
-
-        model_class = type(transformer_of(root)).__name__
+        model_class = type(language_model).__name__
         known_problems = shared_architecture_problems(language_model.config, world)
         if known_problems and known_problems["padded"]:
             logger.warning(
