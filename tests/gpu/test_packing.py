@@ -117,6 +117,6 @@ def test_attention_of_a_layer_that_is_computed_again_is_kept_and_no_more(kernel:
     with mock.patch.object(recompute, "ATTENTION", frozenset()):
         without, expected = run()
     output = size * 8 * (64 * 2 + 4)
-    padding = 2 * len(planted.rows) * 512 * 8 * (64 * 2 + 4) if kernel is SequenceKernel else 0
+    padding = 2 * len(planted.sequences) * 512 * 8 * (64 * 2 + 4) if kernel is SequenceKernel else 0
     assert torch.equal(gradient, expected)
     assert output <= kept - without < 1.5 * output + padding

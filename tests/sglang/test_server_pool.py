@@ -126,7 +126,7 @@ async def test_a_server_that_hangs_gives_its_turns_back_when_it_leaves_the_table
         await s.load(survivor, versions, 0)
         await s.load(victim, versions, 1)
         turns = s.start(4)
-        await s.write_progress()
+        await s.under_way()
         for process in victim.processes():
             process.send_signal(signal.SIGSTOP)
         try:
@@ -164,7 +164,7 @@ async def test_turns_that_an_update_takes_back_go_on_with_the_new_weights(
     async with site("abort", survivor) as s:
         await s.load(survivor, versions, 0)
         turns = s.start(4)
-        await s.write_progress()
+        await s.under_way()
         await s.load(survivor, versions, 1)
         assert await checked(versions, turns) == [[0, 1]] * 4
         (use,) = s.pool.uses.values()
@@ -178,7 +178,7 @@ async def test_the_turns_of_a_killed_server_go_on_at_the_other(
         await s.load(survivor, versions, 0)
         await s.load(victim, versions, 1)
         turns = s.start(8)
-        await s.write_progress()
+        await s.under_way()
         family = victim.processes()
         assert len(family) >= 3  # HTTP, scheduler, detokenizer
         victim.process.kill()  # the first process only: its children notice by themselves

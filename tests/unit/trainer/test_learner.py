@@ -171,7 +171,7 @@ def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
 
     def careless(*args: Any) -> Any:
         micro = collate(*args)
-        return dataclasses.replace(micro, fresh=torch.ones_like(micro.within_staleness))
+        return dataclasses.replace(micro, within_staleness=torch.ones_like(micro.within_staleness))
 
     monkeypatch.setattr(learning, "collate", careless)
     metrics = run_batch(made(STEP), whole(episodes))

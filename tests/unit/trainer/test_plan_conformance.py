@@ -130,7 +130,7 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
 
     place = f"{run_dir}/{incarnation}" if config.trainer.ranks > 1 else ""
     patched = partial(mock.patch.object, Learner)
-    soon = mock.patch.multiple(rank, RESEND_EVERY=0.2, BEAT_EVERY=0.05, SAVE_POLL=0.01)
+    soon = mock.patch.multiple(rank, RESEND_SECONDS=0.2, HEARTBEAT_SECONDS=0.05, SAVE_POLL_SECONDS=0.01)
     with (
         soon,
         mock.patch.object(Checkpointing, "mark_due", acknowledged),
