@@ -144,8 +144,8 @@ def pass_at_k(episode: CreditInput, *, divide_by_std: bool = False) -> Credit:
     """
     if not episode.others:
         return 0.0
-    lead = max(episode.own.reward - max(rewards(episode.others)), 0.0)
-    return lead / (deviation(rewards(episode.siblings)) + EPSILON) if divide_by_std else lead
+    best_lead = max(episode.own.reward - max(rewards(episode.others)), 0.0)
+    return best_lead / (deviation(rewards(episode.siblings)) + EPSILON) if divide_by_std else best_lead
 
 
 @advantage("gdpo", scale="whiten", components=True)
@@ -156,27 +156,30 @@ def gdpo(episode: CreditInput, *, weights: Weights = "") -> Credit:
     Use: several reward components whose sums would tie; on-policy or at small staleness. The reward function
     must report `components`; of one in verl's form name the weights, or `acc` and other numbers count, too.
     """
-    weight = _weights(episode, weights)
+    component_weights = _weights(episode, weights)
     return math.fsum(
         w * standardised(episode.own.components[name], [m.components[name] for m in episode.siblings])
-        for name, w in weight.items()
+        for name, w in component_weights.items()
     )
 
 
 def _weights(episode: CreditInput, weights: str) -> dict[str, float]:
     """Component → weight. ConfigError when an episode does not report what is weighed."""
-    parts = [part.rpartition(":") for part in weights.split(",") if part]
+    weight_parts = [part.rpartition(":") for part in weights.split(",") if part]
 
-    weight = {name.strip(): float(w) for name, _, w in parts} or dict.fromkeys(episode.own.components, 1.0)
+    component_weights = {name.strip(): float(w) for name, _, w in weight_parts} or dict.fromkeys(
+        episode.own.components, 1.0
+    )
     for member in (episode.own, *episode.siblings):
-        if not weight or not weight.keys() <= member.components.keys():
+        if not component_weights or not component_weights.keys() <= member.components.keys():
             raise ConfigError(
-                f"algorithm.advantage gdpo needs reward components {', '.join(sorted(weight)) or '(any)'}, "
-                f"an episode has {', '.join(sorted(member.components)) or 'none'}; the reward function must "
+                "algorithm.advantage gdpo needs reward components "
+                f"{', '.join(sorted(component_weights)) or '(any)'}, an episode has "
+                f"{', '.join(sorted(member.components)) or 'none'}; the reward function must "
                 "report the same `components` for every episode"
             )
 
-    return weight
+    return component_weights
 
 
 def _by_length(reward: float, members: Sequence[EpisodeResult]) -> float:
@@ -196,8 +199,8 @@ def centred(value: float, siblings: Sequence[float]) -> float:
 
 def deviation(siblings: Sequence[float]) -> float:
     """Standard deviation, ddof 1; 0 for fewer than two."""
-    squares = math.fsum(centred(value, siblings) ** 2 for value in siblings)
-    return math.sqrt(squares / max(len(siblings) - 1, 1))
+    square_sum = math.fsum(centred(value, siblings) ** 2 for value in siblings)
+    return math.sqrt(square_sum / max(len(siblings) - 1, 1))
 
 
 def standardised(value: float, siblings: Sequence[float]) -> float:
@@ -253,8 +256,8 @@ def gae(episode: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_ga
     if episode.values is None:
         raise ProtocolError("advantage gae: an episode came without values of the critic")
     discount = _discounts(episode.turn, gamma, turn_gamma)
-    following = np.append(episode.values[1:], 0.0)[: len(episode.values)]
-    return returns(episode.rewards + discount * following - episode.values, lam * discount)
+    next_values = np.append(episode.values[1:], 0.0)[: len(episode.values)]
+    return returns(episode.rewards + discount * next_values - episode.values, lam * discount)
 
 
 @advantage("grpo_turn", turns=True)
@@ -265,15 +268,15 @@ def grpo_turn(episode: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = Fal
 
     Use: rewards on turns, any staleness. With the std on-policy only.
     """
-    compare = standardised if std else centred
-    own = turn_returns(episode.own, turn_gamma, turns=int(episode.turn.max(initial=0)) + 1)
+    compare_returns = standardised if std else centred
+    own_returns = turn_returns(episode.own, turn_gamma, turns=int(episode.turn.max(initial=0)) + 1)
 
-    siblings = [turn_returns(member, turn_gamma) for member in episode.siblings]
-    by_turn = np.zeros(len(own))
-    for k, value in enumerate(own):
-        same = [sibling[k] for sibling in siblings if len(sibling) > k]
-        if len(same) > 1:
-            by_turn[k] = compare(value, same)
+    returns_of_siblings = [turn_returns(member, turn_gamma) for member in episode.siblings]
+    by_turn = np.zeros(len(own_returns))
+    for k, value in enumerate(own_returns):
+        sibling_returns = [sibling[k] for sibling in returns_of_siblings if len(sibling) > k]
+        if len(sibling_returns) > 1:
+            by_turn[k] = compare_returns(value, sibling_returns)
         elif k:
             by_turn[k] = by_turn[0]
 
@@ -288,23 +291,23 @@ def optimal_token_baseline(episode: CreditInput) -> Credit:
 
     Use: long episodes in small groups, on-policy or at small staleness; biased as opo.
     """
-    own = to_go(episode.rewards)
-    weighted, weight, plain, members = np.zeros((4, len(own)))
+    own_returns = to_go(episode.rewards)
+    weighted_lead, norm_sum, plain_lead, member_count = np.zeros((4, len(own_returns)))
     for trace in episode.traces:
-        common_length = min(len(own), len(trace.rewards))
+        common_length = min(len(own_returns), len(trace.rewards))
         norm_step = 1 - 2 * np.exp(trace.prox) + trace.collision  # rounding must not turn it negative
-        lead = own[:common_length] - to_go(trace.rewards)[:common_length]
+        lead = own_returns[:common_length] - to_go(trace.rewards)[:common_length]
         norm = norm_step.clip(min=0.0).cumsum()[:common_length]
-        weighted[:common_length] += lead * norm
-        weight[:common_length] += norm
-        plain[:common_length] += lead
-        members[:common_length] += 1
+        weighted_lead[:common_length] += lead * norm
+        norm_sum[:common_length] += norm
+        plain_lead[:common_length] += lead
+        member_count[:common_length] += 1
 
-    if not members.all():
+    if not member_count.all():
         raise ProtocolError("advantage optimal_token_baseline: an episode came without traces of its group")
-    has_weight = weight > 0
+    has_weight = norm_sum > 0
 
-    return np.where(has_weight, weighted, plain) / np.where(has_weight, weight, members)
+    return np.where(has_weight, weighted_lead, plain_lead) / np.where(has_weight, norm_sum, member_count)
 
 
 def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:

@@ -51,11 +51,11 @@ def clip_cov(
 
     Use: entropy falls too fast; staleness 0 to 8.
     """
-    chosen = _prepared(tokens) > 0
+    is_chosen = _prepared(tokens) > 0
     value, clipped = clip_surrogate(
         ratio_of(tokens.logp - tokens.prox), tokens.advantage, clip_low, clip_high
     )
-    return TokenLoss(tokens.weighed(value.masked_fill(chosen, 0.0)), clipped | chosen)
+    return TokenLoss(tokens.weighed(value.masked_fill(is_chosen, 0.0)), clipped | is_chosen)
 
 
 @loss("kl_cov", ratio="prox", clips=True, prepare=highest_covariance)
@@ -66,11 +66,11 @@ def kl_cov(tokens: LossInput, *, share: Share = 2e-4, coef: Positive = 0.1) -> T
     Use: as clip_cov, with several optimizer steps per batch; staleness 0 to 8.
     """
     log_ratio = tokens.logp - tokens.prox
-    chosen = _prepared(tokens)
+    is_chosen = _prepared(tokens)
     # In the first step pi is prox but for rounding, whose sign would be the gradient of |x| there.
     distance = log_ratio.abs().masked_fill(log_ratio.detach().abs() < ROUNDING, 0.0)
-    value = -ratio_of(log_ratio) * tokens.advantage + coef * chosen * distance
-    return TokenLoss(tokens.weighed(value), chosen > 0)
+    value = -ratio_of(log_ratio) * tokens.advantage + coef * is_chosen * distance
+    return TokenLoss(tokens.weighed(value), is_chosen > 0)
 
 
 def within_second_moment(traces: Sequence[Trace], *, tau: float) -> list[np.ndarray]:

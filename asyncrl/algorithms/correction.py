@@ -83,19 +83,19 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def select_rules(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Rule]:
+def select_rules(named_rules: Mapping[str, Mapping[str, Any]], where: str) -> list[Rule]:
     """The rules of a configuration with their options bound. ConfigError for two weight rules."""
-    rules = []
-    for name, options in named.items():
+    selected_rules = []
+    for name, options in named_rules.items():
         rule = corrections.load(name, where)
-        rules.append(replace(rule, of=_bound(rule.of, options, f"{where}.{name}")))
+        selected_rules.append(replace(rule, of=_bound(rule.of, options, f"{where}.{name}")))
 
-    if sum(rule.kind == "weight" for rule in rules) > 1:
+    if sum(rule.kind == "weight" for rule in selected_rules) > 1:
         raise ConfigError(
-            f"{where}: {', '.join(named)} hold two weights; rho would be counted twice; keep one"
+            f"{where}: {', '.join(named_rules)} hold two weights; rho would be counted twice; keep one"
         )
 
-    return rules
+    return selected_rules
 
 
 def _bound(
@@ -178,14 +178,16 @@ def pooled(values: Tensor, tokens: CorrectionInput, level: Level) -> tuple[Tenso
     return summed(values, places(tokens, level), tokens.fresh)
 
 
-def summed(values: Tensor, place: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+def summed(values: Tensor, spans: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
     """At each token, the sum of `values` over the fresh tokens of its place, and their number (at least 1);
     [N] all."""
     # float64: the log-ratios of a long episode cancel.
-    terms = torch.stack([torch.where(fresh, values, 0.0).double(), fresh.double()])
-    size = int(place.max()) + 1
-    total, count = torch.zeros(2, size, dtype=terms.dtype, device=terms.device).index_add(1, place, terms)
-    return total[place].to(values.dtype), count[place].clamp(min=1).to(values.dtype)
+    summed_terms = torch.stack([torch.where(fresh, values, 0.0).double(), fresh.double()])
+    span_count = int(spans.max()) + 1
+    span_sums, span_counts = torch.zeros(
+        2, span_count, dtype=summed_terms.dtype, device=summed_terms.device
+    ).index_add(1, spans, summed_terms)
+    return span_sums[spans].to(values.dtype), span_counts[spans].clamp(min=1).to(values.dtype)
 
 
 def mean_over(values: Tensor, tokens: CorrectionInput, level: Level) -> Tensor:
@@ -286,8 +288,8 @@ def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] =
     Use: against broken log-probs: a token that the policy would hardly write. Any staleness; with a long lag
     it also drops correct tokens.
     """
-    absurd = (tokens.log_ratio < math.log(least)).to(tokens.log_ratio.dtype)
-    return CorrectionMask(keep=pooled(absurd, tokens, "sequence")[0] == 0)
+    is_absurd = (tokens.log_ratio < math.log(least)).to(tokens.log_ratio.dtype)
+    return CorrectionMask(keep=pooled(is_absurd, tokens, "sequence")[0] == 0)
 
 
 @correction("negative", kind="mask")
@@ -299,8 +301,8 @@ def negative_episodes(tokens: CorrectionInput, *, delta: Positive = 0.1) -> Corr
     Use: several steps per batch or staleness above 4: wrong answers that the policy no longer gives teach
     little and make training unstable.
     """
-    punished = mean_over(tokens.advantage, tokens, "sequence") < 0
-    return CorrectionMask(keep=~(punished & (mean_over(-tokens.current, tokens, "sequence") > delta)))
+    is_punished = mean_over(tokens.advantage, tokens, "sequence") < 0
+    return CorrectionMask(keep=~(is_punished & (mean_over(-tokens.current, tokens, "sequence") > delta)))
 
 
 @correction("batch_mean", kind="scale")

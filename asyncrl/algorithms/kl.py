@@ -144,13 +144,13 @@ def lumped(top: Tensor, sampled: Tensor, is_excluded: Tensor) -> Tensor:
     return torch.cat([named_logp, other_logp], 1)
 
 
-def adapted(coefficient: float, kl: float, target: float, episodes: int, horizon: int) -> float:
+def adapted(coefficient: float, mean_kl: float, target: float, episodes: int, horizon: int) -> float:
     """The coefficient for the next batch: β·(1 + clip(kl/target - 1, ±0.2)·n/horizon) (arXiv 1909.08593).
 
-    `kl`: mean per token of a batch of n `episodes`. `target` 0 keeps β, as does a KL that is not finite. A
-    batch of more than `horizon` episodes counts as `horizon`, so that β stays positive.
+    `mean_kl`: mean per token of a batch of n `episodes`. `target` 0 keeps β, as does a KL that is not finite.
+    A batch of more than `horizon` episodes counts as `horizon`, so that β stays positive.
     """
-    if not target or not math.isfinite(kl):
+    if not target or not math.isfinite(mean_kl):
         return coefficient
-    surplus = min(max(kl / target - 1, -LARGEST_CHANGE), LARGEST_CHANGE)
-    return coefficient * (1 + surplus * min(episodes / horizon, 1.0))
+    clipped_surplus = min(max(mean_kl / target - 1, -LARGEST_CHANGE), LARGEST_CHANGE)
+    return coefficient * (1 + clipped_surplus * min(episodes / horizon, 1.0))

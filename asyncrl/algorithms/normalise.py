@@ -62,13 +62,13 @@ class Whitening:
             return earlier or cls(0.0, 0.0)
         if earlier is None:
             return batch_statistics
-        mean = DECAY * earlier.mean + (1 - DECAY) * batch_statistics.mean
-        variance = sum(
-            fraction * (part.std**2 + (part.mean - mean) ** 2)
+        mixed_mean = DECAY * earlier.mean + (1 - DECAY) * batch_statistics.mean
+        mixed_variance = sum(
+            fraction * (part.std**2 + (part.mean - mixed_mean) ** 2)
             for fraction, part in ((DECAY, earlier), (1 - DECAY, batch_statistics))
         )
 
-        return cls(mean, math.sqrt(variance))
+        return cls(mixed_mean, math.sqrt(mixed_variance))
 
     def apply(self, advantage: np.ndarray) -> np.ndarray:
         """[T] -> [T]."""

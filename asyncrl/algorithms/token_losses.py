@@ -68,8 +68,8 @@ def ppo(
     if not dual_clip:
         return TokenLoss(tokens.weighed(value), clipped)
     ceiling = -dual_clip * tokens.advantage
-    lower = (tokens.advantage < 0) & (value > ceiling)
-    return TokenLoss(tokens.weighed(torch.where(lower, ceiling, value)), clipped, lower)
+    below_ceiling = (tokens.advantage < 0) & (value > ceiling)
+    return TokenLoss(tokens.weighed(torch.where(below_ceiling, ceiling, value)), clipped, below_ceiling)
 
 
 @loss("cispo", ratio="prox", clips=True, linear=True)
@@ -85,8 +85,8 @@ def cispo(
     0 to 8.
     """
     ratio = ratio_of(tokens.logp.detach() - tokens.prox)
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return policy_gradient(tokens, bounded, bounded != ratio)
+    bounded_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return policy_gradient(tokens, bounded_ratio, bounded_ratio != ratio)
 
 
 @loss("cispo_scalerl", ratio="mu", linear=True)
@@ -110,8 +110,8 @@ def sapo(tokens: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Posit
     Use: several optimizer steps per batch, mixture-of-experts models; staleness 0 to 8.
     """
     ratio = ratio_of(tokens.logp - tokens.prox)
-    tau = _by_sign(tokens, tau_positive, tau_negative)
-    value = -tokens.advantage * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+    token_tau = _by_sign(tokens, tau_positive, tau_negative)
+    value = -tokens.advantage * (4 / token_tau) * torch.sigmoid(token_tau * (ratio - 1))
     return TokenLoss(tokens.weighed(value), torch.zeros_like(tokens.fresh))
 
 
@@ -126,9 +126,11 @@ def dppo_tv(
 
     Use: large vocabularies, and engines whose numbers differ from the trainer's; staleness 0 to 8.
     """
-    moved = tokens.logp.detach().exp() - tokens.mu.exp()
-    cut = torch.where(tokens.advantage > 0, moved > delta_high, moved < -delta_low)
-    return _capped(tokens, cap, cut)
+    probability_change = tokens.logp.detach().exp() - tokens.mu.exp()
+    is_cut = torch.where(
+        tokens.advantage > 0, probability_change > delta_high, probability_change < -delta_low
+    )
+    return _capped(tokens, cap, is_cut)
 
 
 @loss("dppo_kl", ratio="mu", linear=True)
@@ -143,9 +145,9 @@ def dppo_kl(
     Use: as dppo_tv; stricter where μ is near 0 or 1; staleness 0 to 8.
     """
     logp = tokens.logp.detach()
-    away = torch.where(tokens.advantage > 0, logp > tokens.mu, logp < tokens.mu)
-    cut = away & (binary_kl(tokens.mu, logp) > _by_sign(tokens, delta_high, delta_low))
-    return _capped(tokens, cap, cut)
+    moves_away = torch.where(tokens.advantage > 0, logp > tokens.mu, logp < tokens.mu)
+    is_cut = moves_away & (binary_kl(tokens.mu, logp) > _by_sign(tokens, delta_high, delta_low))
+    return _capped(tokens, cap, is_cut)
 
 
 @loss("dro", ratio="mu")
@@ -187,10 +189,10 @@ def _by_sign(tokens: LossInput, positive: float, negative: float) -> Tensor:
 def _capped(tokens: LossInput, cap: float, is_cut: Tensor | None = None) -> TokenLoss:
     """−min(π/μ, cap)·A·log π, 0 where `cut`."""
     ratio = ratio_of(tokens.logp.detach() - tokens.mu)
-    bounded = ratio.clamp(max=cap)
+    bounded_ratio = ratio.clamp(max=cap)
     if is_cut is None:
-        return policy_gradient(tokens, bounded, ratio > cap)
-    return policy_gradient(tokens, bounded.masked_fill(is_cut, 0.0), is_cut)
+        return policy_gradient(tokens, bounded_ratio, ratio > cap)
+    return policy_gradient(tokens, bounded_ratio.masked_fill(is_cut, 0.0), is_cut)
 
 
 # -- with the ratio of an episode ----------------------------------------------------------------------
@@ -225,11 +227,11 @@ def gmpo(tokens: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0
     staleness 0 to 4.
     """
     log_ratio = tokens.logp - tokens.prox
-    bounded = torch.where(
+    bounded_log_ratio = torch.where(
         tokens.advantage > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
     )
-    value = -tokens.advantage * _through(tokens.episode_mean(bounded), bounded)
-    return TokenLoss(tokens.weighed(value), bounded.detach() != log_ratio.detach())
+    value = -tokens.advantage * _through(tokens.episode_mean(bounded_log_ratio), bounded_log_ratio)
+    return TokenLoss(tokens.weighed(value), bounded_log_ratio.detach() != log_ratio.detach())
 
 
 @loss("topr", ratio="mu", linear=True)
@@ -240,10 +242,10 @@ def topr(tokens: LossInput) -> TokenLoss:
 
     Use: stale or offline data with outcome rewards; any staleness.
     """
-    sequence = ratio_of(tokens.episode_sum(tokens.logp.detach() - tokens.mu)).clamp(max=1.0)
-    positive = tokens.advantage > 0
-    tapered = ~positive & (sequence < 1)
-    return policy_gradient(tokens, sequence.masked_fill(positive, 1.0), tapered)
+    sequence_ratio = ratio_of(tokens.episode_sum(tokens.logp.detach() - tokens.mu)).clamp(max=1.0)
+    is_positive = tokens.advantage > 0
+    is_tapered = ~is_positive & (sequence_ratio < 1)
+    return policy_gradient(tokens, sequence_ratio.masked_fill(is_positive, 1.0), is_tapered)
 
 
 def _through(mean: Tensor, own_log_ratio: Tensor) -> Tensor:
