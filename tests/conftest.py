@@ -21,11 +21,11 @@ def world() -> Iterator[World]:
     """This process as the only rank of a trainer."""
     import torch  # here: pytest's main process reads this file too, and runs no test under xdist
 
-    from asyncrl.trainer.world import join, leave
+    from asyncrl.trainer.world import join_ranks, leave_ranks
 
     torch.set_num_threads(1)
-    yield join(0, 1, device="cpu")
-    leave()
+    yield join_ranks(0, 1, device="cpu")
+    leave_ranks()
 
 
 @pytest.fixture(scope="session")

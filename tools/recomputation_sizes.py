@@ -14,7 +14,7 @@ from pathlib import Path
 from size_model import SIZES, write
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.trainer.footprint import USABLE, footprint, least_recomputation, with_recomputation
+from asyncrl.trainer.footprint import USABLE_FRACTION, footprint, least_recomputation, with_recomputation
 
 MEMORY = 80 * 2**30  # bytes of each GPU
 LENGTHS = (4096, 16_384, 32_768, 65_536)
@@ -41,7 +41,7 @@ def choice(config: RunConfig) -> str:
     every = least_recomputation(config, MEMORY, gpu=0, gpus=config.trainer.ranks + 1)
     held = footprint(with_recomputation(config, every)).total
     level = {0: "none", 1: "full"}.get(every, str(every))
-    return f"{level if held <= USABLE * MEMORY else 'too large'} ({held / 2**30:.0f} GiB)"
+    return f"{level if held <= USABLE_FRACTION * MEMORY else 'too large'} ({held / 2**30:.0f} GiB)"
 
 
 def main() -> None:

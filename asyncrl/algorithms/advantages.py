@@ -66,115 +66,120 @@ Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
 
 
 @advantage("dr_grpo", late=True)
-def dr_grpo(given: CreditInput) -> Credit:
+def dr_grpo(episode: CreditInput) -> Credit:
     """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings), n
     the number of members that were issued: the same if all of them landed, and unbiased if some are late.
 
     Use: the default, and whenever versions mix in a group (max_staleness > 0): a group std would magnify
     near-ties. With normalise=batch_std it is ScaleRL's (arXiv 2510.13786).
     """
-    return (given.issued - 1) / given.issued * centred(given.own.reward, rewards(given.others))
+    return (episode.issued - 1) / episode.issued * centred(episode.own.reward, rewards(episode.others))
 
 
 @advantage("grpo")
-def grpo(given: CreditInput) -> Credit:
+def grpo(episode: CreditInput) -> Credit:
     """(R − mean) / (std + 1e-6), ddof 1 (GRPO, arXiv 2402.03300). Fewer than two siblings: 0.
 
     Use: on-policy (max_staleness 0 or 1), or to compare with published runs.
     """
-    return standardised(given.own.reward, rewards(given.siblings))
+    return standardised(episode.own.reward, rewards(episode.siblings))
 
 
 @advantage("rloo", late=True)
-def rloo(given: CreditInput) -> Credit:
+def rloo(episode: CreditInput) -> Credit:
     """R − mean of the *other* siblings (RLOO, arXiv 2402.14740).
 
     Use: any staleness; dr_grpo times n/(n − 1).
     """
-    return centred(given.own.reward, rewards(given.others))
+    return centred(episode.own.reward, rewards(episode.others))
 
 
 @advantage("reinforce_pp_baseline", scale="whiten")
-def reinforce_pp_baseline(given: CreditInput) -> Credit:
+def reinforce_pp_baseline(episode: CreditInput) -> Credit:
     """R − mean, then whitened over the batch's tokens (REINFORCE++ with baseline, arXiv 2501.03262).
 
     Use: rewards of very different size from task to task, on-policy or at small staleness; whitening waits
     for the whole batch unless normalise=whiten_running.
     """
-    return centred(given.own.reward, rewards(given.siblings))
+    return centred(episode.own.reward, rewards(episode.siblings))
 
 
 @advantage("opo")
-def opo(given: CreditInput) -> Credit:
+def opo(episode: CreditInput) -> Credit:
     """R − Σ_j T_j·R_j / Σ_j T_j over the group, T in model tokens (OPO, arXiv 2505.23585).
 
     Use: lengths that differ a lot, on-policy or at small staleness: the baseline of least variance if the
     square of a gradient grows with the length. Its own weight in the baseline leaves a bias of order 1/n.
     """
-    return _by_length(given.own.reward, given.siblings)
+    return _by_length(episode.own.reward, episode.siblings)
 
 
 @advantage("opo_loo", late=True)
-def opo_loo(given: CreditInput) -> Credit:
+def opo_loo(episode: CreditInput) -> Credit:
     """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the own weight).
 
     Use: as opo, at any staleness and with group_policy=partial: the baseline does not depend on the episode.
     """
-    return _by_length(given.own.reward, given.others)
+    return _by_length(episode.own.reward, episode.others)
 
 
 @advantage("gpg", scale="nonzero")
-def gpg(given: CreditInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> Credit:
+def gpg(episode: CreditInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> Credit:
     """α·(R − mean) / f_norm, α = B/(B − M), B episodes of the batch, M of them in groups without variance
     (GPG, arXiv 2504.02546).
 
     Use: sparse rewards without a filter: α makes up for groups of equal rewards. Any staleness. The form
     whose f_norm is the group std is grpo with normalise=nonzero.
     """
-    return centred(given.own.reward, rewards(given.siblings)) / f_norm
+    return centred(episode.own.reward, rewards(episode.siblings)) / f_norm
 
 
 @advantage("pass_at_k")
-def pass_at_k(given: CreditInput, *, divide_by_std: bool = False) -> Credit:
+def pass_at_k(episode: CreditInput, *, divide_by_std: bool = False) -> Credit:
     """r_max − r_second for the best of the group, 0 for others and ties (pass@k, arXiv 2503.19595).
     `divide_by_std`: divided by (group std + 1e-6), ddof 1.
 
     Use: when the best of n attempts is what counts; one episode of a group is trained. With the std on-policy
     only.
     """
-    if not given.others:
+    if not episode.others:
         return 0.0
-    lead = max(given.own.reward - max(rewards(given.others)), 0.0)
-    return lead / (deviation(rewards(given.siblings)) + EPSILON) if divide_by_std else lead
+    best_lead = max(episode.own.reward - max(rewards(episode.others)), 0.0)
+    return best_lead / (deviation(rewards(episode.siblings)) + EPSILON) if divide_by_std else best_lead
 
 
 @advantage("gdpo", scale="whiten", components=True)
-def gdpo(given: CreditInput, *, weights: Weights = "") -> Credit:
+def gdpo(episode: CreditInput, *, weights: Weights = "") -> Credit:
     """Σ_c w_c·(R_c − mean_c) / (std_c + 1e-6), ddof 1, then whitened (GDPO, arXiv 2601.05242). `weights`:
     "name:weight,…" of the components that count; empty: all, 1 each.
 
     Use: several reward components whose sums would tie; on-policy or at small staleness. The reward function
     must report `components`; of one in verl's form name the weights, or `acc` and other numbers count, too.
     """
-    weight = _weights(given, weights)
+    component_weights = _weights(episode, weights)
     return math.fsum(
-        w * standardised(given.own.components[name], [m.components[name] for m in given.siblings])
-        for name, w in weight.items()
+        w * standardised(episode.own.components[name], [m.components[name] for m in episode.siblings])
+        for name, w in component_weights.items()
     )
 
 
-def _weights(given: CreditInput, weights: str) -> dict[str, float]:
+def _weights(episode: CreditInput, weights: str) -> dict[str, float]:
     """Component → weight. ConfigError when an episode does not report what is weighed."""
-    parts = [part.rpartition(":") for part in weights.split(",") if part]
-    weight = {name.strip(): float(w) for name, _, w in parts} or dict.fromkeys(given.own.components, 1.0)
-    for member in (given.own, *given.siblings):
-        if not weight or not weight.keys() <= member.components.keys():
+    weight_parts = [part.rpartition(":") for part in weights.split(",") if part]
+
+    component_weights = {name.strip(): float(w) for name, _, w in weight_parts} or dict.fromkeys(
+        episode.own.components, 1.0
+    )
+    for member in (episode.own, *episode.siblings):
+        if not component_weights or not component_weights.keys() <= member.components.keys():
             raise ConfigError(
-                f"algorithm.advantage gdpo needs reward components {', '.join(sorted(weight)) or '(any)'}, "
-                f"an episode has {', '.join(sorted(member.components)) or 'none'}; the reward function must "
+                "algorithm.advantage gdpo needs reward components "
+                f"{', '.join(sorted(component_weights)) or '(any)'}, an episode has "
+                f"{', '.join(sorted(member.components)) or 'none'}; the reward function must "
                 "report the same `components` for every episode"
             )
-    return weight
+
+    return component_weights
 
 
 def _by_length(reward: float, members: Sequence[EpisodeResult]) -> float:
@@ -189,13 +194,13 @@ def rewards(members: Sequence[EpisodeResult]) -> list[float]:
 
 def centred(value: float, siblings: Sequence[float]) -> float:
     """value − mean; 0 without siblings."""
-    return math.fsum(value - other for other in siblings) / max(len(siblings), 1)
+    return math.fsum(value - sibling_reward for sibling_reward in siblings) / max(len(siblings), 1)
 
 
 def deviation(siblings: Sequence[float]) -> float:
     """Standard deviation, ddof 1; 0 for fewer than two."""
-    squares = math.fsum(centred(value, siblings) ** 2 for value in siblings)
-    return math.sqrt(squares / max(len(siblings) - 1, 1))
+    square_sum = math.fsum(centred(value, siblings) ** 2 for value in siblings)
+    return math.sqrt(square_sum / max(len(siblings) - 1, 1))
 
 
 def standardised(value: float, siblings: Sequence[float]) -> float:
@@ -209,18 +214,18 @@ Factor = Annotated[float, Meta(ge=0, le=1)]
 
 
 @advantage("reinforce_pp", scale="whiten", siblings=False, turns=True)
-def reinforce_pp(given: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
+def reinforce_pp(episode: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
     """G_t = r_t + γ_t·G_{t+1}, then whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). γ_t is
     `gamma`, times `turn_gamma` where the next token is in the next turn.
 
     Use: no groups (n = 1), on-policy or at small staleness; whitening waits for the whole batch unless
     normalise=whiten_running.
     """
-    return returns(given.rewards, _discounts(given.turn, gamma, turn_gamma))
+    return returns(episode.rewards, _discounts(episode.turn, gamma, turn_gamma))
 
 
 @advantage("constant", siblings=False)
-def constant(given: CreditInput) -> Credit:
+def constant(episode: CreditInput) -> Credit:
     """A = 1, whatever the reward (plain).
 
     Use: with the loss sft, whose episodes have no reward; at any staleness.
@@ -229,18 +234,18 @@ def constant(given: CreditInput) -> Credit:
 
 
 @advantage("remax", siblings=False, greedy=True, turns=True)
-def remax(given: CreditInput) -> Credit:
+def remax(episode: CreditInput) -> Credit:
     """G_t − R of the sample's greedy episode, G_t = Σ_{s≥t} r_s (ReMax, arXiv 2310.10505).
 
     Use: small groups, down to one; costs one more episode per sample. Any staleness.
     """
-    if given.greedy is None:
+    if episode.greedy is None:
         raise ProtocolError("advantage remax: an episode came without the reward of a greedy episode")
-    return to_go(given.rewards) - given.greedy
+    return to_go(episode.rewards) - episode.greedy
 
 
 @advantage("gae", scale="whiten", siblings=False, critic=True, turns=True)
-def gae(given: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
+def gae(episode: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
     """A_t = δ_t + γ_t·λ·A_{t+1}, δ_t = r_t + γ_t·V_{t+1} − V_t, then whitened (GAE, arXiv 1506.02438). λ is
     `lam`; γ_t is `gamma`, times `turn_gamma` where the next token is in the next turn; V after the last token
     is 0.
@@ -248,57 +253,61 @@ def gae(given: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamm
     Use: PPO with a critic, long episodes with rewards on turns. Up to staleness 4: V is that of the policy in
     training, the rewards that followed are those of the policy that acted.
     """
-    if given.values is None:
+    if episode.values is None:
         raise ProtocolError("advantage gae: an episode came without values of the critic")
-    discount = _discounts(given.turn, gamma, turn_gamma)
-    following = np.append(given.values[1:], 0.0)[: len(given.values)]
-    return returns(given.rewards + discount * following - given.values, lam * discount)
+    discount = _discounts(episode.turn, gamma, turn_gamma)
+    next_values = np.append(episode.values[1:], 0.0)[: len(episode.values)]
+    return returns(episode.rewards + discount * next_values - episode.values, lam * discount)
 
 
 @advantage("grpo_turn", turns=True)
-def grpo_turn(given: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> Credit:
+def grpo_turn(episode: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> Credit:
     """G_k − mean of G_k over the siblings with a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level credit as
     in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. Fewer than two such siblings:
     the advantage of the whole episode, that of its first turn.
 
     Use: rewards on turns, any staleness. With the std on-policy only.
     """
-    compare = standardised if std else centred
-    own = turn_returns(given.own, turn_gamma, turns=int(given.turn.max(initial=0)) + 1)
-    siblings = [turn_returns(member, turn_gamma) for member in given.siblings]
-    by_turn = np.zeros(len(own))
-    for k, value in enumerate(own):
-        same = [sibling[k] for sibling in siblings if len(sibling) > k]
-        if len(same) > 1:
-            by_turn[k] = compare(value, same)
+    compare_returns = standardised if std else centred
+    own_returns = turn_returns(episode.own, turn_gamma, turns=int(episode.turn.max(initial=0)) + 1)
+
+    returns_of_siblings = [turn_returns(member, turn_gamma) for member in episode.siblings]
+    by_turn = np.zeros(len(own_returns))
+    for k, value in enumerate(own_returns):
+        sibling_returns = [sibling[k] for sibling in returns_of_siblings if len(sibling) > k]
+        if len(sibling_returns) > 1:
+            by_turn[k] = compare_returns(value, sibling_returns)
         elif k:
             by_turn[k] = by_turn[0]
-    return by_turn[given.turn]
+
+    return by_turn[episode.turn]
 
 
 @advantage("optimal_token_baseline", whole_group=True, turns=True)
-def optimal_token_baseline(given: CreditInput) -> Credit:
+def optimal_token_baseline(episode: CreditInput) -> Credit:
     """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and
     W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t stands for the squared norm of the
     gradient up to t; the plain mean where that is 0 or unknown. A tail that one episode alone reaches: 0.
 
     Use: long episodes in small groups, on-policy or at small staleness; biased as opo.
     """
-    own = to_go(given.rewards)
-    weighted, weight, plain, members = np.zeros((4, len(own)))
-    for trace in given.traces:
-        n = min(len(own), len(trace.rewards))
-        step = 1 - 2 * np.exp(trace.prox) + trace.collision  # rounding must not turn it negative
-        lead = own[:n] - to_go(trace.rewards)[:n]
-        norm = step.clip(min=0.0).cumsum()[:n]
-        weighted[:n] += lead * norm
-        weight[:n] += norm
-        plain[:n] += lead
-        members[:n] += 1
-    if not members.all():
+    own_returns = to_go(episode.rewards)
+    weighted_lead, norm_sum, plain_lead, member_count = np.zeros((4, len(own_returns)))
+    for trace in episode.traces:
+        common_length = min(len(own_returns), len(trace.rewards))
+        norm_step = 1 - 2 * np.exp(trace.prox) + trace.collision  # rounding must not turn it negative
+        lead = own_returns[:common_length] - to_go(trace.rewards)[:common_length]
+        norm = norm_step.clip(min=0.0).cumsum()[:common_length]
+        weighted_lead[:common_length] += lead * norm
+        norm_sum[:common_length] += norm
+        plain_lead[:common_length] += lead
+        member_count[:common_length] += 1
+
+    if not member_count.all():
         raise ProtocolError("advantage optimal_token_baseline: an episode came without traces of its group")
-    used = weight > 0
-    return np.where(used, weighted, plain) / np.where(used, weight, members)
+    has_weight = norm_sum > 0
+
+    return np.where(has_weight, weighted_lead, plain_lead) / np.where(has_weight, norm_sum, member_count)
 
 
 def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:
@@ -307,12 +316,14 @@ def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:
     After k rounds x_t covers 2^k terms and factor_t is the discount past them: log2(T) vector operations.
     """
     total = rewards.astype(np.float64)
+
     factor = discount.astype(np.float64)
     reach = 1
     while reach < len(total):
         total[:-reach] += factor[:-reach] * total[reach:]
         factor[:-reach] *= factor[reach:]
         reach *= 2
+
     return total
 
 

@@ -42,10 +42,12 @@ class Aggregation:
     def __call__(self, tokens: int, group_tokens: int) -> Share:
         return self.of(tokens, group_tokens)
 
-    def bound(self, facts: Mapping[str, Any], where: str) -> Aggregation:
+    def bound(self, run_facts: Mapping[str, Any], where: str) -> Aggregation:
         """With those facts of the run that the rule names: `length`, the limit of tokens of an episode."""
-        named = {name: facts[name] for name in inspect.signature(self.of).parameters if name in facts}
-        return replace(self, of=bind(self.of, named, where))
+        named_facts = {
+            name: run_facts[name] for name in inspect.signature(self.of).parameters if name in run_facts
+        }
+        return replace(self, of=bind(self.of, named_facts, where))
 
     def divisor(self, denominators: float) -> float:
         """D, from the sum of the episodes' denominators. 0: there is no token to divide for."""
@@ -55,9 +57,10 @@ class Aggregation:
 aggregations: Registry[Aggregation] = Registry("aggregation", Aggregation)
 
 
-def aggregation(name: str, **needs: bool) -> Callable[[Callable[..., Share]], Aggregation]:
-    """Register `(tokens, group_tokens, *, options…) -> Share` as `name`; `needs`: fields of `Aggregation`."""
-    return lambda function: aggregations.register(name)(Aggregation(function, **needs))
+def aggregation(name: str, **declared_fields: bool) -> Callable[[Callable[..., Share]], Aggregation]:
+    """Register `(tokens, group_tokens, *, options…) -> Share` as `name`. `declared_fields`: of
+    Aggregation."""
+    return lambda function: aggregations.register(name)(Aggregation(function, **declared_fields))
 
 
 @aggregation("token_mean")

@@ -30,15 +30,18 @@ def highest_covariance(traces: Sequence[Trace], *, share: float) -> list[np.ndar
     """
     advantage, prox = (_mean(traces, name) for name in ("advantage", "prox"))
     products = [(trace.advantage - advantage) * (trace.prox - prox) for trace in traces]
-    ordered = np.sort(_fresh(traces, products))[::-1]
-    count = max(1, int(share * len(ordered)))
-    bound = ordered[count] if count < len(ordered) else math.inf
-    return [(trace.fresh & (x > bound)).astype(float) for trace, x in zip(traces, products, strict=True)]
+    ordered_products = np.sort(_fresh(traces, products))[::-1]
+    chosen_count = max(1, int(share * len(ordered_products)))
+    threshold = ordered_products[chosen_count] if chosen_count < len(ordered_products) else math.inf
+    return [
+        (trace.fresh & (product > threshold)).astype(float)
+        for trace, product in zip(traces, products, strict=True)
+    ]
 
 
 @loss("clip_cov", ratio="prox", anchored=True, prepare=highest_covariance)
 def clip_cov(
-    given: LossInput, *, share: Share = 2e-4, clip_low: Share = 0.2, clip_high: Positive = 0.2
+    tokens: LossInput, *, share: Share = 2e-4, clip_low: Share = 0.2, clip_high: Positive = 0.2
 ) -> TokenLoss:
     """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), but 0 on the `share` of the batch's tokens
     with the largest (A−Ā)·(log prox − mean log prox); u = π/prox (Clip-Cov, arXiv 2505.22617).
@@ -48,39 +51,44 @@ def clip_cov(
 
     Use: entropy falls too fast; staleness 0 to 8.
     """
-    chosen = _prepared(given) > 0
-    value, clipped = clip_surrogate(ratio_of(given.logp - given.prox), given.advantage, clip_low, clip_high)
-    return TokenLoss(given.weighed(value.masked_fill(chosen, 0.0)), clipped | chosen)
+    is_chosen = _prepared(tokens) > 0
+    value, clipped = clip_surrogate(
+        ratio_of(tokens.logp - tokens.prox), tokens.advantage, clip_low, clip_high
+    )
+    return TokenLoss(tokens.weighed(value.masked_fill(is_chosen, 0.0)), clipped | is_chosen)
 
 
 @loss("kl_cov", ratio="prox", clips=True, prepare=highest_covariance)
-def kl_cov(given: LossInput, *, share: Share = 2e-4, coef: Positive = 0.1) -> TokenLoss:
+def kl_cov(tokens: LossInput, *, share: Share = 2e-4, coef: Positive = 0.1) -> TokenLoss:
     """L = sg(w)·(−uA + coef·|log π − log prox| on the tokens that `clip_cov` would drop), u = π/prox (KL-Cov,
     arXiv 2505.22617).
 
     Use: as clip_cov, with several optimizer steps per batch; staleness 0 to 8.
     """
-    log_ratio = given.logp - given.prox
-    chosen = _prepared(given)
+    log_ratio = tokens.logp - tokens.prox
+    is_chosen = _prepared(tokens)
     # In the first step pi is prox but for rounding, whose sign would be the gradient of |x| there.
     distance = log_ratio.abs().masked_fill(log_ratio.detach().abs() < ROUNDING, 0.0)
-    value = -ratio_of(log_ratio) * given.advantage + coef * chosen * distance
-    return TokenLoss(given.weighed(value), chosen > 0)
+    value = -ratio_of(log_ratio) * tokens.advantage + coef * is_chosen * distance
+    return TokenLoss(tokens.weighed(value), is_chosen > 0)
 
 
 def within_second_moment(traces: Sequence[Trace], *, tau: float) -> list[np.ndarray]:
     """1 on the fresh tokens that stay when those with the largest (log prox − log μ)² go until the mean of
     the rest is below `tau`, else 0. Tokens equal to the last that goes, go as well."""
     squares = [(trace.prox - trace.mu) ** 2 for trace in traces]
-    ordered = np.sort(_fresh(traces, squares))
-    means = np.cumsum(ordered) / np.arange(1, len(ordered) + 1)  # does not decrease
-    kept = int(np.searchsorted(means, tau))
-    bound = ordered[kept] if kept < len(ordered) else math.inf
-    return [(trace.fresh & (x < bound)).astype(float) for trace, x in zip(traces, squares, strict=True)]
+    ordered_squares = np.sort(_fresh(traces, squares))
+    means = np.cumsum(ordered_squares) / np.arange(1, len(ordered_squares) + 1)  # does not decrease
+    kept_count = int(np.searchsorted(means, tau))
+    threshold = ordered_squares[kept_count] if kept_count < len(ordered_squares) else math.inf
+    return [
+        (trace.fresh & (square < threshold)).astype(float)
+        for trace, square in zip(traces, squares, strict=True)
+    ]
 
 
 @loss("m2po", ratio="mu", prepare=within_second_moment)
-def m2po(given: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
+def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
     """L = −(π/μ)·A, unclipped, but 0 on the tokens of the batch with the largest (log prox − log μ)², so many
     that the mean of the rest is < tau (M2PO, arXiv 2510.01161).
 
@@ -88,10 +96,10 @@ def m2po(given: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
 
     Use: very stale data, where a band on the ratio masks too much; staleness 8 and far beyond.
     """
-    kept = _prepared(given)
-    ratio = ratio_of(given.logp - given.mu) * kept
-    value = -ratio * given.advantage
-    return TokenLoss(given.weighed(value), given.fresh & (kept == 0), ratio=ratio.detach())
+    is_kept = _prepared(tokens)
+    ratio = ratio_of(tokens.logp - tokens.mu) * is_kept
+    value = -ratio * tokens.advantage
+    return TokenLoss(tokens.weighed(value), tokens.fresh & (is_kept == 0), ratio=ratio.detach())
 
 
 def partition_gap(traces: Sequence[Trace], *, beta: float) -> list[np.ndarray]:
@@ -103,14 +111,14 @@ def partition_gap(traces: Sequence[Trace], *, beta: float) -> list[np.ndarray]:
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for trace in traces:
         if trace.fresh.any():
-            gap = math.fsum((trace.reference - trace.prox)[trace.fresh])
-            groups[trace.group].append(gap + trace.own.reward / beta)
-    log_z = {group: math.fsum(found) / len(found) for group, found in groups.items()}
+            log_ratio_sum = math.fsum((trace.reference - trace.prox)[trace.fresh])
+            groups[trace.group].append(log_ratio_sum + trace.own.reward / beta)
+    log_z = {group: math.fsum(gaps) / len(gaps) for group, gaps in groups.items()}
     return [np.full(len(t.prox), log_z.get(t.group, 0.0) - t.own.reward / beta) for t in traces]
 
 
 @loss("tba", ratio="mu", reference=True, prepare=partition_gap, whole_group=True)
-def tba(given: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
+def tba(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """L = δ²/T per token, so δ² per episode, δ = sg(log Ẑ) + log π − log ref − R/β over its T tokens
     (trajectory balance, TBA, arXiv 2503.18929); log Ẑ from the group.
 
@@ -119,22 +127,24 @@ def tba(given: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
 
     Use: much older or replayed data, and diverse answers; any staleness.
     """
-    assert given.reference is not None
-    logp = given.logp.detach()
-    residual = given.episode_sum(logp - given.reference) + _prepared(given)
-    tokens = given.episode_sum(torch.ones_like(logp)).clamp_min(1.0)
-    value = residual**2 / tokens + 2 * residual * (given.logp - logp)
-    return TokenLoss(given.weighed(value), torch.zeros_like(given.fresh))
+    assert tokens.reference is not None
+    logp = tokens.logp.detach()
+    residual = tokens.episode_sum(logp - tokens.reference) + _prepared(tokens)
+    token_counts = tokens.episode_sum(torch.ones_like(logp)).clamp_min(1.0)
+    value = residual**2 / token_counts + 2 * residual * (tokens.logp - logp)
+    return TokenLoss(tokens.weighed(value), torch.zeros_like(tokens.fresh))
 
 
-def _prepared(given: LossInput) -> torch.Tensor:
-    assert given.prepared is not None, "the loss looks at the whole batch first"
-    return given.prepared
+def _prepared(tokens: LossInput) -> torch.Tensor:
+    assert tokens.prepared is not None, "the loss looks at the whole batch first"
+    return tokens.prepared
 
 
 def _fresh(traces: Sequence[Trace], values: Sequence[np.ndarray]) -> np.ndarray:
     """Return the values of all fresh tokens of the batch."""
-    return np.concatenate([x[trace.fresh] for trace, x in zip(traces, values, strict=True)] or [np.zeros(0)])
+    return np.concatenate(
+        [array[trace.fresh] for trace, array in zip(traces, values, strict=True)] or [np.zeros(0)]
+    )
 
 
 def _mean(traces: Sequence[Trace], name: str) -> float:

@@ -74,7 +74,7 @@ corrections: Registry[Rule] = Registry("correction", Rule)
 def correction(
     name: str, *, kind: Literal["weight", "mask", "scale"]
 ) -> Callable[[Callable[..., CorrectionMask]], Rule]:
-    """Register a function `(given: CorrectionInput, *, options…) -> CorrectionMask` under `name`."""
+    """Register a function `(tokens: CorrectionInput, *, options…) -> CorrectionMask` under `name`."""
     return lambda function: corrections.register(name)(Rule(function, kind))
 
 
@@ -83,17 +83,19 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def select_rules(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Rule]:
+def select_rules(named_rules: Mapping[str, Mapping[str, Any]], where: str) -> list[Rule]:
     """The rules of a configuration with their options bound. ConfigError for two weight rules."""
-    rules = []
-    for name, options in named.items():
+    selected_rules = []
+    for name, options in named_rules.items():
         rule = corrections.load(name, where)
-        rules.append(replace(rule, of=_bound(rule.of, options, f"{where}.{name}")))
-    if sum(rule.kind == "weight" for rule in rules) > 1:
+        selected_rules.append(replace(rule, of=_bound(rule.of, options, f"{where}.{name}")))
+
+    if sum(rule.kind == "weight" for rule in selected_rules) > 1:
         raise ConfigError(
-            f"{where}: {', '.join(named)} hold two weights; rho would be counted twice; keep one"
+            f"{where}: {', '.join(named_rules)} hold two weights; rho would be counted twice; keep one"
         )
-    return rules
+
+    return selected_rules
 
 
 def _bound(
@@ -107,80 +109,96 @@ def _bound(
     return bound
 
 
-def correct(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
+def correct(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction:
     """Apply all rules. Without a weight rule every kept token weighs 1; the ratio is reported in any case."""
-    ratio = ratio_of(given.log_ratio)
+    ratio = ratio_of(tokens.log_ratio)
     weight = torch.ones_like(ratio)
+
     masked = torch.zeros_like(ratio, dtype=torch.bool)
-    cut = masked
+    is_truncated = masked
     for rule in rules:
         if rule.kind == "scale":
             continue
-        found = rule.of(given)
-        if found.keep is not None:
-            masked = masked | ~found.keep
-        if found.weight is not None:
-            weight = found.weight
-        if found.cut is not None:
-            cut = found.cut
-    return Correction(weight.masked_fill(masked, 0.0), ratio, masked, cut & ~masked)
+        rule_result = rule.of(tokens)
+        if rule_result.keep is not None:
+            masked = masked | ~rule_result.keep
+        if rule_result.weight is not None:
+            weight = rule_result.weight
+        if rule_result.cut is not None:
+            is_truncated = rule_result.cut
+
+    return Correction(weight.masked_fill(masked, 0.0), ratio, masked, is_truncated & ~masked)
 
 
-def correct_states(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
+def correct_states(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction:
     """Correct a loss of the state in front of each token, whatever is sampled there, as `correct` does.
 
     Its ratio is that of the tokens of the turn or episode that led to it, where the weight is over turns or
     episodes, and 1 at level token or geometric. Masks of single tokens do not apply.
     """
-    named = [(rule, getattr(rule.of, "keywords", {}).get("level")) for rule in rules]
-    level: Any = next((level for rule, level in named if rule.kind == "weight"), "token")
-    led = torch.zeros_like(given.log_ratio)
-    if level in ("turn", "sequence") and len(led):
-        place, order = places(given, level).sort(stable=True)  # those of several agents take turns
-        values = torch.where(given.fresh, given.log_ratio, 0.0).double()[order]
-        before = values.cumsum(0) - values
-        start = torch.searchsorted(place, place)
-        led[order] = (before - before[start]).to(led.dtype)
-    masked = correct([rule for rule, at in named if rule.kind == "mask" and at != "token"], given).masked
-    weights = [replace(r, of=partial(r.of, level="token")) for r, at in named if r.kind == "weight" and at]
-    found = correct(weights, replace(given, log_ratio=led, advantage=torch.zeros_like(led)))
-    return replace(found, weight=found.weight.masked_fill(masked, 0.0), masked=masked)
+    rules_with_level = [(rule, getattr(rule.of, "keywords", {}).get("level")) for rule in rules]
+
+    level: Any = next((level for rule, level in rules_with_level if rule.kind == "weight"), "token")
+    leading_log_ratio = torch.zeros_like(tokens.log_ratio)
+    if level in ("turn", "sequence") and len(leading_log_ratio):
+        span, span_order = places(tokens, level).sort(stable=True)  # those of several agents take turns
+        values = torch.where(tokens.fresh, tokens.log_ratio, 0.0).double()[span_order]
+        sum_before = values.cumsum(0) - values
+        span_start = torch.searchsorted(span, span)
+        leading_log_ratio[span_order] = (sum_before - sum_before[span_start]).to(leading_log_ratio.dtype)
+
+    masked = correct(
+        [rule for rule, rule_level in rules_with_level if rule.kind == "mask" and rule_level != "token"],
+        tokens,
+    ).masked
+    weights = [
+        replace(r, of=partial(r.of, level="token"))
+        for r, rule_level in rules_with_level
+        if r.kind == "weight" and rule_level
+    ]
+    corrected = correct(
+        weights, replace(tokens, log_ratio=leading_log_ratio, advantage=torch.zeros_like(leading_log_ratio))
+    )
+
+    return replace(corrected, weight=corrected.weight.masked_fill(masked, 0.0), masked=masked)
 
 
-def places(given: CorrectionInput, level: Level) -> Tensor:
+def places(tokens: CorrectionInput, level: Level) -> Tensor:
     """Return the episode of each token or, at level `turn`, the turn of its episode, as numbers."""
     if level != "turn":
-        return given.row
-    return given.row * (int(given.turn.max()) + 1) + given.turn
+        return tokens.row
+    return tokens.row * (int(tokens.turn.max()) + 1) + tokens.turn
 
 
-def pooled(values: Tensor, given: CorrectionInput, level: Level) -> tuple[Tensor, Tensor]:
+def pooled(values: Tensor, tokens: CorrectionInput, level: Level) -> tuple[Tensor, Tensor]:
     """Σ of `values` over the fresh tokens of each token's turn or episode, and their number (at least 1), [N]
     both. At level `token` the values themselves."""
     if level == "token" or not len(values):
         return values, torch.ones_like(values)
-    return summed(values, places(given, level), given.fresh)
+    return summed(values, places(tokens, level), tokens.fresh)
 
 
-def summed(values: Tensor, place: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+def summed(values: Tensor, spans: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
     """At each token, the sum of `values` over the fresh tokens of its place, and their number (at least 1);
     [N] all."""
     # float64: the log-ratios of a long episode cancel.
-    terms = torch.stack([torch.where(fresh, values, 0.0).double(), fresh.double()])
-    size = int(place.max()) + 1
-    total, count = torch.zeros(2, size, dtype=terms.dtype, device=terms.device).index_add(1, place, terms)
-    return total[place].to(values.dtype), count[place].clamp(min=1).to(values.dtype)
+    summed_terms = torch.stack([torch.where(fresh, values, 0.0).double(), fresh.double()])
+    span_count = int(spans.max()) + 1
+    span_sums, span_counts = torch.zeros(
+        2, span_count, dtype=summed_terms.dtype, device=summed_terms.device
+    ).index_add(1, spans, summed_terms)
+    return span_sums[spans].to(values.dtype), span_counts[spans].clamp(min=1).to(values.dtype)
 
 
-def mean_over(values: Tensor, given: CorrectionInput, level: Level) -> Tensor:
+def mean_over(values: Tensor, tokens: CorrectionInput, level: Level) -> Tensor:
     """Mean of `values` over the fresh tokens of the turn or episode, [N]."""
-    total, count = pooled(values, given, level)
+    total, count = pooled(values, tokens, level)
     return total / count
 
 
-def ratio_at(given: CorrectionInput, level: Level) -> Tensor:
+def ratio_at(tokens: CorrectionInput, level: Level) -> Tensor:
     """rho of a token [N], or over its turn or episode: the product of its tokens' or their geometric mean."""
-    total, count = pooled(given.log_ratio, given, level)
+    total, count = pooled(tokens.log_ratio, tokens, level)
     return ratio_of(total / count if level == "geometric" else total)
 
 
@@ -189,7 +207,7 @@ Positive = Annotated[float, Meta(gt=0)]
 
 @correction("truncate", kind="weight")
 def truncate(
-    given: CorrectionInput, *, level: Level = "token", positive: Positive = 5.0, negative: Positive = 2.0
+    tokens: CorrectionInput, *, level: Level = "token", positive: Positive = 5.0, negative: Positive = 2.0
 ) -> CorrectionMask:
     """w = min(ρ, C), C = `positive` or, where A < 0, `negative` (truncated importance sampling: IMPALA, arXiv
     1802.01561). Over turns and episodes the sign is that of the mean A of their fresh tokens.
@@ -198,25 +216,25 @@ def truncate(
     the context of a token as well, at a variance that grows with length; `geometric` where single ratios are
     noise.
     """
-    ratio = ratio_at(given, level)
-    credit = mean_over(given.advantage, given, level)
+    ratio = ratio_at(tokens, level)
+    credit = mean_over(tokens.advantage, tokens, level)
     cap = torch.full_like(ratio, positive).masked_fill(credit < 0, negative)
     return CorrectionMask(weight=torch.minimum(ratio, cap), cut=ratio > cap)
 
 
 @correction("ratio", kind="weight")
-def plain_ratio(given: CorrectionInput, *, level: Level = "token") -> CorrectionMask:
+def plain_ratio(tokens: CorrectionInput, *, level: Level = "token") -> CorrectionMask:
     """w = ρ (plain importance sampling).
 
     Use: with a band (`mask`) that bounds it: together they are IcePop. Without one, to measure the bias of
     others at a lag of 1.
     """
-    return CorrectionMask(weight=ratio_at(given, level))
+    return CorrectionMask(weight=ratio_at(tokens, level))
 
 
 @correction("mask", kind="mask")
 def mask(
-    given: CorrectionInput,
+    tokens: CorrectionInput,
     *,
     low: Annotated[float, Meta(ge=0)] = 0.5,
     high: Positive = 5.0,
@@ -226,13 +244,13 @@ def mask(
 
     Use: with a weight. [0.5, 5] for staleness up to 8; [0.5, 2] for the mismatch of engine and trainer alone.
     """
-    ratio = ratio_at(given, level)
+    ratio = ratio_at(tokens, level)
     return CorrectionMask(keep=(ratio >= low) & (ratio <= high))
 
 
 @correction("reject_sequence", kind="mask")
 def reject_sequence(
-    given: CorrectionInput, *, low: Annotated[float, Meta(ge=0)] = 0.9, high: Positive = 1.1
+    tokens: CorrectionInput, *, low: Annotated[float, Meta(ge=0)] = 0.9, high: Positive = 1.1
 ) -> CorrectionMask:
     """Keep the episode iff low ≤ exp(mean log ρ) ≤ high, the mean over its fresh tokens (geometric rejection;
     plain). Its reward stays in the group's baseline.
@@ -240,12 +258,12 @@ def reject_sequence(
     Use: to drop episodes that drifted as a whole, staleness 1 to 8. [0.99, 1.001] is for the mismatch of
     engine and trainer at one version and would drop nearly all stale episodes.
     """
-    return mask.of(given, low=low, high=high, level="geometric")
+    return mask.of(tokens, low=low, high=high, level="geometric")
 
 
 @correction("reject", kind="mask")
 def reject(
-    given: CorrectionInput,
+    tokens: CorrectionInput,
     *,
     estimator: Literal["k1", "k2", "k3"] = "k3",
     limit: Positive = 0.1,
@@ -258,24 +276,24 @@ def reject(
     Use: a bound in nats on KL(mu, prox) per token; k3 for the KL itself, k2 where large ρ should not rule, k1
     for the drift. Staleness 1 to 8.
     """
-    log_ratio = given.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = tokens.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     value = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
-    return CorrectionMask(keep=mean_over(value, given, level).abs() <= limit)
+    return CorrectionMask(keep=mean_over(value, tokens, level).abs() <= limit)
 
 
 @correction("veto", kind="mask")
-def veto(given: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 1e-5) -> CorrectionMask:
+def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 1e-5) -> CorrectionMask:
     """Drop the episode if any fresh token has ρ < least (plain).
 
     Use: against broken log-probs: a token that the policy would hardly write. Any staleness; with a long lag
     it also drops correct tokens.
     """
-    absurd = (given.log_ratio < math.log(least)).to(given.log_ratio.dtype)
-    return CorrectionMask(keep=pooled(absurd, given, "sequence")[0] == 0)
+    is_absurd = (tokens.log_ratio < math.log(least)).to(tokens.log_ratio.dtype)
+    return CorrectionMask(keep=pooled(is_absurd, tokens, "sequence")[0] == 0)
 
 
 @correction("negative", kind="mask")
-def negative_episodes(given: CorrectionInput, *, delta: Positive = 0.1) -> CorrectionMask:
+def negative_episodes(tokens: CorrectionInput, *, delta: Positive = 0.1) -> CorrectionMask:
     """Drop the episode if A < 0 and mean(log μ − log π) > delta over its fresh tokens (off-policy sequence
     masking: DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A; π is the current policy, so
     that each of several optimizer steps decides anew.
@@ -283,12 +301,12 @@ def negative_episodes(given: CorrectionInput, *, delta: Positive = 0.1) -> Corre
     Use: several steps per batch or staleness above 4: wrong answers that the policy no longer gives teach
     little and make training unstable.
     """
-    punished = mean_over(given.advantage, given, "sequence") < 0
-    return CorrectionMask(keep=~(punished & (mean_over(-given.current, given, "sequence") > delta)))
+    is_punished = mean_over(tokens.advantage, tokens, "sequence") < 0
+    return CorrectionMask(keep=~(is_punished & (mean_over(-tokens.current, tokens, "sequence") > delta)))
 
 
 @correction("batch_mean", kind="scale")
-def batch_mean(given: CorrectionInput) -> CorrectionMask:
+def batch_mean(tokens: CorrectionInput) -> CorrectionMask:
     """w ← w / mean(w) over the batch's kept tokens (self-normalised importance sampling; plain).
 
     Use: with a weight, so that the step size does not depend on how far the data drifted. Staleness 1 to 8.

@@ -98,32 +98,38 @@ class Advantage:
 advantages: Registry[Advantage] = Registry("advantage", Advantage)
 
 
-def advantage(name: str, **needs: Any) -> Callable[[Callable[..., Credit]], Advantage]:
-    """Register `(given: CreditInput, *, options…) -> Credit` as `name`; `needs`: fields of `Advantage`."""
-    return lambda function: advantages.register(name)(Advantage(function, **needs))
+def advantage(name: str, **declared_fields: Any) -> Callable[[Callable[..., Credit]], Advantage]:
+    """Register `(episode: CreditInput, *, options…) -> Credit` as `name`. `declared_fields`: of
+    Advantage."""
+    return lambda function: advantages.register(name)(Advantage(function, **declared_fields))
 
 
-def by_token(given: CreditInput, advantage: Advantage) -> np.ndarray:
+def by_token(episode: CreditInput, advantage: Advantage) -> np.ndarray:
     """[T] the advantage of each token. The turns of an agent with rewards of its own are an episode by
     themselves, compared with the same agent's turns in the siblings that have some."""
-    if not given.own.agents:
-        return np.broadcast_to(np.asarray(advantage.of(given), dtype=np.float64), given.turn.shape)
-    found = np.zeros(len(given.turn))
-    for agent, own in given.own.parts.items():
-        turns = [turn for turn, who in enumerate(given.own.agents) if who == agent]
-        mine = np.isin(given.turn, turns)
-        places = [place for place, sibling in enumerate(given.siblings) if agent in sibling.agents]
-        part = CreditInput(
-            own=own,
-            siblings=[given.siblings[place].of(agent) for place in places],
-            rewards=given.rewards[mine],
-            turn=np.searchsorted(turns, given.turn[mine]),
-            issued=given.issued - (len(given.siblings) - len(places)),  # those without the agent are others
-            place=places.index(given.place) if given.place in places else -1,
-            values=None if given.values is None else given.values[mine],
+    if not episode.own.agents:
+        return np.broadcast_to(np.asarray(advantage.of(episode), dtype=np.float64), episode.turn.shape)
+
+    token_advantages = np.zeros(len(episode.turn))
+    for agent, own_result in episode.own.parts.items():
+        turns = [turn for turn, turn_agent in enumerate(episode.own.agents) if turn_agent == agent]
+        is_own_token = np.isin(episode.turn, turns)
+        sibling_positions = [
+            position for position, sibling in enumerate(episode.siblings) if agent in sibling.agents
+        ]
+        agent_episode = CreditInput(
+            own=own_result,
+            siblings=[episode.siblings[position].of(agent) for position in sibling_positions],
+            rewards=episode.rewards[is_own_token],
+            turn=np.searchsorted(turns, episode.turn[is_own_token]),
+            issued=episode.issued
+            - (len(episode.siblings) - len(sibling_positions)),  # those without the agent are others
+            place=sibling_positions.index(episode.place) if episode.place in sibling_positions else -1,
+            values=None if episode.values is None else episode.values[is_own_token],
         )
-        found[mine] = advantage.of(part)
-    return found
+        token_advantages[is_own_token] = advantage.of(agent_episode)
+
+    return token_advantages
 
 
 def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:
@@ -139,4 +145,5 @@ def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:
         if not own.turn_rewards:
             ends = np.array([len(turn) - 1])
         np.add.at(rewards, np.maximum(ends, 0), by_turn)
+
     return rewards

@@ -109,49 +109,57 @@ def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a whole batch from its sums. What has nothing to be a share of is left out."""
     metrics = {metric: sums[a] / sums[b] for metric, (a, b) in RATIOS.items() if sums.get(b)}
     metrics |= {metric: sums[name] for metric, name in TOTALS.items() if name in sums}
+
     if sums.get("weight2"):
         metrics["rollout_corr/rollout_is_eff_sample_size"] = sums["weight"] ** 2 / (
             sums["fresh"] * sums["weight2"]
         )
+
     metrics |= {OVERALL[name]: value for name, value in _spread(sums).items() if name in OVERALL}
+
     for lag in LAG_NAMES:
         prefix = f"lag/{lag}/"
-        own = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
-        metrics |= {f"rollout_corr/by_lag/{lag}/{name}": value for name, value in _spread(own).items()}
+        lag_sums = {
+            name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)
+        }
+        metrics |= {f"rollout_corr/by_lag/{lag}/{name}": value for name, value in _spread(lag_sums).items()}
+
     return metrics
 
 
 def _spread(sums: Mapping[str, float]) -> dict[str, float]:
     """How far rho is from 1, by the sums of a lag bucket or of all tokens. Empty without fresh tokens."""
-    fresh = sums.get("fresh", 0.0)
-    if not fresh:
+    fresh_count = sums.get("fresh", 0.0)
+    if not fresh_count:
         return {}
-    log_rho = sums.get("log_rho", 0.0) / fresh
-    rho2 = sums["rho2"] / fresh
+    log_rho = sums.get("log_rho", 0.0) / fresh_count
+    rho2 = sums["rho2"] / fresh_count
     bins = {int(name[4:]): count for name, count in sums.items() if name.startswith("bin/")}
+
     return {
-        "tokens": fresh,
+        "tokens": fresh_count,
         "log_rho": log_rho,
         "kl": -log_rho,
-        "k3": sums.get("k3", 0.0) / fresh,
+        "k3": sums.get("k3", 0.0) / fresh_count,
         "chi2": rho2 - 1,
-        "masked_frac": sums.get("masked", 0.0) / fresh,
-        "truncated_frac": sums.get("truncated", 0.0) / fresh,
-        "ess": (sums["rho"] / fresh) ** 2 / rho2,
+        "masked_frac": sums.get("masked", 0.0) / fresh_count,
+        "truncated_frac": sums.get("truncated", 0.0) / fresh_count,
+        "ess": (sums["rho"] / fresh_count) ** 2 / rho2,
         "seq_ess": sums["episode_w"] ** 2 / (sums["episode_w2"] * sums["episodes"]),
         **{f"rho_{name}": _rho_at(bins, q) for name, q in QUANTILES.items()},
     }
 
 
-def _rho_at(bins: Mapping[int, float], q: float) -> float:
+def _rho_at(bins: Mapping[int, float], quantile: float) -> float:
     """Return the q-quantile of rho, interpolated within its bin of log rho."""
-    place = q * sum(bins.values())
-    seen = 0.0
+    rank = quantile * sum(bins.values())
+    count_below = 0.0
     for index, count in sorted(bins.items()):
-        if seen + count >= place:
+        if count_below + count >= rank:
             low, high = BIN_EDGES[index : index + 2]
-            return math.exp(low + (high - low) * (place - seen) / count)
-        seen += count
+            return math.exp(low + (high - low) * (rank - count_below) / count)
+        count_below += count
+
     raise AssertionError("quantile of no token")
 
 
@@ -161,66 +169,73 @@ def token_sums(state: TokenState) -> TokenSums:
     log_ratio = torch.where(state.fresh, log_ratio, 0.0)
     names, table = _table(state, log_ratio)
     extremes = _extremes(state, log_ratio)
-    kept = _kept(state).double()
-    lags = kept.new_zeros(LAGS).index_add(0, state.lag.clamp(max=LAGS - 1), kept)
-    flat = torch.cat([table.flatten(), torch.stack(list(extremes.values())), lags]).tolist()
-    peaks = dict(zip(extremes, flat[table.numel() :], strict=False))
-    peaks = {name: value for name, value in peaks.items() if value != NOTHING}
+    enters_loss = _kept(state).double()
+    lag_counts = enters_loss.new_zeros(LAGS).index_add(0, state.lag.clamp(max=LAGS - 1), enters_loss)
+    flat_sums = torch.cat([table.flatten(), torch.stack(list(extremes.values())), lag_counts]).tolist()
+    extreme_values = dict(zip(extremes, flat_sums[table.numel() :], strict=False))
+    extreme_values = {name: value for name, value in extreme_values.items() if value != NOTHING}
+
     return TokenSums(
-        sums=_named(names, flat[: table.numel()]),
-        highest={name: value for name, value in peaks.items() if not name.startswith("-")},
-        lowest={name[1:]: -value for name, value in peaks.items() if name.startswith("-")},
-        kept_lags={lag: int(count) for lag, count in enumerate(flat[-LAGS:]) if count},
+        sums=_named(names, flat_sums[: table.numel()]),
+        highest={name: value for name, value in extreme_values.items() if not name.startswith("-")},
+        lowest={name[1:]: -value for name, value in extreme_values.items() if name.startswith("-")},
+        kept_lags={lag: int(count) for lag, count in enumerate(flat_sums[-LAGS:]) if count},
     )
 
 
 def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
     """Names of sums, and the sums [names, lag buckets + 1]; the last column is over all tokens."""
-    bucket = torch.bucketize(state.lag, torch.tensor(LAG_EDGES, device=state.lag.device))
-    columns = _columns(state, log_ratio)
-    by_lag = _scatter(bucket, torch.stack([column.double() for column in columns.values()]), len(LAG_NAMES))
-    edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=log_ratio.device)
-    bins = len(BIN_EDGES) - 1
-    place = torch.bucketize(log_ratio, edges) * len(LAG_NAMES) + bucket
-    histogram = _scatter(place, state.fresh.double()[None], bins * len(LAG_NAMES)).view(bins, -1)
-    tokens = torch.cat([by_lag, histogram])
-    tokens = torch.cat([tokens, tokens.sum(1, keepdim=True)], 1)
-    names = [*columns, *(f"bin/{i}" for i in range(bins)), "episodes", "episode_w", "episode_w2"]
-    return names, torch.cat([tokens, _episodes(state, log_ratio, bucket)])
+    lag_bucket = torch.bucketize(state.lag, torch.tensor(LAG_EDGES, device=state.lag.device))
+    token_columns = _columns(state, log_ratio)
+    by_lag = _scatter(
+        lag_bucket, torch.stack([column.double() for column in token_columns.values()]), len(LAG_NAMES)
+    )
+    bin_edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=log_ratio.device)
+    bin_count = len(BIN_EDGES) - 1
+    bin_index = torch.bucketize(log_ratio, bin_edges) * len(LAG_NAMES) + lag_bucket
+    histogram = _scatter(bin_index, state.fresh.double()[None], bin_count * len(LAG_NAMES)).view(
+        bin_count, -1
+    )
+    token_sums_table = torch.cat([by_lag, histogram])
+    token_sums_table = torch.cat([token_sums_table, token_sums_table.sum(1, keepdim=True)], 1)
+    names = [*token_columns, *(f"bin/{i}" for i in range(bin_count)), "episodes", "episode_w", "episode_w2"]
+
+    return names, torch.cat([token_sums_table, _episodes(state, log_ratio, lag_bucket)])
 
 
 def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     """Return the columns that are summed over tokens, [N] each and 0 where the token is out of scope."""
     fresh = state.fresh
-    kept = _kept(state)
-    exact = state.exact & state.fresh
+    enters_loss = _kept(state)
+    is_exact = state.exact & state.fresh
     rho = log_ratio.exp()
     advantage = torch.where(fresh, state.advantage.double(), 0.0)
-    weight = torch.where(kept, state.correction.weight.double(), 0.0)
-    push = torch.where(kept, state.weight.double(), 0.0) * weight * advantage
-    k3 = rho - 1 - log_ratio
-    eligible = fresh & ~state.ruled_out
-    lower = state.clipped_lower if state.clipped_lower is not None else torch.zeros_like(kept)
+    weight = torch.where(enters_loss, state.correction.weight.double(), 0.0)
+    weighted_push = torch.where(enters_loss, state.weight.double(), 0.0) * weight * advantage
+    k3_values = rho - 1 - log_ratio
+    is_eligible = fresh & ~state.ruled_out
+    clipped_lower = state.clipped_lower if state.clipped_lower is not None else torch.zeros_like(enters_loss)
+
     return {
-        "loss": torch.where(kept, state.loss, 0.0),
+        "loss": torch.where(enters_loss, state.loss, 0.0),
         "tokens": state.counted,
         "fresh": fresh,
-        "kept": kept,
+        "kept": enters_loss,
         "nonfinite": state.in_bound & ~fresh,
-        "eligible": eligible,
-        "clipped": state.clipped & eligible,
-        "clipped_lower": lower & eligible,
+        "eligible": is_eligible,
+        "clipped": state.clipped & is_eligible,
+        "clipped_lower": clipped_lower & is_eligible,
         "masked": state.correction.masked & fresh,
         "truncated": state.correction.truncated & fresh,
         "log_rho": log_ratio,
         "rho": torch.where(fresh, rho, 0.0),
         "rho2": torch.where(fresh, rho**2, 0.0),
-        "k3": k3,
+        "k3": k3_values,
         "drift": torch.where(fresh, state.drift, 0.0),
         "entropy": torch.where(state.counted, state.entropy.nan_to_num(0.0), 0.0),
-        "exact": exact,
-        "exact_diff": torch.where(exact, (state.prox - state.mu).abs(), 0.0),
-        "exact_k3": torch.where(exact, k3, 0.0),
+        "exact": is_exact,
+        "exact_diff": torch.where(is_exact, (state.prox - state.mu).abs(), 0.0),
+        "exact_k3": torch.where(is_exact, k3_values, 0.0),
         "weight": weight,
         "weight2": weight**2,
         "zero_advantage": fresh & (advantage == 0),
@@ -228,34 +243,40 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
         "negative": (-advantage).clamp(min=0),
         "kept_positive": weight * advantage.clamp(min=0),
         "kept_negative": weight * (-advantage).clamp(min=0),
-        "push": push,
-        "push_size": push.abs(),
+        "push": weighted_push,
+        "push_size": weighted_push.abs(),
     }
 
 
 def _episodes(state: TokenState, log_ratio: Tensor, bucket: Tensor) -> Tensor:
     """[3, lag buckets + 1]: episodes with fresh tokens there, Σ w and Σ w² of their weights Π rho."""
-    buckets = len(LAG_NAMES)
-    rows = int(state.row.max()) + 1
+    bucket_count = len(LAG_NAMES)
+    episode_count = int(state.row.max()) + 1
     values = torch.stack([log_ratio, state.fresh.double()])
-    total, count = _scatter(state.row * buckets + bucket, values, rows * buckets).view(2, rows, buckets)
+    total, count = _scatter(state.row * bucket_count + bucket, values, episode_count * bucket_count).view(
+        2, episode_count, bucket_count
+    )
     total, count = (torch.cat([x, x.sum(1, keepdim=True)], 1) for x in (total, count))
-    present = (count > 0).double()
-    weight = total.clamp(-SEQUENCE_LOG_LIMIT, SEQUENCE_LOG_LIMIT).exp() * present
-    return torch.stack([present.sum(0), weight.sum(0), (weight**2).sum(0)])
+    is_present = (count > 0).double()
+    episode_weight = total.clamp(-SEQUENCE_LOG_LIMIT, SEQUENCE_LOG_LIMIT).exp() * is_present
+    return torch.stack([is_present.sum(0), episode_weight.sum(0), (episode_weight**2).sum(0)])
 
 
 def _extremes(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     """Return maxima by metric; with a leading minus the maximum of the negative."""
     rho = log_ratio.exp()
     weight = state.correction.weight.double()
-    named = {"rho": rho, "rollout_is": torch.where(_kept(state), weight, 0.0)}
+
+    named_ratios = {"rho": rho, "rollout_is": torch.where(_kept(state), weight, 0.0)}
     extremes = {}
-    for name, values in named.items():
+    for name, values in named_ratios.items():
         extremes[f"rollout_corr/{name}_max"] = torch.where(state.fresh, values, NOTHING).max()
         extremes[f"-rollout_corr/{name}_min"] = torch.where(state.fresh, -values, NOTHING).max()
-    difference = torch.where(state.exact & state.fresh, (state.prox - state.mu).abs().double(), NOTHING)
-    return {**extremes, "rollout_corr/logprob_diff_max": difference.max()}
+
+    logprob_difference = torch.where(
+        state.exact & state.fresh, (state.prox - state.mu).abs().double(), NOTHING
+    )
+    return {**extremes, "rollout_corr/logprob_diff_max": logprob_difference.max()}
 
 
 def _kept(state: TokenState) -> Tensor:
@@ -263,9 +284,9 @@ def _kept(state: TokenState) -> Tensor:
     return state.fresh & ~state.correction.masked
 
 
-def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
+def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
     """[k, size]: Σ of `values` [k, N] by place [N]."""
-    return values.new_zeros(len(values), size).index_add(1, place, values)
+    return values.new_zeros(len(values), size).index_add(1, indices, values)
 
 
 LAG_SUMS = ("fresh", "masked", "truncated", "log_rho", "rho", "rho2", "k3", "bin/", "episode")
@@ -281,4 +302,5 @@ def _named(names: list[str], flat: list[float]) -> dict[str, float]:
             sums[name] = total
         if name.startswith(LAG_SUMS):
             sums |= {f"lag/{lag}/{name}": v for lag, v in zip(LAG_NAMES, by_lag, strict=True) if v}
+
     return sums

@@ -88,11 +88,11 @@ def divergence(logp: Tensor, teacher: Tensor, name: str) -> Tensor:
 
     The slope by log pi leaves out what is constant times pi, since Σ pi·∇log pi = 0.
     """
-    own = logp.clamp(min=FLOOR)
+    policy_logp = logp.clamp(min=FLOOR)
     with torch.no_grad():
-        value, slope = DIVERGENCES[name](own, teacher.clamp(min=FLOOR))
-    moved = (slope.nan_to_num() * own).sum(-1)  # zero times NaN would be NaN
-    return value + moved - moved.detach()
+        value, slope = DIVERGENCES[name](policy_logp, teacher.clamp(min=FLOOR))
+    slope_term = (slope.nan_to_num() * policy_logp).sum(-1)  # zero times NaN would be NaN
+    return value + slope_term - slope_term.detach()
 
 
 def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,8 +102,8 @@ def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     ever does yet what the teacher does: where pi(v) is near 0, its slope in the logit of v is about -T(v),
     and that of the others nearly 0.
     """
-    share = t.exp()
-    return (share * (t - p)).sum(-1), -share
+    teacher_probs = t.exp()
+    return (teacher_probs * (t - p)).sum(-1), -teacher_probs
 
 
 def reverse(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,9 +121,9 @@ def js(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 
     Use: in the loss, at any staleness: between the two, at most log 2, so that no state rules a batch.
     """
-    middle = torch.logaddexp(p, t) - math.log(2)
-    own = p.exp() * (p - middle) / 2
-    return own.sum(-1) + (t.exp() * (t - middle)).sum(-1) / 2, own
+    mixture = torch.logaddexp(p, t) - math.log(2)
+    policy_term = p.exp() * (p - mixture) / 2
+    return policy_term.sum(-1) + (t.exp() * (t - mixture)).sum(-1) / 2, policy_term
 
 
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
@@ -133,24 +133,24 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-def lumped(top: Tensor, sampled: Tensor, apart: Tensor) -> Tensor:
+def lumped(top: Tensor, sampled: Tensor, is_excluded: Tensor) -> Tensor:
     """Return log-probs [N, k + 2] of k tokens, the sampled token and all others as one class, float64.
 
-    `apart` [N, k]: which of the k are no class, such as the sampled token among them, so that it counts once.
+    `is_excluded` [N, k]: which of the k are no class, such as the sampled token, so that it counts once.
     A divergence between classes is at most that between their tokens, whatever the classes are.
     """
-    named = torch.cat([top.masked_fill(apart, -math.inf), sampled[:, None]], 1).double()
-    others = torch.log1p(-named.exp().sum(-1, keepdim=True).clamp(max=1 - LEAST_REST))
-    return torch.cat([named, others], 1)
+    named_logp = torch.cat([top.masked_fill(is_excluded, -math.inf), sampled[:, None]], 1).double()
+    other_logp = torch.log1p(-named_logp.exp().sum(-1, keepdim=True).clamp(max=1 - LEAST_REST))
+    return torch.cat([named_logp, other_logp], 1)
 
 
-def adapted(coef: float, kl: float, target: float, episodes: int, horizon: int) -> float:
+def adapted(coefficient: float, mean_kl: float, target: float, episodes: int, horizon: int) -> float:
     """The coefficient for the next batch: β·(1 + clip(kl/target - 1, ±0.2)·n/horizon) (arXiv 1909.08593).
 
-    `kl`: mean per token of a batch of n `episodes`. `target` 0 keeps β, as does a KL that is not finite. A
-    batch of more than `horizon` episodes counts as `horizon`, so that β stays positive.
+    `mean_kl`: mean per token of a batch of n `episodes`. `target` 0 keeps β, as does a KL that is not finite.
+    A batch of more than `horizon` episodes counts as `horizon`, so that β stays positive.
     """
-    if not target or not math.isfinite(kl):
-        return coef
-    surplus = min(max(kl / target - 1, -LARGEST_CHANGE), LARGEST_CHANGE)
-    return coef * (1 + surplus * min(episodes / horizon, 1.0))
+    if not target or not math.isfinite(mean_kl):
+        return coefficient
+    clipped_surplus = min(max(mean_kl / target - 1, -LARGEST_CHANGE), LARGEST_CHANGE)
+    return coefficient * (1 + clipped_surplus * min(episodes / horizon, 1.0))

@@ -125,27 +125,30 @@ losses: Registry[Loss] = Registry("loss", Loss, RENAMED)
 
 
 def loss(
-    name: str, *, ratio: Literal["mu", "prox"], **needs: Any
+    name: str, *, ratio: Literal["mu", "prox"], **declared_fields: Any
 ) -> Callable[[Callable[..., TokenLoss]], Loss]:
-    """Register `(given: LossInput, *, options…) -> TokenLoss` as `name`; `needs`: fields of `Loss`."""
-    return lambda function: losses.register(name)(Loss(function, ratio, **needs))
+    """Register `(tokens: LossInput, *, options…) -> TokenLoss` as `name`. `declared_fields`: of
+    Loss."""
+    return lambda function: losses.register(name)(Loss(function, ratio, **declared_fields))
 
 
 def _with_known(function: Prepare, values: dict[str, Any]) -> Prepare:
-    known = inspect.signature(function).parameters
-    return functools.partial(function, **{name: values[name] for name in values if name in known})
+    accepted = inspect.signature(function).parameters
+    return functools.partial(function, **{name: values[name] for name in values if name in accepted})
 
 
-def value_loss(value: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """½·max((V − G)², (V_old + clamp(V − V_old, ±clip) − G)²) and where the clipped term decides, both [N].
 
     Source: the value clipping of PPO's implementations (arXiv 1707.06347, 2005.12729). `value` carries the
-    gradient; `old` is V at the start of the batch, `returns` G = advantage before whitening + V_old. clip 0:
-    plain ½·(V − G)².
+    gradient; `old_value` is V at the start of the batch, `returns` G = advantage before whitening + V_old.
+    clip 0: plain ½·(V − G)².
     """
-    free = (value - returns) ** 2
+    free_loss = (value - returns) ** 2
     if not clip:
-        return free / 2, torch.zeros_like(free, dtype=torch.bool)
-    move = value - old
-    held = (old + move.clamp(-clip, clip) - returns) ** 2
-    return torch.maximum(free, held) / 2, (held > free) & (move.abs() > clip)
+        return free_loss / 2, torch.zeros_like(free_loss, dtype=torch.bool)
+    value_change = value - old_value
+    clipped_loss = (old_value + value_change.clamp(-clip, clip) - returns) ** 2
+    return torch.maximum(free_loss, clipped_loss) / 2, (clipped_loss > free_loss) & (
+        value_change.abs() > clip
+    )

@@ -57,17 +57,18 @@ class Whitening:
 
         A batch in which all advantages are equal says nothing of their spread and changes nothing.
         """
-        new = cls.of(tokens)
-        if new.std <= EPSILON:
+        batch_statistics = cls.of(tokens)
+        if batch_statistics.std <= EPSILON:
             return earlier or cls(0.0, 0.0)
         if earlier is None:
-            return new
-        mean = DECAY * earlier.mean + (1 - DECAY) * new.mean
-        variance = sum(
-            share * (part.std**2 + (part.mean - mean) ** 2)
-            for share, part in ((DECAY, earlier), (1 - DECAY, new))
+            return batch_statistics
+        mixed_mean = DECAY * earlier.mean + (1 - DECAY) * batch_statistics.mean
+        mixed_variance = sum(
+            fraction * (part.std**2 + (part.mean - mixed_mean) ** 2)
+            for fraction, part in ((DECAY, earlier), (1 - DECAY, batch_statistics))
         )
-        return cls(mean, math.sqrt(variance))
+
+        return cls(mixed_mean, math.sqrt(mixed_variance))
 
     def apply(self, advantage: np.ndarray) -> np.ndarray:
         """[T] -> [T]."""
@@ -105,15 +106,15 @@ class Moments(msgspec.Struct, frozen=True):
         mean = float(values.mean(dtype=np.float64))
         return cls(float(len(values)), mean, float(((values - mean) ** 2).sum()))
 
-    def __add__(self, other: Moments) -> Moments:
+    def __add__(self, addend: Moments) -> Moments:
         """Return moments of the values of both."""
-        count = self.count + other.count
+        count = self.count + addend.count
         if not count:
             return self
-        step = other.mean - self.mean
-        share = other.count / count
-        spread = self.spread + other.spread + step**2 * self.count * share
-        return Moments(count, self.mean + step * share, spread)
+        mean_difference = addend.mean - self.mean
+        other_fraction = addend.count / count
+        spread = self.spread + addend.spread + mean_difference**2 * self.count * other_fraction
+        return Moments(count, self.mean + mean_difference * other_fraction, spread)
 
     @property
     def varies(self) -> bool:

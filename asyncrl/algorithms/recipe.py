@@ -79,49 +79,55 @@ def compose(config: RunConfig) -> Recipe:
     """Resolve and check. Raises ConfigError naming the key, what clashes and what to do."""
     loss = loss_of(config)
     algorithm = config.algorithm
-    kl = config.kl
-    credit = credit_of(config)
+    kl_config = config.kl
+    advantage = credit_of(config)
     if algorithm.prox == "mu":
         loss = replace(loss, ratio="mu")  # u = pi/mu
     aggregate = aggregations.load(algorithm.aggregation, "algorithm.aggregation")
-    named = default_rules(loss) if algorithm.correction is None else algorithm.correction
-    rules = select_rules(named, "algorithm.correction")
-    scale: Scale = credit.scale if algorithm.normalise == "auto" else algorithm.normalise
-    steps = algorithm.steps_per_batch * algorithm.epochs
-    batch_wide = credit.whole_group or loss.prepare is not None
-    prox = algorithm.prox if algorithm.prox != "auto" else ("recompute" if steps > 1 else "current")
-    shared = credit.critic and config.critic.backbone == "shared"
-    alone = loss.linear and not (kl.in_loss or algorithm.entropy_coef > 0 or shared)
+    named_rules = default_rules(loss) if algorithm.correction is None else algorithm.correction
+    rules = select_rules(named_rules, "algorithm.correction")
+    scale: Scale = advantage.scale if algorithm.normalise == "auto" else algorithm.normalise
+    optimizer_steps = algorithm.steps_per_batch * algorithm.epochs
+    batch_wide = advantage.whole_group or loss.prepare is not None
+    prox = algorithm.prox if algorithm.prox != "auto" else ("recompute" if optimizer_steps > 1 else "current")
+    shares_backbone = advantage.critic and config.critic.backbone == "shared"
+    only_policy_loss = loss.linear and not (
+        kl_config.in_loss or algorithm.entropy_coef > 0 or shares_backbone
+    )
     recipe = Recipe(
         advantage_name=single(algorithm.advantage)[0],
-        advantage=credit,
+        advantage=advantage,
         scale=scale,
         loss_name=single(algorithm.loss)[0],
         loss=loss,
         rules=rules,
         aggregate=aggregate.bound({"length": config.rollout.max_tokens}, "algorithm.aggregation"),
-        optimizer_steps=steps,
+        optimizer_steps=optimizer_steps,
         prox="recompute" if batch_wide and algorithm.prox == "auto" else prox,
         barrier=(
             batch_wide
-            or steps > 1
+            or optimizer_steps > 1
             or prox == "recompute"
             or scale == "whiten"
-            or (kl.where == "reward" and credit.siblings)
+            or (kl_config.where == "reward" and advantage.siblings)
             # Advantages are divided at the end of a streamed batch only if the gradient holds nothing else.
-            or (scale in END_SCALARS and not alone)
+            or (scale in END_SCALARS and not only_policy_loss)
         ),
-        critic=credit.critic,
-        own_critic=credit.critic and not shared,
-        reference=loss.reference or kl.where != "none",
-        kl_estimator=kl.estimator if kl.estimator != "auto" else {"reward": "k1"}.get(kl.where, "k2"),
-        skips_inert=alone
-        and not (credit.critic or algorithm.ess_lr or kl.where != "none")
+        critic=advantage.critic,
+        own_critic=advantage.critic and not shares_backbone,
+        reference=loss.reference or kl_config.where != "none",
+        kl_estimator=kl_config.estimator
+        if kl_config.estimator != "auto"
+        else {"reward": "k1"}.get(kl_config.where, "k2"),
+        skips_inert=only_policy_loss
+        and not (advantage.critic or algorithm.ess_lr or kl_config.where != "none")
         and all(rule.kind != "scale" for rule in rules),
     )
+
     for message, refused in _refusals(config, recipe).items():
         if refused:
             raise ConfigError(message)
+
     return recipe
 
 
@@ -146,10 +152,12 @@ def with_group_policy(config: RunConfig) -> RunConfig:
         msgspec.structs.replace(config, buffer=msgspec.structs.replace(config.buffer, group_policy=policy))
         for policy in ("complete", "partial")
     )
+
     try:
         unbiased = compose(partial).advantage.siblings and config.buffer.on_stale == "mask"
     except ConfigError:
         unbiased = False
+
     return partial if unbiased else complete
 
 
@@ -162,24 +170,33 @@ def default_rules(loss: Loss) -> Mapping[str, Options]:
 
 def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Combinations of valid values that are wrong: message → whether it applies."""
-    parts = (_of_ratios, _of_groups, _of_filters, _of_demonstrations, _of_no_effect)
+    parts = (
+        _ratio_refusals,
+        _group_refusals,
+        _filter_refusals,
+        _demonstration_refusals,
+        _unused_setting_refusals,
+    )
     one_head = (
         "agents have adapters of their own, and a value head on the policy would be one for all; set "
         "critic.backbone=own"
     )
-    found = {one_head: bool(config.agents and recipe.shared_critic)}
-    return found | {message: no for part in parts for message, no in part(config, recipe).items()}
+    refusals = {one_head: bool(config.agents and recipe.shared_critic)}
+    return refusals | {
+        message: applies for part in parts for message, applies in part(config, recipe).items()
+    }
 
 
-def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+def _ratio_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Ratios counted twice or not at all, and trust regions without effect."""
     algorithm = config.algorithm
     kl = config.kl
     loss = recipe.loss
-    beside = kl.in_loss or algorithm.entropy_coef > 0 or recipe.shared_critic
-    several = recipe.optimizer_steps > 1
+    has_other_terms = kl.in_loss or algorithm.entropy_coef > 0 or recipe.shared_critic
+    several_steps = recipe.optimizer_steps > 1
     name = f"algorithm.loss {recipe.loss_name!r}"
     dual_clip = getattr(loss.of, "keywords", {})["dual_clip"] if recipe.loss_name == "ppo" else 0
+
     return {
         "algorithm.loss.ppo.dual_clip between 0 and 1 is no bound; set 1 or more, or 0 for none": (
             0 < dual_clip < 1
@@ -194,15 +211,15 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "out": recipe.batch_mean_weight and not recipe.weighted,
         "algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, "
         "or the KL in the loss, the entropy bonus and the shared value head": (
-            recipe.batch_mean_weight and beside
+            recipe.batch_mean_weight and has_other_terms
         ),
         f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, prox=mu, or "
-        "steps_per_batch or epochs > 1": loss.clips and not several and recipe.prox != "mu",
+        "steps_per_batch or epochs > 1": loss.clips and not several_steps and recipe.prox != "mu",
         f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (
-            loss.clips and several and recipe.prox == "current"
+            loss.clips and several_steps and recipe.prox == "current"
         ),
         f"{name} with several optimizer steps per batch has no trust region; use one that clips": (
-            loss.ratio == "prox" and not loss.trusts and several
+            loss.ratio == "prox" and not loss.trusts and several_steps
         ),
         f"algorithm.prox {algorithm.prox!r}: the loss or the advantage looks at the policy at the start of "
         "the batch; use auto": algorithm.prox in ("current", "loglinear", "mu")
@@ -222,18 +239,19 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     }
 
 
-def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+def _group_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Members that a baseline, a loss or a normaliser would miss."""
     algorithm = config.algorithm
     buffer = config.buffer
     loss = recipe.loss
-    credit = recipe.advantage
+    advantage = recipe.advantage
     partial = buffer.group_policy == "partial"
     name = f"algorithm.advantage {recipe.advantage_name!r}"
+
     return {
         f"{name} compares an episode with a group that contains it, but a late one with a group that does "
         "not: biased with group_policy=partial; use dr_grpo, rloo or opo_loo, or group_policy=complete": (
-            partial and credit.siblings and not credit.late
+            partial and advantage.siblings and not advantage.late
         ),
         f"algorithm.normalise ({recipe.scale}) subtracts the mean of a batch, and which members of a group "
         "are in it depends on who was late; with group_policy=partial use none or batch_std": (
@@ -242,7 +260,7 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "buffer.max_staleness is 0: with group_policy=partial late members come after their batch, too stale "
         "to be trained; use group_policy=complete": partial and buffer.max_staleness == 0,
         f"{name} needs whole groups; use group_policy=complete": (
-            partial and (credit.whole_group or credit.greedy)
+            partial and (advantage.whole_group or advantage.greedy)
         ),
         f"algorithm.loss {recipe.loss_name!r} needs whole groups; use group_policy=complete": (
             partial and loss.whole_group
@@ -251,52 +269,55 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "group_policy=partial": partial and recipe.aggregate.whole_group,
         "buffer.on_stale drop takes members out of a group that loss, advantage or aggregation needs "
         "whole; use mask or hold": buffer.on_stale == "drop"
-        and (credit.whole_group or loss.whole_group or recipe.aggregate.whole_group),
+        and (advantage.whole_group or loss.whole_group or recipe.aggregate.whole_group),
         f"buffer.episodes_per_group is 1, and the advantage {recipe.advantage_name!r} compares siblings: "
         "nothing would be learned; use more, or reinforce_pp, gae or remax": (
-            credit.siblings and buffer.episodes_per_group == 1
+            advantage.siblings and buffer.episodes_per_group == 1
         ),
         "kl.where reward changes the baseline of siblings, which must be in the batch; use "
         "group_policy=complete and on_stale=mask or hold, or kl.where=loss": config.kl.where == "reward"
-        and credit.siblings
+        and advantage.siblings
         and (partial or buffer.on_stale == "drop"),
         f"{name} reads the reward's components, which neither algorithm.shaping nor kl.where=reward "
         "changes; leave these out, or use kl.where=loss": (
-            credit.components and (bool(algorithm.shaping) or config.kl.where == "reward")
+            advantage.components and (bool(algorithm.shaping) or config.kl.where == "reward")
         ),
     }
 
 
-def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+def _filter_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Groups that the zero-variance filter removes although a component learns from them."""
-    credit = recipe.advantage
-    kl = config.kl
+    advantage = recipe.advantage
+    kl_config = config.kl
     key = "buffer.filter_zero_variance"
-    on = config.buffer.filter_zero_variance
+    filters_groups = config.buffer.filter_zero_variance
+
     return {
         f"{key} discards groups that the advantage {recipe.advantage_name!r} learns from; set it false": (
-            on and not (credit.siblings or credit.greedy)
+            filters_groups and not (advantage.siblings or advantage.greedy)
         ),
         f"{key} discards groups that the loss {recipe.loss_name!r} learns from; set it false": (
-            on and recipe.loss.whole_group
+            filters_groups and recipe.loss.whole_group
         ),
         f"{key} compares undiscounted rewards, and turn_gamma makes a difference of when they came; set it "
-        "false": (on and bool(credit.siblings and credit.discount != 1)),
+        "false": (filters_groups and bool(advantage.siblings and advantage.discount != 1)),
         f"algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
-        "would bias; set one of them off": on and recipe.scale in ("whiten", "whiten_running"),
+        "would bias; set one of them off": filters_groups and recipe.scale in ("whiten", "whiten_running"),
         f"{key} looks at rewards without the KL that kl.where=reward subtracts; set it false, or use "
-        "kl.where=loss": on and kl.where == "reward",
+        "kl.where=loss": filters_groups and kl_config.where == "reward",
         f"{key} discards groups of equal rewards, and the teacher (kl.reference, kl.prompt, scorers) "
-        "teaches there, too; set it false": on and taught(dict(leaves(msgspec.to_builtins(config)))),
+        "teaches there, too; set it false": filters_groups
+        and taught(dict(leaves(msgspec.to_builtins(config)))),
     }
 
 
-def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+def _demonstration_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Name the keys that make no sense for conversations that nobody has sampled and that earn nothing."""
     demonstrations = recipe.loss.demonstrations
     name = f"algorithm.loss {recipe.loss_name!r}"
     size = config.buffer.episodes_per_group
     temperature = config.rollout.temperature
+
     return {
         f"buffer.episodes_per_group ({size}): {name} would train the same conversation so often; set 1": (
             demonstrations and size != 1
@@ -313,7 +334,7 @@ def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     }
 
 
-def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+def _unused_setting_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Settings without effect."""
     teachers = [name for name in config.scorers if name.startswith("teacher")]
     return {

@@ -1,8 +1,9 @@
-"""Computes attention over a forest of rows that lie in one sequence: a node sees its ancestors and itself.
+"""Computes attention over a forest of sequences that are laid out as one: a node sees its ancestors and
+itself.
 
-It is registered with transformers under NAME; a forward must be given a `forest`. On a CPU each node is
-computed by itself, short ones side by side. On a GPU torch's flex attention gets one mask for all; but where
-rows are long and share little, they are computed one by one, which is faster.
+The function is registered with transformers as FOREST_ATTENTION; a forward must pass a `forest`. On a CPU
+nodes are computed separately, short nodes in batches. On a GPU torch's flex attention gets a single mask; but
+sequences that are long and share little are computed one by one, which is faster.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from transformers.masking_utils import sdpa_mask
 
 from asyncrl.shrunk import unknown
 from asyncrl.trainer.prefix_tree import Forest
-from asyncrl.trainer.recompute import VISIBLE
+from asyncrl.trainer.recompute import VISIBLE_OPTION
 from asyncrl.trainer.staging import to_device
 from asyncrl.trainer.world import SequenceRanks
 
-NAME = "asyncrl_forest"
+FOREST_ATTENTION = "asyncrl_forest"
 CPU = torch.device("cpu")
-QUERIES = 256  # at once: a longer node is cut, so that fewer keys are computed that none of them may see
+MAX_QUERIES = 256  # tokens of a chunk: longer nodes are cut, so that fewer invisible keys are computed
 
 
 class AttentionKernel(Protocol):
-    """Computes attention of one forest, on one device."""
+    """Computes the attention of one forest on one device."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query [heads, T, d], key and value [kv_heads, T, d]; returns [T, heads, d]."""
@@ -43,22 +44,26 @@ class AttentionKernel(Protocol):
 
 @dataclass(eq=False)  # not frozen: torch 2.11 compiles again for other fields of a frozen one
 class ForestAttention:
-    """Holds what attention needs to know of a forest, in all layers of a forward. `unknown`: arguments of a
-    layer's attention that were ignored."""
+    """Describes a forest to the attention of all layers of a forward. `ignored_arguments`: arguments of a
+    layer's attention that this module does not support."""
 
     forest: Forest
     device: torch.device = CPU
-    unknown: set[str] = field(default_factory=set)
+    ignored_arguments: set[str] = field(default_factory=set)
 
     @cached_property
     def kernel(self) -> AttentionKernel:
         if self.device.type == "cpu":
             return NodeKernel(self.forest)
-        flex = FlexKernel(self.forest, self.device)
-        lengths = [len(row) for row in self.forest.rows]
-        alone = np.mean(lengths) >= LONG and sum(lengths) <= ALONE * len(self.forest.ids)
-        hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # on others cuDNN is no faster
-        return RowKernel(self.forest, self.device, flex) if alone and hopper else flex
+        flex_kernel = FlexKernel(self.forest, self.device)
+        lengths = [len(sequence) for sequence in self.forest.sequences]
+        most_tokens = MAX_REPETITION * len(self.forest.ids)
+        one_by_one = np.mean(lengths) >= LONG_SEQUENCE and sum(lengths) <= most_tokens
+        is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # cuDNN is no faster on other GPUs
+
+        if one_by_one and is_hopper:
+            return SequenceKernel(self.forest, self.device, flex_kernel)
+        return flex_kernel
 
     def to(self, device: torch.device) -> ForestAttention:
         return replace(self, device=device) if device != self.device else self
@@ -69,8 +74,8 @@ Chunk = tuple[np.ndarray, int]
 
 
 class NodeBatch(NamedTuple):
-    """Holds n chunks. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded with 0. `mask`
-    [1, n, q, k] is added to scores; None: each query sees all keys up to itself."""
+    """Holds n chunks. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded with 0. `mask` [1, n,
+    q, k] is added to scores; None: each query sees all keys up to its own position."""
 
     queries: Tensor
     keys: Tensor
@@ -78,75 +83,88 @@ class NodeBatch(NamedTuple):
 
 
 class NodeKernel:
-    """Computes nodes by themselves, on a CPU: short ones in batches of about the same size. Layers share the
-    masks."""
+    """Computes attention node by node, on a CPU: short nodes in batches of about the same size. Layers share
+    the masks."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._batches: dict[tuple[int | None, torch.dtype], tuple[list[NodeBatch], Tensor]] = {}
+        self._batches_by_kind: dict[tuple[int | None, torch.dtype], tuple[list[NodeBatch], Tensor]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        kind = scoring.window, query.dtype
-        if kind not in self._batches:
-            self._batches[kind] = _batches(self._forest, *kind)
-        batches, places = self._batches[kind]
-        found = [
-            _attend(query[:, b.queries], key[:, b.keys], value[:, b.keys], b.mask, scoring).flatten(1, 2)
-            for b in batches
+        mask_kind = scoring.window, query.dtype
+        if mask_kind not in self._batches_by_kind:
+            self._batches_by_kind[mask_kind] = _node_batches(self._forest, *mask_kind)
+        batches, token_slots = self._batches_by_kind[mask_kind]
+        outputs = [
+            _attend_batch(
+                query[:, batch.queries], key[:, batch.keys], value[:, batch.keys], batch.mask, scoring
+            ).flatten(1, 2)
+            for batch in batches
         ]
-        return torch.cat(found, dim=1)[:, places].transpose(0, 1)
+
+        return torch.cat(outputs, dim=1)[:, token_slots].transpose(0, 1)
 
 
-def _batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tuple[list[NodeBatch], Tensor]:
-    """Return the batches, and the place of each token in their results, one after another. Long nodes with
-    ancestors are cut into chunks of QUERIES: few keys are computed that none may see."""
-    alike: dict[tuple[int, ...], list[Chunk]] = {}
-    for path, size in zip(forest.paths, forest.sizes, strict=True):
-        step = size if len(path) == size and window is None else QUERIES
-        for start in range(len(path) - size, len(path), step):
-            keys = path[: start + step]
-            count = len(keys) - start
-            short = count.bit_length(), len(keys).bit_length(), count == len(keys)
-            alike.setdefault(short if len(keys) <= QUERIES else (len(alike),), []).append((keys, count))
-    places = np.empty(len(forest.ids), dtype=np.int64)
-    end = 0
-    for chunks in alike.values():
-        longest = max(count for _, count in chunks)
-        for keys, count in chunks:
-            places[keys[-count:]] = np.arange(end, end + count)
-            end += longest
-    return [_batch(chunks, window, dtype) for chunks in alike.values()], torch.from_numpy(places)
+def _node_batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tuple[list[NodeBatch], Tensor]:
+    """Return the batches, and the slot of each token in their concatenated results. Long nodes with ancestors
+    are cut into chunks of MAX_QUERIES, so that few keys are computed that no query may see."""
+    chunks_by_shape: dict[tuple[int, ...], list[Chunk]] = {}
+    for node_path, node_size in zip(forest.paths, forest.sizes, strict=True):
+        chunk_tokens = node_size if len(node_path) == node_size and window is None else MAX_QUERIES
+        for start in range(len(node_path) - node_size, len(node_path), chunk_tokens):
+            keys = node_path[: start + chunk_tokens]
+            query_count = len(keys) - start
+            shape_bucket = query_count.bit_length(), len(keys).bit_length(), query_count == len(keys)
+            chunks_by_shape.setdefault(
+                shape_bucket if len(keys) <= MAX_QUERIES else (len(chunks_by_shape),), []
+            ).append((keys, query_count))
+
+    token_slots = np.empty(len(forest.ids), dtype=np.int64)
+    offset = 0
+    for chunks in chunks_by_shape.values():
+        most_queries = max(count for _, count in chunks)
+        for keys, query_count in chunks:
+            token_slots[keys[-query_count:]] = np.arange(offset, offset + query_count)
+            offset += most_queries
+
+    return [_node_batch(chunks, window, dtype) for chunks in chunks_by_shape.values()], torch.from_numpy(
+        token_slots
+    )
 
 
-def _batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype) -> NodeBatch:
+def _node_batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype) -> NodeBatch:
     keys = pad_sequence([torch.from_numpy(keys) for keys, _ in chunks], batch_first=True)
     queries = pad_sequence([torch.from_numpy(keys[-count:]) for keys, count in chunks], batch_first=True)
     if window is None and all(count == len(keys) for keys, count in chunks):  # padding comes last
         return NodeBatch(queries, keys, None)
-    first = torch.tensor([[len(keys) - count] for keys, count in chunks])
-    last = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
+    first_position = torch.tensor([[len(keys) - count] for keys, count in chunks])
+    last_position = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
+
     # Padding sees what the last query sees: a row of scores without a key would be NaN.
-    position = (first + torch.arange(queries.shape[1])).minimum(last)
-    back = position[:, :, None] - torch.arange(keys.shape[1])
-    hidden = back < 0 if window is None else (back < 0) | (back >= window)
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+    query_position = (first_position + torch.arange(queries.shape[1])).minimum(last_position)
+    distance = query_position[:, :, None] - torch.arange(keys.shape[1])
+    is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill(is_hidden, -torch.inf)
+
     return NodeBatch(queries, keys, mask[None])
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _attend_batch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attend from query [heads, n, q, d] to key and value [kv_heads, n, k, d]; returns [heads, n, q, d]."""
     if len(query) != len(key):
         key, value = (x.repeat_interleave(len(query) // len(x), dim=0) for x in (key, value))
+
     if scoring.softcap is None:
         attend = nn.functional.scaled_dot_product_attention
         return attend(query, key, value, mask, is_causal=mask is None, scale=scoring.scale)
+
     if mask is None:
         mask = torch.full((query.shape[2],) * 2, -torch.inf, dtype=query.dtype).triu(1)
     scores = scoring.softcap * (query @ key.transpose(-1, -2) * scoring.scale / scoring.softcap).tanh() + mask
     return scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(value.dtype) @ value
 
 
-def _attention(
+def _forest_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -159,194 +177,218 @@ def _attention(
     ranks: SequenceRanks | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **others: Any,
+    **other_arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers; with `ranks`, for this rank's part of the sequence. Arguments that it does not
-    know are noted: ignoring them would change gradients by little enough to be missed."""
-    forest.unknown.update(unknown(others))
+    """Called by transformers; with `ranks`, for this rank's part of the sequence. Unknown arguments are
+    recorded: to ignore them silently would change gradients by too little to be noticed."""
+    forest.ignored_arguments.update(unknown(other_arguments))
     if dropout:
-        forest.unknown.add("dropout")
+        forest.ignored_arguments.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, sliding_window, softcap)
-    given = (query[0], key[0], value[0])
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # of some heads
-        return forest.kernel.attend(q, k, v, scoring)
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:  # attention of some heads
+        return forest.kernel.attend(queries, keys, values, scoring)
 
-    found = attend(*given) if ranks is None else ranks.attend(*given, len(forest.forest.ids), attend)
-    return found[None], None
+    if ranks is None:
+        output = attend(query[0], key[0], value[0])
+    else:
+        output = ranks.attend(query[0], key[0], value[0], len(forest.forest.ids), attend)
+    return output[None], None
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(FOREST_ATTENTION, _forest_attention)
+AttentionMaskInterface.register(FOREST_ATTENTION, sdpa_mask)
 
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-BLOCK = 128  # tokens of a block; keys that none of its queries sees are not computed
-# Computed one by one are rows of LONG tokens on average, in all at most ALONE times those of the forest.
-LONG = 4096
-ALONE = 1.25
-ROUND = 512  # such a row is filled up to a multiple: cuDNN prepares a plan for each length
+BLOCK_TOKENS = 128  # tokens of a block; keys that none of its queries sees are not computed
+# Sequences are computed one by one from this mean length on, in tokens, if they hold at most MAX_REPETITION
+# times the forest's tokens.
+LONG_SEQUENCE = 4096
+MAX_REPETITION = 1.25
+LENGTH_MULTIPLE = 512  # sequences are padded to a multiple, as cuDNN prepares a plan for each length
 
 
 class Scoring(NamedTuple):
-    """Says how a layer computes scores. `window`: how many tokens one sees, itself among them; `softcap`:
-    the bound of a tanh. None: none."""
+    """Says how a layer computes scores. `window`: how many tokens a token sees, including itself; `softcap`:
+    the bound of a tanh on scores. None: no window, no cap."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
 
 
-class RowKernel:
-    """Computes attention of long rows that share little, on a GPU: torch's causal attention of each whole
-    row, by cuDNN, which is about 1.8 times as fast as flex attention on Hopper. `other` computes what is not
-    plain: windows, caps, float32, and heads that cuDNN does not know.
-    """
+class SequenceKernel:
+    """Computes attention of long sequences that share little, on a GPU: torch's causal attention of each
+    whole sequence, by cuDNN, which is about 1.8 times as fast as flex attention on Hopper. `fallback`
+    computes the rest: windows, caps, float32, and head sizes that cuDNN does not support."""
 
-    def __init__(self, forest: Forest, device: torch.device, other: AttentionKernel) -> None:
-        self._other = other
-        seen = np.zeros(len(forest.ids), dtype=bool)
-        rows = list[np.ndarray]()
-        order = list[np.ndarray]()
-        for row in forest.rows:
-            new = row[~seen[row]]
-            if len(new):
-                seen[new] = True
-                rows.append(row)
-                order.append(new)
-        self._lengths = [len(row) for row in rows]
-        self._new = [len(new) for new in order]
-        # Where each row's tokens lie in the sequence, and each token in the results; None: in that order.
-        self._tokens, self._places = (
-            None if (np.diff(at) == 1).all() else to_device([torch.from_numpy(at)], device)[0]
-            for at in (np.concatenate(rows), np.argsort(np.concatenate(order)))
+    def __init__(self, forest: Forest, device: torch.device, fallback: AttentionKernel) -> None:
+        self._fallback = fallback
+        is_covered = np.zeros(len(forest.ids), dtype=bool)
+        sequences = list[np.ndarray]()
+        new_tokens = list[np.ndarray]()
+
+        for sequence in forest.sequences:
+            uncovered = sequence[~is_covered[sequence]]
+            if len(uncovered):
+                is_covered[uncovered] = True
+                sequences.append(sequence)
+                new_tokens.append(uncovered)
+
+        self._lengths = [len(sequence) for sequence in sequences]
+        self._new_counts = [len(uncovered) for uncovered in new_tokens]
+
+        # Indices of all sequences' tokens in the forest, and of each token in the results; None: in order.
+        self._token_order, self._result_order = (
+            None if (np.diff(order) == 1).all() else to_device([torch.from_numpy(order)], device)[0]
+            for order in (np.concatenate(sequences), np.argsort(np.concatenate(new_tokens)))
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention, see `AttentionKernel`."""
-        plain = scoring.window is None and scoring.softcap is None and query.dtype.itemsize == 2
-        if not plain or not query.shape[-1] == value.shape[-1] <= 128:
-            return self._other.attend(query, key, value, scoring)
-        attend = nn.functional.scaled_dot_product_attention
-        found = []
-        laid = (x if self._tokens is None else x[:, self._tokens] for x in (query, key, value))
-        rows = zip(*(x.split(self._lengths, dim=1) for x in laid), strict=True)  # and one gradient of all
+        is_plain = scoring.window is None and scoring.softcap is None and query.dtype.itemsize == 2
+        if not is_plain or not query.shape[-1] == value.shape[-1] <= 128:
+            return self._fallback.attend(query, key, value, scoring)
+        causal_attention = nn.functional.scaled_dot_product_attention
+        outputs = []
+        ordered = (x if self._token_order is None else x[:, self._token_order] for x in (query, key, value))
+        # A single split also gives a single gradient.
+        sequences = zip(*(x.split(self._lengths, dim=1) for x in ordered), strict=True)
+
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            for row, length, new in zip(rows, self._lengths, self._new, strict=True):
-                short = -length % ROUND  # keys behind all queries: none sees them
-                q, k, v = (pad(x, (0, 0, 0, short))[None] for x in row)
-                whole = attend(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
-                found.append(whole[0, :, length - new : length])
-        joined = torch.cat(found, dim=1)
-        return (joined if self._places is None else joined[:, self._places]).transpose(0, 1)
+            for sequence, length, new_count in zip(sequences, self._lengths, self._new_counts, strict=True):
+                padding = -length % LENGTH_MULTIPLE  # keys behind all queries: none sees them
+                q, k, v = (pad(x, (0, 0, 0, padding))[None] for x in sequence)
+                output = causal_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
+                outputs.append(output[0, :, length - new_count : length])
+
+        results = torch.cat(outputs, dim=1)
+        if self._result_order is not None:
+            results = results[:, self._result_order]
+        return results.transpose(0, 1)
 
 
 class FlexKernel:
     """Computes attention on a GPU by torch's flex attention, with the forest's mask.
 
-    Nodes lie in the sequence depth first, so what is below a node ends where its last descendant does, at
-    its `end`: a token sees those up to itself whose `end` comes after it. Layers share the masks.
+    Nodes lie in the sequence depth first, so the subtree of a node ends where its last descendant does, at
+    its `subtree_end`: a token sees every token up to itself whose `subtree_end` comes after it. Layers share
+    the masks.
 
-    Per token [T]: `end`, and `position` in its row. Numbers that a kernel reads are tensors: with dynamic
-    shapes torch cannot compile captured Python numbers.
+    Per token [T]: `subtree_end`, and `position` in its sequence. Numbers that a kernel reads are tensors:
+    with dynamic shapes torch cannot compile captured Python numbers.
     """
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
-        end = np.empty(len(forest.ids), dtype=np.int32)
-        for path, stop in zip(forest.paths, np.cumsum(forest.sizes), strict=True):
-            end[path] = stop  # in order: a node on several paths keeps the last
+        subtree_end = np.empty(len(forest.ids), dtype=np.int32)
+        for path, node_end in zip(forest.paths, np.cumsum(forest.sizes), strict=True):
+            subtree_end[path] = node_end  # a node on several paths keeps the last end
         position = forest.positions.astype(np.int32)
-        self.end, self.position = to_device([torch.from_numpy(end), torch.from_numpy(position)], device)
-        self._masks: dict[int | None, BlockMask] = {}
-        self._caps: dict[float, Callable[..., Tensor]] = {}
+        self.subtree_end, self.position = to_device(
+            [torch.from_numpy(subtree_end), torch.from_numpy(position)], device
+        )
+        self._masks_by_window: dict[int | None, BlockMask] = {}
+        self._softcaps: dict[float, Callable[..., Tensor]] = {}
 
     def visible(self, window: int | None) -> MaskMod:
-        """Return what is true where the token at index q sees that at index k; any shapes."""
-        end = self.end
+        """Return a predicate that is true where the token at index q sees the token at index k; any
+        shapes."""
+        subtree_end = self.subtree_end
         position = self.position
 
-        def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (q < end[k])
+        def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q < subtree_end[k])
 
         if window is None:
-            return seen
-        reach = torch.tensor(window, device=end.device)
+            return sees
+        window_size = torch.tensor(window, device=subtree_end.device)
 
-        def near(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (q < end[k]) & (position[q] - position[k] < reach)
+        def sees_nearby(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q < subtree_end[k]) & (position[q] - position[k] < window_size)
 
-        return near
+        return sees_nearby
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention, see `AttentionKernel`."""
-        if scoring.window not in self._masks:
-            self._masks[scoring.window] = self.block_mask(scoring.window)
-        if scoring.softcap is not None and scoring.softcap not in self._caps:
-            self._caps[scoring.softcap] = _capped(query.new_tensor(scoring.softcap))
-        found = _flex(query.is_cuda)(
+        if scoring.window not in self._masks_by_window:
+            self._masks_by_window[scoring.window] = self.block_mask(scoring.window)
+        if scoring.softcap is not None and scoring.softcap not in self._softcaps:
+            self._softcaps[scoring.softcap] = _softcap_function(query.new_tensor(scoring.softcap))
+        output = _flex_attention(query.is_cuda)(
             query[None],
             key[None],
             value[None],
-            score_mod=None if scoring.softcap is None else self._caps[scoring.softcap],
-            block_mask=self._masks[scoring.window],
+            score_mod=None if scoring.softcap is None else self._softcaps[scoring.softcap],
+            block_mask=self._masks_by_window[scoring.window],
             scale=scoring.scale,
             enable_gqa=query.shape[0] != key.shape[0],
-            kernel_options={"BACKEND": "TRITON"},  # one kernel for short rows, too
+            kernel_options={"BACKEND": "TRITON"},  # the same kernel for short sequences
         )
-        return found[0].transpose(0, 1)
+        return output[0].transpose(0, 1)
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Find, from the extremes of both, which blocks of keys a block of queries sees in part, and which
-        all its queries see whole. With a window, some blocks that none sees count as seen in part."""
-        size = len(self.end)
-        first = torch.arange(0, size, BLOCK, dtype=torch.int32, device=self.end.device)
-        last = first + BLOCK - 1
-        short = -size % BLOCK
-        ends, places = (pad(x, (0, short), value=size).view(-1, BLOCK) for x in (self.end, self.position))
-        some = (first <= first[:, None]) & (ends.amax(1) > first[:, None])
-        whole = (first < first[:, None]) & (ends.amin(1) > last[:, None])
+        """Find the blocks of keys that a block of queries sees partly, and the blocks that all its queries
+        see fully, from the extremes of both blocks. With a window, some invisible blocks count as partly
+        seen."""
+        token_count = len(self.subtree_end)
+        first_token = torch.arange(
+            0, token_count, BLOCK_TOKENS, dtype=torch.int32, device=self.subtree_end.device
+        )
+        last_token = first_token + BLOCK_TOKENS - 1
+        padding = -token_count % BLOCK_TOKENS
+        subtree_ends, positions = (
+            pad(x, (0, padding), value=token_count).view(-1, BLOCK_TOKENS)
+            for x in (self.subtree_end, self.position)
+        )
+
+        partly_visible = (first_token <= first_token[:, None]) & (subtree_ends.amax(1) > first_token[:, None])
+        fully_visible = (first_token < first_token[:, None]) & (subtree_ends.amin(1) > last_token[:, None])
         if window is not None:
-            low = places.amin(1)
-            high = pad(self.position, (0, short)).view(-1, BLOCK).amax(1)
-            some &= low[:, None] - high < window
-            whole &= high[:, None] - low < window
-        seen = self.visible(window)
-        lengths = (size, size)
-        in_part = _listed(some & ~whole)
-        entire = _listed(whole)
+            lowest_position = positions.amin(1)
+            highest_position = pad(self.position, (0, padding)).view(-1, BLOCK_TOKENS).amax(1)
+            partly_visible &= lowest_position[:, None] - highest_position < window
+            fully_visible &= highest_position[:, None] - lowest_position < window
+
+        mask_mod = self.visible(window)
+        lengths = (token_count, token_count)
+        partial_blocks = _block_lists(partly_visible & ~fully_visible)
+        full_blocks = _block_lists(fully_visible)
+
         return BlockMask.from_kv_blocks(
-            *in_part, *entire, mask_mod=seen, BLOCK_SIZE=BLOCK, seq_lengths=lengths
+            *partial_blocks, *full_blocks, mask_mod=mask_mod, BLOCK_SIZE=BLOCK_TOKENS, seq_lengths=lengths
         )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many of each row are true, and which, in BlockMask's form."""
-    order = blocks.int().argsort(dim=1, descending=True, stable=True)
-    return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
+def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row the number of true blocks and their indices, in BlockMask's form."""
+    block_order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], block_order.int()[None, None]
 
 
-def _capped(bound: Tensor) -> Callable[..., Tensor]:
-    def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return bound * torch.tanh(score / bound)
+def _softcap_function(limit: Tensor) -> Callable[..., Tensor]:
+    def capped_score(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return limit * torch.tanh(score / limit)
 
-    return capped
+    return capped_score
 
 
 @cache
-def _flex(compiled: bool) -> Any:
-    """Return flex attention. Not compiled it holds a T x T matrix of scores."""
+def _flex_attention(compiled: bool) -> Any:
+    """Return flex attention. Uncompiled flex attention holds a T x T matrix of scores."""
     return compiled_once(flex_attention, keeps_outputs=True) if compiled else flex_attention
 
 
 def compiled_once(function: Callable[..., Any], *, keeps_outputs: bool = False) -> Any:
-    """Compile it for all shapes: every batch has another. `keeps_outputs`: a layer that is recomputed in
-    the backward keeps what the function returned, where this version of torch can (see recompute.py)."""
+    """Compile a function once for all shapes, as every batch has another shape. `keeps_outputs`: a layer that
+    is recomputed in the backward keeps the function's outputs, where this version of torch can (see
+    recompute.py)."""
     from torch._dynamo import config  # a slow import, which only a GPU needs
     from torch._inductor import config as inductor
 
     # Attention has variants by types, windows, caps, numbers of heads, one block and no gradient, scores by
     # types and what is asked: after 8 of them torch would go on without compiling.
     config.recompile_limit = max(config.recompile_limit, 64)
-    options: Any = {VISIBLE: True} if keeps_outputs and hasattr(inductor, VISIBLE) else None
+    options: Any = {VISIBLE_OPTION: True} if keeps_outputs and hasattr(inductor, VISIBLE_OPTION) else None
     return torch.compile(function, dynamic=True, options=options)

@@ -1,9 +1,9 @@
-"""A batch behind a barrier: what the ranks exchange about its episodes before the first backward.
+"""A batch behind a barrier: the ranks' exchange about its episodes before the first backward.
 
-    scored ──compared──► advantages ──prepared──► what the loss prepares ──deal──► mini-batches
+    scored ──compare_batch──► advantages ──prepare_batch──► prepared ──partition_groups──► mini-batches
 
-Several optimizer steps per batch need it (prox is the policy before the first), and so does whatever
-compares an episode with the whole batch. `compared` and `prepared` are collectives.
+A recipe needs the barrier for several optimizer steps per batch (prox is the policy before the first step),
+and to compare an episode with the whole batch. `compare_batch` and `prepare_batch` are collectives.
 """
 
 from __future__ import annotations
@@ -19,84 +19,108 @@ from asyncrl.algorithms.credit import Trace
 from asyncrl.algorithms.losses import Loss
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import Recipe
-from asyncrl.trainer.batch import Example
-from asyncrl.trainer.credit import (
-    credit,
-    penalised,
-    rescaled,
-    share_penalties,
-    share_traces,
+from asyncrl.trainer.advantages import (
+    gather_penalties,
+    gather_traces,
+    with_advantages,
+    with_kl_penalty,
     with_penalised_siblings,
+    with_scaled_advantages,
 )
-from asyncrl.trainer.report import MetricSums, advantage_factor, advantage_tokens, merged, tally_credit
+from asyncrl.trainer.batch import TrainingSample
+from asyncrl.trainer.report import (
+    MetricSums,
+    advantage_factor,
+    advantage_tokens,
+    merged_sums,
+    tally_advantages,
+)
 from asyncrl.trainer.world import World
 
 
-def compared(
+def compare_batch(
     world: World,
-    examples: Sequence[Example],
+    samples: Sequence[TrainingSample],
     recipe: Recipe,
     kl_penalty: float | None,
     whitening: Whitening | None,
-) -> tuple[list[Example], MetricSums]:
-    """The examples with their advantages, compared with and divided by the whole batch, and the tally of all
-    ranks' advantages.
+) -> tuple[list[TrainingSample], MetricSums]:
+    """Return the samples with their advantages, compared with and divided by the whole batch, and the tally
+    of all ranks' advantages.
 
-    `kl_penalty`: coefficient of the KL in the reward, None without. `whitening`: of earlier batches.
+    `kl_penalty`: coefficient of the KL in the reward; None: no such penalty. `whitening`: statistics of
+    earlier batches.
     """
     if kl_penalty is not None:
-        pairs = [penalised(e, kl_penalty, recipe.kl_estimator) for e in examples]
-        penalties = share_penalties(world, pairs)
-        examples = [with_penalised_siblings(e, penalties) for e, _ in pairs]
+        penalised_pairs = [with_kl_penalty(sample, kl_penalty, recipe.kl_estimator) for sample in samples]
+        penalties = gather_penalties(world, penalised_pairs)
+        samples = [with_penalised_siblings(sample, penalties) for sample, _ in penalised_pairs]
+
     traces = defaultdict[str, list[Trace]](list)
     if recipe.advantage.whole_group:
-        for trace in share_traces(world, examples, [_scores(e) for e in examples]):
+        for trace in gather_traces(world, samples, [_trace_arrays(sample) for sample in samples]):
             traces[trace.group].append(trace)
-    examples = [credit(e, recipe, traces[e.group]) for e in examples]
+
+    samples = [with_advantages(sample, recipe, traces[sample.group]) for sample in samples]
     tally = MetricSums()
-    tally_credit(tally, examples)
-    whole = merged(world.gather_data(tally, MetricSums))
-    change = scaling(recipe, whole, whitening)
-    return [rescaled(e, change) for e in examples], whole
+    tally_advantages(tally, samples)
+    batch_tally = merged_sums(world.gather_data(tally, MetricSums))
+    scale_advantages = advantage_scaling(recipe, batch_tally, whitening)
+
+    return [with_scaled_advantages(sample, scale_advantages) for sample in samples], batch_tally
 
 
-def scaling(
-    recipe: Recipe, whole: MetricSums, whitening: Whitening | None
+def advantage_scaling(
+    recipe: Recipe, batch_tally: MetricSums, whitening: Whitening | None
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """The function that the batch's statistics apply to each advantage."""
+    """Return the function that the batch's statistics apply to each advantage."""
     if recipe.scale in ("whiten", "whiten_running"):
-        earlier = whitening if recipe.scale == "whiten_running" else None  # the first batch has none
-        return (earlier or Whitening.of(advantage_tokens(whole))).apply
-    factor = advantage_factor(recipe.scale, whole)
-    return lambda advantage: advantage * factor
+        # The first batch has no earlier statistics.
+        earlier_statistics = whitening if recipe.scale == "whiten_running" else None
+        return (earlier_statistics or Whitening.of(advantage_tokens(batch_tally))).apply
+    scale_factor = advantage_factor(recipe.scale, batch_tally)
+    return lambda advantage: advantage * scale_factor
 
 
-def prepared(world: World, examples: Sequence[Example], loss: Loss) -> list[Example]:
-    """The examples with what the loss's `prepare` gives each token in view of the whole batch."""
+def prepare_batch(world: World, samples: Sequence[TrainingSample], loss: Loss) -> list[TrainingSample]:
+    """Return the samples with the numbers that the loss's `prepare` gives each token in view of the whole
+    batch."""
     if loss.prepare is None:
-        return list(examples)
-    traces = share_traces(world, examples, [_view(e) for e in examples])
-    found = dict(zip((trace.uid for trace in traces), loss.prepare(traces), strict=True))
-    return [replace(e, prepared=np.asarray(found[e.planned.uid], dtype=np.float64)) for e in examples]
+        return list(samples)
+    traces = gather_traces(world, samples, [_loss_arrays(sample) for sample in samples])
+    prepared_by_uid = dict(zip((trace.uid for trace in traces), loss.prepare(traces), strict=True))
+    return [
+        replace(sample, prepared=np.asarray(prepared_by_uid[sample.planned.uid], dtype=np.float64))
+        for sample in samples
+    ]
 
 
-def _scores(e: Example) -> dict[str, np.ndarray]:
-    """An episode's arrays for an advantage that compares traces."""
-    assert e.prox is not None and e.collision is not None
-    return {"rewards": e.rewards, "prox": e.prox, "collision": e.collision}
+def _trace_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
+    """Return an episode's arrays for an advantage that compares traces."""
+    assert sample.proximal_logprobs is not None and sample.collision is not None
+    return {"rewards": sample.rewards, "prox": sample.proximal_logprobs, "collision": sample.collision}
 
 
-def _view(e: Example) -> dict[str, np.ndarray]:
-    """An episode's arrays for a loss; a token without finite log-probs is not fresh, and they are 0."""
-    assert e.prox is not None and e.advantage is not None
-    given = {"prox": e.prox, "mu": e.mu, "reference": e.reference}
-    logs = {name: array for name, array in given.items() if array is not None}
-    finite = np.logical_and.reduce([np.isfinite(array) for array in logs.values()])
-    held = {name: np.where(finite, array, 0.0) for name, array in logs.items()}
-    return {**held, "advantage": e.advantage, "fresh": e.fresh & finite}
+def _loss_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
+    """Return an episode's arrays for a loss. A token without finite log-probs is not fresh, and its log-probs
+    are set to 0."""
+    assert sample.proximal_logprobs is not None and sample.advantage is not None
+    named_logprobs = {
+        "prox": sample.proximal_logprobs,
+        "mu": sample.rollout_logprobs,
+        "reference": sample.reference,
+    }
+    known_logprobs = {name: array for name, array in named_logprobs.items() if array is not None}
+    is_finite = np.logical_and.reduce([np.isfinite(array) for array in known_logprobs.values()])
+    finite_logprobs = {name: np.where(is_finite, array, 0.0) for name, array in known_logprobs.items()}
+
+    return {**finite_logprobs, "advantage": sample.advantage, "fresh": sample.within_staleness & is_finite}
 
 
-def deal(groups: Iterable[str], steps: int, key: str) -> dict[str, int]:
-    """Group → mini-batch, shuffled by `key` and the groups' names: the same for any number of ranks."""
-    order = sorted(groups, key=lambda group: blake2b(f"{key}/{group}".encode()).digest())
-    return {group: i * steps // len(order) for i, group in enumerate(order)}
+def partition_groups(groups: Iterable[str], mini_batches: int, shuffle_key: str) -> dict[str, int]:
+    """Map each group to a mini-batch, shuffled by `shuffle_key` and the groups' names: the same for any
+    number of ranks."""
+    shuffled_groups = sorted(groups, key=lambda group: blake2b(f"{shuffle_key}/{group}".encode()).digest())
+    return {
+        group: index * mini_batches // len(shuffled_groups) for index, group in enumerate(shuffled_groups)
+    }

@@ -1,9 +1,9 @@
 """From planned trajectories and their turns to padded tensors.
 
-    turns ──example──► Example ──collate──► MicroBatch
+    turns ──training_sample──► TrainingSample ──collate──► MicroBatch
 
-What a token's gradient depends on beside the models is fixed here, before any forward: its weight, its
-lag, whether it may contribute. Log-probs and values that models compute are added to an Example later.
+Everything but the models that a token's gradient depends on is fixed here, before any forward: its weight,
+its lag, whether it may contribute. Log-probs and values by models are added to a TrainingSample later.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
 from asyncrl.conversation.turns import trained
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.forced_routes import UNKNOWN
+from asyncrl.trainer.forced_routes import UNKNOWN_EXPERT
 from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.staging import moved, to_device
-from asyncrl.trainer.teacher import Told, likeliest, references, taught_rows
+from asyncrl.trainer.staging import moved_to_device, to_device
+from asyncrl.trainer.teacher import TeacherScores, references, teacher_sequences_of, topk_of_turns
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 
 @dataclass(frozen=True)
-class Example:
-    """Holds one trajectory with what its loss needs. Arrays are per model token, in order, [T_i].
+class TrainingSample:
+    """Holds one trajectory with everything that its loss needs. Arrays are per model token, in order, [T_i].
 
-    `rows`: all its tokens, one array per row; a model token is rows[row_of][position]. `weight` (per token)
-    and `denominator` come from the aggregation rule. `rewards`: what fell on each token.
-    `stale` marks tokens over the bound, `exact` those whose whole context was computed by the version in
-    training; `excluded`: the episode is kept out of the loss. `prox`, `reference`, `value` (the critic's,
-    before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe
-    asks for them. `routes`: of each row the experts of its first tokens, [·, layers * k], -1 for a gap.
-    `agents`: of each row the place of its adapter, where there are several.
-    `taught`: the rows as a teacher in the trainer reads them, if their prompts are others. `likeliest`: what
-    one on servers told of each token, [T_i, k] ids and log-probs.
+    `sequences`: all its tokens, one array per sequence; a model token is sequences[sequence_of][position].
+    `weight` (per token) and `denominator` come from the aggregation rule. `rewards`: the reward of each
+    token. `stale` marks tokens over the staleness bound, `exact` tokens whose whole context was computed by
+    the version in training; `excluded`: the episode is kept out of the loss. `proximal_logprobs`,
+    `reference`, `value` (the critic's, before the batch moved it), `prepared` (by the loss) and `collision`
+    (Σ π²) are set where the recipe asks for them. `routes`: the experts of each sequence's first tokens, [·,
+    layers * k], -1 for a gap. `sequence_adapters`: the index of each sequence's adapter, where there are
+    several. `teacher_sequences`: the sequences behind the teacher's prompts, if these differ. `teacher_topk`:
+    the likeliest tokens by a teacher on servers, [T_i, k] ids and log-probs.
     """
 
     planned: PlannedTrajectory
-    rows: tuple[np.ndarray, ...]
+    sequences: tuple[np.ndarray, ...]
     turns: int
     weight: float
     denominator: float
-    row_of: np.ndarray
+    sequence_of: np.ndarray
     position: np.ndarray
     turn: np.ndarray
     rewards: np.ndarray
-    mu: np.ndarray
+    rollout_logprobs: np.ndarray
     lag: np.ndarray
     stale: np.ndarray
     exact: np.ndarray
     routes: tuple[np.ndarray, ...] = ()
-    agents: tuple[int, ...] = ()
-    taught: tuple[np.ndarray, ...] = ()
-    likeliest: tuple[np.ndarray, np.ndarray] | None = None
+    sequence_adapters: tuple[int, ...] = ()
+    teacher_sequences: tuple[np.ndarray, ...] = ()
+    teacher_topk: tuple[np.ndarray, np.ndarray] | None = None
     excluded: bool = False
     advantage: np.ndarray | None = None
     returns: np.ndarray | None = None
-    prox: np.ndarray | None = None
+    proximal_logprobs: np.ndarray | None = None
     reference: np.ndarray | None = None
     value: np.ndarray | None = None
     prepared: np.ndarray | None = None
@@ -80,308 +80,379 @@ class Example:
         return self.planned.group
 
     @property
-    def tokens(self) -> int:
-        """Model tokens."""
+    def model_tokens(self) -> int:
+        """Return the number of tokens that the model sampled."""
         return len(self.position)
 
     @property
-    def length(self) -> int:
-        """Return all tokens, of all rows."""
-        return sum(map(len, self.rows))
+    def total_tokens(self) -> int:
+        """Return the number of all tokens, of all sequences."""
+        return sum(map(len, self.sequences))
 
     @property
-    def prompt(self) -> int:
-        """Tokens before the first that the model sampled."""
-        return int(self.position[0]) if self.tokens else self.length
+    def prompt_tokens(self) -> int:
+        """Return the number of tokens before the first sampled token."""
+        return int(self.position[0]) if self.model_tokens else self.total_tokens
 
     @property
-    def longest(self) -> int:
-        """Return tokens of its longest row."""
-        return max(map(len, self.rows))
+    def longest_sequence(self) -> int:
+        """Return the number of tokens of the longest sequence."""
+        return max(map(len, self.sequences))
 
     @property
-    def fresh(self) -> np.ndarray:
-        """Tokens [T_i] that may contribute, as far as is known before a forward."""
+    def within_staleness(self) -> np.ndarray:
+        """Return which tokens [T_i] may contribute, as far as is known before a forward."""
         return ~self.stale & (not self.excluded)
 
     @property
     def has_advantage(self) -> bool:
-        """Some token's advantage is not 0."""
+        """True if some token's advantage is not 0."""
         return self.advantage is not None and bool(self.advantage.any())
 
     @property
-    def is_read(self) -> bool:
-        """True if the trajectory has an advantage, or is the first of its group, one of which is always
-        scored: where nobody has an advantage, the log-probs of trainer and engines are still compared."""
+    def is_scored(self) -> bool:
+        """True if the trajectory has an advantage, or is the first of its group. The first is always scored,
+        so that the log-probs of trainer and engines are compared even where no episode has an advantage."""
         return self.has_advantage or self.planned.place == 0
 
-    def credit_input(self) -> CreditInput:
+    def advantage_input(self) -> CreditInput:
         """Return the inputs of the advantage."""
-        p = self.planned
+        planned = self.planned
         return CreditInput(
-            p.own, p.siblings, self.rewards, self.turn, p.issued, p.place, self.value, p.greedy
+            own=planned.own,
+            siblings=planned.siblings,
+            rewards=self.rewards,
+            turn=self.turn,
+            issued=planned.issued,
+            place=planned.place,
+            values=self.value,
+            greedy=planned.greedy,
         )
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The model tokens of all rows, flattened to [N]; token i is of episode[i], which may have several rows.
-    `agent`: the place of its adapter, where there are several: those of each are an episode by themselves.
+    """Holds the model tokens of all sequences, flattened to [N]; token i belongs to episode[i], which may
+    have several sequences. `adapter_index`: the index of the token's adapter, where there are several; the
+    tokens of each adapter then count as an episode.
 
-    `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may
-    contribute: not stale, not excluded. `taught`: the same tokens behind the prompts of a teacher, if these
-    are others. The last fields are those of ADDED that the recipe asks for; `prox` is None where the policy
-    does not change between now and the optimizer step.
+    `is_counted` is False only on the dummy token of a rank without sequences. `within_staleness`: the token
+    may contribute, as it is neither stale nor excluded. `teacher_tokens`: the same tokens behind a teacher's
+    prompts, if these differ. The last fields are the OPTIONAL_COLUMNS that the recipe asks for;
+    `proximal_logprobs` is None where the policy does not change between now and the optimizer step.
     """
 
     selected: Selected
     episode: Tensor
     turn: Tensor
-    mu: Tensor
+    rollout_logprobs: Tensor
     weight: Tensor
     lag: Tensor
-    fresh: Tensor
-    exact: Tensor
-    counted: Tensor
-    agent: Tensor | None = None
-    taught: Selected | None = None
+    within_staleness: Tensor
+    is_exact: Tensor
+    is_counted: Tensor
+    adapter_index: Tensor | None = None
+    teacher_tokens: Selected | None = None
     advantage: Tensor | None = None
     returns: Tensor | None = None
-    prox: Tensor | None = None
+    proximal_logprobs: Tensor | None = None
     reference: Tensor | None = None
     value: Tensor | None = None
     prepared: Tensor | None = None
 
     @property
-    def for_reference(self) -> Selected:
-        """Return what the reference reads."""
-        return self.taught or self.selected
+    def reference_tokens(self) -> Selected:
+        """Return the tokens as the reference reads them."""
+        return self.teacher_tokens or self.selected
 
-    def updated(self, examples: Sequence[Example]) -> MicroBatch:
-        """With the fields added to the examples since they were collated; no others are copied again."""
-        if not any(e.tokens for e in examples):
+    def updated(self, samples: Sequence[TrainingSample]) -> MicroBatch:
+        """Return a copy with the fields that the samples gained since they were collated; other fields are
+        not copied again."""
+        if not any(sample.model_tokens for sample in samples):
             return self
-        added: dict[str, Any] = _added(examples, self.mu.dtype, self.mu.device)
-        return replace(self, **added)
+        added_columns: dict[str, Any] = _optional_columns(
+            samples, self.rollout_logprobs.dtype, self.rollout_logprobs.device
+        )
+        return replace(self, **added_columns)
 
     def to(self, device: torch.device) -> MicroBatch:
-        return moved(self, device)
+        return moved_to_device(self, device)
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> MicroBatch:
-        """Return a copy whose tensors went through `convert`, and whose attention runs on `device`."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed: dict[str, Any] = {
+        """Return a copy whose tensors went through `convert`, with attention on `device`."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        converted_columns: dict[str, Any] = {
             name: column.with_tensors(convert, device) if isinstance(column, Selected) else convert(column)
             for name, column in columns.items()
             if column is not None
         }
-        return replace(self, **changed)
+        return replace(self, **converted_columns)
 
 
 NO_ROUTES = np.empty((0, 0), dtype=np.int32)
-_turns = msgspec.msgpack.Decoder(Turn)
-ADDED = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
+_turn_decoder = msgspec.msgpack.Decoder(Turn)
+OPTIONAL_COLUMNS = ("advantage", "returns", "proximal_logprobs", "reference", "value", "prepared")
 
 
-def dealt(
-    planned: Sequence[PlannedTrajectory], packing: Packing, budget: int, hidden: int, ranks: int
+def partition_plan(
+    planned: Sequence[PlannedTrajectory],
+    packing: Packing,
+    token_budget: int,
+    hidden_size: int,
+    rank_count: int,
 ) -> list[list[list[PlannedTrajectory]]]:
-    """The parts of a plan of all data ranks, which have about the same work, each in parts of about a
-    micro-batch of `budget` tokens. It follows from the arguments alone, so all ranks find the same.
+    """Partition a plan among all data ranks, with about the same work for each, cut into parts of about a
+    micro-batch of `token_budget` tokens. The result follows from the arguments alone, so all ranks compute
+    the same.
 
-    Attention is 2·d·s of a token in a row of s, beside the 24·d² of a layer's matrix products; d: `hidden`.
+    Attention takes 2·d·s of a token in a sequence of s, beside the 24·d² of a layer's matrix products; d:
+    `hidden_size`.
     """
-    pieces = [
+    plan_pieces = [
         Piece(
-            key=p.group if packing == "tree" else p.uid,
-            tokens=p.tokens,
-            shared=p.prompt,
-            rows=p.rows,
-            width=p.width,
-            attention=p.tokens * p.width / (12 * hidden),
+            key=trajectory.group if packing == "tree" else trajectory.uid,
+            tokens=trajectory.tokens,
+            shared=trajectory.prompt,
+            rows=trajectory.rows,
+            width=trajectory.width,
+            attention=trajectory.tokens * trajectory.width / (12 * hidden_size),
         )
-        for p in planned
+        for trajectory in planned
     ]
-    largest_first = sorted(units(pieces, budget, ranks), key=lambda unit: -unit.work)
-    found = []
-    for part in deal(largest_first, ranks):
-        own = [pieces[index] for index in part.members]
-        found.append([[planned[part.members[i]] for i in cut] for cut in micro_batches(own, budget)])
-    return found
+
+    largest_first = sorted(units(plan_pieces, token_budget, rank_count), key=lambda unit: -unit.work)
+    parts_by_rank = []
+    for rank_part in deal(largest_first, rank_count):
+        rank_pieces = [plan_pieces[index] for index in rank_part.members]
+        parts_by_rank.append(
+            [
+                [planned[rank_part.members[piece_index]] for piece_index in micro_batch]
+                for micro_batch in micro_batches(rank_pieces, token_budget)
+            ]
+        )
+
+    return parts_by_rank
 
 
 def with_turns(
     planned: Sequence[PlannedTrajectory], frames: list[bytes]
 ) -> list[tuple[PlannedTrajectory, list[Turn]]]:
-    """Return each trajectory of a plan with its trained turns. ProtocolError: there are not as many."""
-    if sum(p.frames for p in planned) != len(frames):
-        raise ProtocolError(f"plan names {sum(p.frames for p in planned)} turns, {len(frames)} came")
-    turns = map(_turns.decode, frames)
-    return [(p, list(trained(tuple(islice(turns, p.frames))))) for p in planned]
+    """Return each trajectory of a plan with its trained turns. ProtocolError: the number of turns does not
+    match."""
+    frame_count = sum(trajectory.frames for trajectory in planned)
+    if frame_count != len(frames):
+        raise ProtocolError(f"plan names {frame_count} turns, {len(frames)} came")
+
+    turns = map(_turn_decoder.decode, frames)
+    return [(trajectory, list(trained(tuple(islice(turns, trajectory.frames))))) for trajectory in planned]
 
 
-def example(
+def training_sample(
     planned: PlannedTrajectory,
     turns: Sequence[Turn],
     step: int,
-    bound: int,
-    rule: Aggregation,
+    max_staleness: int,
+    aggregation: Aggregation,
     *,
     mask_truncated: bool = False,
-    choices: int = 0,
-    scored: int | None = None,
-    agents: Sequence[str] = ("",),
-) -> Example:
-    """Join the turns of a trajectory token for token, for batch `step`, with the share of its aggregation
-    rule, rewards and lags of its tokens, and which tokens are over `bound`. `choices` of experts that the
-    model makes for a token, if they are to be made as the servers did. `scored`: turns bring the log-probs of
-    the reference, and as many likeliest tokens of each place; those of a turn without are NaN, so that its
-    tokens are left out. `agents` have adapters.
+    expert_choices: int = 0,
+    scorer_topk: int | None = None,
+    agent_names: Sequence[str] = ("",),
+) -> TrainingSample:
+    """Join the turns of a trajectory token by token, for batch `step`, with their weight by the `aggregation`
+    rule, rewards and lags, and mark tokens over `max_staleness`.
 
+    `expert_choices`: how many experts the model chooses for a token, if the servers' choices are replayed;
+    else 0. `scorer_topk`: turns carry the reference's log-probs, and as many likeliest tokens per position; a
+    turn without gets NaN, so that its tokens are left out. `agent_names`: the agents that have adapters.
     Raises ProtocolError when a turn's arrays do not fit each other, or its row.
     """
-    rows: list[list[int]] = []
-    places: list[tuple[int, int]] = []  # row and position of each model token
+    sequences: list[list[int]] = []
+    token_origins: list[tuple[int, int]] = []  # row and position of each model token
     for turn in turns:
-        check_turn(planned.uid, turn, len(rows))
-        if turn.row == len(rows):
-            rows.append([])
-        ids = rows[turn.row]
+        check_turn(planned.uid, turn, len(sequences))
+        if turn.row == len(sequences):
+            sequences.append([])
+        ids = sequences[turn.row]
         ids += (*turn.context, *turn.ids)
-        places += ((turn.row, position) for position in range(len(ids) - len(turn.ids), len(ids)))
-    row_of, position = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    turn_of = np.repeat(np.arange(len(turns)), [len(turn.ids) for turn in turns])
-    spans = [span for turn in turns for span in turn.spans]
-    lags = token_lags(spans, step)
-    exact = [span.version == span.kv_version == step for span in spans]
-    share = rule(len(places), planned.group_tokens)
-    whose = {turn.row: agents.index(turn.agent) if turn.agent in agents else 0 for turn in turns}
-    return Example(
+        token_origins += ((turn.row, position) for position in range(len(ids) - len(turn.ids), len(ids)))
+
+    sequence_of, position = np.array(token_origins, dtype=np.int64).reshape(-1, 2).T
+    turn_indices = np.repeat(np.arange(len(turns)), [len(turn.ids) for turn in turns])
+    version_spans = [span for turn in turns for span in turn.spans]
+    staleness = token_lags(version_spans, step)
+    exact_spans = [span.version == span.kv_version == step for span in version_spans]
+    token_share = aggregation(len(token_origins), planned.group_tokens)
+    adapter_of = {
+        turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns
+    }
+
+    return TrainingSample(
         planned=planned,
-        rows=tuple(np.asarray(ids, dtype=np.int32) for ids in rows),
+        sequences=tuple(np.asarray(ids, dtype=np.int32) for ids in sequences),
         turns=len(turns),
-        weight=share.weight,
-        denominator=share.denominator,
-        row_of=row_of,
+        weight=token_share.weight,
+        denominator=token_share.denominator,
+        sequence_of=sequence_of,
         position=position,
-        turn=turn_of,
-        rewards=token_rewards(planned.own, turn_of),
-        mu=np.array([p for turn in turns for p in turn.logprobs], dtype=np.float64),
-        lag=np.asarray(lags, dtype=np.int64),
-        stale=np.asarray(stale_mask(lags, bound), dtype=bool),
-        exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
-        reference=None if scored is None else references(turns, scored),
-        routes=row_routes(turns, [*map(len, rows)], choices) if choices else (),
-        agents=tuple(whose[row] for row in range(len(rows))) if len(agents) > 1 else (),
-        taught=taught_rows(rows, turns) if scored is None else (),
-        likeliest=likeliest(turns, scored) if scored else None,
+        turn=turn_indices,
+        rewards=token_rewards(planned.own, turn_indices),
+        rollout_logprobs=np.array([logprob for turn in turns for logprob in turn.logprobs], dtype=np.float64),
+        lag=np.asarray(staleness, dtype=np.int64),
+        stale=np.asarray(stale_mask(staleness, max_staleness), dtype=bool),
+        exact=np.repeat(
+            np.asarray(exact_spans, dtype=bool), [span.end - span.start for span in version_spans]
+        ),
+        reference=None if scorer_topk is None else references(turns, scorer_topk),
+        routes=sequence_routes(turns, [*map(len, sequences)], expert_choices) if expert_choices else (),
+        sequence_adapters=tuple(adapter_of[row] for row in range(len(sequences)))
+        if len(agent_names) > 1
+        else (),
+        teacher_sequences=teacher_sequences_of(sequences, turns) if scorer_topk is None else (),
+        teacher_topk=topk_of_turns(turns, scorer_topk) if scorer_topk else None,
         excluded=mask_truncated and planned.own.end.truncated,
     )
 
 
-def row_routes(turns: Sequence[Turn], lengths: Sequence[int], choices: int) -> tuple[np.ndarray, ...]:
-    """The experts of the first tokens of each row, of such lengths. A token that two turns tell of (the
-    second one was sampled by a worker that did not know the first) went as the first one says. Those of
-    a model with other `choices` are left out."""
-    found: list[list[np.ndarray]] = [[NO_ROUTES] for _ in lengths]
+def sequence_routes(
+    turns: Sequence[Turn], lengths: Sequence[int], expert_choices: int
+) -> tuple[np.ndarray, ...]:
+    """Return the experts of each sequence's first tokens. If two turns report a token's experts, the first
+    report wins (the second turn was sampled by a worker that did not know the first). Reports of a model with
+    other `expert_choices` are left out."""
+    parts_by_sequence: list[list[np.ndarray]] = [[NO_ROUTES] for _ in lengths]
     for turn in turns:
-        if turn.routes is not None and len(turn.routes.data) == 2 * choices * turn.routes.tokens:
-            told = np.frombuffer(turn.routes.data, "<u2").astype(np.int32).reshape(turn.routes.tokens, -1)
-            parts = found[turn.row]
+        if turn.routes is not None and len(turn.routes.data) == 2 * expert_choices * turn.routes.tokens:
+            turn_routes = (
+                np.frombuffer(turn.routes.data, "<u2").astype(np.int32).reshape(turn.routes.tokens, -1)
+            )
+            parts = parts_by_sequence[turn.row]
             start = min(turn.routes.start, lengths[turn.row])
-            known = sum(map(len, parts))
-            gap = np.full((max(0, start - known), told.shape[1]), UNKNOWN, dtype=np.int32)
-            parts += [gap, told[max(0, known - start) :]]
-    joined = (np.concatenate(parts[1:]) if len(parts) > 1 else parts[0] for parts in found)
-    return tuple(own[:length] for own, length in zip(joined, lengths, strict=True))
+            known_tokens = sum(map(len, parts))
+            gap = np.full(
+                (max(0, start - known_tokens), turn_routes.shape[1]), UNKNOWN_EXPERT, dtype=np.int32
+            )
+            parts += [gap, turn_routes[max(0, known_tokens - start) :]]
+
+    joined_parts = (np.concatenate(parts[1:]) if len(parts) > 1 else parts[0] for parts in parts_by_sequence)
+    return tuple(routes[:length] for routes, length in zip(joined_parts, lengths, strict=True))
 
 
-def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = "padded") -> MicroBatch:
-    """Lay out the rows and flatten. `dtype`: of real numbers.
+def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Packing = "padded") -> MicroBatch:
+    """Lay out the sequences and flatten them. `dtype`: of real numbers.
 
-    Without a model token (an idle rank), one dummy token of weight zero keeps forward and backward valid.
+    Without a model token (an idle rank), a dummy token of weight zero keeps forward and backward valid.
     """
-    counts = [e.tokens for e in examples]
-    if not sum(counts):
-        return _dummy(dtype, packing)
+    token_counts = [sample.model_tokens for sample in samples]
+    if not sum(token_counts):
+        return _dummy_batch(dtype, packing)
 
-    def spread(values: Sequence[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), counts)).to(dtype)
+    def per_token(values: Sequence[float]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), token_counts)).to(dtype)
 
-    def join(name: str) -> Tensor:
-        return _join(examples, name)
+    def join_column(name: str) -> Tensor:
+        return _join_column(samples, name)
 
-    row_of = np.repeat(np.cumsum([0, *(len(e.rows) for e in examples[:-1])]), counts) + join("row_of").numpy()
-    position = join("position").numpy()
-    temperature = spread([e.planned.temperature for e in examples])
-    rows = [row for e in examples for row in e.rows]
-    routes = [own for e in examples for own in e.routes or [NO_ROUTES] * len(e.rows)]
-    episode = np.repeat(np.arange(len(examples)), counts)
-    agent = None
-    agents = [at for e in examples for at in e.agents]
-    if agents:
-        agent = np.concatenate([np.asarray(e.agents)[e.row_of] for e in examples])
-        episode = np.unique(episode * (max(agents) + 1) + agent, return_inverse=True)[1]
-    selected = Selected.of(rows, row_of, position, temperature, packing, routes, agents)
-    taught = None
-    if theirs := [row for e in examples for row in e.taught]:
-        longer = np.array([len(other) - len(own) for other, own in zip(theirs, rows, strict=True)])
-        taught = Selected.of(theirs, row_of, position + longer[row_of], temperature, packing)
-    if told := [e.likeliest for e in examples if e.likeliest is not None]:
-        selected = replace(selected, told=Told.of(told, join("reference").to(dtype)))
+    sequence_of = (
+        np.repeat(np.cumsum([0, *(len(sample.sequences) for sample in samples[:-1])]), token_counts)
+        + join_column("sequence_of").numpy()
+    )
+    position = join_column("position").numpy()
+    temperature = per_token([sample.planned.temperature for sample in samples])
+    sequences = [sequence for sample in samples for sequence in sample.sequences]
+    routes = [
+        routes_of_sequence
+        for sample in samples
+        for routes_of_sequence in sample.routes or [NO_ROUTES] * len(sample.sequences)
+    ]
+    episode_index = np.repeat(np.arange(len(samples)), token_counts)
+
+    adapter_index = None
+    adapters = [adapter for sample in samples for adapter in sample.sequence_adapters]
+    if adapters:
+        adapter_index = np.concatenate(
+            [np.asarray(sample.sequence_adapters)[sample.sequence_of] for sample in samples]
+        )
+        episode_index = np.unique(episode_index * (max(adapters) + 1) + adapter_index, return_inverse=True)[1]
+
+    selected = Selected.lay_out(sequences, sequence_of, position, temperature, packing, routes, adapters)
+
+    teacher_tokens = None
+    if teacher_sequences := [sequence for sample in samples for sequence in sample.teacher_sequences]:
+        extra_tokens = np.array(
+            [
+                len(teacher_sequence) - len(sequence)
+                for teacher_sequence, sequence in zip(teacher_sequences, sequences, strict=True)
+            ]
+        )
+        teacher_tokens = Selected.lay_out(
+            teacher_sequences, sequence_of, position + extra_tokens[sequence_of], temperature, packing
+        )
+
+    if topk_parts := [sample.teacher_topk for sample in samples if sample.teacher_topk is not None]:
+        selected = replace(
+            selected, teacher_scores=TeacherScores.concatenate(topk_parts, join_column("reference").to(dtype))
+        )
+
     return MicroBatch(
         selected=selected,
-        taught=taught,
-        episode=torch.from_numpy(episode),
-        agent=None if agent is None else torch.from_numpy(agent),
-        turn=join("turn"),
-        mu=join("mu").to(dtype),
-        weight=spread([e.weight for e in examples]),
-        lag=join("lag"),
-        fresh=join("fresh"),
-        exact=join("exact"),
-        counted=torch.ones(sum(counts), dtype=torch.bool),
-        **_added(examples, dtype, torch.device("cpu")),
+        teacher_tokens=teacher_tokens,
+        episode=torch.from_numpy(episode_index),
+        adapter_index=None if adapter_index is None else torch.from_numpy(adapter_index),
+        turn=join_column("turn"),
+        rollout_logprobs=join_column("rollout_logprobs").to(dtype),
+        weight=per_token([sample.weight for sample in samples]),
+        lag=join_column("lag"),
+        within_staleness=join_column("within_staleness"),
+        is_exact=join_column("exact"),
+        is_counted=torch.ones(sum(token_counts), dtype=torch.bool),
+        **_optional_columns(samples, dtype, torch.device("cpu")),
     )
 
 
-def _added(examples: Sequence[Example], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    known = [name for name in ADDED if getattr(examples[0], name) is not None]
-    columns = to_device([_join(examples, name).to(dtype) for name in known], device)
-    return dict(zip(known, columns, strict=True))
+def _optional_columns(
+    samples: Sequence[TrainingSample], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    names = [name for name in OPTIONAL_COLUMNS if getattr(samples[0], name) is not None]
+    columns = to_device([_join_column(samples, name).to(dtype) for name in names], device)
+    return dict(zip(names, columns, strict=True))
 
 
-def _join(examples: Sequence[Example], name: str) -> Tensor:
-    return torch.from_numpy(np.concatenate([getattr(e, name) for e in examples]))
+def _join_column(samples: Sequence[TrainingSample], name: str) -> Tensor:
+    return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]))
 
 
-def with_values(examples: Sequence[Example], name: str, values: Tensor) -> list[Example]:
-    """The examples with what a model computed of their tokens, [N] over all of them in order. The value of a
-    dummy token lies beyond the last one and is dropped."""
-    edges = np.cumsum([e.tokens for e in examples])
-    pieces = np.split(values.double().cpu().numpy(), edges)[:-1]
-    added: list[dict[str, Any]] = [{name: piece} for piece in pieces]
-    return [replace(e, **one) for e, one in zip(examples, added, strict=True)]
+def with_values(samples: Sequence[TrainingSample], name: str, values: Tensor) -> list[TrainingSample]:
+    """Return the samples with the numbers that a model computed for their tokens, [N] over all samples in
+    order. The value of a dummy token lies beyond the last sample and is dropped."""
+    token_ends = np.cumsum([sample.model_tokens for sample in samples])
+    values_by_sample = np.split(values.double().cpu().numpy(), token_ends)[:-1]
+    added_fields: list[dict[str, Any]] = [{name: piece} for piece in values_by_sample]
+    return [replace(sample, **added_field) for sample, added_field in zip(samples, added_fields, strict=True)]
 
 
-def _dummy(dtype: torch.dtype, packing: Packing) -> MicroBatch:
+def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:
     zero = torch.zeros(1, dtype=dtype)
-    no = torch.zeros(1, dtype=torch.bool)
-    index = torch.zeros(1, dtype=torch.int64)
-    told = Told(index[:, None], zero[:, None], zero)
+    false = torch.zeros(1, dtype=torch.bool)
+    zero_index = torch.zeros(1, dtype=torch.int64)
+    teacher_scores = TeacherScores(zero_index[:, None], zero[:, None], zero)
     ids = np.zeros(2, dtype=np.int64)
-    first = np.array([0])
-    second = np.array([1])
+    first_token = np.array([0])
+    second_token = np.array([1])
+
     return MicroBatch(
-        selected=replace(Selected.of([ids], first, second, zero + 1, packing), told=told),
-        episode=index,
-        turn=index,
-        mu=zero,
+        selected=replace(
+            Selected.lay_out([ids], first_token, second_token, zero + 1, packing),
+            teacher_scores=teacher_scores,
+        ),
+        episode=zero_index,
+        turn=zero_index,
+        rollout_logprobs=zero,
         weight=zero,
-        lag=index,
-        fresh=no,
-        exact=no,
-        counted=no,
-        taught=None,
-        **dict.fromkeys(ADDED, zero),
+        lag=zero_index,
+        within_staleness=false,
+        is_exact=false,
+        is_counted=false,
+        teacher_tokens=None,
+        **dict.fromkeys(OPTIONAL_COLUMNS, zero),
     )

@@ -1,11 +1,12 @@
 """Does one trainer rank's part in checkpoints.
 
-consumes: the learner, after a commit
-waits for: the copy to main memory only; writing and hashing go on in the background
-unblocks: the coordinator (checkpointed), which forgets the payloads that the oldest kept one covers
+    consumes: the learner, after a commit
+    waits for: the copy to main memory only; writing and hashing go on in the background
+    unblocks: the coordinator (checkpointed), which forgets payloads that the oldest kept checkpoint covers
 
-One checkpoint is written at a time: one that is due meanwhile is put off to the first step after. Until its
-manifest is there, a checkpoint counts for nothing: what was trained since the one before is still unsaved.
+One checkpoint is written at a time: a checkpoint that becomes due meanwhile is put off to the first step
+after. A checkpoint counts only once its manifest is in place: until then all training since the checkpoint
+before is unsaved.
 """
 
 from __future__ import annotations
@@ -24,175 +25,199 @@ from asyncrl.errors import ConfigError, DeadlineError, one_line
 from asyncrl.runtime.process import main_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
 from asyncrl.trainer import checkpoint
+from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.resting import Resting
 from asyncrl.trainer.world import World
 
 log = logging.getLogger("asyncrl.trainer")
 
-WRITE_RATE = 20e6  # bytes a second of the slowest place for checkpoints
-HOST = socket.gethostname()
-PATIENCE = 600.0  # seconds beyond that in which a rank must have written its part
-ROOM = 1.2  # of a copy's bytes: what must be free in main memory for it
+WRITE_RATE = 20e6  # bytes per second of the slowest storage
+HOST_NAME = socket.gethostname()
+WRITE_PATIENCE = 600.0  # seconds that a rank may take beyond the time by WRITE_RATE
+COPY_ROOM = 1.2  # bytes that must be free in main memory, per byte of a copy
 
 
-class Job(NamedTuple):
+class WriteJob(NamedTuple):
     manifest: CheckpointManifest
-    began: float
-    result: Future[str]  # what went wrong; '' for nothing
+    started_at: float
+    result: Future[str]  # the problem; '' for none
 
 
-def shared_place(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
-    """The checkpoints of a run. A collective: ConfigError, on all ranks, unless each of them sees what rank
-    0 writes. A place that cannot be written to now may be later, and is not looked at."""
-    place = checkpoints_of(config, run_dir)
+def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
+    """Return the checkpoints of a run. A collective: ConfigError on all ranks, unless every rank sees the
+    files that rank 0 writes. A directory that cannot be written to now may be later, so nothing is tested
+    there."""
+    checkpoints = checkpoints_of(config, run_dir)
     token = secrets.token_hex(8)
     try:
         if world.rank == 0:
-            place.put_token(token)
+            checkpoints.put_token(token)
     except OSError as error:
-        place.problem = f"{one_line(error)}; {place.root} cannot be written to"
-        log.error("%s", place.problem)
+        checkpoints.problem = f"{one_line(error)}; {checkpoints.root} cannot be written to"
+        log.error("%s", checkpoints.problem)
         token = ""
+
     if not (token := world.gather(token, str)[0]):
-        return place
-    found = world.gather((place.sees_token(token), HOST), tuple[bool, str])
-    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(found) if not sees]
+        return checkpoints
+    sightings = world.gather((checkpoints.sees_token(token), HOST_NAME), tuple[bool, str])
+    blind_ranks = [
+        f"rank {rank} on {host}" for rank, (sees_token, host) in enumerate(sightings) if not sees_token
+    ]
     if world.rank == 0:
-        place.drop_token()
-    if blind:
+        checkpoints.drop_token()
+
+    if blind_ranks:
         raise ConfigError(
-            f"checkpoint.directory: {place.root} is not one place for all trainer ranks, {', '.join(blind)} "
-            "does not see what the others write there; set it to one that all nodes share, or to a URL"
+            f"checkpoint.directory: {checkpoints.root} is not one place for all trainer ranks, "
+            f"{', '.join(blind_ranks)} does not see what the others write there; set it "
+            "to one that all nodes share, or to a URL"
         )
-    return place
+
+    return checkpoints
 
 
 class Checkpointing:
-    """Made by all ranks together; a method without another word is a collective. `newest`: manifest of the
-    newest checkpoint in place. `problem`: why the last one could not be written. `best`: step of the one to
-    keep for its validation."""
+    """Writes the checkpoints of a run in the background. Made by all ranks together; methods are collectives
+    unless their section says otherwise. `newest_manifest`: of the newest complete checkpoint. `problem`: why
+    the last one could not be written. `best_step`: the step kept for its validation score."""
 
-    def __init__(self, config: RunConfig, place: Checkpoints, learner: Learner) -> None:
+    def __init__(self, config: RunConfig, checkpoints: Checkpoints, learner: Learner) -> None:
         self._config = config.checkpoint
         self._learner = learner
         self._world = learner.world
-        self.place = place
-        self.newest: CheckpointManifest | None = None
-        self.problem = place.problem
-        self.best = -1
+        self.checkpoints = checkpoints
+        self.newest_manifest: CheckpointManifest | None = None
+        self.problem = checkpoints.problem
+        self.best_step = -1
         self.trained_total = 0
-        self._trained: list[str] = []  # since the newest checkpoint, or the one under way
-        self._due = False
-        self._job: Job | None = None
-        self._bytes = checkpoint.size(checkpoint.snapshot(learner, copy=False))
-        largest = max(self._world.gather(self._bytes, int))
-        self._limit = PATIENCE + largest * self._world.size / WRITE_RATE
-        self._apart = self._world.apart(self._limit)
-        self._thread = ThreadPoolExecutor(1, "checkpoints", self._world.use_device)
-        self._neighbours = self._world.gather(HOST, str).count(HOST)
+        self._trained_uids: list[str] = []  # uids since the newest checkpoint, or the checkpoint under way
+        self._is_due = False
+        self._write_job: WriteJob | None = None
+        self._state_bytes = checkpoint.state_bytes(checkpoint.snapshot(learner, copy=False))
+        largest_state = max(self._world.gather(self._state_bytes, int))
+        self._write_limit = WRITE_PATIENCE + largest_state * self._world.size / WRITE_RATE
+        self._background_world = self._world.with_own_group(self._write_limit)
+        self._writer_thread = ThreadPoolExecutor(1, "checkpoints", self._world.use_device)
+        self._ranks_on_host = self._world.gather(HOST_NAME, str).count(HOST_NAME)
 
     # -- not collectives -------------------------------------------------------------------------------
 
     @property
-    def parent(self) -> int:
+    def parent_step(self) -> int:
         """Return the step of the newest checkpoint; -1: none."""
-        return self.newest.step if self.newest else -1
+        return self.newest_manifest.step if self.newest_manifest else -1
 
     @property
-    def under_way(self) -> str:
-        """Names what is being written; '' for nothing."""
-        written = f"{self.place.written / 1e6:,.0f} MB since the start"
-        return f"a checkpoint is being written, {written}" if self.busy else ""
+    def write_progress(self) -> str:
+        """Describes the checkpoint that is being written; '' for none."""
+        written = f"{self.checkpoints.written / 1e6:,.0f} MB since the start"
+        return f"a checkpoint is being written, {written}" if self.is_writing else ""
 
     @property
     def checkpoint_problem(self) -> str:
-        """Says why the newest checkpoint could not be written, as soon as that is known; '' once one was."""
-        if self._job is None or not self._job.result.done() or self._job.result.exception():
+        """Says why the newest checkpoint could not be written, as soon as that is known; '' after a
+        success."""
+        if self._write_job is None or not self._write_job.result.done() or self._write_job.result.exception():
             return self.problem
-        return self._job.result.result() or self.problem
+        return self._write_job.result.result() or self.problem
 
     @property
-    def busy(self) -> bool:
-        """True while a checkpoint is being written, or nobody has looked whether it still is."""
-        return self._job is not None
+    def is_writing(self) -> bool:
+        """True while a checkpoint is being written, and until `poll_checkpoint` has noticed its end."""
+        return self._write_job is not None
 
-    def add(self, uids: Sequence[str]) -> None:
-        """These are trained, and committed."""
-        self._trained += uids
+    def add_trained(self, uids: Sequence[str]) -> None:
+        """Record the uids of committed episodes."""
+        self._trained_uids += uids
         self.trained_total += len(uids)
 
     def mark_due(self) -> bool:
-        """Notes that a checkpoint is due after this step; True if one may begin now."""
-        self._due = self._due or self._learner.step % self._config.pause == 0
-        return self._due and not self.busy
+        """Note that a checkpoint is due if the step asks for it. Returns whether a due checkpoint may begin
+        now."""
+        self._is_due = self._is_due or self._learner.step % self._config.pause == 0
+        return self._is_due and not self.is_writing
 
     # -- collectives -----------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """Start from the newest sound checkpoint of the run, the same on all ranks."""
-        found = checkpoint.newest(self.place) if self._world.rank == 0 else -1
-        step = self._world.gather(found, int)[0]
-        if step >= 0:
-            self.newest = checkpoint.load(self.place, step, self._learner)
-            self.trained_total = self.newest.trained_total
-            log.info("resumed from %s", self.place.path(step))
+        newest_step = checkpoint.newest_step(self.checkpoints) if self._world.rank == 0 else -1
+        resumed_step = self._world.gather(newest_step, int)[0]
+        if resumed_step >= 0:
+            self.newest_manifest = checkpoint.load_checkpoint(self.checkpoints, resumed_step, self._learner)
+            self.trained_total = self.newest_manifest.trained_total
+            log.info("resumed from %s", self.checkpoints.path(resumed_step))
 
-    def begin(self, trainer_epoch: int, resting: Resting | None = None) -> bool:
-        """A checkpoint of the last committed step. False: training must wait until it is written, as there is
-        no memory for a copy. Micro-batches of an open batch are not in it: their plan is in the store, and is
-        trained again."""
-        assert self._job is None, "one at a time"
-        free = main_memory().available > ROOM * self._bytes * self._neighbours
-        copied = all(self._world.gather(free, bool))
-        if not copied:
+    def begin_checkpoint(self, trainer_epoch: int, device_offload: DeviceOffload | None = None) -> bool:
+        """Begin a checkpoint of the last committed step. False: there is no memory for a copy, so training
+        must wait until the checkpoint is written. Micro-batches of an open batch are left out: their plan is
+        in the store, and is trained again."""
+        assert self._write_job is None, "one at a time"
+        has_memory = main_memory().available > COPY_ROOM * self._state_bytes * self._ranks_on_host
+        is_copied = all(self._world.gather(has_memory, bool))
+        if not is_copied:
             log.warning(
-                "no memory for a copy of %.1f GB: training waits for the checkpoint", self._bytes / 1e9
+                "no memory for a copy of %.1f GB: training waits for the checkpoint", self._state_bytes / 1e9
             )
+
         manifest = checkpoint.manifest_of(
             self._learner,
             trainer_epoch=trainer_epoch,
-            parent=self.parent,
-            trained=tuple(self._trained),
+            parent=self.parent_step,
+            trained=tuple(self._trained_uids),
             trained_total=self.trained_total,
         )
-        state = checkpoint.snapshot(self._learner, copy=copied, resting=resting)
-        self._job = Job(manifest, time.monotonic(), self._thread.submit(self._write, state, manifest))
-        self._trained = []
-        self._due = False
-        return copied
+        state = checkpoint.snapshot(self._learner, copy=is_copied, device_offload=device_offload)
+        self._write_job = WriteJob(
+            manifest, time.monotonic(), self._writer_thread.submit(self._write_in_thread, state, manifest)
+        )
+        self._trained_uids = []
+        self._is_due = False
 
-    def poll(self) -> bool:
-        """True if the checkpoint under way has been completed. Raises DeadlineError when it takes longer than
-        its bytes allow."""
-        if self._job is None:
+        return is_copied
+
+    def poll_checkpoint(self) -> bool:
+        """Return whether the checkpoint under way has just been completed. Raises DeadlineError when writing
+        takes longer than its bytes allow."""
+        if self._write_job is None:
             return False
-        manifest, began, result = self._job
+        manifest, started_at, result = self._write_job
         if result.done() and (error := result.exception()) is not None:
-            raise error  # the other ranks' parts cannot end without this one's
+            raise error  # the other ranks' parts cannot end without this part
+
         if not all(self._world.gather(result.done(), bool)):
-            if time.monotonic() - began > self._limit:
-                raise DeadlineError(f"the checkpoint of step {manifest.step} took over {self._limit:.0f} s")
+            if time.monotonic() - started_at > self._write_limit:
+                raise DeadlineError(
+                    f"the checkpoint of step {manifest.step} took over {self._write_limit:.0f} s"
+                )
             return False
-        self._job = None
+
+        self._write_job = None
         self.problem = result.result()
-        if self.problem:  # the next one lists what this one did
+
+        if self.problem:  # the next checkpoint lists these episodes again
             log.error("not saved: %s", self.problem)
-            self._trained[:0] = manifest.trained
-            self._due = True
+            self._trained_uids[:0] = manifest.trained
+            self._is_due = True
             return False
-        self.newest = manifest
+
+        self.newest_manifest = manifest
+
         return True
 
-    def _write(self, state: checkpoint.State, manifest: CheckpointManifest) -> str:
-        """In the thread."""
+    def _write_in_thread(self, state: checkpoint.State, manifest: CheckpointManifest) -> str:
+        """Write the checkpoint, in the background thread. Returns the problem, '' for none."""
         try:
-            checkpoint.write(self.place, state, manifest, self._learner, self._apart)
+            checkpoint.write_checkpoint(
+                self.checkpoints, state, manifest, self._learner, self._background_world
+            )
         except CheckpointError as error:
             return str(error)
+
         if self._world.rank == 0:
             try:
-                self.place.prune(manifest.step, self._config.keep, self.best)
+                self.checkpoints.prune(manifest.step, self._config.keep, self.best_step)
             except OSError as error:
                 log.warning("older checkpoints are not deleted: %s", error)
+
         return ""

@@ -22,72 +22,87 @@ from asyncrl.weights.snapshot import as_bytes
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 FILE_BYTES = 5_000_000_000
-FOLDER = "hf"
+EXPORT_FOLDER = "hf"
 
-Create = Callable[[str], Any]  # a new file of that name, to be written
+CreateFile = Callable[[str], Any]  # opens a new file of that name for writing
 
 
 def export_hf(
-    create: Create, policy: Policy, weights: Mapping[str, Any], world: World, source: str, template: str = ""
+    create_file: CreateFile,
+    policy: Policy,
+    weights: Mapping[str, Any],
+    world: World,
+    source: str,
+    template: str = "",
 ) -> None:
-    """Write what `from_pretrained` reads, in the configured dtype, buffers as they are, adapters merged, no
-    value head. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
+    """Write a directory for `from_pretrained`: weights in the configured dtype, buffers unchanged, adapters
+    merged, no value head. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
 
-    `weights`: the model's, and its buffers, on the CPU, by name. Everything else (tokenizer, chat template,
-    generation settings) is that of `source`; the chat template is `template`, if there is one.
+    `weights`: the model's weights and buffers, on the CPU, by name. Everything else (tokenizer, chat
+    template, generation settings) comes from `source`; `template` replaces the chat template, if set.
     """
-    tensors = _published(policy, weights, world)
+    tensors = _published_tensors(policy, weights, world)
     try:
         if world.rank == 0:
-            _write_weights(create, policy, tensors, copied_buffers(policy, weights))
-            _write_rest(create, policy, Path(source), template)
+            _write_weights(create_file, policy, tensors, copied_buffers(policy, weights))
+            _write_other_files(create_file, policy, Path(source), template)
     finally:
         for _ in tensors:  # every rank takes part in the gathering to its end, also when a write has failed
             pass
 
 
-def _published(policy: Policy, weights: Mapping[str, Any], world: World) -> Iterator[Tensor]:
-    """The weights as they are published, one piece after another, whole on rank 0."""
-    for name, own in groupby(policy.published, key=attrgetter("parameter")):
-        tensor = world.collect(weights[name])
-        names = policy.adapters.names(name) if policy.adapters is not None else None
-        if policy.adapters is not None and names is not None:
-            a, b = (world.collect(weights[adapter]) for adapter in names)
+def _published_tensors(policy: Policy, weights: Mapping[str, Any], world: World) -> Iterator[Tensor]:
+    """Yield the published weights piece by piece, whole on rank 0."""
+    for name, parameter_pieces in groupby(policy.published, key=attrgetter("parameter")):
+        tensor = world.collect_on_rank_zero(weights[name])
+        adapter_names = policy.adapters.names(name) if policy.adapters is not None else None
+        if policy.adapters is not None and adapter_names is not None:
+            lora_a, lora_b = (world.collect_on_rank_zero(weights[adapter]) for adapter in adapter_names)
             if world.rank == 0:
-                tensor = tensor + policy.adapters.change(name, a, b)
+                tensor = tensor + policy.adapters.change(name, lora_a, lora_b)
+
         flat = tensor.to(policy.export_dtype).flatten()
-        yield from (flat[piece.offset : piece.offset + piece.numel] for piece in own)
+        yield from (flat[piece.offset : piece.offset + piece.numel] for piece in parameter_pieces)
 
 
 def _write_weights(
-    create: Create, policy: Policy, tensors: Iterator[Tensor], kept: Mapping[str, Tensor]
+    create_file: CreateFile, policy: Policy, tensors: Iterator[Tensor], buffers: Mapping[str, Tensor]
 ) -> None:
-    layout = layout_of(policy.published, policy.export_dtype, kept)
-    parts = [layout[part] for part in split(layout, FILE_BYTES)]
-    where: dict[str, str] = {}
-    for number, part in enumerate(parts, 1):
-        name = f"model-{number:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else "model.safetensors"
-        with create(f"{FOLDER}/{name}") as file:
-            whole = (kept[spec.name] if spec.name in kept else next(tensors) for spec in part)
-            write_file(file, part, map(as_bytes, whole))
-        where |= {spec.name: name for spec in part}
-    if len(parts) > 1:
-        total = {"total_size": sum(spec.nbytes for spec in layout)}
-        with create(f"{FOLDER}/{INDEX}") as file:
-            file.write(json.dumps({"metadata": total, "weight_map": where}, indent=1).encode())
+    layout = layout_of(policy.published, policy.export_dtype, buffers)
+
+    file_specs = [layout[specs] for specs in split(layout, FILE_BYTES)]
+    weight_map: dict[str, str] = {}
+    for number, specs in enumerate(file_specs, 1):
+        file_name = (
+            f"model-{number:05}-of-{len(file_specs):05}.safetensors"
+            if len(file_specs) > 1
+            else "model.safetensors"
+        )
+
+        with create_file(f"{EXPORT_FOLDER}/{file_name}") as file:
+            file_tensors = (buffers[spec.name] if spec.name in buffers else next(tensors) for spec in specs)
+            write_file(file, specs, map(as_bytes, file_tensors))
+
+        weight_map |= {spec.name: file_name for spec in specs}
+
+    if len(file_specs) > 1:
+        metadata = {"total_size": sum(spec.nbytes for spec in layout)}
+        with create_file(f"{EXPORT_FOLDER}/{INDEX}") as file:
+            file.write(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1).encode())
 
 
-def _write_rest(create: Create, policy: Policy, source: Path, template: str) -> None:
-    config = copy.deepcopy(policy.lm.config)  # it names the dtype of the master weights
+def _write_other_files(create_file: CreateFile, policy: Policy, source: Path, template: str) -> None:
+    config = copy.deepcopy(policy.lm.config)  # names the dtype of the master weights, so a copy is changed
     config.dtype = policy.export_dtype
-    found = {
+    contents = {
         file.name: file.read_bytes()
         for file in sorted(source.iterdir())
         if file.is_file() and not file.name.endswith(WEIGHT_FILES)
     }
-    found["config.json"] = config.to_json_string().encode()
+    contents["config.json"] = config.to_json_string().encode()
     if template:  # from_pretrained prefers this file to what tokenizer_config.json says
-        found["chat_template.jinja"] = template.encode()
-    for name, content in found.items():
-        with create(f"{FOLDER}/{name}") as file:
+        contents["chat_template.jinja"] = template.encode()
+
+    for name, content in contents.items():
+        with create_file(f"{EXPORT_FOLDER}/{name}") as file:
             file.write(content)

@@ -1,5 +1,5 @@
 """Estimates a trainer rank's memory in closed form, from the headers of the weight files, config.json and the
-configuration, and chooses from it how many layers are recomputed. No model is made.
+configuration, and chooses from the estimate how many layers are recomputed. No model is made.
 
     static   weights, gradients and optimizer state of the rank's shards; frozen weights in model.dtype, the
              rest in float32
@@ -7,7 +7,7 @@ configuration, and chooses from it how many layers are recomputed. No model is m
              logits, gathered layers with their gradients, or the gradients of the embedding
 
 tests/fakes/traced.py runs the trainer's own code on tensors without memory. Tests compare the two, and the
-GPU kit prints the estimate beside what a GPU allocates.
+GPU kit prints the estimate beside a GPU's allocations.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ import msgspec
 from asyncrl.config import RunConfig, TrainerConfig, leaves
 from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, read_json, weight_shapes
 
-MASTER = 4  # bytes of a weight, a gradient, and a number of the optimizer's state
-CHUNK = 512  # tokens whose logits exist at once (trainer/scores.py)
-LAYER_MIN_PARAMETERS = 10_000_000  # in a smaller model, gathering layer by layer is slower
-LOGITS = 16  # bytes: logits, their softmax, and the gradients of both, in float32
-DIVERGED = 36  # bytes: these, and what a divergence from a teacher makes of both models'
-FEATURES = 11  # bytes for each number of the hidden states that the output layer reads
-SCORES = {2: 8, 4: 12}  # bytes for each attention score that is kept, by those of a number
-RECOMPUTED_EVERY = (0, 8, 4, 3, 2, 1)  # what `auto` chooses from: every k-th layer; 0: none
-USABLE = 0.9  # of a GPU's memory: the estimate leaves out workspaces, and what the allocator keeps
-_IN_LAYER = re.compile(r"(.*?)\.(\d+)\.(.*)")
-_EXPERT = re.compile(r"experts\.(\d+)\.")
-_MLP = re.compile(r"mlp|moe|ffn|feed_forward|expert")
-_OUT = re.compile(r"o_proj|out_proj|dense\b|attn\.c_proj")
-_DOWN = re.compile(r"down_proj|w2\b|fc2|dense_4h_to_h|output_linear|mlp\.c_proj")  # reads an activation
+MASTER_BYTES = 4  # bytes of a weight, a gradient, and a number of the optimizer's state
+CHUNK_TOKENS = 512  # tokens whose logits exist at once (trainer/scores.py)
+LAYER_MIN_PARAMETERS = 10_000_000  # below this, gathering layer by layer is slower
+LOGIT_BYTES = 16  # bytes: logits, their softmax, and the gradients of both, in float32
+DIVERGENCE_BYTES = 36  # bytes: the same, and a divergence's intermediate results for both models
+FEATURE_BYTES = 11  # bytes for each number of the hidden states that the output layer reads
+SCORE_BYTES = {2: 8, 4: 12}  # bytes for each attention score that is kept, by those of a number
+RECOMPUTED_EVERY = (0, 8, 4, 3, 2, 1)  # values of `auto`: recompute every k-th layer; 0: none
+USABLE_FRACTION = 0.9  # fraction of a GPU's memory; the rest is for workspaces and the allocator
+_LAYER_WEIGHT = re.compile(r"(.*?)\.(\d+)\.(.*)")
+_EXPERT_WEIGHT = re.compile(r"experts\.(\d+)\.")
+_MLP_WEIGHT = re.compile(r"mlp|moe|ffn|feed_forward|expert")
+_ATTENTION_OUTPUT_WEIGHT = re.compile(r"o_proj|out_proj|dense\b|attn\.c_proj")
+# Reads an activation.
+_DOWN_PROJECTION = re.compile(r"down_proj|w2\b|fc2|dense_4h_to_h|output_linear|mlp\.c_proj")
 
-_OUTPUT = re.compile(r"lm_head|embed_out|output\.")
+_OUTPUT_LAYER = re.compile(r"lm_head|embed_out|output\.")
 
-Shapes = dict[str, tuple[int, ...]]  # by the name of a weight
+Shapes = dict[str, tuple[int, ...]]  # by name of the weight
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of tensors on one rank. `work`: the most in a micro-batch of `rows` rows of `length` tokens."""
+    """Holds the bytes of tensors on one rank. `work`: the most in a micro-batch of `rows` sequences of
+    `length` tokens."""
 
     weights: int
     gradients: int
@@ -78,21 +80,24 @@ class ModelSizes:
 
     @cached_property
     def layers(self) -> list[Shapes]:
-        """The weights of each layer, of the largest stack of layers: a tower for pictures is not trained."""
+        """Return the weights of each layer of the largest stack of layers: a tower for pictures is not
+        trained."""
         stacks = defaultdict[str, dict[str, Shapes]](lambda: defaultdict(dict))
         for name, shape in self.shapes.items():
-            if inside := _IN_LAYER.match(name):
-                stacks[inside[1]][inside[2]][inside[3]] = shape
+            if match := _LAYER_WEIGHT.match(name):
+                stacks[match[1]][match[2]][match[3]] = shape
         largest = max(stacks.values(), key=lambda stack: sum(map(count, stack.values())), default={})
         return list(largest.values())
 
     @cached_property
-    def _numbers(self) -> dict[str, Any]:
+    def _config_numbers(self) -> dict[str, Any]:
         return dict(leaves(read_json(Path(self.path) / "config.json")))
 
     def number(self, *names: str) -> int:
-        """Return the first of these that config.json has; 0 without."""
-        candidates = (self._numbers.get(key) for name in names for key in (name, f"text_config.{name}"))
+        """Return the first of these keys that config.json has; 0 without any."""
+        candidates = (
+            self._config_numbers.get(key) for name in names for key in (name, f"text_config.{name}")
+        )
         return int(next(filter(None, candidates), 0))
 
 
@@ -100,149 +105,196 @@ def count(shapes: Shapes) -> int:
     return sum(map(prod, shapes.values()))
 
 
-class Work(NamedTuple):
-    """Bytes that a model takes in a micro-batch. `kept`: by all layers, for the backward. On top come first
-    `logits`, then `layer`: gathered weights and the gradients of one. `after`: gradients of the embedding."""
+class WorkBytes(NamedTuple):
+    """Holds the bytes that a model takes in a micro-batch. `activations`: kept by all layers for the
+    backward. Added on top: first `logits`, then `layer`, the gathered weights and gradients of a layer.
+    `embedding_gradients` come last."""
 
-    kept: int
+    activations: int
     logits: int
     layer: int
-    after: int
+    embedding_gradients: int
 
 
 def footprint(config: RunConfig) -> Footprint:
-    """Return what one rank holds, with a critic, a reference model, and the largest micro-batch.
+    """Return the bytes on one rank, with a critic, a reference model, and the largest micro-batch.
 
-    It is within 15% of what tests/fakes/traced.py counts for 15 families of models, or at most 25% above
-    it, for Gemma 2 and GPT-NeoX (tests/unit/trainer/test_footprint.py).
+    The estimate is within 15% of the count by tests/fakes/traced.py for 15 families of models, or at most 25%
+    above it, for Gemma 2 and GPT-NeoX (tests/unit/trainer/test_footprint.py).
     """
-    rows = config.largest_rows(config.trainer.micro_batch_tokens)
-    return Footprint(*static_bytes(config), work_bytes(config), rows, config.rollout.max_tokens)
+    sequence_count = config.largest_rows(config.trainer.micro_batch_tokens)
+    return Footprint(*static_bytes(config), work_bytes(config), sequence_count, config.rollout.max_tokens)
 
 
 def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelSizes) -> int:
-    """Return the most that a micro-batch takes. `sizes_of`: the sizes of the model at a path, which takes a
-    second to read where there are many experts."""
-    policy = _work(config, sizes_of(config.model.path), bool(config.adapters))
-    work = max(policy.kept + max(policy.logits, policy.layer), policy.after)
-    if own_critic(config):  # its backward comes first
-        critic = _work(config, sizes_of(config.critic.path or config.model.path), False)
-        work = max(work, policy.kept + critic.kept + critic.layer, policy.kept + critic.after)
-    return work
+    """Return the most bytes that a micro-batch takes. `sizes_of`: returns the sizes of the model at a path;
+    reading takes a second where there are many experts."""
+    policy_work = _work_bytes(config, sizes_of(config.model.path), bool(config.adapters))
+    largest_work = max(
+        policy_work.activations + max(policy_work.logits, policy_work.layer), policy_work.embedding_gradients
+    )
+
+    if own_critic(config):  # the critic's backward comes first
+        critic_work = _work_bytes(config, sizes_of(config.critic.path or config.model.path), False)
+        largest_work = max(
+            largest_work,
+            policy_work.activations + critic_work.activations + critic_work.layer,
+            policy_work.activations + critic_work.embedding_gradients,
+        )
+
+    return largest_work
 
 
 def static_bytes(config: RunConfig) -> tuple[int, int, int]:
-    """Return bytes of weights, gradients and optimizer state on each rank."""
+    """Return the bytes of weights, gradients and optimizer state on each rank."""
     trainer = config.trainer
-    policy = count(ModelSizes(config.model.path).shapes)
-    trained, frozen = (adapter_count(config), policy) if config.adapters else (policy, 0)
+    policy_numbers = count(ModelSizes(config.model.path).shapes)
+
+    trained, frozen = (adapter_count(config), policy_numbers) if config.adapters else (policy_numbers, 0)
     if own_critic(config):
-        shapes = weight_shapes(config.critic.path or config.model.path)
-        trained += count({name: shape for name, shape in shapes.items() if not _OUTPUT.match(name)})
-    in_rank = config.kl.where != "none" and not config.scored_reference
-    if in_rank and (config.kl.reference or not config.adapters):
+        critic_shapes = weight_shapes(config.critic.path or config.model.path)
+        trained += count(
+            {name: shape for name, shape in critic_shapes.items() if not _OUTPUT_LAYER.match(name)}
+        )
+
+    reference_in_rank = config.kl.where != "none" and not config.scored_reference
+    if reference_in_rank and (config.kl.reference or not config.adapters):
         frozen += count(weight_shapes(config.kl.reference or config.model.path))
 
     shards = trainer.ranks / trainer.replicas
-    weights = (trained * MASTER + frozen * DTYPE_BYTES[config.model.dtype]) / shards
-    gradients = trained * MASTER / shards
-    return int(weights), int(gradients), int(gradients * _state_share(trainer))
+    weight_bytes = (trained * MASTER_BYTES + frozen * DTYPE_BYTES[config.model.dtype]) / shards
+    gradient_bytes = trained * MASTER_BYTES / shards
+
+    return int(weight_bytes), int(gradient_bytes), int(gradient_bytes * _state_numbers_per_parameter(trainer))
 
 
-def _work(config: RunConfig, model: ModelSizes, frozen: bool) -> Work:
-    size = DTYPE_BYTES[config.model.dtype]
-    every = config.trainer.checkpointed_every
-    rows = config.largest_rows(config.trainer.micro_batch_tokens)
+def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes:
+    number_bytes = DTYPE_BYTES[config.model.dtype]
+    recomputed_every = config.trainer.checkpointed_every
+    sequence_count = config.largest_rows(config.trainer.micro_batch_tokens)
     length = config.rollout.max_tokens
-    tokens = -(-rows * length // config.trainer.sequence_parallel)
-    hidden = model.number("hidden_size", "n_embd")
-    vocabulary = model.number("vocab_size")
-    layers = list(map(count, model.layers))
-    total = count(model.shapes)
-    if not (hidden and vocabulary and layers):
+    tokens = -(-sequence_count * length // config.trainer.sequence_parallel)
+    hidden_size = model.number("hidden_size", "n_embd")
+    vocabulary_size = model.number("vocab_size")
+    layer_numbers = list(map(count, model.layers))
+    total_numbers = count(model.shapes)
+    if not (hidden_size and vocabulary_size and layer_numbers):
         raise ValueError("config.json has no hidden_size or vocab_size, or the weights have no layers")
-    each = [tokens * _kept(model, layer, size, length) for layer in model.layers]
-    inputs = size * hidden * tokens
-    root = total - sum(layers)
-    group = max(layers)
-    gathered = 2 * group * size
-    if total < LAYER_MIN_PARAMETERS:
-        root = total
-        group = total
-        gathered = 0
-    gradients = 0 if frozen else group * (size + MASTER) + vocabulary * hidden * MASTER
-    again = max(each[::every]) if every else 0  # a layer that is computed once more
-    stored = [inputs + tokens * _attention_output(model, layer, size) for layer in model.layers]
-    logit = DIVERGED if config.kl.diverges and not config.kl.top_k else LOGITS
-    taught = root * size + inputs if config.kl.diverges else 0  # the teacher's output layer, what it reads
-    return Work(
-        kept=sum(stored[i] if every and i % every == 0 else each[i] for i in range(len(layers))),
-        logits=min(CHUNK, tokens) * vocabulary * logit + tokens * hidden * FEATURES + root * size + taught,
-        layer=again + root * size + gathered + gradients,
-        after=0 if frozen else root * (3 * size + MASTER),
+    bytes_by_layer = [
+        tokens * _kept_token_bytes(model, layer, number_bytes, length) for layer in model.layers
+    ]
+    input_bytes = number_bytes * hidden_size * tokens
+    root_numbers = total_numbers - sum(layer_numbers)
+
+    group_numbers = max(layer_numbers)
+    gathered_bytes = 2 * group_numbers * number_bytes
+    if total_numbers < LAYER_MIN_PARAMETERS:
+        root_numbers = total_numbers
+        group_numbers = total_numbers
+        gathered_bytes = 0
+
+    gradient_bytes = (
+        0
+        if frozen
+        else group_numbers * (number_bytes + MASTER_BYTES) + vocabulary_size * hidden_size * MASTER_BYTES
+    )
+    # The largest layer that is computed once more.
+    recomputed_bytes = max(bytes_by_layer[::recomputed_every]) if recomputed_every else 0
+    stored_bytes = [
+        input_bytes + tokens * _attention_output_bytes(model, layer, number_bytes) for layer in model.layers
+    ]
+    logit_bytes = DIVERGENCE_BYTES if config.kl.diverges and not config.kl.top_k else LOGIT_BYTES
+    # The teacher's output layer and its input.
+    teacher_bytes = root_numbers * number_bytes + input_bytes if config.kl.diverges else 0
+
+    return WorkBytes(
+        activations=sum(
+            stored_bytes[index]
+            if recomputed_every and index % recomputed_every == 0
+            else bytes_by_layer[index]
+            for index in range(len(layer_numbers))
+        ),
+        logits=min(CHUNK_TOKENS, tokens) * vocabulary_size * logit_bytes
+        + tokens * hidden_size * FEATURE_BYTES
+        + root_numbers * number_bytes
+        + teacher_bytes,
+        layer=recomputed_bytes + root_numbers * number_bytes + gathered_bytes + gradient_bytes,
+        embedding_gradients=0 if frozen else root_numbers * (3 * number_bytes + MASTER_BYTES),
     )
 
 
-def _kept(model: ModelSizes, layer: Shapes, size: int, length: int) -> int:
-    """Bytes that a layer keeps of each token: what its matrices read (once, where several read the same) and
-    write, the activations in front of the last one, and of norms a float32 number beside each output. Of
-    experts: as many as a token goes to. Scores of attention, if the kernel is one that keeps them."""
-    hidden = model.number("hidden_size", "n_embd")
-    read = set[tuple[Any, ...]]()
+def _kept_token_bytes(model: ModelSizes, layer: Shapes, number_bytes: int, length: int) -> int:
+    """Return the bytes that a layer keeps of each token: the inputs (counted once, where several matrices
+    share an input) and outputs of its matrices, the activations in front of the last matrix, and for norms a
+    float32 number beside each output. Experts count as often as a token is routed to. Attention scores count
+    if the kernel keeps them."""
+    hidden_size = model.number("hidden_size", "n_embd")
+    matrices_read = set[tuple[Any, ...]]()
     numbers = 0
-    wide = 0
-    chosen = max(1, model.number("num_experts_per_tok", "experts_per_token", "top_k"))
+
+    norm_numbers = 0
+    chosen_experts = max(1, model.number("num_experts_per_tok", "experts_per_token", "top_k"))
     for name, shape in layer.items():
-        expert = _EXPERT.search(name)
-        down = bool(_DOWN.search(name))
+        expert = _EXPERT_WEIGHT.search(name)
+        reads_activation = bool(_DOWN_PROJECTION.search(name))
         if len(shape) == 1 and name.endswith("weight") and ("norm" in name or "ln" in name):
-            wide += _normed(layer, name, shape[0], hidden)
+            norm_numbers += _norm_inputs(layer, name, shape[0], hidden_size)
         if len(shape) < 2 or (expert and int(expert[1])):
             continue
+
         if len(shape) == 3:  # a stack: [experts, out, in], or [experts, in, out]
-            inner = shape[1] if shape[2] == hidden else shape[2]
-            numbers += chosen * (hidden + inner * (1 + down))
+            inner_width = shape[1] if shape[2] == hidden_size else shape[2]
+            numbers += chosen_experts * (hidden_size + inner_width * (1 + reads_activation))
             continue
-        times, (written, taken) = chosen if expert else 1, shape[:2]
-        kind = taken, bool(_MLP.search(name)), bool(_OUT.search(name))
-        numbers += times * (written + taken * ((kind not in read) + down))
-        read.add(kind)
-    scores = 0
+
+        copies, (output_width, input_width) = chosen_experts if expert else 1, shape[:2]
+        matrix_kind = input_width, bool(_MLP_WEIGHT.search(name)), bool(_ATTENTION_OUTPUT_WEIGHT.search(name))
+        numbers += copies * (
+            output_width + input_width * ((matrix_kind not in matrices_read) + reads_activation)
+        )
+        matrices_read.add(matrix_kind)
+
+    score_bytes = 0
     if model.number("attn_logit_softcapping") or any("sinks" in name for name in layer):
-        scores = model.number("num_attention_heads", "n_head") * length * SCORES[size]
-    return numbers * size + wide * (MASTER + size) + scores
+        score_bytes = model.number("num_attention_heads", "n_head") * length * SCORE_BYTES[number_bytes]
+
+    return numbers * number_bytes + norm_numbers * (MASTER_BYTES + number_bytes) + score_bytes
 
 
-def _attention_output(model: ModelSizes, layer: Shapes, size: int) -> int:
-    """Bytes of each token that attention returns: what its last matrix reads, and a float32 log-sum-exp of
-    each head. They are kept of a layer that is recomputed, too (trainer/recompute.py)."""
-    widths = (shape[1] for name, shape in layer.items() if len(shape) == 2 and _OUT.search(name))
-    return max(widths, default=0) * size + model.number("num_attention_heads", "n_head") * MASTER
+def _attention_output_bytes(model: ModelSizes, layer: Shapes, number_bytes: int) -> int:
+    """Return the bytes per token that attention returns: the input of its last matrix, and a float32
+    log-sum-exp of each head. Recomputed layers keep these, too (trainer/recompute.py)."""
+    widths = (
+        shape[1] for name, shape in layer.items() if len(shape) == 2 and _ATTENTION_OUTPUT_WEIGHT.search(name)
+    )
+    return (
+        max(widths, default=0) * number_bytes + model.number("num_attention_heads", "n_head") * MASTER_BYTES
+    )
 
 
-def _normed(layer: Shapes, name: str, width: int, hidden: int) -> int:
-    """Counts the numbers that a norm reads: those of all heads where its weight is as wide as a head."""
-    if width == hidden:
+def _norm_inputs(layer: Shapes, name: str, width: int, hidden_size: int) -> int:
+    """Count the numbers that a norm reads: of all heads, where its weight is as wide as a head."""
+    if width == hidden_size:
         return width
     projection = f"{name.split('.')[-2].removesuffix('norm')}proj"
     return next((s[0] for n, s in layer.items() if n.split(".")[-2] == projection), width)
 
 
-def _state_share(trainer: TrainerConfig) -> float:
-    """Numbers that the optimizer keeps per parameter."""
+def _state_numbers_per_parameter(trainer: TrainerConfig) -> float:
+    """Return how many numbers the optimizer keeps per parameter."""
     if trainer.optimizer == "adamw":
-        return 2.0  # to make one imports torch's compiler, a second of each start
+        return 2.0  # making AdamW imports torch's compiler, a second of each start
     from torch import Tensor, nn
 
     from asyncrl.trainer.optimizer import make_optimizer
 
     layer = nn.Linear(64, 64, bias=False)
-    state = make_optimizer(layer, trainer, lr=1.0).state[layer.weight]
-    return sum(value.numel() for value in state.values() if isinstance(value, Tensor)) // 64 / 64
+    layer_state = make_optimizer(layer, trainer, lr=1.0).state[layer.weight]
+    return sum(value.numel() for value in layer_state.values() if isinstance(value, Tensor)) // 64 / 64
 
 
 def own_critic(config: RunConfig) -> bool:
-    """The advantage needs a critic, with a backbone of its own."""
+    """True if the advantage needs a critic with a backbone of its own."""
     from asyncrl.algorithms.recipe import compose  # imports torch
 
     return compose(config).own_critic
@@ -257,7 +309,7 @@ def with_recomputation(config: RunConfig, every: int) -> RunConfig:
 def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
     """Return the least recomputation with which a rank fits into its GPU of `memory` bytes, number `gpu` of
     the `gpus` that this process sees: k of every k-th layer, 0 for none; 1, all layers, if nothing less fits.
-    Servers that share the GPU have their part. ValueError where config.json does not tell a model's sizes."""
+    Servers that share the GPU keep their part. ValueError where config.json lacks the model's sizes."""
     static = 0 if config.trainer.offload_optimizer else sum(static_bytes(config))
     usable = usable_memory(config, memory, gpu, gpus)
     sizes_of = cache(ModelSizes)
@@ -268,10 +320,10 @@ def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> 
 
 
 def usable_memory(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
-    """Return the bytes that a rank's tensors may take of its GPU, see `least_recomputation`."""
+    """Return the bytes of its GPU that a rank's tensors may take, see `least_recomputation`."""
     from asyncrl.engines.sglang.process import server_memory_share  # imports torch
 
-    return int(memory * (1.0 - server_memory_share(config, gpu, gpus)) * USABLE)
+    return int(memory * (1.0 - server_memory_share(config, gpu, gpus)) * USABLE_FRACTION)
 
 
 def held_on_gpu(config: RunConfig) -> int:

@@ -18,80 +18,91 @@ from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
-ROUTER = re.compile(r"\.layers\.(\d+)\..*")  # of the module's name
-UNKNOWN = -1  # in place of an expert: the trainer chooses
+ROUTER_NAME = re.compile(r"\.layers\.(\d+)\..*")  # matches a router's module name
+UNKNOWN_EXPERT = -1  # instead of an expert's index: the trainer chooses
 
 
 class ForcedRoutes:
-    """The routers of a model, while it is on the meta device. Raises ConfigError for a model whose routers do
-    not choose by one top-k, as those of Qwen3-MoE and Mixtral do."""
+    """Wraps the routers of a model, while the model is on the meta device. Raises ConfigError for a model
+    whose routers do not choose by a single top-k, as in Qwen3-MoE and Mixtral."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._given: Tensor | None = None
+        self._routes: Tensor | None = None
         config = model.config.get_text_config()
-        self._shape = (config.num_hidden_layers, getattr(config, "num_experts_per_tok", 0))
+        self._layers_and_choices = (config.num_hidden_layers, getattr(config, "num_experts_per_tok", 0))
         routers = [
-            (int(found[1]), module)
+            (int(match[1]), module)
             for name, module in model.named_modules()
-            if type(module).__name__.lower().endswith("topkrouter") and (found := ROUTER.search(name))
+            if type(module).__name__.lower().endswith("topkrouter") and (match := ROUTER_NAME.search(name))
         ]
-        if not routers or not all(_plain(router, self._shape[1]) for _, router in routers):
+
+        if not routers or not all(
+            _takes_one_top_k(router, self._layers_and_choices[1]) for _, router in routers
+        ):
             raise ConfigError(
                 f"trainer.router_replay: {type(model).__name__} does not select experts with a single top-k, "
                 "so routes cannot be replayed; set trainer.router_replay=false"
             )
+
         for layer, router in routers:
-            router.forward = self._wrapped(router.forward, layer, len(router.weight))
+            router.forward = self._wrap_router(router.forward, layer, len(router.weight))
 
     @property
-    def choices(self) -> int:
+    def choices_per_token(self) -> int:
         """Return the number of experts for a token, in all layers."""
-        layers, k = self._shape
+        layers, k = self._layers_and_choices
         return layers * k
 
-    def give(self, routes: Tensor | None) -> None:
-        """[T, choices] for the tokens of the forwards from now on, recomputed ones included; or nothing."""
-        self._given = None if routes is None else routes.unflatten(-1, self._shape)
+    def use_routes(self, routes: Tensor | None) -> None:
+        """Use these routes [T, choices] in all following forwards, including recomputed ones; None: the
+        routers choose."""
+        self._routes = None if routes is None else routes.unflatten(-1, self._layers_and_choices)
 
-    def _wrapped(self, run: Callable[..., Any], layer: int, experts: int) -> Callable[..., Any]:
+    def _wrap_router(
+        self, router_forward: Callable[..., Any], layer: int, experts: int
+    ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._given is None:
-                return run(*args, **kwargs)
-            chosen = self._given[:, layer].long()
-            with _Chosen(chosen.masked_fill(chosen >= experts, UNKNOWN)):  # of a server of another model
-                return run(*args, **kwargs)
+            if self._routes is None:
+                return router_forward(*args, **kwargs)
+            chosen = self._routes[:, layer].long()
+            # Servers of another model may report experts that this model lacks.
+            with _ForcedTopK(chosen.masked_fill(chosen >= experts, UNKNOWN_EXPERT)):
+                return router_forward(*args, **kwargs)
 
         return forward
 
 
-class _Chosen(TorchFunctionMode):
-    """Inside, top-k gives these experts, [T, k], with their own values. `calls` counts."""
+class _ForcedTopK(TorchFunctionMode):
+    """Makes top-k return these experts, [T, k], with their own scores. `selection_sizes`: k of each call."""
 
-    def __init__(self, given: Tensor | None = None) -> None:
+    def __init__(self, experts: Tensor | None = None) -> None:
         super().__init__()
-        self.calls = list[Any]()
-        self._given = given
+        self.selection_sizes = list[Any]()
+        self._experts = experts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        selection = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
-            return found
-        self.calls.append(found[1].shape[-1])
-        if self._given is None:
-            return found
-        if found[1].shape != self._given.shape:
+            return selection
+        self.selection_sizes.append(selection[1].shape[-1])
+        if self._experts is None:
+            return selection
+
+        if selection[1].shape != self._experts.shape:
             raise ConfigError(
-                f"trainer.router_replay: a router's selection has the shape {tuple(found[1].shape)}, "
-                f"the recorded one {tuple(self._given.shape)}; set trainer.router_replay=false"
+                f"trainer.router_replay: a router's selection has the shape {tuple(selection[1].shape)}, "
+                f"the recorded one {tuple(self._experts.shape)}; set trainer.router_replay=false"
             )
-        chosen = torch.where(self._given == UNKNOWN, found[1], self._given)
-        return args[0].gather(-1, chosen), chosen
+
+        chosen_experts = torch.where(self._experts == UNKNOWN_EXPERT, selection[1], self._experts)
+
+        return args[0].gather(-1, chosen_experts), chosen_experts
 
 
-def _plain(router: nn.Module, k: int) -> bool:
-    """True if the router takes the k largest, once."""
+def _takes_one_top_k(router: nn.Module, k: int) -> bool:
+    """True if the router takes the k largest scores, once."""
     weight = router.weight
     assert isinstance(weight, Tensor)
-    with _Chosen() as mode:
+    with _ForcedTopK() as mode:
         router(weight.new_empty(1, weight.shape[-1]))
-    return mode.calls == [k]
+    return mode.selection_sizes == [k]

@@ -1,7 +1,7 @@
 """Changes a model's layers: recomputation in the backward, and compilation.
 
-Of what is recomputed or compiled only a layer's `forward` is replaced, so its parameters keep their names;
-FSDP2's hooks stay outside: it gathers a layer once for the recomputation and the backward.
+Only a layer's `forward` is replaced, so its parameters keep their names. FSDP2's hooks stay outside: FSDP2
+gathers a layer once for the recomputation and the backward.
 """
 
 from __future__ import annotations
@@ -17,43 +17,52 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.recompute import Recomputation
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that the model's author marks as units."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    """Return the blocks that the model's author marks as units."""
+    unit_names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in unit_names]
 
 
 def prepare_layers(
     model: PreTrainedModel, trainer: TrainerConfig, recomputation: Recomputation | None = None
 ) -> None:
-    """Let `recomputation` (None: that of `trainer`) decide which layers are recomputed; compile them all.
-    To be called before they are sharded. Raises ConfigError where the model does not say what they are."""
+    """Let `recomputation` (None: as `trainer` says) decide which layers are recomputed, and compile all
+    layers if configured. Must be called before sharding. Raises ConfigError where the model does not name its
+    layers."""
     recomputation = recomputation or Recomputation(trainer)
-    every = trainer.checkpointed_every
+
+    recomputed_every = trainer.checkpointed_every
     layers = layers_of(model)
-    if not layers and (every or trainer.compile):
-        key = "activation_checkpointing" if every else "compile"
-        raise ConfigError(f"trainer.{key}: {type(model).__name__} does not name its layers; leave it out")
+    if not layers and (recomputed_every or trainer.compile):
+        config_key = "activation_checkpointing" if recomputed_every else "compile"
+        raise ConfigError(
+            f"trainer.{config_key}: {type(model).__name__} does not name its layers; leave it out"
+        )
+
     compiler = os.environ.get("CXX", "g++")
     if trainer.compile and not torch.cuda.is_available() and not shutil.which(compiler):
         raise ConfigError(
             f"trainer.compile: needs a C++ compiler on a CPU, and {compiler} (CXX) is not there"
         )
-    if trainer.compile:  # it loops over as many nodes of packed rows as a micro-batch has
-        AttentionInterface.register(NAME, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[NAME]))
+
+    if trainer.compile:  # attention loops over the nodes of a micro-batch
+        AttentionInterface.register(
+            FOREST_ATTENTION, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[FOREST_ATTENTION])
+        )
+
     for index, layer in enumerate(layers):
-        run: Any = layer.forward
+        layer_forward: Any = layer.forward
         if trainer.compile:
-            run = torch.compile(run, dynamic=True)
-        layer.forward = recomputation.wrap(index, run)
+            layer_forward = torch.compile(layer_forward, dynamic=True)
+        layer.forward = recomputation.wrap(index, layer_forward)
 
 
 def compiled_graphs() -> int:
-    """Graphs that this process has compiled so far: after the first batches it stays the same."""
-    from torch._dynamo.utils import counters  # a slow import, which only they need
+    """Return the number of graphs that this process has compiled so far; constant after the first batches."""
+    from torch._dynamo.utils import counters  # a slow import, needed for compiled layers only
 
     return int(counters["stats"]["unique_graphs"])

@@ -2,10 +2,10 @@
 
     accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): replicas' mean, / D, clip
 
-Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and one D, known only
+Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and a single D, known only
 when the batch is complete. FSDP2, and replicas once a step, *average* gradients over ranks, so every loss is
-multiplied by the number of ranks. All ranks run the same number of forwards; one without trajectories runs a
-dummy token.
+multiplied by the number of ranks. All ranks run the same number of forwards; a rank without trajectories runs
+a dummy token.
 """
 
 from __future__ import annotations
@@ -27,9 +27,16 @@ from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
 from asyncrl.errors import recorded
 from asyncrl.trainer import report
-from asyncrl.trainer.barrier import compared, deal, prepared, scaling
-from asyncrl.trainer.batch import Example, MicroBatch, collate, dealt, example, with_values
-from asyncrl.trainer.credit import credit, penalised, rescaled
+from asyncrl.trainer.advantages import with_advantages, with_kl_penalty, with_scaled_advantages
+from asyncrl.trainer.barrier import advantage_scaling, compare_batch, partition_groups, prepare_batch
+from asyncrl.trainer.batch import (
+    MicroBatch,
+    TrainingSample,
+    collate,
+    partition_plan,
+    training_sample,
+    with_values,
+)
 from asyncrl.trainer.footprint import RECOMPUTED_EVERY, least_recomputation
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.loading import master_dtype
@@ -40,27 +47,27 @@ from asyncrl.trainer.optimizer import (
     learning_rate,
     make_optimizer,
     norm_limit,
-    note_norm,
+    record_norm,
     take_step,
 )
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.performance import FlopCount, Stopwatch
-from asyncrl.trainer.prefix_tree import common
+from asyncrl.trainer.prefix_tree import common_prefix
 from asyncrl.trainer.recompute import Recomputation
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
-Work = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
+PlannedWork = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _ScoredMicroBatch:
-    """A micro-batch between its forward and the count of what its loss is made of. `logp`: [N]."""
+class _EvaluatedMicroBatch:
+    """Holds a micro-batch between its forward and the count of its loss terms. `logp`: [N]."""
 
-    examples: Sequence[Example]
-    micro: MicroBatch
+    samples: Sequence[TrainingSample]
+    micro_batch: MicroBatch
     logp: Tensor
     evaluated: Evaluated
 
@@ -68,16 +75,16 @@ class _ScoredMicroBatch:
 class Learner:
     """Trains as one rank of the trainer. `step` is V: the number of completed optimizer batches.
 
-    Methods are collectives: all ranks call the same ones in the same order. Where the recipe has a barrier
-    the episodes wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers that
-    belong to a checkpoint beside models and optimizers; they are frozen within a batch.
+    Methods are collectives: all ranks call the same methods in the same order. Where the recipe has a barrier
+    the episodes wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers of a
+    checkpoint beside models and optimizers, constant within a batch.
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self.config = config
         self.world = world
         self.recipe = compose(config)
-        self.recomputation = self._chosen_recomputation()
+        self.recomputation = self._choose_recomputation()
         self.policy = load_policy(
             config.model,
             world,
@@ -88,385 +95,521 @@ class Learner:
             offload=config.trainer.offload_optimizer,
         )
         self.critic = load_critic(config, world, self.recomputation) if self.recipe.own_critic else None
-        self.scored = self.recipe.reference and config.scored_reference
-        own = self.recipe.reference and not self.scored
-        self.reference = load_reference(config, world, self.policy) if own else None
+        self.scorers_read_reference = self.recipe.reference and config.scored_reference
+        loads_reference = self.recipe.reference and not self.scorers_read_reference
+        self.reference = load_reference(config, world, self.policy) if loads_reference else None
         policies = [self.policy]
         if self.reference is not None and self.reference.policy is not self.policy:
             policies.append(self.reference.policy)
-        models = [*policies, *([self.critic] if self.critic else [])]  # in one order on all ranks
-        layout = config.trainer.packing
+        models = [*policies, *([self.critic] if self.critic else [])]  # in the same order on all ranks
+        wanted_packing = config.trainer.packing
         dtype = config.model.dtype
-        compiled = config.trainer.compile
-        self.packing = packing_for(models, layout, dtype, world, compiled)
+        is_compiled = config.trainer.compile
+        self.packing = packing_for(models, wanted_packing, dtype, world, is_compiled)
         for policy in policies:
             policy.packing = self.packing
+
         # After the check, which holds gradients.
         self.optimizer = make_optimizer(self.policy, config.trainer, lr=config.trainer.lr)
-        self.agents = tuple(config.adapters) or ("",)
+        self.agent_names = tuple(config.adapters) or ("",)
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.on_spike = config.trainer.on_spike
-        self.averaging: float = world.data_ranks  # of whose gradients a step takes the mean
-        self.bound = config.buffer.max_staleness
-        self.budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
-        self.size = (0, 0)  # tokens, padding included, and episodes of the micro-batch under way; 0: none
-        self.dtype = master_dtype(config.model.dtype)  # of numbers per token
-        self.watch = Stopwatch()
-        self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
-        self.ratios: report.Ratios | None = None  # who looks at single tokens
-        self._expected = 256.0  # estimate of D, for a loss of about 1; see apply
-        self._held: list[Example] = []
+        # FSDP2 averages over this many ranks, so losses are multiplied by it.
+        self.averaged_ranks: float = world.data_ranks
+        self.max_staleness = config.buffer.max_staleness
+        self.token_budget = config.trainer.micro_batch_tokens  # less after a lack of memory
+        # Tokens, including padding, and episodes of the micro-batch under way; 0: none.
+        self.micro_batch_size = (0, 0)
+        self.dtype = master_dtype(config.model.dtype)  # dtype of numbers per token
+        self.stopwatch = Stopwatch()
+        # Called after every micro-batch, for signs of life.
+        self.after_micro_batch: Callable[[], None] = lambda: None
+        self.ratio_recorder: report.RatioRecorder | None = None  # records ratios of single tokens
+        self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see take_optimizer_step
+        self._held_samples: list[TrainingSample] = []
         self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
-        # tokens, padding included, of its forwards in this step
-        self._computed = 0
-        self._flops = 0.0
 
-    def _chosen_recomputation(self) -> Recomputation:
-        """As configured; `auto` on GPUs: the least with which every rank fits into its own. A collective."""
+        # Tokens, including padding, of the policy's forwards in this step.
+        self._computed_tokens = 0
+        self._computed_flops = 0.0
+
+    def _choose_recomputation(self) -> Recomputation:
+        """Return the configured recomputation; for `auto` on GPUs, the least with which every rank fits into
+        its GPU. A collective."""
         device = self.world.device
         recomputation = Recomputation(self.config.trainer)
         if not recomputation.automatic or device.type != "cuda":
             return recomputation
 
-        memory = torch.cuda.get_device_properties(device).total_memory
+        device_memory = torch.cuda.get_device_properties(device).total_memory
         with recorded() as failure:
-            least = least_recomputation(self.config, memory, device.index or 0, torch.cuda.device_count())
+            least_every = least_recomputation(
+                self.config, device_memory, device.index or 0, torch.cuda.device_count()
+            )
+
         if failure:
             logger.warning("the memory estimate failed, so all layers are recomputed: %s", failure.line)
-            least = 1
-        recomputation.every = max(self.world.gather(least, int), key=RECOMPUTED_EVERY.index)
+            least_every = 1
+
+        recomputation.every = max(self.world.gather(least_every, int), key=RECOMPUTED_EVERY.index)
         logger.info("trainer.activation_checkpointing=auto: %s", described_recomputation(recomputation.every))
+
         return recomputation
 
     # -- a batch ---------------------------------------------------------------------------------------
 
     @property
     def behind_barrier(self) -> bool:
-        """The batch is trained behind a barrier: always, or because running statistics are still unknown."""
+        """True if the batch is trained behind a barrier: always, or because running statistics are still
+        unknown."""
         return self.recipe.barrier or (self.recipe.scale == "whiten_running" and self.whitening is None)
 
     @property
     def whitening(self) -> Whitening | None:
-        """Return the running statistics of earlier batches; None while they are unknown."""
+        """Return the running statistics of earlier batches; None while unknown."""
         return Whitening.from_state(self.state)
 
-    def accumulate(self, work: Work) -> None:
-        """Train on this rank's trajectories of one micro-batch; empty for a rank that has nothing."""
-        masked = self.config.algorithm.mask_truncated
-        rule = self.recipe.aggregate
-        choices = self.policy.replay.choices if self.policy.replay is not None else 0
-        examples = [
-            example(
-                *(planned, turns, self.step, self.bound, rule),
-                mask_truncated=masked,
-                choices=choices,
-                scored=self.config.kl.top_k if self.scored else None,
-                agents=self.agents,
+    def accumulate(self, work: PlannedWork) -> None:
+        """Train on this rank's trajectories of one micro-batch; empty for an idle rank."""
+        mask_truncated = self.config.algorithm.mask_truncated
+        aggregation = self.recipe.aggregate
+        expert_choices = (
+            self.policy.forced_routes.choices_per_token if self.policy.forced_routes is not None else 0
+        )
+        samples = [
+            training_sample(
+                planned,
+                turns,
+                self.step,
+                self.max_staleness,
+                aggregation,
+                mask_truncated=mask_truncated,
+                expert_choices=expert_choices,
+                scorer_topk=self.config.kl.top_k if self.scorers_read_reference else None,
+                agent_names=self.agent_names,
             )
             for planned, turns in work
         ]
-        report.tally_examples(self._tally, examples, self.config.rollout.longest_prompt)
+        report.tally_samples(self._tally, samples, self.config.rollout.longest_prompt)
+
         if self.behind_barrier:
-            self._held += examples
+            self._held_samples += samples
             return
-        self._train(examples, self._tally)
+
+        self._train_samples(samples, self._tally)
 
     def finish(self) -> dict[str, float]:
-        """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks.
-        Raises SpikeError, on all ranks, if it is to be left out: this learner is of no use then."""
+        """Complete the batch: take its optimizer step(s), count it, return the metrics of all ranks. Raises
+        SpikeError on all ranks if the batch is to be left out; this learner cannot be used afterwards."""
         if self.behind_barrier:
-            tally = report.merged(self.world.gather_data(self._tally, report.MetricSums))
-            tally.merge(self._train_held())
+            tally = report.merged_sums(self.world.gather_data(self._tally, report.MetricSums))
+            tally.merge(self._train_held_batch())
         else:
-            tally = self.apply(self._tally)
-        self._held = []
+            tally = self.take_optimizer_step(self._tally)
+
+        self._held_samples = []
         self._tally = report.MetricSums()
         self.step += 1
-        metrics = report.batch_metrics(tally, scaling(self.recipe, tally, self.whitening))
-        self._advance(tally, metrics)
+        metrics = report.batch_metrics(tally, advantage_scaling(self.recipe, tally, self.whitening))
+        self._update_state(tally, metrics)
+
         if metrics.get("trainer/replayed_share") == 0:
             logger.warning(
                 "trainer.router_replay: the servers returned no routed experts that fit the model, so none "
                 "were replayed; start them (engine.urls) with the model of model.path"
             )
+
         if self.config.trainer.compile:
             metrics["perf/compiled_graphs"] = compiled_graphs()
-        metrics["perf/recomputed_layers"] = self.recomputation.share
+        metrics["perf/recomputed_layers"] = self.recomputation.recomputed_fraction
+
         return metrics
 
-    def _advance(self, tally: report.MetricSums, metrics: dict[str, float]) -> None:
-        """Update what the next batch uses: the KL coefficient, the running moments of advantages."""
-        kl = self.config.kl
-        if kl.where != "none":
+    def _update_state(self, tally: report.MetricSums, metrics: dict[str, float]) -> None:
+        """Update the state for the next batch: the KL coefficient, and the running moments of advantages."""
+        kl_config = self.config.kl
+        if kl_config.where != "none":
             metrics["actor/kl_coef"] = self.state["kl_coef"]
-            episodes = int(metrics.get("trainer/trajectories", 0))
+            episode_count = int(metrics.get("trainer/trajectories", 0))
             self.state["kl_coef"] = adapted(
-                self.state["kl_coef"], metrics.get("actor/ref_kl", kl.target), kl.target, episodes, kl.horizon
+                self.state["kl_coef"],
+                metrics.get("actor/ref_kl", kl_config.target),
+                kl_config.target,
+                episode_count,
+                kl_config.horizon,
             )
+
         if self.recipe.scale == "whiten_running":
             self.state |= Whitening.updated(self.whitening, report.advantage_tokens(tally)).state()
 
     # -- behind the barrier ----------------------------------------------------------------------------
 
-    def _train_held(self) -> report.MetricSums:
+    def _train_held_batch(self) -> report.MetricSums:
         """Score, compare and prepare the held batch, then take its optimizer steps: `epochs` passes over
-        `steps_per_batch` mini-batches. The tally is that of all ranks.
+        `steps_per_batch` mini-batches. Returns the tally of all ranks.
 
-        Mini-batches are of whole groups, each with its own denominator. The lag was checked once, at the
-        start of the batch; what the policy drifts inside it shows as `actor/ppo_kl`.
+        Mini-batches consist of whole groups, each with its own denominator. The lag was checked once, at the
+        start of the batch; the policy's drift inside the batch shows as `actor/ppo_kl`.
         """
-        steps = self.config.algorithm.steps_per_batch
-        coef = self.state["kl_coef"]
-        scored = self._scored(self._held)
-        with self.watch.phase("adv"):
-            penalty = coef if self.config.kl.where == "reward" else None
-            held, whole = compared(self.world, scored, self.recipe, penalty, self.whitening)
-        held = prepared(self.world, held, self.recipe.loss)
-        groups = set().union(*self.world.gather({e.group for e in held}, set[str]))
+        mini_batches = self.config.algorithm.steps_per_batch
+        kl_coef = self.state["kl_coef"]
+        scored_samples = self._score_held_samples(self._held_samples)
+        with self.stopwatch.phase("adv"):
+            kl_penalty = kl_coef if self.config.kl.where == "reward" else None
+            samples, batch_tally = compare_batch(
+                self.world, scored_samples, self.recipe, kl_penalty, self.whitening
+            )
+
+        samples = prepare_batch(self.world, samples, self.recipe.loss)
+        groups = set().union(*self.world.gather({sample.group for sample in samples}, set[str]))
         for index in range(self.recipe.optimizer_steps):
-            epoch, k = divmod(index, steps)
-            part_of = deal(groups, steps, f"{self.config.seed}/{self.step}/{epoch}")
+            epoch, mini_batch = divmod(index, mini_batches)
+            mini_batch_of = partition_groups(groups, mini_batches, f"{self.config.seed}/{self.step}/{epoch}")
             tally = report.MetricSums()
-            part = [e for e in held if part_of[e.group] == k]
-            self._train(part, tally, progress=index / self.recipe.optimizer_steps)
-            whole.merge(self.apply(tally))
-        return whole
+            mini_batch_samples = [sample for sample in samples if mini_batch_of[sample.group] == mini_batch]
+            self._train_samples(mini_batch_samples, tally, progress=index / self.recipe.optimizer_steps)
+            batch_tally.merge(self.take_optimizer_step(tally))
 
-    def _scored(self, held: Sequence[Example]) -> list[Example]:
-        """The examples with the log-probs and values of the models as they are now, where the recipe asks."""
+        return batch_tally
+
+    def _score_held_samples(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return the samples with log-probs and values of the current models, where the recipe asks."""
         recipe = self.recipe
-        done = list[Example]()
-        of_policy = recipe.prox == "recompute" or recipe.shared_critic
-        if not (of_policy or recipe.critic or self.reference is not None):
-            return list(held)
-        for part in self._micro_batches(held):
-            micro = self._collate(part)
-            found: dict[str, Tensor | None] = {}
+        scored_samples = list[TrainingSample]()
+        needs_policy = recipe.prox == "recompute" or recipe.shared_critic
+        if not (needs_policy or recipe.critic or self.reference is not None):
+            return list(samples)
+
+        for part_samples in self._cut_micro_batches(samples):
+            micro_batch = self._collate_on_device(part_samples)
+            columns: dict[str, Tensor | None] = {}
             with torch.no_grad():
-                if of_policy:
-                    scores = self.policy(micro.selected, collision=recipe.advantage.whole_group)
-                    found |= {"prox": scores.logp, "collision": scores.collision, "value": scores.value}
+                if needs_policy:
+                    scores = self.policy(micro_batch.selected, with_collision=recipe.advantage.whole_group)
+                    columns |= {
+                        "proximal_logprobs": scores.logp,
+                        "collision": scores.collision,
+                        "value": scores.value,
+                    }
+
                 if self.critic is not None:
-                    with self.watch.phase("values"):
-                        found["value"] = self.critic(micro.selected)
+                    with self.stopwatch.phase("values"):
+                        columns["value"] = self.critic(micro_batch.selected)
+
             if self.reference is not None and recipe.scores_reference:
-                with self.watch.phase("ref"):
-                    found["reference"] = self.reference.logp(micro.for_reference)
-            for name, values in found.items():
-                if values is not None and not (name == "prox" and recipe.prox != "recompute"):
-                    part = with_values(part, name, values)
-            done += part
-            self.pulse()
-        return done
+                with self.stopwatch.phase("ref"):
+                    columns["reference"] = self.reference.logp(micro_batch.reference_tokens)
 
-    def share(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
-        """This rank's part of a plan, in parts of about a micro-batch."""
-        ranks = self.world.data_ranks
-        return self.deal(planned, ranks)[self.world.rank * ranks // self.world.size]
+            for name, values in columns.items():
+                if values is not None and not (name == "proximal_logprobs" and recipe.prox != "recompute"):
+                    part_samples = with_values(part_samples, name, values)
 
-    def deal(self, planned: Sequence[PlannedTrajectory], ranks: int) -> list[list[list[PlannedTrajectory]]]:
-        """The shares of so many ranks."""
-        hidden = self.policy.lm.config.get_text_config().hidden_size
-        return dealt(planned, self.packing, self.budget, hidden, ranks)
+            scored_samples += part_samples
+            self.after_micro_batch()
 
-    def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """Cut this rank's examples under the token budget, padded to the same count on all ranks."""
-        first: dict[str, np.ndarray] = {}  # of each key, a row that others may begin like
+        return scored_samples
+
+    def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
+        """Return this rank's part of a plan, cut into parts of about a micro-batch."""
+        data_ranks = self.world.data_ranks
+        return self.partition(planned, data_ranks)[self.world.rank * data_ranks // self.world.size]
+
+    def partition(
+        self, planned: Sequence[PlannedTrajectory], rank_count: int
+    ) -> list[list[list[PlannedTrajectory]]]:
+        """Return the parts of all `rank_count` ranks."""
+        hidden_size = self.policy.lm.config.get_text_config().hidden_size
+        return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
+
+    def _cut_micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
+        """Cut this rank's samples under the token budget, padded to the same count on all ranks."""
+        first_sequences: dict[str, np.ndarray] = {}  # by key, the sequence whose prefix others may share
         pieces = []
-        for e in examples:
-            key = f"{e.group}/{e.agents[:1]}" if self.packing == "tree" else e.planned.uid
-            shared = common(first.setdefault(key, e.rows[0]), e.rows[0])
-            pieces.append(Piece(key, e.length, shared, len(e.rows), e.longest))
-        packed = micro_batches(pieces, self.budget, padded=self.packing == "padded")
-        count = max(self.world.gather(len(packed), int))
-        cut = [[examples[i] for i in part] for part in packed]
-        return cut + [[] for _ in range(count - len(cut))]
+        for sample in samples:
+            prefix_key = (
+                f"{sample.group}/{sample.sequence_adapters[:1]}"
+                if self.packing == "tree"
+                else sample.planned.uid
+            )
+            shared_tokens = common_prefix(
+                first_sequences.setdefault(prefix_key, sample.sequences[0]), sample.sequences[0]
+            )
+            pieces.append(
+                Piece(
+                    prefix_key,
+                    sample.total_tokens,
+                    shared_tokens,
+                    len(sample.sequences),
+                    sample.longest_sequence,
+                )
+            )
 
-    def _collate(self, examples: Sequence[Example]) -> MicroBatch:
-        micro = collate(examples, self.dtype, self.packing)
-        self.size = micro.selected.ids.numel(), len(examples)  # from here on it takes the device's memory
-        return micro.to(self.world.device)
+        index_lists = micro_batches(pieces, self.token_budget, padded=self.packing == "padded")
+        micro_batch_count = max(self.world.gather(len(index_lists), int))
+        sample_lists = [[samples[index] for index in indices] for indices in index_lists]
+
+        return sample_lists + [[] for _ in range(micro_batch_count - len(sample_lists))]
+
+    def _collate_on_device(self, samples: Sequence[TrainingSample]) -> MicroBatch:
+        micro_batch = collate(samples, self.dtype, self.packing)
+        # From here on the micro-batch takes the device's memory.
+        self.micro_batch_size = (
+            micro_batch.selected.ids.numel(),
+            len(samples),
+        )
+        return micro_batch.to(self.world.device)
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
-    def _train(self, examples: Sequence[Example], tally: report.MetricSums, progress: float = 0.0) -> None:
-        """Forward and backward of some episodes; gradients add up, undivided, and counts go to `tally`.
+    def _train_samples(
+        self, samples: Sequence[TrainingSample], tally: report.MetricSums, progress: float = 0.0
+    ) -> None:
+        """Run forward and backward of some episodes; gradients add up, not yet divided, and counts go to
+        `tally`.
 
-        Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
-        optimizer steps that were taken; else they get theirs here, or from the critic as it scores them.
-        Episodes that nothing reads are counted only.
+        Behind a barrier the samples come with their advantages, and `progress` is the fraction of the batch's
+        optimizer steps already taken. Otherwise advantages are computed here, or once the critic has scored a
+        micro-batch. Episodes without effect on the gradient are counted only.
         """
         if not self.behind_barrier and not (self.recipe.critic or self.reference is not None):
-            examples = self._credited(examples, tally)
+            samples = self._with_advantages(samples, tally)
+
         if self.recipe.skips_inert:
-            report.tally_unscored(tally, [e for e in examples if not e.is_read], self.agents)
-            examples = [e for e in examples if e.is_read]
-        parts = self._micro_batches(examples)
-        collated = map(self._collate, parts)
-        micro = next(collated, None)
-        for part in parts:
-            assert micro is not None
-            scored = self._backward(part, micro, tally, progress)
-            # A GPU computes the backward meanwhile. What is counted is read from it, so one waits there.
-            micro = next(collated, None)
-            self._count(scored, tally)
+            report.tally_unscored(
+                tally, [sample for sample in samples if not sample.is_scored], self.agent_names
+            )
+            samples = [sample for sample in samples if sample.is_scored]
+
+        sample_lists = self._cut_micro_batches(samples)
+
+        micro_batches_on_device = map(self._collate_on_device, sample_lists)
+        micro_batch = next(micro_batches_on_device, None)
+        for part_samples in sample_lists:
+            assert micro_batch is not None
+            evaluated = self._forward_backward(part_samples, micro_batch, tally, progress)
+
+            # The GPU computes the backward meanwhile; counting reads from the GPU and waits for it.
+            micro_batch = next(micro_batches_on_device, None)
+            self._count_micro_batch(evaluated, tally)
             if self.reference is not None:
                 self.reference.release()
-            self.pulse()
+            self.after_micro_batch()
 
-    def _backward(
-        self, examples: Sequence[Example], micro: MicroBatch, tally: report.MetricSums, progress: float
-    ) -> _ScoredMicroBatch:
-        """Runs forward and backward of one micro-batch, of these examples. `tally` gets their credit only."""
+    def _forward_backward(
+        self,
+        samples: Sequence[TrainingSample],
+        micro_batch: MicroBatch,
+        tally: report.MetricSums,
+        progress: float,
+    ) -> _EvaluatedMicroBatch:
+        """Run forward and backward of one micro-batch of these samples. Only advantages are counted in
+        `tally`."""
         if not self.behind_barrier and self.reference is not None:
             if self.recipe.scores_reference:
-                with self.watch.phase("ref"):
-                    of_reference = self.reference.logp(micro.for_reference)
-                    examples = with_values(examples, "reference", of_reference)
+                with self.stopwatch.phase("ref"):
+                    reference_logprobs = self.reference.logp(micro_batch.reference_tokens)
+                    samples = with_values(samples, "reference", reference_logprobs)
             if not self.recipe.critic:
-                examples = self._credited(examples, tally)
-            micro = micro.updated(examples)
-        scored = self._score(examples, micro, tally, progress)
-        (scored.evaluated.loss * (self.averaging / self._expected)).backward()
-        return scored
+                samples = self._with_advantages(samples, tally)
+            micro_batch = micro_batch.updated(samples)
 
-    def _score(
-        self, examples: Sequence[Example], micro: MicroBatch, tally: report.MetricSums, progress: float
-    ) -> _ScoredMicroBatch:
-        """Run the forward of a micro-batch. Its loss is undivided. `tally` gets the examples' credit only."""
-        self._computed += micro.selected.ids.numel()
-        self._flops += self._flop_count.in_all(micro.selected.host_positions, len(micro.selected.labels))
+        evaluated = self._forward(samples, micro_batch, tally, progress)
+        (evaluated.evaluated.loss_sum * (self.averaged_ranks / self._expected_denominator)).backward()
+        return evaluated
+
+    def _forward(
+        self,
+        samples: Sequence[TrainingSample],
+        micro_batch: MicroBatch,
+        tally: report.MetricSums,
+        progress: float,
+    ) -> _EvaluatedMicroBatch:
+        """Run the forward of a micro-batch; the loss is not yet divided. Only advantages are counted in
+        `tally`."""
+        self._computed_tokens += micro_batch.selected.ids.numel()
+        self._computed_flops += self._flop_count.total_flops(
+            micro_batch.selected.host_positions, len(micro_batch.selected.labels)
+        )
         entropy_grad = self.config.algorithm.entropy_coef > 0
+
         teacher = None
         if self.recipe.divergence:
-            with self.watch.phase("ref"):
-                teacher = teacher_of(micro, self.reference, self.recipe.divergence, self.config.kl.top_k)
-        scores = self.policy(micro.selected, entropy_grad=entropy_grad, teacher=teacher)
+            with self.stopwatch.phase("ref"):
+                teacher = teacher_of(
+                    micro_batch, self.reference, self.recipe.divergence, self.config.kl.top_k
+                )
+
+        scores = self.policy(micro_batch.selected, entropy_grad=entropy_grad, teacher=teacher)
+
         value = scores.value
         if self.critic is not None:
-            with self.watch.phase("values"):
-                value = self.critic(micro.selected)
+            with self.stopwatch.phase("values"):
+                value = self.critic(micro_batch.selected)
+
         if not self.behind_barrier and value is not None:
-            examples = self._credited(with_values(examples, "value", value.detach()), tally)
-            micro = micro.updated(examples)
+            samples = self._with_advantages(with_values(samples, "value", value.detach()), tally)
+            micro_batch = micro_batch.updated(samples)
+
         kl_coef = self.state["kl_coef"]
-        evaluated = evaluate(micro, scores, value, self.config, self.recipe, kl_coef, progress)
-        return _ScoredMicroBatch(examples, micro, scores.logp.detach(), evaluated)
+        evaluated = evaluate(micro_batch, scores, value, self.config, self.recipe, kl_coef, progress)
 
-    def _count(self, scored: _ScoredMicroBatch, tally: report.MetricSums) -> None:
-        """Count what the loss of a micro-batch is made of, and note ratios of single tokens."""
-        examples = scored.examples
-        micro = scored.micro
-        evaluated = scored.evaluated
-        if self.ratios is not None and not self.recipe.loss.demonstrations:  # those have no mu
-            dropped = evaluated.state.correction.masked & evaluated.state.fresh
-            self.ratios.note(examples, scored.logp - micro.mu, dropped)
-        denominator = math.fsum(e.denominator for e in examples)
-        if self.policy.replay is not None:
-            report.tally_routes(tally, micro.selected.routes, micro.selected.ids.numel())
-        tally.total("_D", denominator)
-        report.tally_tokens(tally, token_sums(evaluated.state), denominator)
-        report.tally_agents(tally, self.agents, micro.agent, evaluated.state, denominator)
-        report.tally_terms(tally, evaluated.terms, denominator)
+        return _EvaluatedMicroBatch(samples, micro_batch, scores.logp.detach(), evaluated)
 
-    def _credited(self, examples: Sequence[Example], tally: report.MetricSums) -> list[Example]:
-        """Advantages of episodes that need no others of the batch."""
+    def _count_micro_batch(
+        self, evaluated_micro_batch: _EvaluatedMicroBatch, tally: report.MetricSums
+    ) -> None:
+        """Count the loss terms of a micro-batch, and record ratios of single tokens."""
+        samples = evaluated_micro_batch.samples
+        micro_batch = evaluated_micro_batch.micro_batch
+        evaluated = evaluated_micro_batch.evaluated
+        if (
+            self.ratio_recorder is not None and not self.recipe.loss.demonstrations
+        ):  # demonstrations have no rollout log-probs
+            is_dropped = evaluated.token_state.correction.masked & evaluated.token_state.fresh
+            self.ratio_recorder.record_micro_batch(
+                samples, evaluated_micro_batch.logp - micro_batch.rollout_logprobs, is_dropped
+            )
+
+        denominator = math.fsum(sample.denominator for sample in samples)
+        if self.policy.forced_routes is not None:
+            report.tally_routes(tally, micro_batch.selected.routes, micro_batch.selected.ids.numel())
+        tally.add_total("_D", denominator)
+        report.tally_tokens(tally, token_sums(evaluated.token_state), denominator)
+        report.tally_agents(
+            tally, self.agent_names, micro_batch.adapter_index, evaluated.token_state, denominator
+        )
+        report.tally_terms(tally, evaluated.loss_terms, denominator)
+
+    def _with_advantages(
+        self, samples: Sequence[TrainingSample], tally: report.MetricSums
+    ) -> list[TrainingSample]:
+        """Return the samples with advantages that depend on no other episodes of the batch."""
         if self.config.kl.where == "reward":
-            examples = [penalised(e, self.state["kl_coef"], self.recipe.kl_estimator)[0] for e in examples]
-        with self.watch.phase("adv"):
-            examples = [credit(e, self.recipe) for e in examples]
-        report.tally_credit(tally, examples)
+            samples = [
+                with_kl_penalty(sample, self.state["kl_coef"], self.recipe.kl_estimator)[0]
+                for sample in samples
+            ]
+
+        with self.stopwatch.phase("adv"):
+            samples = [with_advantages(sample, self.recipe) for sample in samples]
+        report.tally_advantages(tally, samples)
         whitening = self.whitening if self.recipe.scale == "whiten_running" else None
-        return [rescaled(e, whitening.apply) for e in examples] if whitening else examples
+
+        return (
+            [with_scaled_advantages(sample, whitening.apply) for sample in samples] if whitening else samples
+        )
 
     # -- an optimizer step -----------------------------------------------------------------------------
 
-    def apply(self, tally: report.MetricSums) -> report.MetricSums:
-        """Divide by the true D, clip, step. Returns the tally of all ranks, with what was done in it.
+    def take_optimizer_step(self, tally: report.MetricSums) -> report.MetricSums:
+        """Divide by the true D, clip, step. Returns the tally of all ranks, with the metrics of the step.
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
-        report.tally_computed(tally, self._computed, self._flops)
-        self._computed = 0
-        self._flops = 0.0
-        self.size = (0, 0)
-        whole = report.merged(self.world.gather_data(tally, report.MetricSums))
-        denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
+        report.tally_computed(tally, self._computed_tokens, self._computed_flops)
+        self._computed_tokens = 0
+        self._computed_flops = 0.0
+        self.micro_batch_size = (0, 0)
+
+        batch_tally = report.merged_sums(self.world.gather_data(tally, report.MetricSums))
+        denominator = self.recipe.aggregate.divisor(batch_tally.totals.pop("_D", 0.0))
         if denominator:
-            scale = self._expected / denominator
+            gradient_scale = self._expected_denominator / denominator
             if self.critic is not None:
-                with self.watch.phase("update_critic"):
-                    self._apply_critic(self.critic, whole, scale)
-            self._apply_actor(whole, scale)
+                with self.stopwatch.phase("update_critic"):
+                    self._step_critic(self.critic, batch_tally, gradient_scale)
+            self._step_actor(batch_tally, gradient_scale)
             # A power of two scales exactly: the estimate never changes a bit of the result.
-            self._expected = 2.0 ** round(math.log2(denominator))
+            self._expected_denominator = 2.0 ** round(math.log2(denominator))
         else:
-            whole.total("actor/skipped_steps", 1)
+            batch_tally.add_total("actor/skipped_steps", 1)
+
         self.optimizer.zero_grad()
         if self.critic is not None:
             self.critic.optimizer.zero_grad()
-        return whole
 
-    def _apply_actor(self, whole: report.MetricSums, scale: float) -> None:
-        """The policy's step. While the critic warms up, a value head on its backbone is all that moves."""
+        return batch_tally
+
+    def _step_actor(self, batch_tally: report.MetricSums, gradient_scale: float) -> None:
+        """Take the policy's step. While the critic warms up, only a value head on the policy's backbone
+        moves."""
         config = self.config
         recipe = self.recipe
-        warming = recipe.critic and self.step < config.critic.warmup_steps
-        if warming:
+        is_warming_up = recipe.critic and self.step < config.critic.warmup_steps
+        if is_warming_up:
             for name, parameter in self.policy.lm.named_parameters():
                 if not name.startswith("value_head."):
                     parameter.grad = None
+
         # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
-        kl = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
-        beside = config.algorithm.entropy_coef > 0 or recipe.shared_critic or kl
-        learns = whole.totals.get("_fresh" if beside else "trainer/kept_tokens", 0.0) > 0
-        trained = self.policy.trained
-        for agent in report.without_tokens(whole, self.agents, beside):
-            for parameter in trained[agent]:
-                parameter.grad = None  # as of a batch without tokens: no moments, no decay
-        lr = self._rate() * (report.ess_factor(whole) if config.algorithm.ess_lr else 1.0)
+        has_kl_term = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
+        has_other_terms = config.algorithm.entropy_coef > 0 or recipe.shared_critic or has_kl_term
+        has_trained_tokens = (
+            batch_tally.totals.get("_fresh" if has_other_terms else "trainer/kept_tokens", 0.0) > 0
+        )
+
+        trained_by_agent = self.policy.trained_parameters
+        for agent in report.agents_without_tokens(batch_tally, self.agent_names, has_other_terms):
+            for parameter in trained_by_agent[agent]:
+                parameter.grad = None  # no gradient: neither moments nor decay act
+
+        step_rate = self._learning_rate() * (
+            report.ess_factor(batch_tally) if config.algorithm.ess_lr else 1.0
+        )
+
         norms = [0.0]
-        taken = False
-        if learns and (recipe.shared_critic or not warming):
-            factor = self._end_factor(whole)
-            limit = norm_limit(self.state, config.trainer.spike_factor)
-            report.scale_losses(whole, factor)
-            clip = config.trainer.grad_clip
+        is_taken = False
+        if has_trained_tokens and (recipe.shared_critic or not is_warming_up):
+            batch_factor = self._batch_factor(batch_tally)
+            largest_norm = norm_limit(self.state, config.trainer.spike_factor)
+            report.scale_losses(batch_tally, batch_factor)
+            clip_norm = config.trainer.grad_clip
             self.world.average_gradients(self.policy.parameters())
-            norms, taken = take_step(trained.values(), self.optimizer, lr, scale * factor, clip, limit)
-            norm = math.hypot(*norms)
-            if not taken and self.on_spike != "skip":
-                raise SpikeError(self.step + 1, norm, limit)
-            if taken and config.trainer.spike_factor:
-                note_norm(self.state, self.step, norm)
-        if not warming:
-            whole.high("actor/lr", lr)
-            whole.total("actor/skipped_steps", float(not taken))
-            if taken:
-                report.note_norms(whole, self.agents, norms)
+            norms, is_taken = take_step(
+                trained_by_agent.values(),
+                self.optimizer,
+                step_rate,
+                gradient_scale * batch_factor,
+                clip_norm,
+                largest_norm,
+            )
+            total_norm = math.hypot(*norms)
+            if not is_taken and self.on_spike != "skip":
+                raise SpikeError(self.step + 1, total_norm, largest_norm)
+            if is_taken and config.trainer.spike_factor:
+                record_norm(self.state, self.step, total_norm)
 
-    def _apply_critic(self, critic: Critic, whole: report.MetricSums, scale: float) -> None:
-        lr = self._rate() * self.config.critic.lr / self.config.trainer.lr
-        whole.high("critic/lr", lr)
-        if whole.totals.get("_fresh"):
-            own = [[*critic.parameters()]]
-            clip = self.config.trainer.grad_clip
+        if not is_warming_up:
+            batch_tally.add_highest("actor/lr", step_rate)
+            batch_tally.add_total("actor/skipped_steps", float(not is_taken))
+            if is_taken:
+                report.record_norms(batch_tally, self.agent_names, norms)
+
+    def _step_critic(self, critic: Critic, batch_tally: report.MetricSums, gradient_scale: float) -> None:
+        critic_rate = self._learning_rate() * self.config.critic.lr / self.config.trainer.lr
+        batch_tally.add_highest("critic/lr", critic_rate)
+
+        if batch_tally.totals.get("_fresh"):
+            parameter_groups = [[*critic.parameters()]]
+            clip_norm = self.config.trainer.grad_clip
             self.world.average_gradients(critic.parameters())
-            norms, taken = take_step(own, critic.optimizer, lr, scale, clip)
-            if taken:
-                whole.high("critic/grad_norm", norms[0])
+            norms, is_taken = take_step(
+                parameter_groups, critic.optimizer, critic_rate, gradient_scale, clip_norm
+            )
+            if is_taken:
+                batch_tally.add_highest("critic/grad_norm", norms[0])
 
-    def _rate(self) -> float:
+    def _learning_rate(self) -> float:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
 
-    def _end_factor(self, whole: report.MetricSums) -> float:
-        """Factor of the gradient from the whole batch: 1/std of advantages, 1/mean weight. Behind a barrier
-        the advantages were divided already."""
+    def _batch_factor(self, batch_tally: report.MetricSums) -> float:
+        """Return the factor that the whole batch puts on the gradient: 1/std of advantages, 1/mean weight.
+        Behind a barrier the advantages were divided already."""
         factor = 1.0
-        if self.recipe.batch_mean_weight and whole.totals.get("_weight"):
-            factor *= whole.totals["trainer/kept_tokens"] / whole.totals["_weight"]
+        if self.recipe.batch_mean_weight and batch_tally.totals.get("_weight"):
+            factor *= batch_tally.totals["trainer/kept_tokens"] / batch_tally.totals["_weight"]
         if not self.behind_barrier:
-            factor *= report.advantage_factor(self.recipe.scale, whole)
+            factor *= report.advantage_factor(self.recipe.scale, batch_tally)
         return factor

@@ -1,14 +1,14 @@
 """From a model directory to a model sharded over the ranks.
 
-skeleton (meta device) ──additions──► fully_shard ──► empty shards ◄── each rank's slices of the files
+    skeleton (meta device) ──additions──► fully_shard ──► empty shards ◄── each rank's slices of the files
 
-Each rank reads the slices that it holds, and no others. Names in the files are those of whoever saved them;
-transformers knows how they became the model's. Experts that it stacks are read one by one into their place. A
-model that it converts in another way while it reads (quantized weights) has no such slices: rank 0 reads it,
-and broadcasts.
+Each rank reads only the slices of its shards. The files may use the names of another program; transformers
+knows how to map these to the model's names. Experts that transformers stacks are read one by one into the
+stack. A model that is converted in another way during reading (quantized weights) has no such slices: rank 0
+reads the whole model, and broadcasts.
 
-With dtype bfloat16, trained weights are float32 masters; frozen ones (`requires_grad` is False when the model
-is sharded) are kept in bfloat16, which is what forwards compute with anyway.
+With dtype bfloat16, trained weights are float32 masters; frozen weights (`requires_grad` is False when the
+model is sharded) are kept in bfloat16, in which forwards compute anyway.
 """
 
 from __future__ import annotations
@@ -48,59 +48,73 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """A model without weights (on the meta device; its buffers are real), and where each rank reads them; or,
-    if `places` is empty, the model with its weights on rank 0. `file_dtypes`: those of the tensors in its
-    files, as safetensors names them. `label`: key and path, for errors."""
+    """Holds a model without weights (on the meta device; its buffers are real), and the file slices that each
+    rank reads. If `file_tensors` is empty, `filled_model` has the weights on rank 0. `file_dtypes`: the
+    dtypes in the files, as safetensors names them. `error_label`: key and path, for errors."""
 
     model: PreTrainedModel
-    places: dict[FilePiece, FileTensor]
-    filled: PreTrainedModel | None
+    file_tensors: dict[FilePiece, FileTensor]
+    filled_model: PreTrainedModel | None
     dtype: str
     file_dtypes: frozenset[str]
-    label: str
+    error_label: str
 
 
 def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: str) -> WeightsSource:
     """Read a directory as one of transformers' Auto classes. ConfigError names the key of the path."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
+
     with ConfigError.instead_of(OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot load it"):
-        model = skeleton(auto_class, path, dtype)
-        places = locate(model, path)
-        sliced = all(world.gather(bool(places), bool))
-        filled = None
-        if not sliced and world.rank == 0:
+        model = model_without_weights(auto_class, path, dtype)
+        file_tensors = locate_tensors(model, path)
+
+        is_sliced = all(world.gather(bool(file_tensors), bool))
+        filled_model = None
+        if not is_sliced and world.rank == 0:
             logger.warning(
                 "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
             )
-            filled = load_pretrained(auto_class, path, f"{key} {path}", dtype=master_dtype(dtype))
-            _check_tied(model, filled)
+            filled_model = load_pretrained(auto_class, path, f"{key} {path}", dtype=master_dtype(dtype))
+            _check_tied_weights(model, filled_model)
+
         file_dtypes = frozenset(tensor.dtype for tensor in stored_tensors(path).values())
+
     return WeightsSource(
-        model, places if sliced else {}, filled, dtype, file_dtypes=file_dtypes, label=f"{key} {path}"
+        model,
+        file_tensors if is_sliced else {},
+        filled_model,
+        dtype,
+        file_dtypes=file_dtypes,
+        error_label=f"{key} {path}",
     )
 
 
-def _check_tied(model: PreTrainedModel, filled: PreTrainedModel) -> None:
-    """ValueError where the files have different values for what the configuration says is one tensor:
-    transformers keeps them apart then."""
-    if apart := model.all_tied_weights_keys.keys() - filled.all_tied_weights_keys.keys():
+def _check_tied_weights(model: PreTrainedModel, filled_model: PreTrainedModel) -> None:
+    """Raise ValueError where the files hold different values for tensors that the configuration ties:
+    transformers would then keep both."""
+    if untied_names := model.all_tied_weights_keys.keys() - filled_model.all_tied_weights_keys.keys():
         raise ValueError(
-            f"config.json ties {', '.join(sorted(apart))} to another tensor, and the files hold other values "
-            "for it; set tie_word_embeddings=false there"
+            f"config.json ties {', '.join(sorted(untied_names))} to another tensor, and the files hold "
+            "other values for it; set tie_word_embeddings=false there"
         )
 
 
-def skeleton(auto_class: AutoClass, path: str, dtype: str) -> PreTrainedModel:
-    """Return the model of a directory without weights. `cast_parameters` gives these their final dtypes."""
+def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTrainedModel:
+    """Return the model of a directory without weights. `cast_parameters` sets the final dtypes."""
     config = AutoConfig.from_pretrained(path)
-    own = own_attention(config)
-    if dtype == "float64":  # for which grouped products of experts do not exist
-        own["experts_implementation"] = "eager"
+    attention_options = own_attention(config)
+    if dtype == "float64":  # no grouped products of experts exist for float64
+        attention_options["experts_implementation"] = "eager"
+
     with init_empty_weights(include_buffers=False):
-        model = getattr(transformers, auto_class).from_config(config, dtype=getattr(torch, dtype), **own)
+        model = getattr(transformers, auto_class).from_config(
+            config, dtype=getattr(torch, dtype), **attention_options
+        )
+
     model.tie_weights()  # emptying parameters one by one separates shared ones
-    found: PreTrainedModel = model.eval()  # no dropout, rho must be 1 at lag 0
-    return found
+    model_in_evaluation: PreTrainedModel = model.eval()  # no dropout, rho must be 1 at lag 0
+
+    return model_in_evaluation
 
 
 def master_dtype(dtype: str) -> torch.dtype:
@@ -110,13 +124,13 @@ def master_dtype(dtype: str) -> torch.dtype:
 
 def stored_dtype(parameter: nn.Parameter, dtype: str) -> torch.dtype:
     """Return the dtype that a parameter is kept in where forwards compute in `dtype`."""
-    kept: torch.dtype = getattr(torch, dtype)
-    return master_dtype(dtype) if parameter.requires_grad else kept
+    forward_dtype: torch.dtype = getattr(torch, dtype)
+    return master_dtype(dtype) if parameter.requires_grad else forward_dtype
 
 
 def cast_parameters(root: nn.Module, dtype: str) -> None:
-    """Give parameters without weights (on the meta device) the dtypes that they are kept in: which of them
-    train must be decided before. Buffers keep the dtype that they have in a forward."""
+    """Cast parameters without weights (on the meta device) to the dtypes of their storage. Which parameters
+    train must be decided before. Buffers keep the dtype of a forward."""
     for parameter in root.parameters():
         parameter.data = parameter.data.to(stored_dtype(parameter, dtype))
 
@@ -124,30 +138,32 @@ def cast_parameters(root: nn.Module, dtype: str) -> None:
 def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offload: bool = False) -> None:
     """Shard `root`, which holds `source.model`, and fill in its weights. A collective.
 
-    What was added to the model since it was read gets its initial values. `offload`: the shards stay in main
-    memory, and go to the device as a forward needs them.
+    Weights added since the model was read get their initial values. `offload`: the shards stay in main
+    memory, and go to the device during a forward.
     """
     cast_parameters(root, source.dtype)
     shard_empty(root, source.model, source.dtype, world, offload=offload)
     if world.rank == 0:
         _log_rounding(source)
-    if source.places:
-        fill(source.model, source.places, source.label)
-        _initialise(source)
+
+    if source.file_tensors:
+        fill_shards(source.model, source.file_tensors, source.error_label)
+        _initialise_added(source)
     else:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(source.model, _weights(source), options=options)
+        set_model_state_dict(source.model, _all_weights(source), options=options)
+
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "FSDP2 did not shard"
 
 
 def _log_rounding(source: WeightsSource) -> None:
-    """Log that frozen weights lose bits of their files."""
+    """Log if frozen weights lose bits of their files."""
     frozen = any(not parameter.requires_grad for parameter in source.model.parameters())
     wider = sorted(source.file_dtypes & {"F64", "F32", "F16"})
     if frozen and wider and source.dtype == "bfloat16":
         logger.info(
             "%s: has tensors in %s; frozen weights are rounded to bfloat16, in which forwards compute",
-            source.label,
+            source.error_label,
             ", ".join(wider),
         )
 
@@ -155,69 +171,77 @@ def _log_rounding(source: WeightsSource) -> None:
 def shard_empty(
     root: nn.Module, model: PreTrainedModel, dtype: str, world: World, *, offload: bool = False
 ) -> None:
-    """Shard `root`, which holds `model`, and give the shards memory, but no values."""
-    pinned = world.device.type == "cuda"
-    policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    _shard(root, model, dtype, world, policy)
-    _empty(root, world.device, torch.device("cpu") if offload else world.device)
+    """Shard `root`, which holds `model`, and allocate the shards without values."""
+    pin_memory = world.device.type == "cuda"
+    offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
+    _shard_parameters(root, model, dtype, world, offload_policy)
+    _allocate(root, world.device, torch.device("cpu") if offload else world.device)
     model.tie_weights()
 
 
-def _shard(root: nn.Module, model: PreTrainedModel, dtype: str, world: World, offload: OffloadPolicy) -> None:
-    """fully_shard on every device; parameters are DTensors afterwards."""
-    mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
+def _shard_parameters(
+    root: nn.Module, model: PreTrainedModel, dtype: str, world: World, offload_policy: OffloadPolicy
+) -> None:
+    """Call fully_shard on every device; parameters are DTensors afterwards."""
+    mixed_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype == "bfloat16":
-        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        mixed_precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
     if sum(parameter.numel() for parameter in root.parameters()) >= LAYER_MIN_PARAMETERS:
         for layer in layers_of(model):
-            fully_shard(layer, mesh=world.mesh, mp_policy=mixed, offload_policy=offload)
+            fully_shard(layer, mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
+
     # Embedding and head (often one tied tensor) stay in the root's group.
-    fully_shard(root, mesh=world.mesh, mp_policy=mixed, offload_policy=offload)
+    fully_shard(root, mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
 
 
-def _empty(root: nn.Module, device: torch.device, shards: torch.device) -> None:
-    """Give the parameters memory on `shards`; buffers go to `device` as they are."""
+def _allocate(root: nn.Module, device: torch.device, shard_device: torch.device) -> None:
+    """Allocate the parameters on `shard_device`, and move buffers to `device`."""
     buffers = [
         (module, name, buffer.to(device))
         for module in root.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    root.to_empty(device=shards)
+    root.to_empty(device=shard_device)
     for module, name, buffer in buffers:
         setattr(module, name, buffer)
 
 
-def _initialise(source: WeightsSource) -> None:
-    """Sets what was added since the model was read."""
+def _initialise_added(source: WeightsSource) -> None:
+    """Initialise the weights that were added since the model was read."""
     state = source.model.state_dict(keep_vars=True)
-    read = {id(state[piece.parameter]) for piece in source.places}
+    read_tensors = {id(state[piece.parameter]) for piece in source.file_tensors}
     for name, tensor in state.items():
-        if id(tensor) not in read:
+        if id(tensor) not in read_tensors:
             copy_shard(initial(name, tensor), tensor)
 
 
-def _weights(source: WeightsSource) -> dict[str, Any]:
-    """Return all weights on rank 0, none on the others."""
-    if source.filled is None:
+def _all_weights(source: WeightsSource) -> dict[str, Any]:
+    """Return all weights on rank 0, and nothing on other ranks."""
+    if source.filled_model is None:
         return {}
-    weights = source.filled.state_dict()
-    added = {n: initial(n, p) for n, p in source.model.named_parameters() if n not in weights}
-    return weights | added
+    weights = source.filled_model.state_dict()
+    added_weights = {
+        name: initial(name, parameter)
+        for name, parameter in source.model.named_parameters()
+        if name not in weights
+    }
+    return weights | added_weights
 
 
 def add_value_head(model: PreTrainedModel, hidden_size: int) -> None:
-    """A linear layer `value_head` on the hidden states, on the meta device as they are."""
+    """Add a linear layer `value_head` on the hidden states, on the meta device like the rest of the model."""
     dtype = next(model.parameters()).dtype
     model.value_head = nn.Linear(hidden_size, 1, device="meta", dtype=dtype)
 
 
-def values(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+def value_head_output(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return the value head's output for hidden states [N, H], in float32 at least, [N]."""
     head = cast(nn.Linear, model.value_head)
     return widened(hidden) @ widened(head.weight)[0] + widened(head.bias)
 
 
-ROWS = 1024  # that are compared at once
+COMPARED_ROWS = 1024  # rows of two tensors that are compared at once
 
 
 class FileTensor(NamedTuple):
@@ -226,102 +250,123 @@ class FileTensor(NamedTuple):
 
 
 def open_slices(file: str) -> Any:
-    """The file, of which only what is asked for is read into memory: a map of it would count as used."""
+    """Open a file so that only requested slices are read: a memory map of the file would count as used
+    memory."""
     return safe_open(file, "pt", backend="pread")
 
 
-def locate(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
-    """Finds the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Empty
-    where they do not hold them as they are: converted, quantized, of another shape, missing, twice with
-    different values (of tied tensors), or no safetensors."""
+def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
+    """Find the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Empty
+    where the files do not hold the tensors unchanged: converted, quantized, of another shape, missing, twice
+    with different values (of tied tensors), or no safetensors."""
     if getattr(model.config, "quantization_config", None):
         return {}
     tensors = model.state_dict(keep_vars=True)
-    found = dict[FilePiece, FileTensor]()
-    whole = (FilePiece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    wanted = {piece.name: piece for piece in (*pieces(model, tensors), *whole)}
+    located = dict[FilePiece, FileTensor]()
+
+    whole_tensors = (FilePiece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    wanted_pieces = {piece.name: piece for piece in (*pieces(model, tensors), *whole_tensors)}
     for file in map(str, weight_files(path)):
         with open_slices(file) as opened:
-            for key, name in _named(model, list(opened.keys()), wanted):
-                if opened.get_slice(key).get_shape() != list(wanted[name].shape):
+            for key, name in _wanted_keys(model, list(opened.keys()), wanted_pieces):
+                if opened.get_slice(key).get_shape() != list(wanted_pieces[name].shape):
                     return {}
-                found[wanted[name]] = FileTensor(file, key)
+                located[wanted_pieces[name]] = FileTensor(file, key)
+
     counts = Counter[str]()
-    first = dict[tuple[int, int], FileTensor]()
-    for piece, place in found.items():
+    first_copies = dict[tuple[int, int], FileTensor]()
+    for piece, file_tensor in located.items():
         counts[piece.parameter] += piece.numel
-        if not _equal(first.setdefault((id(tensors[piece.parameter]), piece.offset), place), place):
+        if not _equal_tensors(
+            first_copies.setdefault((id(tensors[piece.parameter]), piece.offset), file_tensor), file_tensor
+        ):
             return {}
-    there = {id(tensors[name]) for name, count in counts.items() if count == tensors[name].numel()}
-    return found if all(id(tensor) in there for tensor in tensors.values()) else {}
+
+    complete_tensors = {id(tensors[name]) for name, count in counts.items() if count == tensors[name].numel()}
+
+    return located if all(id(tensor) in complete_tensors for tensor in tensors.values()) else {}
 
 
-def _equal(one: FileTensor, other: FileTensor) -> bool:
-    if one is other:
+def _equal_tensors(left: FileTensor, right: FileTensor) -> bool:
+    if left is right:
         return True
-    with open_slices(one.file) as first, open_slices(other.file) as second:
-        a = first.get_slice(one.key)
-        b = second.get_slice(other.key)
-        count = a.get_shape()[0]
-        parts = (slice(start, min(start + ROWS, count)) for start in range(0, count, ROWS))
-        return all(torch.equal(a[part], b[part]) for part in parts)
+
+    with open_slices(left.file) as left_file, open_slices(right.file) as right_file:
+        left_slice = left_file.get_slice(left.key)
+        right_slice = right_file.get_slice(right.key)
+        row_count = left_slice.get_shape()[0]
+        parts = (
+            slice(start, min(start + COMPARED_ROWS, row_count))
+            for start in range(0, row_count, COMPARED_ROWS)
+        )
+        return all(torch.equal(left_slice[part], right_slice[part]) for part in parts)
 
 
-def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, FilePiece]) -> list[tuple[str, str]]:
-    """The keys of a file that are wanted, each with the name that it is wanted under."""
+def _wanted_keys(
+    model: PreTrainedModel, keys: list[str], wanted_pieces: dict[str, FilePiece]
+) -> list[tuple[str, str]]:
+    """Return the wanted keys of a file, each with the name of its tensor in the model."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    found = []
+    named_keys = []
     for key in keys:
-        for known in ((renamings, converters), ([], [])):  # as transformers tries it
-            name, computed = rename_source_key(key, *known, model.base_model_prefix, wanted)
-            if name in wanted and computed is None:
-                found.append((key, name))
+        for conversion_rules in ((renamings, converters), ([], [])):  # in the order of transformers
+            name, computed = rename_source_key(key, *conversion_rules, model.base_model_prefix, wanted_pieces)
+            if name in wanted_pieces and computed is None:
+                named_keys.append((key, name))
                 break
-    return found
+
+    return named_keys
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, places: dict[FilePiece, FileTensor], label: str) -> None:
-    """Read this rank's shards, and whole what is not sharded, into the memory that `model` has. ConfigError,
-    which begins with `label`, where what was read is not finite."""
+def fill_shards(model: PreTrainedModel, file_tensors: dict[FilePiece, FileTensor], error_label: str) -> None:
+    """Read this rank's shards, and whole all unsharded tensors, into the memory of `model`. ConfigError,
+    which begins with `error_label`, where weights are not finite."""
     tensors = model.state_dict(keep_vars=True)
     by_file = defaultdict[str, list[FilePiece]](list)
-    for piece, place in places.items():
-        by_file[place.file].append(piece)
-    for file, inside in by_file.items():
+    for piece, file_tensor in file_tensors.items():
+        by_file[file_tensor.file].append(piece)
+
+    for file, file_pieces in by_file.items():
         with open_slices(file) as opened:
-            for piece in inside:
-                copy_piece(opened.get_slice(places[piece].key), tensors[piece.parameter], piece)
+            for piece in file_pieces:
+                copy_piece(opened.get_slice(file_tensors[piece].key), tensors[piece.parameter], piece)
 
-    for name in dict.fromkeys(piece.parameter for piece in places):
+    for name in dict.fromkeys(piece.parameter for piece in file_tensors):
         tensor = tensors[name]
-        check_finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor, name, label)
+        check_finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor, name, error_label)
 
 
 @torch.no_grad()
-def copy_piece(whole: Any, target: Tensor, piece: FilePiece) -> None:
-    """Copy into `target` its part of a piece, a slice of a file."""
-    if piece.shape == tuple(target.shape):
-        copy_shard(whole, target)
+def copy_piece(stored_slice: Any, target_tensor: Tensor, piece: FilePiece) -> None:
+    """Copy a rank's part of a piece, a slice of a file, into `target_tensor`."""
+    if piece.shape == tuple(target_tensor.shape):
+        copy_shard(stored_slice, target_tensor)
         return
-    start = 0
-    if isinstance(target, DTensor):  # sharded by experts: all of a piece is on one rank
-        (chunk,) = target.__create_chunk_list__()
-        start = chunk.offsets[0] * math.prod(target.shape[1:])
-        target = target.to_local()
-    if start <= piece.offset < start + target.numel():
-        piece.within(target, start).copy_(whole[...])
+
+    first_number = 0
+    if isinstance(target_tensor, DTensor):  # sharded by experts: all of a piece is on one rank
+        (chunk,) = target_tensor.__create_chunk_list__()
+        first_number = chunk.offsets[0] * math.prod(target_tensor.shape[1:])
+        target_tensor = target_tensor.to_local()
+
+    if first_number <= piece.offset < first_number + target_tensor.numel():
+        piece.within(target_tensor, first_number).copy_(stored_slice[...])
 
 
 @torch.no_grad()
-def copy_shard(whole: Any, target: Tensor) -> None:
-    """Copy into `target` its part of a tensor, or of a slice of a file."""
+def copy_shard(stored_slice: Any, target_tensor: Tensor) -> None:
+    """Copy a rank's part of a tensor, or of a slice of a file, into `target_tensor`."""
     region: Any = ...
-    if isinstance(target, DTensor):
-        (chunk,) = target.__create_chunk_list__()
-        region = tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        target = target.to_local()
-    if target.numel():  # there may be more ranks than rows
-        target.copy_(whole[region])
+    if isinstance(target_tensor, DTensor):
+        (chunk,) = target_tensor.__create_chunk_list__()
+        region = tuple(
+            slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True)
+        )
+        target_tensor = target_tensor.to_local()
+
+    if target_tensor.numel():  # there may be more ranks than rows
+        target_tensor.copy_(stored_slice[region])

@@ -1,6 +1,7 @@
-"""Memory of a rank: what the largest micro-batch takes, tried before there is data, and what is given back.
+"""Memory of a rank: tries the largest micro-batch before there is data, and gives up a batch that does not
+fit.
 
-smallest, largest ──► forward and backward of all models, no optimizer step ──► gradients dropped
+    smallest, largest ──► forward and backward of all models, no optimizer step ──► gradients dropped
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from asyncrl.wire.messages.trainer import GaveUp
 log = logging.getLogger(__name__)
 
 
-def largest(rows: int, length: int, packing: Packing) -> Selected:
-    """Rows that share nothing; each token but the first is the model's."""
-    row = np.repeat(np.arange(rows), length - 1)
-    position = np.tile(np.arange(1, length), rows)
-    apart: Packing = "padded" if packing == "padded" else "packed"
-    ids = [np.zeros(length, dtype=np.int64)] * rows
-    return Selected.of(ids, row, position, torch.ones(len(row)), apart)
+def largest_tokens(sequences: int, length: int, packing: Packing) -> Selected:
+    """Return sequences that share nothing; each token but the first is the model's."""
+    sequence_of = np.repeat(np.arange(sequences), length - 1)
+    position = np.tile(np.arange(1, length), sequences)
+    unshared_packing: Packing = "padded" if packing == "padded" else "packed"
+    ids = [np.zeros(length, dtype=np.int64)] * sequences
+    return Selected.lay_out(ids, sequence_of, position, torch.ones(len(sequence_of)), unshared_packing)
 
 
-def smallest(packing: Packing) -> Selected:
-    """Returns two tokens to score: what a micro-batch leaves behind is the same for all. For a single one
-    torch would compile once more."""
-    return largest(1, 3, packing)
+def smallest_tokens(packing: Packing) -> Selected:
+    """Return two tokens to score: a micro-batch of any size leaves the same behind. For a single token torch
+    would compile once more."""
+    return largest_tokens(1, 3, packing)
 
 
 def forward_backward(
@@ -49,65 +50,81 @@ def forward_backward(
     divergence: str = "",
     top_k: int = 0,
 ) -> None:
-    """Runs of the models what a micro-batch does. Gradients are kept. A collective."""
+    """Run the forwards and the backward of a micro-batch on the models. Gradients are kept. A collective."""
     teacher = None
     if reference is not None and divergence:
         teacher = reference.teacher(tokens, divergence, top_k)
     elif reference is not None:
         reference.logp(tokens)
+
     scores = policy(tokens, entropy_grad=entropy_grad, teacher=teacher)
-    total = scores.logp.sum() + (scores.entropy.sum() if entropy_grad else 0.0)
-    value = critic(tokens) if critic is not None else scores.value
-    if value is not None:
-        total = total + value.sum()
+    loss = scores.logp.sum() + (scores.entropy.sum() if entropy_grad else 0.0)
+    token_values = critic(tokens) if critic is not None else scores.value
+    if token_values is not None:
+        loss = loss + token_values.sum()
     if scores.divergence is not None:
-        total = total + scores.divergence.sum()
-    total.backward()
+        loss = loss + scores.divergence.sum()
+    loss.backward()
     if reference is not None:
         reference.release()
 
 
 def try_largest(learner: Learner) -> None:
-    """Run before the first micro-batch, while the engines generate it, what takes the most memory. So too
-    little is found at once, and not with the first long batch: as with any micro-batch, new processes then
-    recompute more layers, or halve it. It changes nothing. A collective.
-    """
+    """Run the largest micro-batch before the first real one, while the engines generate. A lack of memory
+    shows at once, and not with the first long batch: as with any micro-batch, new processes then recompute
+    more layers, or halve the micro-batch. Leaves the models unchanged. A collective."""
     if is_tiny(learner):
         return
     config = learner.config
-    began = time.monotonic()
-    rows = config.largest_rows(learner.budget)
-    length = config.rollout.max_tokens
-    tokens = largest(rows, length, learner.packing)
+    started_at = time.monotonic()
+    sequence_count = config.largest_rows(learner.token_budget)
+    sequence_length = config.rollout.max_tokens
+    tokens = largest_tokens(sequence_count, sequence_length, learner.packing)
     entropy_grad = config.algorithm.entropy_coef > 0
-    learner.size = rows * length, rows // config.rollout.full_rows
-    for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do
-        micro = tried.to(learner.world.device)
+    learner.micro_batch_size = sequence_count * sequence_length, sequence_count // config.rollout.full_rows
+
+    # The second finds gradients, as later ones do.
+    for trial_tokens in (
+        smallest_tokens(learner.packing),
+        tokens,
+    ):
+        device_tokens = trial_tokens.to(learner.world.device)
         models = learner.policy, learner.critic, learner.reference
-        forward_backward(*models, micro, entropy_grad, learner.recipe.divergence, config.kl.top_k)
-        learner.pulse()  # each may compile for minutes
-    learner.size = 0, 0
+        forward_backward(*models, device_tokens, entropy_grad, learner.recipe.divergence, config.kl.top_k)
+        learner.after_micro_batch()  # each may compile for minutes
+
+    learner.micro_batch_size = 0, 0
     learner.optimizer.zero_grad()
     if learner.critic is not None:
         learner.critic.optimizer.zero_grad()
     trim_heap()
-    seconds = time.monotonic() - began
-    log.info("the largest micro-batch, %d rows of %d tokens, was tried in %.1f s", rows, length, seconds)
+    seconds = time.monotonic() - started_at
+    log.info(
+        "the largest micro-batch, %d rows of %d tokens, was tried in %.1f s",
+        sequence_count,
+        sequence_length,
+        seconds,
+    )
 
 
 def is_tiny(learner: Learner) -> bool:
-    """Return whether the model is sharded as a whole: to care for its memory costs more time than memory."""
+    """Return whether the model is sharded as a whole: saving its memory would cost more time than it is
+    worth."""
     return sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS
 
 
-def given_up(error: Exception, trainer_epoch: int, rank: int, learner: Learner) -> GaveUp:
-    """Tells that the batch is given up because of a spike, or of too little memory in a micro-batch. Any
+def give_up_message(error: Exception, trainer_epoch: int, rank: int, learner: Learner) -> GaveUp:
+    """Return the message that gives up the batch, for a spike or for too little memory in a micro-batch. Any
     other error is raised again: outside a micro-batch a smaller one would not help."""
-    message = partial(GaveUp, trainer_epoch, rank, learner.step + 1)
+    make_message = partial(GaveUp, trainer_epoch, rank, learner.step + 1)
     if isinstance(error, SpikeError):
-        return message("spike", str(error))
-    if lacks_memory(error) and any(learner.size):
+        return make_message("spike", str(error))
+
+    if lacks_memory(error) and any(learner.micro_batch_size):
         detail = f"out of memory ({one_line(error)})"
         recomputation = learner.recomputation
-        return message("memory", detail, *learner.size, recomputation.every, recomputation.next_every)
+        return make_message(
+            "memory", detail, *learner.micro_batch_size, recomputation.every, recomputation.next_every
+        )
+
     raise error

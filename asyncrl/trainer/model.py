@@ -26,10 +26,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.shrunk import remembered
-from asyncrl.trainer.examine import examine, examined
 from asyncrl.trainer.forced_routes import ForcedRoutes
+from asyncrl.trainer.gradient_check import cached_gradient_check, check_gradients
 from asyncrl.trainer.layers import prepare_layers
-from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
+from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, value_head_output
 from asyncrl.trainer.optimizer import make_optimizer, trainable
 from asyncrl.trainer.recompute import Recomputation
 from asyncrl.trainer.scores import (
@@ -52,33 +52,32 @@ logger = logging.getLogger(__name__)
 class Policy(nn.Module):
     """Is the FSDP root around the language model: head and softmax run on the selected tokens only.
 
-    `published`: the weights that make up the model for others, as they know them; a value head and adapters
-    are not among them. `kept`: persistent buffers, which others are given as they are. `whole`: logits of all
-    selected tokens at once, for a model that cannot be cut. `ranks`: those that compute a packed micro-batch
-    together.
+    `published`: the weights of the model as engines know them, without value head and adapters.
+    `buffer_pieces`: persistent buffers, published unchanged. `uncut`: all logits are computed at once, for a
+    model that cannot be cut. `sequence_ranks`: the ranks that compute a packed micro-batch together.
     """
 
     def __init__(
         self,
         lm: PreTrainedModel,
         config: ModelConfig,
-        ranks: SequenceRanks | None,
+        sequence_ranks: SequenceRanks | None,
         *,
         adapters: Mapping[str, tuple[int, float]] | None = None,
         value_head: bool = False,
     ) -> None:
         super().__init__()
         self.lm = lm
-        self.ranks = ranks
+        self.sequence_ranks = sequence_ranks
         self.export_dtype = getattr(torch, config.dtype)
         self.vocabulary: int = lm.config.get_text_config().vocab_size  # token ids are below it
-        kept = kept_buffers(lm)
-        known = pieces(lm, dict(lm.named_parameters()) | kept)
-        self.published = tuple(piece for piece in known if piece.parameter not in kept)
-        self.kept = tuple(piece for piece in known if piece.parameter in kept)
-        self.packing: Packing = "padded"  # how rows must be laid out for it
-        self.attention = lm.config._attn_implementation  # of padded rows
-        self.replay: ForcedRoutes | None = None  # of its routers
+        buffers = kept_buffers(lm)
+        all_pieces = pieces(lm, dict(lm.named_parameters()) | buffers)
+        self.published = tuple(piece for piece in all_pieces if piece.parameter not in buffers)
+        self.buffer_pieces = tuple(piece for piece in all_pieces if piece.parameter in buffers)
+        self.packing: Packing = "padded"  # how sequences must be laid out
+        self.attention = lm.config._attn_implementation  # attention of padded sequences
+        self.forced_routes: ForcedRoutes | None = None  # replays the servers' routes in the routers
         self.adapters: Adapters | None = None
         if adapters is None and config.lora_rank:
             adapters = {"": (config.lora_rank, config.lora_alpha)}
@@ -86,56 +85,67 @@ class Policy(nn.Module):
             self.adapters = Adapters(lm, adapters)
         if value_head:
             add_value_head(lm, lm.get_output_embeddings().weight.shape[-1])
-        self.cut = SplitModel(lm, fp32_head=config.fp32_head)
-        self.whole = not self.cut.possible
+        self.split_model = SplitModel(lm, fp32_head=config.fp32_head)
+        self.uncut = not self.split_model.is_possible
 
     def forward(
         self,
         tokens: Selected,
         entropy_grad: bool = False,
-        collision: bool = False,
+        with_collision: bool = False,
         teacher: Teacher | None = None,
     ) -> Scores:
-        def run(part: Selected) -> Scores:
+        def score_part(part: Selected) -> Scores:
             hidden, features, logits_of = self._head_input(part)
-            asked: Any = {"entropy_grad": entropy_grad, "collision": collision, "teacher": teacher}
-            scores = score_chunks(logits_of, features, part, **asked, wide=self.cut.fp32_head)
-            value = values(self.lm, hidden) if hasattr(self.lm, "value_head") else None
+            scores = score_chunks(
+                logits_of,
+                features,
+                part,
+                entropy_grad=entropy_grad,
+                with_collision=with_collision,
+                teacher=teacher,
+                wide_logits=self.split_model.fp32_head,
+            )
+            value = value_head_output(self.lm, hidden) if hasattr(self.lm, "value_head") else None
             return scores._replace(value=value)
 
-        columns: Any = in_parts(run, tokens, self.ranks)
+        columns: Any = in_parts(score_part, tokens, self.sequence_ranks)
         return Scores(*columns)
 
     def head(self, tokens: Selected) -> tuple[Tensor, Logits]:
-        """Return what the output layer reads of the tokens that this rank scores, and how it makes logits of
-        them. Like a forward it leaves the root's parameters whole."""
-        found = []
+        """Return the input of the output layer for the tokens that this rank scores, and the function from
+        that input to logits. Like a forward, this leaves the root's parameters gathered."""
+        head_inputs = []
 
-        def run(part: Selected) -> tuple[()]:
-            found.append(self._head_input(part)[1:])
+        def read_head_input(part: Selected) -> tuple[()]:
+            head_inputs.append(self._head_input(part)[1:])
             return ()
 
-        in_parts(run, tokens, self.ranks)
-        return found[0]
+        in_parts(read_head_input, tokens, self.sequence_ranks)
+        return head_inputs[0]
 
     def _head_input(self, part: Selected) -> HeadInput:
-        if self.replay is not None:
-            self.replay.give(part.routes)
+        if self.forced_routes is not None:
+            self.forced_routes.use_routes(part.routes)
         if self.adapters is not None:
-            self.adapters.use(part.agents)
-        return (self.cut.whole if self.whole else self.cut.split)(part)
+            self.adapters.use(part.adapter_indices)
+        return (self.split_model.run_whole if self.uncut else self.split_model.split)(part)
 
-    def base(self) -> AbstractContextManager[None]:
-        """Inside, the policy scores as if it had no adapters."""
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Score without adapters inside the context."""
         return self.adapters.disabled() if self.adapters is not None else nullcontext()
 
     @property
-    def trained(self) -> dict[str, list[nn.Parameter]]:
-        """Return what trains, by agent where several have adapters of their own; else all of it."""
+    def trained_parameters(self) -> dict[str, list[nn.Parameter]]:
+        """Return the trained parameters, by agent where several have adapters of their own; else all under
+        ''."""
         if self.adapters is None or len(self.adapters.agents) == 1:
             return {"": trainable(self)}
-        named = [(owner(name), p) for name, p in self.lm.named_parameters()]
-        return {agent: [p for of, p in named if of == agent] for agent in self.adapters.agents}
+        owned_parameters = [(owner(name), parameter) for name, parameter in self.lm.named_parameters()]
+        return {
+            agent: [parameter for parameter_owner, parameter in owned_parameters if parameter_owner == agent]
+            for agent in self.adapters.agents
+        }
 
 
 def load_policy(
@@ -152,87 +162,103 @@ def load_policy(
 ) -> Policy:
     """Load a model directory and shard it over the ranks. A collective.
 
-    `trainer`: how its layers are trained. `recomputation`: which are recomputed, else as `trainer` says.
-    `adapters`: see Adapters; else that of `config`. `frozen`: the
-    weights of the directory do not train. `offload`: the shards are kept in main memory. Raises ConfigError,
-    naming `key`, when the directory holds no causal language model.
+    `trainer`: how layers are trained. `recomputation`: which layers are recomputed; None: as `trainer` says.
+    `adapters`: see Adapters; None: the adapter of `config`. `frozen`: the weights of the directory do not
+    train. `offload`: the shards are kept in main memory. Raises ConfigError, naming `key`, when the directory
+    holds no causal language model.
     """
     source = read_model("AutoModelForCausalLM", config.path, config.dtype, world, key)
     if frozen:
         source.model.requires_grad_(False)
+
     policy = Policy(source.model, config, world.sequence, adapters=adapters, value_head=value_head)
     if trainer is not None:
         prepare_layers(source.model, trainer, recomputation)
-        policy.replay = ForcedRoutes(source.model) if trainer.router_replay else None
+        policy.forced_routes = ForcedRoutes(source.model) if trainer.router_replay else None
+
     shard_and_fill(policy, source, world, offload=offload)
-    _check_cut(policy, config.dtype, world, compiled=trainer is not None and trainer.compile)
+    _decide_cut(policy, config.dtype, world, is_compiled=trainer is not None and trainer.compile)
+
     return policy
 
 
-def _check_cut(policy: Policy, dtype: str, world: World, compiled: bool) -> None:
-    """True if the model is cut at its output layer; it is asked itself where no small copy can be made."""
-    found = shared_findings(policy.lm.config, world)
-    kind = type(policy.lm).__name__
-    if found is None and not policy.whole:
-        found = examined(policy, (), dtype, world, compiled)
-    problem = "has no backbone" if policy.whole else found and found["cut"]
-    policy.whole = bool(problem)
+def _decide_cut(policy: Policy, dtype: str, world: World, is_compiled: bool) -> None:
+    """Set `policy.uncut` if cutting the model at its output layer fails the gradient check. The model itself
+    is checked where no small copy can be made."""
+    problems = shared_architecture_problems(policy.lm.config, world)
+    model_class = type(policy.lm).__name__
+    if problems is None and not policy.uncut:
+        problems = cached_gradient_check(policy, (), dtype, world, is_compiled)
+    problem = "has no backbone" if policy.uncut else problems and problems["cut"]
+    policy.uncut = bool(problem)
+
     if problem:
         logger.warning(
-            "%s is not cut at its output layer, so its logits are not chunked: it %s", kind, problem
+            "%s is not cut at its output layer, so its logits are not chunked: it %s", model_class, problem
         )
 
 
-def findings(config: PreTrainedConfig) -> dict[str, str] | None:
-    """Says what is wrong with each way to compute gradients of this architecture, see `examine`; None where
-    no small copy of it can be made."""
-    model = ModelConfig(path=config.model_type, dtype="float32")
-    return remembered(config, "trainer", lambda copy: examine(Policy(copy, model, None)))
+def architecture_problems(config: PreTrainedConfig) -> dict[str, str] | None:
+    """Return the problem of each way to compute gradients of this architecture, see `check_gradients`; None
+    where no small copy of the model can be made."""
+    model_config = ModelConfig(path=config.model_type, dtype="float32")
+    return remembered(config, "trainer", lambda copy: check_gradients(Policy(copy, model_config, None)))
 
 
-def shared_findings(config: PreTrainedConfig, world: World) -> dict[str, str] | None:
-    """Rank 0's, on all ranks. A collective."""
-    found = findings(config) if world.rank == 0 else None
-    kind: Any = dict[str, str] | None
-    return world.gather(found, kind)[0]
+def shared_architecture_problems(config: PreTrainedConfig, world: World) -> dict[str, str] | None:
+    """Return rank 0's result on all ranks. A collective."""
+    problems = architecture_problems(config) if world.rank == 0 else None
+    problems_type: Any = dict[str, str] | None
+    return world.gather(problems, problems_type)[0]
 
 
 @torch.no_grad()
-def score(policy: Policy, ids: tuple[int, ...], device: torch.device, *, rows: int = 1) -> tuple[float, ...]:
-    """Log-probs of ids[1:] at temperature 1, with each adapter in turn, as the last of `rows` equal rows of a
-    batch. A collective."""
-    adapters = len(policy.adapters.agents) if policy.adapters else 1
-    every = [np.array(ids)] * (rows * adapters)
-    agents = [*range(adapters)] * rows
-    row = np.repeat(np.arange(len(every) - adapters, len(every)), len(ids) - 1)
-    position = np.tile(np.arange(1, len(ids)), adapters)
-    packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal rows stay apart
-    selected = Selected.of(every, row, position, torch.ones(len(row)), packing, agents=agents)
+def score_ids(
+    policy: Policy, ids: tuple[int, ...], device: torch.device, *, sequence_count: int = 1
+) -> tuple[float, ...]:
+    """Return log-probs of ids[1:] at temperature 1, with each adapter in turn, as the last of
+    `sequence_count` equal sequences of a batch. A collective."""
+    adapter_count = len(policy.adapters.agents) if policy.adapters else 1
+    sequences = [np.array(ids)] * (sequence_count * adapter_count)
+    adapter_indices = [*range(adapter_count)] * sequence_count
+    sequence_of = np.repeat(np.arange(len(sequences) - adapter_count, len(sequences)), len(ids) - 1)
+    position = np.tile(np.arange(1, len(ids)), adapter_count)
+    packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal sequences stay apart
+    selected = Selected.lay_out(
+        sequences, sequence_of, position, torch.ones(len(sequence_of)), packing, adapters=adapter_indices
+    )
     scores = policy(selected.to(device))
     cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
+
     return tuple(scores.logp.tolist())
 
 
-def shards(policy: Policy) -> Mapping[str, DTensor]:
-    """Return the weights that others get, by the model's own names: the trained ones, or copies with an
-    adapter merged in. One that two modules share has the first name only. Reading one is a collective."""
+def published_shards(policy: Policy) -> Mapping[str, DTensor]:
+    """Return the published weights, by the model's own names: the trained weights, or copies with an adapter
+    merged in. A weight that two modules share has the first name only. Reading a weight is a collective."""
     return PublishedShards(policy)
 
 
 def adapter_shards(policy: Policy) -> Mapping[str, DTensor]:
     """Return the policy's adapters, by the model's own names."""
     assert policy.adapters is not None
-    named = dict(policy.lm.named_parameters())
-    return {piece.parameter: cast(DTensor, named[piece.parameter]) for piece in policy.adapters.published}
+    named_parameters = dict(policy.lm.named_parameters())
+    return {
+        piece.parameter: cast(DTensor, named_parameters[piece.parameter])
+        for piece in policy.adapters.published
+    }
 
 
 class PublishedShards(Mapping[str, DTensor]):
-    """Merges a weight only when it is read: copies of all would take as much of a GPU as the model."""
+    """Merges a weight only when it is read: copies of all weights would take as much of a GPU as the
+    model."""
 
     def __init__(self, policy: Policy) -> None:
         self._weights = dict(policy.lm.named_parameters())
         self._adapters = policy.adapters
-        assert all(isinstance(w, DTensor) for w in self._weights.values()), "between forward and backward"
+        assert all(isinstance(weight, DTensor) for weight in self._weights.values()), (
+            "between forward and backward"
+        )
         self._names = tuple(dict.fromkeys(piece.parameter for piece in policy.published))
 
     @torch.no_grad()
@@ -247,21 +273,24 @@ class PublishedShards(Mapping[str, DTensor]):
         return len(self._names)
 
 
-def copied_buffers(policy: Policy, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copies in main memory of the persistent buffers, or of those among `own` tensors of the model, by their
-    names in files."""
-    own = dict(policy.lm.named_buffers(remove_duplicate=False)) if own is None else own
+def copied_buffers(policy: Policy, named_tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Copy the persistent buffers to main memory, by their names in files. `named_tensors`: where to read
+    them, else the model's buffers."""
+    named_tensors = (
+        dict(policy.lm.named_buffers(remove_duplicate=False)) if named_tensors is None else named_tensors
+    )
     return {
-        piece.name: piece.within(own[piece.parameter].detach().to("cpu", copy=True)) for piece in policy.kept
+        piece.name: piece.within(named_tensors[piece.parameter].detach().to("cpu", copy=True))
+        for piece in policy.buffer_pieces
     }
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen policy, or teacher, that a KL term measures the distance to, batch by batch.
+    """The frozen policy, or teacher, from which a KL term measures the distance, batch by batch.
 
-    It is the policy as it was before the first step, whatever checkpoint a run goes on from. `policy`: a copy
-    of its own read from the model directory or, with adapters, the policy in training, whose base is scored.
+    The reference is the policy before the first step, whatever checkpoint a run goes on from. `policy`: a
+    separate copy from the model directory or, with adapters, the policy in training, whose base is scored.
     """
 
     policy: Policy
@@ -271,80 +300,91 @@ class Reference:
 
     @torch.no_grad()
     def logp(self, tokens: Selected) -> Tensor:
-        """Log-probs [N] at the tokens' temperatures, without gradient. A collective. Gathered weights are
-        freed."""
-        with self.policy.base():  # it goes its own way, as it has its own weights
-            found = self.policy(replace(tokens, routes=None)).logp
+        """Return log-probs [N] at the tokens' temperatures, without gradient. A collective. Gathered weights
+        are freed."""
+        with self.policy.without_adapters():  # no routes are replayed: the reference's weights choose
+            logprobs = self.policy(replace(tokens, routes=None)).logp
         self.release()
-        return found
+        return logprobs
 
     @torch.no_grad()
     def teacher(self, tokens: Selected, name: str, top_k: int) -> Teacher:
-        """Return what the policy in training is compared with. Its output layer is used until the backward is
-        done: then `release`. A collective."""
+        """Return the teacher of the policy in training. Its output layer is used until the backward is done;
+        call `release` then. A collective."""
 
         @torch.no_grad()
         def logits_of(part: Tensor) -> Tensor:
-            with self.policy.base():
+            with self.policy.without_adapters():
                 return head(part)
 
-        with self.policy.base():
+        with self.policy.without_adapters():
             features, head = self.policy.head(replace(tokens, routes=None))
         return Teacher(name, top_k, features, logits_of)
 
     def release(self) -> None:
-        """Free gathered weights, unless they are those of the policy in training."""
+        """Free gathered weights, unless the policy in training owns them."""
         if self.policy.adapters is None:
             cast(FSDPModule, self.policy).reshard()
 
 
 def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference:
-    """The reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
+    """Load the reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
     policy, read once more. A collective. Raises ConfigError when its directory holds no causal LM."""
     if policy.adapters is not None and not config.kl.reference:
         return Reference(policy)
     path, key = (
         (config.kl.reference, "kl.reference") if config.kl.reference else (config.model.path, "model.path")
     )
-    model = msgspec.structs.replace(config.model, path=path, lora_rank=0)
-    reference = load_policy(model, world, frozen=True, offload=config.kl.offload, key=key)
-    known = reference.vocabulary
-    own = policy.vocabulary
-    if known < own or (known > own and config.kl.diverges and not config.kl.top_k):
-        what = "set kl.top_k if it is only filled up further, else use one with the policy's tokenizer"
-        if known < own:
-            resize = f"resize_token_embeddings({own})"
-            what = f"ids from {known} on can be sampled, too; save the reference after {resize}"
-        raise ConfigError(f"kl.reference: {path} has a vocabulary of {known}, the policy of {own}; {what}")
+    model_config = msgspec.structs.replace(config.model, path=path, lora_rank=0)
+    reference = load_policy(model_config, world, frozen=True, offload=config.kl.offload, key=key)
+
+    reference_vocabulary = reference.vocabulary
+    policy_vocabulary = policy.vocabulary
+    if reference_vocabulary < policy_vocabulary or (
+        reference_vocabulary > policy_vocabulary and config.kl.diverges and not config.kl.top_k
+    ):
+        advice = "set kl.top_k if it is only filled up further, else use one with the policy's tokenizer"
+        if reference_vocabulary < policy_vocabulary:
+            resize = f"resize_token_embeddings({policy_vocabulary})"
+            advice = (
+                f"ids from {reference_vocabulary} on can be sampled, too; save the reference after {resize}"
+            )
+
+        raise ConfigError(
+            f"kl.reference: {path} has a vocabulary of {reference_vocabulary}, "
+            f"the policy of {policy_vocabulary}; {advice}"
+        )
+
     return Reference(reference)
 
 
 class Critic(nn.Module):
-    """The FSDP root around a backbone with `value_head`, which starts at zero. It is trained by the same
+    """The FSDP root around a backbone with `value_head`, which starts at zero, trained by the same
     micro-batches as the policy. V_t, the value before token t is sampled, reads the hidden state that
     predicts token t."""
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, backbone: PreTrainedModel, ranks: SequenceRanks | None) -> None:
+    def __init__(self, backbone: PreTrainedModel, sequence_ranks: SequenceRanks | None) -> None:
         super().__init__()
         self.backbone = backbone
-        self.ranks = ranks
+        self.sequence_ranks = sequence_ranks
         add_value_head(backbone, backbone.config.get_text_config().hidden_size)
 
     def forward(self, tokens: Selected) -> Tensor:
-        """Values [N] with gradient, float32 at least."""
-        (found,) = in_parts(self._values, tokens, self.ranks)
-        assert found is not None
-        return found
+        """Return values [N] with gradient, float32 at least."""
+        (token_values,) = in_parts(self._score_part, tokens, self.sequence_ranks)
+        assert token_values is not None
+        return token_values
 
-    def _values(self, tokens: Selected) -> tuple[Tensor]:
+    def _score_part(self, tokens: Selected) -> tuple[Tensor]:
         hidden = self.backbone(**tokens.inputs).last_hidden_state
-        return (values(self.backbone, tokens.predictors(hidden)),)
+        return (value_head_output(self.backbone, tokens.predictors(hidden)),)
 
 
 def load_critic(config: RunConfig, world: World, recomputation: Recomputation | None = None) -> Critic:
-    """The critic of a run (`critic.backbone: own`) with its optimizer, sharded over the ranks. A collective.
+    """Load the critic of a run (`critic.backbone: own`) with its optimizer, sharded over the ranks. A
+    collective.
 
     All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
     holds no model.
@@ -354,9 +394,11 @@ def load_critic(config: RunConfig, world: World, recomputation: Recomputation | 
     if not path:
         path = config.model.path
         key = "model.path"
+
     source = read_model("AutoModel", path, config.model.dtype, world, key)
     critic = Critic(source.model, world.sequence)
     prepare_layers(source.model, config.trainer, recomputation)
     shard_and_fill(critic, source, world, offload=config.trainer.offload_optimizer)
     critic.optimizer = make_optimizer(critic, config.trainer, lr=config.critic.lr)
+
     return critic

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: what the recipe makes of log-probs, advantages and values.
+"""The loss of one micro-batch, from log-probs, advantages and values, by the recipe.
 
 Σ_t w_t·(L_t + β·ρ_t·KL_t − c·H_t + value loss), undivided: D comes when the batch is complete
 """
@@ -21,22 +21,22 @@ from asyncrl.trainer.model import Reference
 from asyncrl.trainer.scores import Scores
 from asyncrl.trainer.teacher import Teacher
 
-KL_CAP = 2.0  # of rho before a KL term that no correction weighs
+KL_CAP = 2.0  # bound of rho in a KL term without a correction weight
 Terms = dict[str, tuple[Tensor, Tensor | None]]  # metric → (sum, count); no count: per D
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`loss`: Σ w·L, a scalar with gradient. `state`: of the tokens, for diagnostics. `terms`: sums of what
-    was added to the policy loss, by metric."""
+    """Holds the result of a micro-batch. `loss_sum`: Σ w·L, a scalar with gradient. `token_state`: the
+    tokens, for diagnostics. `loss_terms`: sums of the terms added to the policy loss, by metric."""
 
-    loss: Tensor
-    state: TokenState
-    terms: Terms
+    loss_sum: Tensor
+    token_state: TokenState
+    loss_terms: Terms
 
 
 def evaluate(
-    micro: MicroBatch,
+    micro_batch: MicroBatch,
     scores: Scores,
     value: Tensor | None,
     config: RunConfig,
@@ -44,140 +44,178 @@ def evaluate(
     kl_coef: float,
     progress: float = 0.0,
 ) -> Evaluated:
-    """Compute loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the steps."""
-    given = loss_input(micro, scores, recipe, progress)
-    fresh = given.fresh
-    correction = given.correction
-    logp = given.logp
-    reference = given.reference
-    token = recipe.loss.of(given)
-    weight = torch.where(fresh, micro.weight, 0.0)
-    policy = torch.where(fresh, weight * token.value, 0.0)
-    total = policy.sum()
+    """Compute loss and diagnostics. `value`: the critic's, with gradient; `progress`: fraction of the batch's
+    steps."""
+    inputs = loss_input(micro_batch, scores, recipe, progress)
+    trainable = inputs.fresh
+    correction = inputs.correction
+    logp = inputs.logp
+    reference = inputs.reference
+    token_loss = recipe.loss.of(inputs)
+    token_weight = torch.where(trainable, micro_batch.weight, 0.0)
+    policy_loss = torch.where(trainable, token_weight * token_loss.value, 0.0)
+    loss_sum = policy_loss.sum()
     terms = Terms()
 
-    def add(name: str, term: Tensor, coefficient: float) -> Tensor:
-        terms[name] = ((weight * term).detach().sum(), None)
-        return total + coefficient * (weight * term).sum()
+    def add_term(metric_name: str, term: Tensor, coefficient: float) -> Tensor:
+        terms[metric_name] = ((token_weight * term).detach().sum(), None)
+        return loss_sum + coefficient * (token_weight * term).sum()
 
     if recipe.loss.demonstrations:
-        terms["actor/nll"] = (torch.where(fresh, -logp.detach(), 0.0).sum(), fresh.sum())
+        terms["actor/nll"] = (torch.where(trainable, -logp.detach(), 0.0).sum(), trainable.sum())
+
     if reference is not None:
-        distance = torch.where(fresh, kl_tokens(logp.detach(), reference, "k3"), 0.0)
-        terms["actor/ref_kl"] = (distance.sum(), fresh.sum())
+        reference_kl = torch.where(trainable, kl_tokens(logp.detach(), reference, "k3"), 0.0)
+        terms["actor/ref_kl"] = (reference_kl.sum(), trainable.sum())
+
     if config.kl.in_loss and reference is not None:
         if scores.divergence is None:
             divergence = kl_tokens(logp, reference, recipe.kl_estimator)
-            counts = correction
+            kl_correction = correction
         else:
             divergence = scores.divergence
-            counts = of_states(given, recipe)
-        by = kl_weight(counts, recipe, config.kl.where == "loss")
-        total = add("actor/kl_loss", by * torch.where(fresh, divergence, 0.0), kl_coef)
-    entropy = torch.where(fresh, scores.entropy, 0.0)
+            kl_correction = correct_distributions(inputs, recipe)
+
+        kl_weights = kl_weight(kl_correction, recipe, config.kl.where == "loss")
+        loss_sum = add_term("actor/kl_loss", kl_weights * torch.where(trainable, divergence, 0.0), kl_coef)
+
+    entropy = torch.where(trainable, scores.entropy, 0.0)
     if config.algorithm.entropy_coef:
-        total = add("actor/entropy_loss", entropy, -config.algorithm.entropy_coef)
+        loss_sum = add_term("actor/entropy_loss", entropy, -config.algorithm.entropy_coef)
     else:
-        terms["actor/entropy_loss"] = ((weight * entropy.detach()).sum(), None)
+        terms["actor/entropy_loss"] = ((token_weight * entropy.detach()).sum(), None)
+
     if value is not None:
-        assert micro.returns is not None
-        old = value.detach() if micro.value is None else micro.value
-        loss, clipped = value_loss(value, old, micro.returns, config.critic.clip)
-        share = config.critic.coef if recipe.shared_critic else 1.0
-        total = add("critic/vf_loss", torch.where(fresh, loss, 0.0), share)
-        terms["critic/vf_clipfrac"] = ((clipped & fresh).sum(), fresh.sum())
-    bypass = recipe.prox == "mu"  # reports are of pi/mu then
-    state = TokenState(
-        prox=logp.detach() if bypass else given.prox,
-        mu=given.mu,
-        drift=given.prox - logp.detach(),
+        assert micro_batch.returns is not None
+        old_value = value.detach() if micro_batch.value is None else micro_batch.value
+        critic_loss, is_clipped = value_loss(value, old_value, micro_batch.returns, config.critic.clip)
+        critic_coef = config.critic.coef if recipe.shared_critic else 1.0
+        loss_sum = add_term("critic/vf_loss", torch.where(trainable, critic_loss, 0.0), critic_coef)
+        terms["critic/vf_clipfrac"] = ((is_clipped & trainable).sum(), trainable.sum())
+
+    without_proximal = recipe.prox == "mu"  # reports are of pi/mu then
+    token_state = TokenState(
+        prox=logp.detach() if without_proximal else inputs.prox,
+        mu=inputs.mu,
+        drift=inputs.prox - logp.detach(),
         entropy=scores.entropy.detach(),
-        loss=policy.detach(),
-        advantage=given.advantage,
-        weight=micro.weight,
-        clipped_lower=token.clipped_lower,
+        loss=policy_loss.detach(),
+        advantage=inputs.advantage,
+        weight=micro_batch.weight,
+        clipped_lower=token_loss.clipped_lower,
         ruled_out=correction.masked,
-        clipped=token.clipped,
-        correction=with_own_ratio(correction, token) if recipe.loss.ratio == "mu" else correction,
-        counted=micro.counted,
-        in_bound=micro.fresh,
-        fresh=fresh,
-        exact=micro.exact & (progress == 0) if bypass else micro.exact,
-        row=micro.episode,
-        lag=micro.lag,
+        clipped=token_loss.clipped,
+        correction=with_loss_ratio(correction, token_loss) if recipe.loss.ratio == "mu" else correction,
+        counted=micro_batch.is_counted,
+        in_bound=micro_batch.within_staleness,
+        fresh=trainable,
+        exact=micro_batch.is_exact & (progress == 0) if without_proximal else micro_batch.is_exact,
+        row=micro_batch.episode,
+        lag=micro_batch.lag,
     )
-    return Evaluated(total, state, terms)
+
+    return Evaluated(loss_sum, token_state, terms)
 
 
-def teacher_of(micro: MicroBatch, reference: Reference | None, divergence: str, top_k: int) -> Teacher:
-    """Return what a divergence compares the policy with: a model here, or what servers told. A collective."""
+def teacher_of(micro_batch: MicroBatch, reference: Reference | None, divergence: str, top_k: int) -> Teacher:
+    """Return the teacher of a divergence: a model here, or the scores of servers. A collective."""
     if reference is not None:
-        return reference.teacher(micro.for_reference, divergence, top_k)
+        return reference.teacher(micro_batch.reference_tokens, divergence, top_k)
     return Teacher(divergence, top_k)
 
 
-def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: float) -> LossInput:
-    """Return the inputs of the loss. A token with a bad number, of whichever model, is not fresh."""
-    pi = scores.logp.detach()
-    prox = proximal(micro, pi, recipe, progress)
-    fresh = micro.fresh
-    reference = scores.reference if micro.reference is None else micro.reference
-    for numbers in (micro.mu, pi, prox, reference, scores.divergence):
-        fresh = fresh if numbers is None else fresh & torch.isfinite(numbers)
-    # It must be gone before exp: weight zero times infinity is not zero.
-    prox = torch.where(fresh, prox, 0.0)
-    sampled = fresh & (not recipe.loss.demonstrations)
-    mu = torch.where(sampled, micro.mu, prox)
-    logp = torch.where(fresh, scores.logp, prox)
-    reference = None if reference is None else torch.where(fresh, reference, logp.detach())
-    assert micro.advantage is not None
-    advantage = micro.advantage
-    of = (micro.episode, micro.turn)
-    current = logp.detach() - mu
-    log_ratio = prox - mu if recipe.loss.ratio == "prox" else current
-    correction = correct(recipe.rules, CorrectionInput(log_ratio, current, advantage, *of, fresh))
-    models = (reference, micro.prepared)
-    return LossInput(logp, prox, mu, advantage, *of, micro.lag, fresh, correction, *models)
+def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress: float) -> LossInput:
+    """Return the inputs of the loss. A token with a number that is not finite, of any model, is not
+    trainable."""
+    logprobs = scores.logp.detach()
+    proximal_logprobs = proximal_of(micro_batch, logprobs, recipe, progress)
+    trainable = micro_batch.within_staleness
+    reference = scores.reference if micro_batch.reference is None else micro_batch.reference
+    for column in (micro_batch.rollout_logprobs, logprobs, proximal_logprobs, reference, scores.divergence):
+        trainable = trainable if column is None else trainable & torch.isfinite(column)
 
+    # Bad numbers must be gone before exp: zero times infinity is not zero.
+    proximal_logprobs = torch.where(trainable, proximal_logprobs, 0.0)
+    is_sampled = trainable & (not recipe.loss.demonstrations)
+    rollout_logprobs = torch.where(is_sampled, micro_batch.rollout_logprobs, proximal_logprobs)
+    logp = torch.where(trainable, scores.logp, proximal_logprobs)
+    reference = None if reference is None else torch.where(trainable, reference, logp.detach())
+    assert micro_batch.advantage is not None
 
-def of_states(given: LossInput, recipe: Recipe) -> Correction:
-    """Correct a loss of whole distributions, which does not depend on the sampled token."""
-    logp = given.logp.detach()
-    rho = (logp if recipe.loss.ratio == "mu" else given.prox) - given.mu
-    of = given.row, given.turn, given.fresh
-    return correct_states(recipe.rules, CorrectionInput(rho, logp - given.mu, given.advantage, *of))
+    current_log_ratio = logp.detach() - rollout_logprobs
+    log_ratio = proximal_logprobs - rollout_logprobs if recipe.loss.ratio == "prox" else current_log_ratio
+    correction_input = CorrectionInput(
+        log_ratio=log_ratio,
+        current=current_log_ratio,
+        advantage=micro_batch.advantage,
+        row=micro_batch.episode,
+        turn=micro_batch.turn,
+        fresh=trainable,
+    )
 
-
-def with_own_ratio(correction: Correction, token: TokenLoss) -> Correction:
-    """The correction as reports show it: the ratio of a loss that contains pi/mu counts as its weight."""
-    if token.ratio is None:
-        return correction
-    dropped = token.ratio == 0
-    return Correction(
-        weight=correction.weight * token.ratio,
-        ratio=correction.ratio,
-        masked=correction.masked | dropped,
-        truncated=token.clipped & ~dropped,
+    return LossInput(
+        logp=logp,
+        prox=proximal_logprobs,
+        mu=rollout_logprobs,
+        advantage=micro_batch.advantage,
+        row=micro_batch.episode,
+        turn=micro_batch.turn,
+        lag=micro_batch.lag,
+        fresh=trainable,
+        correction=correct(recipe.rules, correction_input),
+        reference=reference,
+        prepared=micro_batch.prepared,
     )
 
 
-def kl_weight(correction: Correction, recipe: Recipe, weighted: bool) -> Tensor:
-    """[N] The correction's weight or, where it has none, a truncated rho: tokens come from mu, and the KL is
-    of pi. Not `weighted`: 1. In any case 0 where masked."""
-    if weighted and recipe.weighted:
+def correct_distributions(inputs: LossInput, recipe: Recipe) -> Correction:
+    """Correct a loss of whole distributions, which is independent of the sampled token."""
+    logp = inputs.logp.detach()
+    log_ratio = (logp if recipe.loss.ratio == "mu" else inputs.prox) - inputs.mu
+    correction_input = CorrectionInput(
+        log_ratio=log_ratio,
+        current=logp - inputs.mu,
+        advantage=inputs.advantage,
+        row=inputs.row,
+        turn=inputs.turn,
+        fresh=inputs.fresh,
+    )
+    return correct_states(recipe.rules, correction_input)
+
+
+def with_loss_ratio(correction: Correction, token_loss: TokenLoss) -> Correction:
+    """Return the correction for reports: the ratio of a loss that contains pi/mu counts as its weight."""
+    if token_loss.ratio is None:
+        return correction
+    is_dropped = token_loss.ratio == 0
+    return Correction(
+        weight=correction.weight * token_loss.ratio,
+        ratio=correction.ratio,
+        masked=correction.masked | is_dropped,
+        truncated=token_loss.clipped & ~is_dropped,
+    )
+
+
+def kl_weight(correction: Correction, recipe: Recipe, is_weighted: bool) -> Tensor:
+    """Return the weight of a KL term, [N]: the correction's weight or, where the recipe has none, a truncated
+    rho, as tokens come from mu and the KL is of pi. Not `is_weighted`: 1. Masked tokens always have 0."""
+    if is_weighted and recipe.weighted:
         return correction.weight
-    weight = correction.ratio.clamp(max=KL_CAP) if weighted else torch.ones_like(correction.ratio)
-    return weight.masked_fill(correction.masked, 0.0)
+    token_weight = correction.ratio.clamp(max=KL_CAP) if is_weighted else torch.ones_like(correction.ratio)
+    return token_weight.masked_fill(correction.masked, 0.0)
 
 
-def proximal(micro: MicroBatch, pi: Tensor, recipe: Recipe, progress: float) -> Tensor:
-    """log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu); prox is
-    the policy before the batch, v − v_prox = `progress` of one version."""
+def proximal_of(micro_batch: MicroBatch, logprobs: Tensor, recipe: Recipe, progress: float) -> Tensor:
+    """Return log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu);
+    prox is the policy before the batch, v − v_prox = `progress` of one version."""
     if recipe.prox == "mu":
-        return micro.mu
-    if micro.prox is not None:
-        return micro.prox
+        return micro_batch.rollout_logprobs
+    if micro_batch.proximal_logprobs is not None:
+        return micro_batch.proximal_logprobs
     if recipe.prox != "loglinear" or progress == 0:
-        return pi
-    share = micro.lag / (micro.lag + progress)
-    return micro.mu + share.to(pi.dtype) * (pi - micro.mu)
+        return logprobs
+    fraction = micro_batch.lag / (micro_batch.lag + progress)
+
+    return micro_batch.rollout_logprobs + fraction.to(logprobs.dtype) * (
+        logprobs - micro_batch.rollout_logprobs
+    )

@@ -1,9 +1,9 @@
-"""The optimizers by name; one whose state exists from the start, so that a checkpoint holds all of it; one
-step of it; the learning rate of a step; and spikes of the gradient norm.
+"""Makes optimizers by name, with their whole state from the start, so that a checkpoint holds all of it;
+takes a step; computes the learning rate of a step; detects spikes of the gradient norm.
 
 A batch spikes if its gradient norm is not finite, or if it is more than `trainer.spike_factor` times the
-median of the batches before (up to WINDOW, from LEAST on). The policy loss would not do: its advantages have
-mean zero, so it is small and of either sign while a run diverges.
+median of the batches before (up to NORM_WINDOW, from LEAST_NORMS on). The policy loss would not do: its
+advantages have mean zero, so it is small and of either sign while a run diverges.
 """
 
 from __future__ import annotations
@@ -36,89 +36,99 @@ def adamw(
     weight_decay: float,
     **options: Any,
 ) -> AdamW:
-    """arXiv 1711.05101. Fused: a step of 30M float32 parameters takes one CPU thread 0.05 s instead of 0.20;
-    weights differ by rounding."""
-    more: dict[str, Any] = {"fused": True} | options
-    return AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, **more)
+    """Make AdamW (arXiv 1711.05101), fused: a step of 30M float32 parameters takes one CPU thread 0.05 s
+    instead of 0.20; weights differ by rounding."""
+    all_options: dict[str, Any] = {"fused": True} | options
+    return AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, **all_options)
 
 
 def make_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> Optimizer:
-    """`trainer.optimizer` on what trains of `model`, with all its state.
+    """Make `trainer.optimizer` for the trained parameters of `model`, with all its state.
 
-    torch makes a parameter's state when its first gradient comes. What is saved before (a critic's warm-up,
-    a batch that was skipped or is under way) would not fit a learner that expects the state of them all. So a
-    first step is taken here, of zero gradients at rate 0 without decay, and not counted. State that
-    does not begin as zeros stays as it leaves it: Rprop, NAdam and ASGD begin otherwise than in torch. Raises
-    ConfigError when it cannot be built, or cannot step on sharded weights, as torch's Adafactor cannot.
+    torch creates a parameter's state with its first gradient. A checkpoint saved before (during a critic's
+    warm-up, or after a skipped batch) would not fit a learner that expects the state of all parameters. So a
+    first step is taken here, with zero gradients, rate 0 and no decay, and is not counted. State that does
+    not begin with zeros stays as that step leaves it: Rprop, NAdam and ASGD begin otherwise than in torch.
+    Raises ConfigError when the optimizer cannot be built, or cannot step on sharded weights, as torch's
+    Adafactor cannot.
     """
     parameters = trainable(model)
-    optimizer = build(parameters, trainer, lr)
+    optimizer = build_optimizer(parameters, trainer, lr)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    settings = [
+    configured_settings = [
         {key: group[key] for key in group.keys() & {"lr", "weight_decay"}} for group in optimizer.param_groups
     ]
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(dict.fromkeys(own, 0.0))
+    for group, group_settings in zip(optimizer.param_groups, configured_settings, strict=True):
+        group.update(dict.fromkeys(group_settings, 0.0))
+
     try:
         optimizer.step()
     except (RuntimeError, ValueError) as error:
         if lacks_memory(error):
             raise
         raise ConfigError(f"trainer.optimizer cannot step on sharded weights: {one_line(error)}") from error
+
     optimizer.zero_grad()
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, group_settings in zip(optimizer.param_groups, configured_settings, strict=True):
+        group.update(group_settings)
+
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].zero_()
+
     return optimizer
 
 
-def build(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> Optimizer:
-    """Makes the optimizer that `trainer.optimizer` names, without state. Raises ConfigError."""
+def build_optimizer(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> Optimizer:
+    """Make the optimizer that `trainer.optimizer` names, without state. Raises ConfigError."""
     key = "trainer.optimizer"
+
     name, options = single(trainer.optimizer, key)
-    make = optimizers.load(name, key)
+    make_named = optimizers.load(name, key)
     with ConfigError.instead_of(TypeError, ValueError, RuntimeError, text=f"{key}: {name} cannot be built"):
-        taken = inspect.signature(make).parameters
-        given = {"betas": trainer.betas, "weight_decay": trainer.weight_decay}
-        given = {word: value for word, value in given.items() if word in taken}
-        found = make(parameters, **{"lr": lr, **given, **options})
-    if not isinstance(found, Optimizer):
-        raise ConfigError(f"{key}: {name} gives {type(found).__name__}, not a torch.optim.Optimizer")
-    return found
+        accepted = inspect.signature(make_named).parameters
+        configured = {"betas": trainer.betas, "weight_decay": trainer.weight_decay}
+        configured = {option: value for option, value in configured.items() if option in accepted}
+        optimizer = make_named(parameters, **{"lr": lr, **configured, **options})
+
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"{key}: {name} gives {type(optimizer).__name__}, not a torch.optim.Optimizer")
+
+    return optimizer
 
 
 def take_step(
-    trained: Iterable[list[nn.Parameter]],
+    trained_parts: Iterable[list[nn.Parameter]],
     optimizer: Optimizer,
     lr: float,
     scale: float,
-    clip: float,
-    limit: float = math.inf,
+    clip_norm: float,
+    largest_norm: float = math.inf,
 ) -> tuple[list[float], bool]:
-    """Multiply the gradients by `scale`, which makes them those of the batch's loss; clip each part by
-    itself; step.
+    """Multiply the gradients by `scale`, which turns them into gradients of the batch's loss; clip each part
+    separately; step.
 
-    Returns the parts' norms before clipping, and whether the step was taken: not if one is not finite, or the
-    norm of all is over `limit`. `clip` 0: off.
+    Returns the parts' norms before clipping, and whether the step was taken: not if a norm is not finite, or
+    the total norm is over `largest_norm`. `clip_norm` 0: no clipping.
     """
     norms = []
-    for part in trained:
-        grads = [p.grad for p in part if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, scale)
-        total = torch.nn.utils.get_total_norm(grads)
-        total = total.full_tensor() if isinstance(total, DTensor) else total
-        if clip:
-            torch.nn.utils.clip_grads_with_norm_(part, clip, total)
-        norms.append(float(total))
-    if not math.isfinite(math.hypot(*norms)) or math.hypot(*norms) > limit:
+    for part_parameters in trained_parts:
+        gradients = [parameter.grad for parameter in part_parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        total_norm = torch.nn.utils.get_total_norm(gradients)
+        total_norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+        if clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(part_parameters, clip_norm, total_norm)
+        norms.append(float(total_norm))
+
+    if not math.isfinite(math.hypot(*norms)) or math.hypot(*norms) > largest_norm:
         return norms, False
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+
     return norms, True
 
 
@@ -127,42 +137,45 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
-    """Returns the rate of the optimizer step that trains batch `step` (0-based), a function of `step` alone,
+    """Return the rate of the optimizer step that trains batch `step` (0-based), a function of `step` alone,
     so that skipped, replayed and resumed steps agree.
 
-    Linear warm-up reaches the peak with the last warm-up step; then the schedule falls to
-    `lr_end`·lr at the last step. A step beyond `total_steps` keeps the final rate.
+    Linear warm-up reaches the peak with the last warm-up step; then the schedule falls to `lr_end`·lr at the
+    last step. A step beyond `total_steps` keeps the final rate.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
-    length = max(total_steps - 1 - config.warmup_steps, 1)
-    done = min((step - config.warmup_steps) / length, 1.0)
-    shape = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.lr * (config.lr_end + (1 - config.lr_end) * shape)
+    decay_steps = max(total_steps - 1 - config.warmup_steps, 1)
+    decay_done = min((step - config.warmup_steps) / decay_steps, 1.0)
+    decay_factor = (
+        1 - decay_done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * decay_done)) / 2
+    )
+
+    return config.lr * (config.lr_end + (1 - config.lr_end) * decay_factor)
 
 
-# batches
-WINDOW = 32
-LEAST = 8
-NORM = "grad_norm/"  # in a learner's state, so that repeated steps are judged as they were
+# Batches whose gradient norms are kept, and batches from which on a limit holds.
+NORM_WINDOW = 32
+LEAST_NORMS = 8
+NORM_PREFIX = "grad_norm/"  # keys in a learner's state, so that repeated steps are judged the same way
 
 
 class SpikeError(AsyncrlError):
     """The batch of a step (1-based) spiked, and is to be left out: its gradient `norm` exceeds `limit`."""
 
     def __init__(self, step: int, norm: float, limit: float) -> None:
-        over = f", over {limit:g} (trainer.spike_factor)" if math.isfinite(norm) else ""
-        super().__init__(f"step {step} spiked: its gradient norm is {norm:g}{over}")
+        excess = f", over {limit:g} (trainer.spike_factor)" if math.isfinite(norm) else ""
+        super().__init__(f"step {step} spiked: its gradient norm is {norm:g}{excess}")
 
 
 def norm_limit(state: dict[str, float], factor: float) -> float:
-    """The largest norm that is no spike."""
-    norms = [norm for name, norm in state.items() if name.startswith(NORM)]
-    return factor * median(norms) if factor and len(norms) >= LEAST else math.inf
+    """Return the largest norm that is no spike."""
+    norms = [norm for name, norm in state.items() if name.startswith(NORM_PREFIX)]
+    return factor * median(norms) if factor and len(norms) >= LEAST_NORMS else math.inf
 
 
-def note_norm(state: dict[str, float], step: int, norm: float) -> None:
-    """The norm of a step that was taken."""
-    state[f"{NORM}{step % WINDOW}"] = norm
+def record_norm(state: dict[str, float], step: int, norm: float) -> None:
+    """Record the norm of a step that was taken."""
+    state[f"{NORM_PREFIX}{step % NORM_WINDOW}"] = norm

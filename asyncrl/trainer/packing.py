@@ -1,4 +1,4 @@
-"""Decides whether the rows of a micro-batch may be packed."""
+"""Decides whether the sequences of a micro-batch may be packed."""
 
 from __future__ import annotations
 
@@ -11,64 +11,78 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.examine import examined, transformer
-from asyncrl.trainer.model import Policy, shared_findings
+from asyncrl.trainer.attention import FOREST_ATTENTION
+from asyncrl.trainer.gradient_check import cached_gradient_check, transformer_of
+from asyncrl.trainer.model import Policy, shared_architecture_problems
 from asyncrl.trainer.world import World
 
 logger = logging.getLogger(__name__)
 
 
 def packing_for(
-    models: Sequence[nn.Module], wanted: Packing, dtype: str, world: World, compiled: bool = False
+    roots: Sequence[nn.Module], wanted_packing: Packing, dtype: str, world: World, is_compiled: bool = False
 ) -> Packing:
-    """`wanted`, if each of these FSDP roots gives the gradients of rows one by one with it; else padded, and
-    a warning; ConfigError where ranks are to share a sequence, which padded rows cannot. Sets their attention
-    accordingly. `dtype`: of a forward. `compiled`: their layers are. A collective."""
-    for model in models:
-        own = transformer(model)
-        kind = type(transformer(model)).__name__
-        found = shared_findings(own.config, world)
-        if found and found["padded"]:
-            logger.warning("%s depends on what rows are trained together: it %s", kind, found["padded"])
-        if wanted == "padded":
+    """Return `wanted_packing`, if each of these FSDP roots then gives the gradients of sequences one by one;
+    otherwise warn and return padded. ConfigError where ranks share a sequence, which padded layouts cannot.
+    Sets the models' attention. `dtype`: of a forward. `is_compiled`: the layers are. A collective."""
+    for root in roots:
+        language_model = transformer_of(root)
+        model_class = type(language_model).__name__
+        known_problems = shared_architecture_problems(language_model.config, world)
+        if known_problems and known_problems["padded"]:
+            logger.warning(
+                "%s depends on what rows are trained together: it %s", model_class, known_problems["padded"]
+            )
+
+        if wanted_packing == "padded":
             continue
-        problem = unfit(own, wanted, found, world.sequence.count if world.sequence else 1)
-        if not problem and (found is None or world.sequence or world.device.type != "cpu"):
-            problem = examined(model, [wanted], dtype, world, compiled)[wanted]
+        problem = packing_problem(
+            language_model, wanted_packing, known_problems, world.sequence.count if world.sequence else 1
+        )
+        if not problem and (known_problems is None or world.sequence or world.device.type != "cpu"):
+            problem = cached_gradient_check(root, [wanted_packing], dtype, world, is_compiled)[wanted_packing]
+
         if problem and world.sequence:
             raise ConfigError(
-                f"trainer.sequence_parallel={world.sequence.count} needs packed rows, but {kind} {problem}; "
-                "set trainer.sequence_parallel=1"
+                f"trainer.sequence_parallel={world.sequence.count} needs packed rows, but "
+                f"{model_class} {problem}; set trainer.sequence_parallel=1"
             )
+
         if problem:
-            logger.warning("trainer.packing: padded instead of %s: %s %s", wanted, kind, problem)
+            logger.warning(
+                "trainer.packing: padded instead of %s: %s %s", wanted_packing, model_class, problem
+            )
             return "padded"
-    for model in models:
-        if wanted != "padded":
-            transformer(model).set_attn_implementation(NAME)
-    return wanted
+
+    for root in roots:
+        if wanted_packing != "padded":
+            transformer_of(root).set_attn_implementation(FOREST_ATTENTION)
+
+    return wanted_packing
 
 
-def unfit(model: PreTrainedModel, packing: Packing, found: Mapping[str, str] | None, sharing: int = 1) -> str:
-    """Says why rows cannot be laid out so, or not on so many ranks that share them, as far as is known
-    without a forward. `found`: the architecture's findings, if there are some."""
-    heads = model.config.get_text_config().num_attention_heads
-    if sharing > 1 and heads % sharing:
-        return f"has {heads} attention heads, which {sharing} ranks cannot share"
-    return found[packing] if found else ""
+def packing_problem(
+    model: PreTrainedModel, packing: Packing, known_problems: Mapping[str, str] | None, sharing_ranks: int = 1
+) -> str:
+    """Say why sequences cannot be laid out this way, or not on this many sharing ranks, as far as is known
+    without a forward. `known_problems`: of the architecture, if it was checked."""
+    head_count = model.config.get_text_config().num_attention_heads
+    if sharing_ranks > 1 and head_count % sharing_ranks:
+        return f"has {head_count} attention heads, which {sharing_ranks} ranks cannot share"
+    return known_problems[packing] if known_problems else ""
 
 
 @contextmanager
-def unpacked(policy: Policy) -> Iterator[None]:
-    """Its rows are padded meanwhile, and its attention is the model's own."""
+def padded_meanwhile(policy: Policy) -> Iterator[None]:
+    """Score padded sequences with the model's own attention inside the context."""
     model = policy.lm
     packing = policy.packing
-    kind = model.config._attn_implementation
+    attention_name = model.config._attn_implementation
     policy.packing = "padded"
     model.set_attn_implementation(policy.attention)
+
     try:
         yield
     finally:
         policy.packing = packing
-        model.set_attn_implementation(kind)
+        model.set_attn_implementation(attention_name)

@@ -20,23 +20,24 @@ from asyncrl.observe.metrics import PHASES
 
 # One backward serves policy and critic, and counts as update_actor; update_critic is the critic's optimizer.
 TIMED = tuple(name.removeprefix("timing_s/") for name in PHASES)
-BY_TOKEN = TIMED[1:6]  # ref to update_critic: also reported per token of the batch, as timing_per_token_ms/*
-PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # of the matrices multiplied
+# The phases ref to update_critic are also reported per token of the batch, as timing_per_token_ms/*.
+TIMED_PER_TOKEN = TIMED[1:6]
+PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # rows of the multiplied matrices
 GB = 1e9
 
 
 class AttentionCost(NamedTuple):
-    """Layers that compute attention alike: `flops` of all of them for a pair of a token and one that it sees,
-    forward and backward. A token sees at most `reach` tokens, itself included."""
+    """Describes layers of the same attention: `flops` of all layers for a pair of a token and a token in its
+    view, forward and backward. A token sees at most `reach` tokens, including itself."""
 
     flops: float
     reach: float
 
 
 class FlopCount(NamedTuple):
-    """Floating point operations of the policy's matrix products in a forward and backward: `body` for a token
-    computed, `head` for one scored, `attention` for pairs of tokens. What activation checkpointing computes
-    again is left out, and so is what linear attention does with its state."""
+    """Counts floating point operations of the policy's matrix products in a forward and backward: `body` per
+    computed token, `head` per scored token, `attention` for pairs of tokens. Recomputation by activation
+    checkpointing is left out, and so are the state updates of linear attention."""
 
     body: float
     head: float
@@ -44,52 +45,63 @@ class FlopCount(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> FlopCount:
-        """2 in the forward, 2 in the backward, and 2 for a weight that is trained."""
+        """Count 2 operations per weight in the forward, 2 in the backward, and 2 more for a trained
+        weight."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
-        left_out = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
-        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
-        share = chosen / experts if chosen and experts else 1.0
-        body = sum(
-            _of(weight) * (share if weight.ndim == 3 or ".experts." in name else 1.0)
-            for name, weight in model.named_parameters()
-            if weight.ndim > 1 and id(weight) not in left_out
+        uncounted = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} | {
+            id(head)
+        }
+        expert_count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        chosen_experts = getattr(config, "num_experts_per_tok", None) or getattr(
+            config, "top_k_experts", None
         )
-        return cls(body, _of(head), _attention_costs(config))
+        expert_fraction = chosen_experts / expert_count if chosen_experts and expert_count else 1.0
+        body = sum(
+            _weight_flops(weight) * (expert_fraction if weight.ndim == 3 or ".experts." in name else 1.0)
+            for name, weight in model.named_parameters()
+            if weight.ndim > 1 and id(weight) not in uncounted
+        )
 
-    def in_all(self, positions: np.ndarray, scored: int) -> float:
-        """Return operations for tokens at these `positions` of their rows, each of which sees those before
-        it and itself, and for `scored` tokens at the output layer."""
-        pairs = (cost.flops * np.minimum(positions + 1, cost.reach).sum() for cost in self.attention)
-        return float(self.body * positions.size + self.head * scored + sum(pairs))
+        return cls(body, _weight_flops(head), _attention_costs(config))
+
+    def total_flops(self, positions: np.ndarray, scored_tokens: int) -> float:
+        """Return the operations for tokens at these `positions` of their sequences, each of which sees all
+        earlier tokens and itself, and for `scored_tokens` at the output layer."""
+        attention_flops = (
+            cost.flops * np.minimum(positions + 1, cost.reach).sum() for cost in self.attention
+        )
+        return float(self.body * positions.size + self.head * scored_tokens + sum(attention_flops))
 
 
-def _of(weight: torch.Tensor) -> int:
+def _weight_flops(weight: torch.Tensor) -> int:
     return (6 if weight.requires_grad else 4) * weight.numel()
 
 
 def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
-    """A query and a key of d numbers, and a value of v: 2·d + 2·v in the forward of each head, twice as much
-    in the backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
-    heads = getattr(config, "num_attention_heads", 0)
-    if not heads:
+    """Count a query and a key of d numbers, and a value of v: 2·d + 2·v in the forward of each head, twice as
+    much in the backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
+    head_count = getattr(config, "num_attention_heads", 0)
+    if not head_count:
         return ()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // head_count
     query_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     window = getattr(config, "sliding_window", None) or math.inf
-    reaches = {
+    reach_by_type = {
         "full_attention": math.inf,
-        "hybrid": math.inf,  # beside a state space
+        "hybrid": math.inf,  # attention beside a state space
         "sliding_attention": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None) or math.inf,
     }
     uniform = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [uniform] * config.num_hidden_layers
-    layers_by_reach = Counter(reaches[kind] for kind in layer_types if kind in reaches)
-    flops = 6.0 * heads * (query_dim + value_dim)
-    return tuple(AttentionCost(layers * flops, reach) for reach, layers in layers_by_reach.items())
+    layers_by_reach = Counter(
+        reach_by_type[layer_type] for layer_type in layer_types if layer_type in reach_by_type
+    )
+    layer_flops = 6.0 * head_count * (query_dim + value_dim)
+
+    return tuple(AttentionCost(layers * layer_flops, reach) for reach, layers in layers_by_reach.items())
 
 
 # Dense bfloat16 operations per second of a device, by a part of its name: the vendors' data sheets.
@@ -108,68 +120,88 @@ DATA_SHEET = {
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Operations per second that this device can do in the type of a forward, for perf/mfu: those of its data
-    sheet, or else what a large product of random matrices reaches here."""
+    """Return the operations per second of this device in the type of a forward, for perf/mfu: from its data
+    sheet, or else measured by a large product of random matrices."""
     if device.type == "cuda" and dtype == "bfloat16":
         name = torch.cuda.get_device_name(device)
-        if parts := [part for part in DATA_SHEET if re.search(rf"\b{part}\b", name)]:
-            return DATA_SHEET[max(parts, key=len)]
-    size = PEAK_SIZE[device.type]
-    matrix = torch.randn(size, size, device=device).to(getattr(torch, dtype))  # ones are faster on a GPU
-    best = math.inf
-    for _ in range(4):  # the first warms up
-        start = time.perf_counter()
+        if matching_names := [
+            device_name for device_name in DATA_SHEET if re.search(rf"\b{device_name}\b", name)
+        ]:
+            return DATA_SHEET[max(matching_names, key=len)]
+
+    matrix_size = PEAK_SIZE[device.type]
+    # Random numbers, as a matrix of ones is faster on a GPU.
+    matrix = torch.randn(matrix_size, matrix_size, device=device).to(getattr(torch, dtype))
+
+    shortest = math.inf
+    for _ in range(4):  # the first round warms up
+        started_at = time.perf_counter()
         float((matrix @ matrix)[0, 0])  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
+        shortest = min(shortest, time.perf_counter() - started_at)
+
+    return 2.0 * matrix_size**3 / shortest
 
 
 def performance(
-    seconds: float, phases: Mapping[str, float], metrics: Mapping[str, float], peak: float, ranks: int
+    seconds: float, phases: Mapping[str, float], metrics: Mapping[str, float], peak_rate: float, ranks: int
 ) -> dict[str, float]:
-    """Times and memory of this rank since its last commit; a phase that did not happen is left out. `metrics`
-    are those of the step, of all `ranks` (at least one); `peak`: `peak_flops` of one.
+    """Return times and memory of this rank since its last commit; a phase that did not happen is left out.
+    `metrics`: of the step, of all `ranks` (at least one); `peak_rate`: `peak_flops` of a rank.
 
-    `update_weights` and `save_checkpoint` are those that followed the commit before this one.
+    `update_weights` and `save_checkpoint` belong to the commit before this one.
     """
-    found = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
+    measured = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
     tokens = metrics.get("perf/total_num_tokens", 0.0)
-    busy = phases.get("update_actor", 0.0)
+    busy_seconds = phases.get("update_actor", 0.0)
+
     if tokens:
-        found |= {
-            f"timing_per_token_ms/{name}": 1e3 * phases[name] / tokens for name in BY_TOKEN if name in phases
+        measured |= {
+            f"timing_per_token_ms/{name}": 1e3 * phases[name] / tokens
+            for name in TIMED_PER_TOKEN
+            if name in phases
         }
-    found["perf/throughput"] = tokens / (seconds * ranks) if seconds > 0 else 0.0
-    if busy:
-        found["perf/mfu/actor"] = 1e12 * metrics.get("perf/model_tflop", 0.0) / (busy * peak * ranks)
+
+    measured["perf/throughput"] = tokens / (seconds * ranks) if seconds > 0 else 0.0
+
+    if busy_seconds:
+        measured["perf/mfu/actor"] = (
+            1e12 * metrics.get("perf/model_tflop", 0.0) / (busy_seconds * peak_rate * ranks)
+        )
+
     if torch.cuda.is_initialized():
-        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GB
-        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GB
+        measured["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GB
+        measured["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GB
+
     memory = psutil.Process().memory_info().rss / GB
-    return found | {"perf/time_per_step": seconds, "perf/cpu_memory_used_gb": memory}
+
+    return measured | {"perf/time_per_step": seconds, "perf/cpu_memory_used_gb": memory}
 
 
 class Stopwatch:
     """Measures how a rank spends its time: every second belongs to exactly one phase.
 
-    Phases nest: an inner one interrupts the outer. Waiting is idle, all else busy, so the two add up to
-    the wall time since the stopwatch was made."""
+    Phases nest: an inner phase interrupts the outer. Waiting is idle, everything else busy, so busy and idle
+    add up to the wall time since the stopwatch was made.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._since = self._lap_at = clock()
+        self._charged_at = clock()
+        self._lap_started_at = self._charged_at
         self._phase = ""
         self._waiting = False
-        self._busy = self._idle = 0.0
-        self._seconds: dict[str, float] = {}
+        self._busy_seconds = 0.0
+        self._idle_seconds = 0.0
+        self._phase_seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str, *, waiting: bool = False) -> Iterator[None]:
-        """The body's time is spent on `name`."""
+        """Charge the body's time to `name`."""
         self._charge()
         outer = self._phase, self._waiting
         self._phase = name
         self._waiting = waiting
+
         try:
             yield
         finally:
@@ -178,32 +210,33 @@ class Stopwatch:
 
     @property
     def busy_s(self) -> float:
-        """Seconds so far, those of a phase under way included."""
+        """Return the busy seconds so far, including the phase under way."""
         self._charge()
-        return self._busy
+        return self._busy_seconds
 
     @property
     def idle_s(self) -> float:
-        """Likewise, of waiting."""
+        """Return the seconds of waiting so far, including the phase under way."""
         self._charge()
-        return self._idle
+        return self._idle_seconds
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """Seconds since the last lap: in all, and of each phase."""
+        """Return the seconds since the last lap: in all, and of each phase."""
         self._charge()
-        whole = self._since - self._lap_at
-        self._lap_at = self._since
-        seconds = self._seconds
-        self._seconds = {}
-        return whole, seconds
+        lap_seconds = self._charged_at - self._lap_started_at
+        self._lap_started_at = self._charged_at
+        phase_seconds = self._phase_seconds
+        self._phase_seconds = {}
+        return lap_seconds, phase_seconds
 
     def _charge(self) -> None:
         now = self._clock()
-        spent = now - self._since
-        self._since = now
+        elapsed = now - self._charged_at
+        self._charged_at = now
         if self._phase:
-            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
+            self._phase_seconds[self._phase] = self._phase_seconds.get(self._phase, 0.0) + elapsed
+
         if self._waiting:
-            self._idle += spent
+            self._idle_seconds += elapsed
         else:
-            self._busy += spent
+            self._busy_seconds += elapsed

@@ -1,8 +1,9 @@
-"""Rows of a micro-batch as nodes of a forest: what rows share at their beginning is one node, computed once.
+"""Lays out the sequences of a micro-batch as a forest: a prefix that sequences share is one node, computed
+once.
 
-rows  a b c d      nodes  [a b] ─┬─ [c d]      flat  a b c d e f g
-      a b e               [f g]  └─ [e]        every node attends to its ancestors and itself
-      f g
+    sequences  a b c d      nodes  [a b] ─┬─ [c d]      flat  a b c d e f g
+               a b e               [f g]  └─ [e]        every node attends to its ancestors and itself
+               f g
 """
 
 from __future__ import annotations
@@ -13,65 +14,71 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST = 16  # shared ids; fewer are computed once per row
+LEAST_SHARED = 16  # shared ids; fewer are computed once per sequence
 
 
 class Forest(NamedTuple):
     """Holds T tokens, node after node, a parent before its children.
 
-    `ids` and `positions` [T]: positions are those within a row. `paths`: of each node the indices of the
-    tokens that its last token sees, in order: its ancestors', then its own `sizes` ones. `rows`: of each row
-    the index of each of its tokens.
+    `ids` and `positions` [T]: positions within a sequence. `paths`: for each node the indices of the tokens
+    that its last token sees, in order: its ancestors' tokens, then its own `sizes` tokens. `sequences`: for
+    each sequence the indices of its tokens.
     """
 
     ids: np.ndarray
     positions: np.ndarray
     paths: list[np.ndarray]
     sizes: list[int]
-    rows: list[np.ndarray]
+    sequences: list[np.ndarray]
 
 
-def plant(rows: Sequence[np.ndarray], *, shared: bool) -> Forest:
-    """A forest of these rows (ids, at least one each). Without `shared` every row is a node of its own."""
-    forest = Forest(np.empty(0), np.empty(0), [], [], [np.empty(0, dtype=np.int64)] * len(rows))
+def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Forest:
+    """Make a forest of these sequences (ids, at least one each). Without `share_prefixes` every sequence is a
+    separate node."""
+    forest = Forest(np.empty(0), np.empty(0), [], [], [np.empty(0, dtype=np.int64)] * len(sequences))
     ids: list[np.ndarray] = []
-    size = 0
-    every = range(len(rows))
-    nothing = np.empty(0, dtype=np.int64)
-    waiting = [([index], nothing) for index in reversed(every)]
-    if shared and rows:
-        waiting = [(sorted(every, key=lambda index: rows[index].tolist()), nothing)]
-    while waiting:
-        members, path = waiting.pop()  # rows in order that agree on the path, and may on more
-        first = rows[members[0]]
-        end = common(rows[members[0]], rows[members[-1]])
-        if len(members) == 1 or end - len(path) >= LEAST:
-            own = end - len(path)
-            ids.append(first[len(path) : end])
-            path = np.concatenate([path, np.arange(size, size + own)])
-            size += own
+    token_count = 0
+    sequence_indices = range(len(sequences))
+    empty_path = np.empty(0, dtype=np.int64)
+    pending = [([index], empty_path) for index in reversed(sequence_indices)]
+    if share_prefixes and sequences:
+        pending = [(sorted(sequence_indices, key=lambda index: sequences[index].tolist()), empty_path)]
+
+    while pending:
+        # The members are sorted sequences that agree on the path, and may agree on more.
+        members, path = pending.pop()
+        first_sequence = sequences[members[0]]
+        common_end = common_prefix(sequences[members[0]], sequences[members[-1]])
+        if len(members) == 1 or common_end - len(path) >= LEAST_SHARED:
+            node_size = common_end - len(path)
+            ids.append(first_sequence[len(path) : common_end])
+            path = np.concatenate([path, np.arange(token_count, token_count + node_size)])
+            token_count += node_size
             forest.paths.append(path)
-            forest.sizes.append(own)
-        for token, part in groupby(members, key=lambda index: _at(rows[index], end)):
-            if token is None and len(path) == end:
-                for index in part:
-                    forest.rows[index] = path
-            elif token is None:
-                waiting += [([index], path) for index in part]
+            forest.sizes.append(node_size)
+
+        for next_id, branch in groupby(members, key=lambda index: _id_at(sequences[index], common_end)):
+            if next_id is None and len(path) == common_end:
+                for index in branch:
+                    forest.sequences[index] = path
+            elif next_id is None:
+                pending += [([index], path) for index in branch]
             else:
-                waiting.append((list(part), path))
-    positions = np.empty(size, dtype=np.int64)
+                pending.append((list(branch), path))
+
+    positions = np.empty(token_count, dtype=np.int64)
     for path in forest.paths:
         positions[path] = np.arange(len(path))
+
     return forest._replace(ids=np.concatenate(ids).astype(np.int64), positions=positions)
 
 
-def common(one: np.ndarray, other: np.ndarray) -> int:
-    """Ids that two rows share at their beginning."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """Return how many ids two sequences share at their beginning."""
+    length = min(len(left), len(right))
+    differences = np.flatnonzero(left[:length] != right[:length])
+    return int(differences[0]) if len(differences) else length
 
 
-def _at(row: np.ndarray, position: int) -> int | None:
-    return int(row[position]) if position < len(row) else None
+def _id_at(sequence: np.ndarray, position: int) -> int | None:
+    return int(sequence[position]) if position < len(sequence) else None

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import RunConfig
-from asyncrl.trainer.model import Policy, adapter_shards, copied_buffers, score, shards
-from asyncrl.trainer.packing import unpacked
+from asyncrl.trainer.model import Policy, adapter_shards, copied_buffers, published_shards, score_ids
+from asyncrl.trainer.packing import padded_meanwhile
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
@@ -33,84 +33,100 @@ from asyncrl.wire.messages.trainer import Published
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 PROBE_TOKENS = 65
-NOISE_ROWS = 16  # the probe in a batch of this many rows: products of other shapes are rounded otherwise
+NOISE_ROWS = 16  # sequences in the probe's larger batch, as other shapes round otherwise
 
 
 class Publishing:
-    """Made by all ranks together. `announced`: the last version that rank 0 has announced. `noise_floor`:
-    how far the trainer's own log-probs of the probe differ when it is scored in a larger batch (by another
-    attention function, where rows are packed), the first time; an engine cannot be expected to come
-    closer."""
+    """Publishes versions of the policy. Made by all ranks together. `announced`: the last version that rank 0
+    has announced. `noise_floor`: how far the trainer's own log-probs of the probe differ when scored in a
+    larger batch (by another attention function, where sequences are packed), at the first probe; no engine
+    can be expected to come closer."""
 
     def __init__(
-        self, config: RunConfig, endpoints: Endpoints, run_dir: Path, mesh: World, policy: Policy
+        self, config: RunConfig, endpoints: Endpoints, run_dir: Path, world: World, policy: Policy
     ) -> None:
         self.config = config
-        self.mesh = mesh
+        self.world = world
         self.policy = policy
         self._endpoints = endpoints
         self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
+
         # The fixed text that trainer and engines score; any ids do.
         self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
-        weights = config.weights
-        collectors = readers(config, mesh.size)
-        self._adapters = policy.adapters if config.adapters_apart else None  # all that is published
+        weights_config = config.weights
+        collector_count = readers(config, world.size)
+        # If set, only adapters are published.
+        self._adapters = policy.adapters if config.adapters_apart else None
         pieces = self._adapters.published if self._adapters else policy.published
         self._host = HostShards(
-            *(self._shards(), pieces, policy.export_dtype, config.launch.stall_timeout),
-            *(collectors, self._buffers(), weights.full_every > 1),
+            self._published_shards(),
+            pieces,
+            policy.export_dtype,
+            config.launch.stall_timeout,
+            collector_count,
+            self._buffers(),
+            weights_config.full_every > 1,
         )
         self._files: VersionWriter | None = None
-        if weights.transport == "disk":
-            size = sum(spec.nbytes for spec in self._host.layout)
-            needed = disk.space_needed(config, size)
-            directory = disk.weights_directory(weights.directory, run_dir, config.name, needed)
+
+        if weights_config.transport == "disk":
+            version_bytes = sum(spec.nbytes for spec in self._host.layout)
+            needed_bytes = disk.space_needed(config, version_bytes)
+            directory = disk.weights_directory(weights_config.directory, run_dir, config.name, needed_bytes)
             specs = self._adapters.specs if self._adapters else None
-            self._files = VersionWriter(directory, weights.bucket_bytes, weights.full_every, specs)
+            self._files = VersionWriter(
+                directory, weights_config.bucket_bytes, weights_config.full_every, specs
+            )
+
         self._pause: TrainingPause | None = None
-        self._sender = None if self._files else self._offering(collectors)
-        self._link: Link | None = None  # of the publisher's thread, while that lives
-        self._publisher = Publisher(self._write, self._announce) if mesh.rank == 0 else None
+        self._sender = None if self._files else self._make_sender(collector_count)
+        self._link: Link | None = None  # belongs to the publisher's thread while that lives
+        self._publisher = Publisher(self._write_version, self._announce_version) if world.rank == 0 else None
 
     def publish(self, version: PolicyVersion) -> None:
-        """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises the error
-        of an earlier publish."""
-        start = time.monotonic()
-        kept = self._buffers()  # small, and not to wait for the copies behind them
-        index = self._host.claim(lambda busy: self.mesh.gather(busy, list[int]))
-        self._host.copy(index, self._shards(), kept)
-        self.check()
-        snapshot = self._host.snapshot(index, version, time.monotonic() - start)
+        """Copy the weights to host memory, and leave writing and announcing to the publisher. A collective.
+        Raises the error of an earlier publish."""
+        started_at = time.monotonic()
+        buffers = self._buffers()  # small, and not to wait for the copies behind them
+        buffer_index = self._host.claim(lambda busy: self.world.gather(busy, list[int]))
+        self._host.copy(buffer_index, self._published_shards(), buffers)
+        self.raise_failure()
+
+        snapshot = self._host.snapshot(buffer_index, version, time.monotonic() - started_at)
         if self._publisher is not None:
             self._publisher.submit(snapshot)
         elif self._sender is not None:
             self._sender.offer(snapshot)
 
-    def _shards(self) -> Mapping[str, DTensor]:
-        return adapter_shards(self.policy) if self._adapters else shards(self.policy)
+    def _published_shards(self) -> Mapping[str, DTensor]:
+        return adapter_shards(self.policy) if self._adapters else published_shards(self.policy)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {} if self._adapters else copied_buffers(self.policy)
 
-    def probe(self) -> Probe:
-        """The probe, with the log-probs of the policy as it is now. A collective. It takes as long as many
-        copies of the weights, so it is not part of `publish`: the coordinator asks for it. Servers may join
+    def score_probe(self) -> Probe:
+        """Return the probe with the log-probs of the current policy. A collective. Scoring takes as long as
+        many copies of the weights, so the coordinator asks for it apart from `publish`. Servers may join
         after each forward, which may compile for minutes."""
-        logprobs = score(self.policy, self._probe_ids, self.mesh.device)
+        logprobs = score_ids(self.policy, self._probe_ids, self.world.device)
         self.allow_pause()
+
         if self.noise_floor is None:
-            with unpacked(self.policy):
-                other = score(self.policy, self._probe_ids, self.mesh.device, rows=NOISE_ROWS)
+            with padded_meanwhile(self.policy):
+                noisy_logprobs = score_ids(
+                    self.policy, self._probe_ids, self.world.device, sequence_count=NOISE_ROWS
+                )
             self.allow_pause()
-            self.noise_floor = max(abs(a - b) for a, b in zip(logprobs, other, strict=True))
+            self.noise_floor = max(abs(a - b) for a, b in zip(logprobs, noisy_logprobs, strict=True))
+
         return Probe(self._probe_ids, logprobs, self.noise_floor)
 
-    def check(self) -> None:
-        """Raises the error of a failed write or broadcast."""
-        for part in (self._publisher, self._sender):
-            if part is not None and part.error is not None:
-                raise part.error
+    def raise_failure(self) -> None:
+        """Raise the error of a failed write or broadcast."""
+        for worker in (self._publisher, self._sender):
+            if worker is not None and worker.error is not None:
+                raise worker.error
 
     def allow_pause(self) -> None:
         """Stand still while a server joins this rank's group. Called where this rank is in no collective."""
@@ -118,13 +134,13 @@ class Publishing:
             self._pause.allow()
 
     @property
-    def unwritten(self) -> str:
+    def unwritten_reason(self) -> str:
         """Says why the newest version is not written yet, on a full disk; else ''."""
-        full = self._publisher.full if self._publisher is not None else ""
-        return full and f"weights are not written, free space there: {full}"
+        full_disk = self._publisher.full if self._publisher is not None else ""
+        return full_disk and f"weights are not written, free space there: {full_disk}"
 
     def drain(self) -> None:
-        """Write what is published, before this rank ends; on all ranks."""
+        """Write the published versions before this rank ends. Called on all ranks."""
         timeout = self.config.launch.stop_timeout / 2
         if self._publisher is not None and self._publisher.close(timeout) and self._link is not None:
             self._link.close()
@@ -132,25 +148,28 @@ class Publishing:
             self._sender.close()
         self._host.close(timeout)
 
-    def _offering(self, senders: int) -> Sender | None:
-        """So many ranks offer versions to a part of the servers each, which get them when their keepers ask.
-        Rank 0 tells where all of them are. A collective."""
-        weights = self.config.weights
+    def _make_sender(self, sender_count: int) -> Sender | None:
+        """Return this rank's sender, if it is among the first `sender_count` ranks; each sender serves a part
+        of the servers, when their keepers ask. Rank 0 announces the addresses of all senders. A
+        collective."""
+        weights_config = self.config.weights
         sender = None
-        if self.mesh.rank < senders:
+        if self.world.rank < sender_count:
             host = local_address(self._endpoints.control)
-            device = self.mesh.device
+            device = self.world.device
             self._pause = TrainingPause(device) if device.type == "cuda" else None
-            sender = Sender(host, weights.bucket_bytes, weights.deadline, device, self._pause)
-        addresses = ",".join(self.mesh.gather(sender.address if sender else "", str)[:senders])
-        if sender is not None and self.mesh.rank == 0:
+            sender = Sender(host, weights_config.bucket_bytes, weights_config.deadline, device, self._pause)
+
+        addresses = ",".join(self.world.gather(sender.address if sender else "", str)[:sender_count])
+        if sender is not None and self.world.rank == 0:
             sender.address = addresses
+
         return sender
 
     # -- the publisher's thread ------------------------------------------------------------------------
 
-    def _write(self, snapshot: Snapshot) -> WeightsRef:
-        """Put a version where engines find it."""
+    def _write_version(self, snapshot: Snapshot) -> WeightsRef:
+        """Write a version where engines find it, or offer it to them."""
         if self._files is None:
             assert self._sender is not None, "rank 0 is the first sender"
             return self._sender.offer(snapshot)
@@ -158,8 +177,8 @@ class Publishing:
         disk.prune(self._files.directory)
         return ref
 
-    def _announce(self, ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
-        """Published goes out over a socket of this thread's own."""
+    def _announce_version(self, ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
+        """Send Published over a socket that belongs to this thread."""
         if self._link is None:
             name = identity("trainer", 0)
             self._link = Link(self._endpoints.control, ToTrainerControl, name, self._endpoints.keys)
@@ -168,5 +187,5 @@ class Publishing:
 
 
 def readers(config: RunConfig, ranks: int) -> int:
-    """Counts the ranks that may collect versions, each another one at a time."""
+    """Count the ranks that may collect versions, one version per rank at a time."""
     return 1 if config.weights.transport == "disk" else max(1, min(ranks, config.engine.keepers))

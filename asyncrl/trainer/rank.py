@@ -1,12 +1,13 @@
-"""One trainer rank.
+"""Runs one trainer rank.
 
-consumes: plans with their trajectories (bulk), welcome, committed, stop (control)
-waits for: ready trajectories, the other ranks (words, collectives), the ack of a commit -- each by name
-unblocks: the coordinator (commits), the engines (published versions, devices)
+    consumes: plans with their trajectories (bulk), welcome, committed, stop (control)
+    waits for: ready trajectories, other ranks (broadcasts, collectives), the ack of a commit, each by name
+    unblocks: the coordinator (commits), the engines (published versions, devices)
 
-The loop: `_take` a plan, `_train` its micro-batch or `_finish` the optimizer step (commit, then publish, then
-perhaps save), until a plan of kind end or stop. All ranks run the same sequence of collectives: rank 0 alone
-asks for plans and commits, the others do what it was told, and none starts before all hold their payloads.
+The loop: `_take_plan`, then `_train_part` for a micro-batch or `_finish_batch` for the optimizer step
+(commit, then publish, then perhaps save), until a plan of kind end or stop. All ranks run the same sequence
+of collectives: rank 0 alone asks for plans and commits, the others follow its broadcasts, and no rank starts
+before all hold their payloads.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
-from asyncrl.trainer.checkpointing import Checkpointing, shared_place
-from asyncrl.trainer.learner import Learner, Work
-from asyncrl.trainer.memory import given_up, is_tiny, try_largest
+from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
+from asyncrl.trainer.device_offload import DeviceOffload, await_devices
+from asyncrl.trainer.learner import Learner, PlannedWork
+from asyncrl.trainer.memory import give_up_message, is_tiny, try_largest
 from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
-from asyncrl.trainer.report import Ratios
-from asyncrl.trainer.resting import Resting, await_devices
+from asyncrl.trainer.report import RatioRecorder
 from asyncrl.types import PolicyVersion, Turn
 from asyncrl.weights.memory import trim_heap
 from asyncrl.wire.messages import shared, trainer
 from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
 from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
 
-Answer = tuple[Any, list[bytes]]  # with its frames
+Received = tuple[Any, list[bytes]]  # a message with its frames
 log = logging.getLogger("asyncrl.trainer")
-BEAT_EVERY = 0.5
-RESEND_EVERY = 2.0
-SAVE_POLL = 0.05
-WORD_POLL = 0.01  # seconds between two looks for what rank 0 tells
-SAVE_AGAIN = 5.0  # seconds after a last checkpoint that could not be written
+HEARTBEAT_SECONDS = 0.5  # seconds between two heartbeats
+RESEND_SECONDS = 2.0  # seconds after which a request is sent again
+SAVE_POLL_SECONDS = 0.05  # seconds between two checks for the end of a checkpoint
+BROADCAST_POLL_SECONDS = 0.01  # seconds between two checks for rank 0's next word
+SAVE_AGAIN_SECONDS = 5.0  # seconds after a last checkpoint that could not be written
 
 
 class Stopped(Exception):
@@ -61,48 +62,55 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.manual_seed(config.seed)
     if not await_devices(config, endpoints, rank, incarnation):
         return 0
+
     try:
-        mesh = world.join(
+        trainer_world = world.join_ranks(
             rank,
             config.trainer.ranks,
             rendezvous,
             config.model.device,
             timeout_s=progress_limit(config),
             meet_s=silence_limit(config),
-            meet=partial(meet_others, endpoints, rank, incarnation),
+            wait_for_ranks=partial(meet_others, endpoints, rank, incarnation),
         )
     except Stopped as stop:
         log.info("leaving: %s", stop)
         return 0
-    mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
-    role = TrainerRank(config, endpoints, mesh, incarnation)
+
+    trainer_world = trainer_world.arranged(
+        config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config)
+    )
+
+    trainer_rank = TrainerRank(config, endpoints, trainer_world, incarnation)
     try:
         with users_code():  # losses, advantages
-            role.loop()
+            trainer_rank.loop()
     except Stopped as stop:
         log.info("leaving: %s", stop)
-        role.publishing.drain()
+        trainer_rank.publishing.drain()
     except Exception as error:
-        told = role.report(error)
-        if isinstance(error, SpikeError):  # on all ranks: a lack of memory leaves others in a collective
-            role.publishing.drain()
+        give_up_text = trainer_rank.report_failure(error)
+        # A spike is raised on all ranks; a lack of memory leaves other ranks in a collective.
+        if isinstance(error, SpikeError):
+            trainer_rank.publishing.drain()
             if config.trainer.on_spike == "stop":
                 return 0
-        raise GaveUpError(told) from error
+        raise GaveUpError(give_up_text) from error
     finally:
-        role.close()
-        world.leave()
+        trainer_rank.close()
+        world.leave_ranks()
+
     return 0
 
 
-def meet_others(endpoints: Endpoints, rank: int, incarnation: str, waits: Iterator[str]) -> None:
+def meet_others(endpoints: Endpoints, rank: int, incarnation: str, wait_names: Iterator[str]) -> None:
     """Wait until all ranks have met, and let the coordinator name this wait meanwhile."""
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
-    next_beat = 0.0
+    next_heartbeat = 0.0
     try:
-        for name in waits:
-            if time.monotonic() > next_beat:
-                next_beat = time.monotonic() + BEAT_EVERY
+        for name in wait_names:
+            if time.monotonic() > next_heartbeat:
+                next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
                 link.send(trainer.TrainerBeat(rank, 0.0, 0.0, name))
             answer, _ = link.receive(world.MEET_POLL) or (None, [])
             if isinstance(answer, shared.Stop):
@@ -114,337 +122,400 @@ def meet_others(endpoints: Endpoints, rank: int, incarnation: str, waits: Iterat
 class TrainerRank:
     """Runs the loop of one rank around a Learner."""
 
-    def __init__(self, config: RunConfig, endpoints: Endpoints, mesh: world.World, incarnation: str) -> None:
+    def __init__(
+        self, config: RunConfig, endpoints: Endpoints, trainer_world: world.World, incarnation: str
+    ) -> None:
         self.config = config
-        self.mesh = mesh
+        self.trainer_world = trainer_world
         self.incarnation = incarnation
         self.run_dir = Path(config.run_dir) / config.name
-        self.rank = mesh.rank
-        self.first = mesh.rank == 0
-        self.words = world.Words(mesh)
-        place = shared_place(config, self.run_dir, mesh)
-        self.learner = Learner(config, mesh)
-        self.saving = Checkpointing(config, place, self.learner)
-        self.saving.resume()
-        self.committed = self.learner.step  # acknowledged; the learner is ahead during a commit
+        self.rank = trainer_world.rank
+        self.is_first = trainer_world.rank == 0
+        self.broadcast = world.RankZeroBroadcast(trainer_world)
+        checkpoints = shared_checkpoints(config, self.run_dir, trainer_world)
+        self.learner = Learner(config, trainer_world)
+        self.checkpointing = Checkpointing(config, checkpoints, self.learner)
+        self.checkpointing.resume()
+        self.committed_step = self.learner.step  # acknowledged; the learner is ahead during a commit
         name = identity("trainer", self.rank, incarnation)
         self.control = Link(endpoints.control, ToTrainerControl, name, endpoints.keys)
         self.bulk = Link(endpoints.bulk, ToTrainerBulk, name, endpoints.keys)
         self._poller = Poller(self.control, self.bulk)
         self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
         self.timeline.past(START, 0.0)
-        self.resting = Resting(self.learner, self.timeline, self.run_dir)
-        self.watch = self.learner.watch
-        self.peak_flops = peak_flops(mesh.device, config.model.dtype)
-        self.waiting = self._named = ""  # now, and in the newest beat
-        self._silence = silence_limit(config)
-        self._progress = progress_limit(config)
-        self.trainer_epoch = self.work = 0  # work: micro-batches done, for the beats
-        self.learner.pulse = self._pulse
-        self.ratios = self.learner.ratios = Ratios(self.run_dir, self.rank, config.buffer.groups_per_batch)
-        self._beat_at = self._heard_at = time.monotonic()
-        self._batch: list[str] = []
+        self.device_offload = DeviceOffload(self.learner, self.timeline, self.run_dir)
+        self.stopwatch = self.learner.stopwatch
+        self.peak_flops = peak_flops(trainer_world.device, config.model.dtype)
+        self.waiting_for = ""
+        self._reported_wait = ""  # the wait in the newest heartbeat
+        self._silence_limit = silence_limit(config)
+        self._progress_limit = progress_limit(config)
+        self.trainer_epoch = 0
+        self.trained_micro_batches = 0  # reported in heartbeats
+        self.learner.after_micro_batch = self._after_micro_batch
+        self.ratio_recorder = RatioRecorder(self.run_dir, self.rank, config.buffer.groups_per_batch)
+        self.learner.ratio_recorder = self.ratio_recorder
+        self._heard_at = time.monotonic()
+        self._next_heartbeat_at = self._heard_at
+        self._batch_uids: list[str] = []
         self.published_step = -1
-        self.repeating = False
-        self.probed: trainer.Probed | None = None
-        self.publishing = Publishing(config, endpoints, self.run_dir, mesh, self.learner.policy)
+        self.is_repeating = False
+        self.probed_message: trainer.Probed | None = None
+        self.publishing = Publishing(config, endpoints, self.run_dir, trainer_world, self.learner.policy)
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def loop(self) -> None:
         """Take, train, commit, publish, until the coordinator sends Stop."""
-        frontier = self._hello().step
-        self.repeating = self.committed < frontier  # the engines keep their newer weights meanwhile
-        self._probe()
+        frontier = self._await_welcome().step
+        self.is_repeating = self.committed_step < frontier  # the engines keep their newer weights meanwhile
+        self._publish_probe()
+
         if not frontier:  # ranks that are started again lose no time on what has been shown
-            self.waiting = "trying the largest micro-batch"
-            self._beat_if_due(time.monotonic())
-            with self.timeline.span(self.waiting):
+            self.waiting_for = "trying the largest micro-batch"
+            self._send_heartbeat_if_due(time.monotonic())
+            with self.timeline.span(self.waiting_for):
                 try_largest(self.learner)
-        micro = 0
+
+        micro_batches = 0
         while True:
-            plan, work = self._take(micro)
+            plan, work = self._take_plan(micro_batches)
             if plan.kind not in ("rest", "stop"):  # a checkpoint is made of shards that rest, too
-                self.resting.wake()
+                self.device_offload.onload()
+
             match plan.kind:
                 case "rest":
-                    self.resting.rest(self._meet)
+                    self.device_offload.offload(self._meet_ranks)
                 case "work":
-                    self._train(plan, work)
-                    micro += 1
+                    self._train_part(plan, work)
+                    micro_batches += 1
                 case "probe":
-                    self._probe()
+                    self._publish_probe()
                 case "step":
-                    self._finish(plan)
-                    micro = 0
+                    self._finish_batch(plan)
+                    micro_batches = 0
                 case "end" | "stop":
                     if plan.kind == "end":  # no plan follows, and engines may still be started
-                        self._probe()
+                        self._publish_probe()
                     self._save_last()
                     if plan.kind == "end" and self.config.shifts:  # engines still evaluate
-                        self.resting.rest(self._meet)
+                        self.device_offload.offload(self._meet_ranks)
                     self._await_stop()
 
-    def _train(self, plan: trainer.WorkPlan, work: Work) -> None:
+    def _train_part(self, plan: trainer.WorkPlan, work: PlannedWork) -> None:
         uids = [planned.uid for planned, _ in work]
-        self.mesh.check_shared(uids, list[str])  # a payload may have become unreadable in between
-        at = {"step": plan.step + 1, "micro": plan.micro}
-        with self.timeline.span("train", **at), self.watch.phase("update_actor"):
+        self.trainer_world.check_shared(uids, list[str])  # a payload may have become unreadable in between
+        span_fields = {"step": plan.step + 1, "micro": plan.micro}
+        with self.timeline.span("train", **span_fields), self.stopwatch.phase("update_actor"):
             self.learner.accumulate(work)
-        self._batch += uids
+        self._batch_uids += uids
 
-    def _finish(self, plan: trainer.WorkPlan) -> None:
-        """The optimizer step, its commit, and what follows only after the ack."""
-        # What was committed once is not left out.
-        self.learner.on_spike = "skip" if self.repeating else self.config.trainer.on_spike
-        with self.timeline.span("step", step=plan.step + 1), self.watch.phase("update_actor"):
+    def _finish_batch(self, plan: trainer.WorkPlan) -> None:
+        """Take the optimizer step and commit it; publish and save only after the ack."""
+        # A step that was committed once is not left out.
+        self.learner.on_spike = "skip" if self.is_repeating else self.config.trainer.on_spike
+
+        with self.timeline.span("step", step=plan.step + 1), self.stopwatch.phase("update_actor"):
             metrics = self.learner.finish()
             if not is_tiny(self.learner):
                 trim_heap()
-        everyone = [uid for part in self.mesh.gather_data(self._batch, list[str]) for uid in part]
-        self.saving.add(everyone)
-        self._batch = []
-        metrics["trainer/trajectories_total"] = float(self.saving.trained_total)
+
+        batch_uids = [
+            uid
+            for rank_uids in self.trainer_world.gather_data(self._batch_uids, list[str])
+            for uid in rank_uids
+        ]
+        self.checkpointing.add_trained(batch_uids)
+        self._batch_uids = []
+        metrics["trainer/trajectories_total"] = float(self.checkpointing.trained_total)
         if self.publishing.noise_floor is not None:
             metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
-        metrics |= performance(*self.watch.lap(), metrics, self.peak_flops, self.mesh.size)
-        with self.timeline.span("wait_commit"), self.watch.phase("wait_commit", waiting=True):
-            publish = self._commit(plan, everyone, metrics)
-        self.committed = self.learner.step
-        self.ratios.save(self.committed)
-        if publish and (self.repeating or self.learner.step % self.config.weights.every == 0):
-            self.repeating = False
-            self._publish()
+        metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
+        with self.timeline.span("wait_commit"), self.stopwatch.phase("wait_commit", waiting=True):
+            to_publish = self._commit_step(plan, batch_uids, metrics)
+        self.committed_step = self.learner.step
+        self.ratio_recorder.save_step(self.committed_step)
+
+        if to_publish and (self.is_repeating or self.learner.step % self.config.weights.every == 0):
+            self.is_repeating = False
+            self._publish_version()
+
         self._save_if_due()
 
     # -- talking to the coordinator --------------------------------------------------------------------
 
-    def _hello(self) -> shared.Welcome:
-        with self.timeline.span("wait_welcome"), self.watch.phase("wait_welcome", waiting=True):
-            welcome, _ = self._ask(self.control, self._greeting(), "the coordinator's welcome")
+    def _await_welcome(self) -> shared.Welcome:
+        with self.timeline.span("wait_welcome"), self.stopwatch.phase("wait_welcome", waiting=True):
+            welcome, _ = self._await_answer(self.control, self._greeting(), "the coordinator's welcome")
         self.trainer_epoch = welcome.trainer_epoch
-        self.learner.budget = welcome.micro_tokens or self.learner.budget
+        self.learner.token_budget = welcome.micro_tokens or self.learner.token_budget
         self.learner.recomputation.recompute_at_least(welcome.recompute_every)
         return welcome
 
     def _greeting(self) -> trainer.TrainerHello:
         vocabulary = self.learner.policy.vocabulary
-        return trainer.TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, vocabulary)
+        return trainer.TrainerHello(
+            self.rank, self.trainer_world.size, self.incarnation, self.committed_step, vocabulary
+        )
 
-    def _take(self, micro: int) -> tuple[trainer.WorkPlan, Work]:
-        """The next plan, and this rank's part of it with its turns, once all ranks hold theirs."""
+    def _take_plan(self, micro_batches: int) -> tuple[trainer.WorkPlan, PlannedWork]:
+        """Return the next plan, and this rank's part of it with its turns, once all ranks hold their
+        payloads."""
         step = self.learner.step
-        work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
-        rests = ", at rest while engines sample" if self.resting.now else ""
-        wait = "wait_devices" if rests else "wait_data"
-        with self.timeline.span(wait), self.watch.phase(wait, waiting=True):
-            request = trainer.PlanRequest(self.trainer_epoch, step, micro, self.resting.now)
-            plan = self._told(self.bulk, request, f"trajectories of step {step}{rests}", patient=True)
-            for part in self.learner.share(plan.trajectories):
-                asked = trainer.PayloadRequest(self.trainer_epoch, step, tuple(p.uid for p in part))
-                found, frames = self._ask(self.bulk, asked, f"payloads of step {step}")
-                work += with_turns([p for p in part if p.uid not in found.lost], frames)
-            self._meet("the other ranks' payloads")
-        return plan, work
+        planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
 
-    def _meet(self, name: str) -> None:
+        offload_note = ", at rest while engines sample" if self.device_offload.is_offloaded else ""
+        wait_name = "wait_devices" if offload_note else "wait_data"
+        with self.timeline.span(wait_name), self.stopwatch.phase(wait_name, waiting=True):
+            request = trainer.PlanRequest(
+                self.trainer_epoch, step, micro_batches, self.device_offload.is_offloaded
+            )
+            plan = self._answer_for_all(
+                self.bulk, request, f"trajectories of step {step}{offload_note}", is_patient=True
+            )
+
+            for part in self.learner.rank_part(plan.trajectories):
+                payload_request = trainer.PayloadRequest(
+                    self.trainer_epoch, step, tuple(trajectory.uid for trajectory in part)
+                )
+                payload_answer, frames = self._await_answer(
+                    self.bulk, payload_request, f"payloads of step {step}"
+                )
+                planned_work += with_turns(
+                    [trajectory for trajectory in part if trajectory.uid not in payload_answer.lost], frames
+                )
+
+            self._meet_ranks("the other ranks' payloads")
+
+        return plan, planned_work
+
+    def _meet_ranks(self, wait_name: str) -> None:
         """Wait for all ranks to be here."""
-        self.words.arrive()
-        self._await(name, lambda: self.words.all_arrived or None)
+        self.broadcast.arrive_at_meeting()
+        self._await_ranks(wait_name, lambda: self.broadcast.all_arrived or None)
 
-    def _commit(self, plan: trainer.WorkPlan, trained: list[str], metrics: dict[str, float]) -> bool:
-        """True when this version is to be published."""
-        epoch = self.trainer_epoch
+    def _commit_step(
+        self, plan: trainer.WorkPlan, trained_uids: list[str], metrics: dict[str, float]
+    ) -> bool:
+        """Commit the step. Returns whether this version is to be published."""
+        trainer_epoch = self.trainer_epoch
         step = self.learner.step
-        commit = trainer.Commit(epoch, step, plan.plan_hash, tuple(trained), metrics)
-        answer = self._told(self.control, commit, f"the commit of step {step}")
-        self.saving.best = answer.best
+        commit = trainer.Commit(trainer_epoch, step, plan.plan_hash, tuple(trained_uids), metrics)
+        answer = self._answer_for_all(self.control, commit, f"the commit of step {step}")
+        self.checkpointing.best_step = answer.best
         return bool(answer.publish)
 
-    def _told(self, link: Link, request: shared.WireMessage, name: str, patient: bool = False) -> Any:
+    def _answer_for_all(
+        self, link: Link, request: shared.WireMessage, wait_name: str, is_patient: bool = False
+    ) -> Any:
         """Return the coordinator's answer to rank 0, on all ranks."""
-        if not self.first:
-            word = self._await(f"rank 0, which waits for {name}", self.words.heard, patient)
-            return msgspec.msgpack.decode(word, type=trainer.WorkPlan | trainer.Committed)
-        answer, _ = self._ask(link, request, name, patient)
-        self.words.tell(msgspec.msgpack.encode(answer))
+        if not self.is_first:
+            encoded_answer = self._await_ranks(
+                f"rank 0, which waits for {wait_name}", self.broadcast.next_word, is_patient
+            )
+            return msgspec.msgpack.decode(encoded_answer, type=trainer.WorkPlan | trainer.Committed)
+
+        answer, _ = self._await_answer(link, request, wait_name, is_patient)
+        self.broadcast.send_word(msgspec.msgpack.encode(answer))
         return answer
 
-    def _await(self, name: str, found: Callable[[], Any], patient: bool = False) -> Any:
-        """Wait for other ranks, with beats. A patient wait is rank 0's for data; any other raises
-        DeadlineError after the run's limit for progress, which is longer than their waits. A rank 0 that is
-        gone may have been stopped, and this rank's stop be on its way."""
-        deadline = time.monotonic() + self._progress
+    def _await_ranks(self, wait_name: str, poll_value: Callable[[], Any], is_patient: bool = False) -> Any:
+        """Wait for other ranks, with heartbeats. A patient wait is rank 0's for data; any other raises
+        DeadlineError after the run's limit for progress, which is longer than the other ranks' waits. If rank
+        0 is gone it may have been stopped, and this rank's Stop may be on its way."""
+        deadline = time.monotonic() + self._progress_limit
         try:
-            while (value := found()) is None:
-                if time.monotonic() > deadline and not patient:
-                    raise DeadlineError(f"waited {self._progress:g} s for {name}")
-                self.waiting = name
-                self.publishing.check()
-                self._idle(WORD_POLL)
+            while (value := poll_value()) is None:
+                if time.monotonic() > deadline and not is_patient:
+                    raise DeadlineError(f"waited {self._progress_limit:g} s for {wait_name}")
+                self.waiting_for = wait_name
+                self.publishing.raise_failure()
+                self._wait_for(BROADCAST_POLL_SECONDS)
         except DistNetworkError:
-            self._idle(RESEND_EVERY)
+            self._wait_for(RESEND_SECONDS)
             raise
-        self.waiting = ""
-        self._beat_if_due(time.monotonic())
+
+        self.waiting_for = ""
+        self._send_heartbeat_if_due(time.monotonic())
+
         return value
 
-    def _ask(self, link: Link, request: shared.WireMessage, name: str, patient: bool = False) -> Answer:
-        """Send a request, again every RESEND_EVERY seconds (all are idempotent), until its answer comes.
+    def _await_answer(
+        self, link: Link, request: shared.WireMessage, wait_name: str, is_patient: bool = False
+    ) -> Received:
+        """Send a request, again every RESEND_SECONDS (all are idempotent), until its answer comes.
 
-        A patient wait is for data and ends with the coordinator's stop only; any other raises DeadlineError
+        A patient wait is for data and ends with the coordinator's Stop only; any other raises DeadlineError
         after the run's limit for silence, which is longer than the coordinator waits for room on a full disk.
         """
-        deadline = time.monotonic() + self._silence
-        self.waiting = name
+        deadline = time.monotonic() + self._silence_limit
+        self.waiting_for = wait_name
         resend_at = 0.0
+
         while True:
             now = time.monotonic()
-            self.publishing.check()
+            self.publishing.raise_failure()
             self.publishing.allow_pause()
+
             if now >= resend_at:
                 link.send(request)
-                resend_at = now + RESEND_EVERY
-            if now > deadline and not patient:
-                raise DeadlineError(f"waited {self._silence:g} s for {name}")
-            self._beat(now)
-            self._poller.wait(BEAT_EVERY)
-            for received in self._received():
+                resend_at = now + RESEND_SECONDS
+
+            if now > deadline and not is_patient:
+                raise DeadlineError(f"waited {self._silence_limit:g} s for {wait_name}")
+            self._send_heartbeat_or_hello(now)
+            self._poller.wait(HEARTBEAT_SECONDS)
+
+            for received in self._received_messages():
                 if trainer.is_answer(received[0], request):
-                    self.waiting = ""
-                    self._beat_if_due(now)
+                    self.waiting_for = ""
+                    self._send_heartbeat_if_due(now)
                     return received
 
-    def _received(self) -> Iterator[tuple[Any, list[bytes]]]:
-        """Returns what has arrived on both links. Stop ends the rank wherever it waits."""
+    def _received_messages(self) -> Iterator[tuple[Any, list[bytes]]]:
+        """Yield the messages that have arrived on both links. Stop ends the rank in any wait."""
         for link in (self.control, self.bulk):
             while (received := link.receive(0)) is not None:
                 self._heard_at = time.monotonic()
                 if isinstance(received[0], shared.Stop):
                     raise Stopped(received[0].reason)
                 if isinstance(received[0], shared.Welcome):  # a restarted coordinator may not know them
-                    for message in filter(None, (self.probed, self.publishing.announced)):
+                    for message in filter(None, (self.probed_message, self.publishing.announced)):
                         self.control.send(message)
                 yield received
 
-    def _pulse(self) -> None:
-        """Called after every micro-batch, so that beats go out, and servers join, during a long batch."""
-        self.work += 1
-        self._beat_if_due(time.monotonic())
+    def _after_micro_batch(self) -> None:
+        """Send heartbeats, and let servers join, during a long batch."""
+        self.trained_micro_batches += 1
+        self._send_heartbeat_if_due(time.monotonic())
         self.publishing.allow_pause()
 
-    def _beat_if_due(self, now: float) -> bool:
-        """Send a beat, every BEAT_EVERY seconds and when a wait begins or is over. Whether it was sent."""
-        if now < self._beat_at and self.waiting == self._named:
+    def _send_heartbeat_if_due(self, now: float) -> bool:
+        """Send a heartbeat every HEARTBEAT_SECONDS, and when a wait begins or is over. Returns whether it was
+        sent."""
+        if now < self._next_heartbeat_at and self.waiting_for == self._reported_wait:
             return False
-        self._beat_at = now + BEAT_EVERY
-        self._named = self.waiting
-        self.control.send(self._status())
+        self._next_heartbeat_at = now + HEARTBEAT_SECONDS
+        self._reported_wait = self.waiting_for
+        self.control.send(self._heartbeat_message())
         return True
 
-    def _beat(self, now: float) -> None:
-        """A beat while waiting; and a hello after silence, for a coordinator that was restarted."""
-        if self._beat_if_due(now) and now - self._heard_at > 2 * RESEND_EVERY:
+    def _send_heartbeat_or_hello(self, now: float) -> None:
+        """Send a heartbeat while waiting, and after silence a hello, for a coordinator that was restarted."""
+        if self._send_heartbeat_if_due(now) and now - self._heard_at > 2 * RESEND_SECONDS:
             self._heard_at = now
             self.control.send(self._greeting())
 
-    def _idle(self, seconds: float) -> None:
-        """Send beats for so long, and let servers join; Stop ends it."""
+    def _wait_for(self, seconds: float) -> None:
+        """Send heartbeats, and let servers join, for some seconds. Stop ends the wait."""
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end:
             self.publishing.allow_pause()
-            self._beat(now)
-            self._poller.wait(min(BEAT_EVERY, end - now))
-            list(self._received())
+            self._send_heartbeat_or_hello(now)
+            self._poller.wait(min(HEARTBEAT_SECONDS, end - now))
+            list(self._received_messages())
 
     def _await_stop(self) -> NoReturn:
-        """Report the checkpoint again until Stop comes: a restarted coordinator does not know it yet."""
-        with self.timeline.span("wait_stop"), self.watch.phase("wait_stop", waiting=True):
-            self._ask(self.control, self._checkpointed(), "the coordinator's stop", patient=True)
+        """Report the checkpoint again until Stop comes: a restarted coordinator does not know the checkpoint
+        yet."""
+        with self.timeline.span("wait_stop"), self.stopwatch.phase("wait_stop", waiting=True):
+            self._await_answer(
+                self.control, self._checkpointed_message(), "the coordinator's stop", is_patient=True
+            )
         raise AssertionError("unreachable: only Stop ends this wait")
 
-    def _checkpointed(self) -> shared.WireMessage:
-        """Rank 0 reports for all; the others repeat their beat."""
-        if not self.first:
-            return self._status()
-        newest = self.saving.newest
+    def _checkpointed_message(self) -> shared.WireMessage:
+        """Return rank 0's report for all ranks, or another rank's heartbeat."""
+        if not self.is_first:
+            return self._heartbeat_message()
+        newest = self.checkpointing.newest_manifest
         assert newest is not None, "there is none"
-        return trainer.Checkpointed(self.trainer_epoch, newest.step, newest.trained_total, self.resting.now)
-
-    def _status(self) -> trainer.TrainerBeat:
-        spent = (self.watch.busy_s, self.watch.idle_s)
-        saving = self.saving
-        not_saved = saving.checkpoint_problem and f"not saved: {saving.checkpoint_problem}"
-        waiting = "; ".join(filter(None, (self.waiting, not_saved, self.publishing.unwritten)))
-        return trainer.TrainerBeat(
-            self.rank,
-            *spent,
-            waiting,
-            self.work,
-            saving.place.written,
-            checkpoint_problem=saving.checkpoint_problem,
+        return trainer.Checkpointed(
+            self.trainer_epoch, newest.step, newest.trained_total, self.device_offload.is_offloaded
         )
 
-    def report(self, error: Exception) -> str:
-        """Tell the coordinator that this rank gives up the batch. Returns why, and what happens now."""
-        message = given_up(error, self.trainer_epoch, self.rank, self.learner)
+    def _heartbeat_message(self) -> trainer.TrainerBeat:
+        busy_and_idle = (self.stopwatch.busy_s, self.stopwatch.idle_s)
+        checkpointing = self.checkpointing
+        not_saved = checkpointing.checkpoint_problem and f"not saved: {checkpointing.checkpoint_problem}"
+        waiting_text = "; ".join(
+            filter(None, (self.waiting_for, not_saved, self.publishing.unwritten_reason))
+        )
+
+        return trainer.TrainerBeat(
+            self.rank,
+            *busy_and_idle,
+            waiting_text,
+            self.trained_micro_batches,
+            checkpointing.checkpoints.written,
+            checkpoint_problem=checkpointing.checkpoint_problem,
+        )
+
+    def report_failure(self, error: Exception) -> str:
+        """Tell the coordinator that this rank gives up the batch. Returns the reason and the coordinator's
+        decision."""
+        message = give_up_message(error, self.trainer_epoch, self.rank, self.learner)
         try:
-            self._ask(self.control, message, "the coordinator's answer to a batch that was given up")
+            self._await_answer(self.control, message, "the coordinator's answer to a batch that was given up")
         except Stopped as stop:
             return f"{message.detail}: {stop}"
         raise AssertionError("unreachable: only Stop ends this wait")
 
     # -- publishing and saving -------------------------------------------------------------------------
 
-    def _publish(self) -> None:
+    def _publish_version(self) -> None:
         self.published_step = self.learner.step
         version = PolicyVersion(self.trainer_epoch, self.learner.step)
-        with self.timeline.span("snapshot", version=version), self.watch.phase("update_weights"):
+        with self.timeline.span("snapshot", version=version), self.stopwatch.phase("update_weights"):
             self.publishing.publish(version)
 
-    def _probe(self) -> None:
-        """Score the probe, for the engines to compare, with a version that is published (now, if it was not).
-        Not while steps are repeated: then the engines keep their newer weights, and nothing is published."""
-        if self.repeating:
+    def _publish_probe(self) -> None:
+        """Score the probe with a published version (published now, if needed), for comparison by the engines.
+        Nothing happens while steps are repeated: the engines then keep their newer weights."""
+        if self.is_repeating:
             return
         if self.published_step != self.learner.step:  # the first one; or weights.every left this one out
-            self._publish()
-        with self.timeline.span("probe"), self.watch.phase("update_weights"):
-            probe = self.publishing.probe()
-        if self.first:
-            self.probed = trainer.Probed(PolicyVersion(self.trainer_epoch, self.published_step), probe)
-            self.control.send(self.probed)
+            self._publish_version()
+        with self.timeline.span("probe"), self.stopwatch.phase("update_weights"):
+            probe = self.publishing.score_probe()
+
+        if self.is_first:
+            self.probed_message = trainer.Probed(
+                PolicyVersion(self.trainer_epoch, self.published_step), probe
+            )
+            self.control.send(self.probed_message)
 
     def _save_if_due(self) -> None:
-        """Begin a checkpoint; its writing goes on beside training, where there is memory for a copy."""
-        self._note_saved()
-        if self.saving.mark_due():
-            with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
-                if not self.saving.begin(self.trainer_epoch):
+        """Begin a checkpoint if due. Writing goes on beside training, where there is memory for a copy."""
+        self._report_saved()
+        if self.checkpointing.mark_due():
+            with self.timeline.span("checkpoint"), self.stopwatch.phase("save_checkpoint"):
+                if not self.checkpointing.begin_checkpoint(self.trainer_epoch):
                     self._await_saved()
 
     def _save_last(self) -> None:
-        """Return when the checkpoint of the last committed step is in place; the disk may have room later."""
-        with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
-            while self.saving.parent != self.learner.step:
-                if not self.saving.busy:
-                    self.saving.begin(self.trainer_epoch, self.resting)
+        """Save the last committed step, and return when its checkpoint is complete; a full disk may have room
+        later."""
+        with self.timeline.span("checkpoint"), self.stopwatch.phase("save_checkpoint"):
+            while self.checkpointing.parent_step != self.learner.step:
+                if not self.checkpointing.is_writing:
+                    self.checkpointing.begin_checkpoint(self.trainer_epoch, self.device_offload)
                 self._await_saved()
-                if self.saving.problem:
-                    self._idle(SAVE_AGAIN)
+                if self.checkpointing.problem:
+                    self._wait_for(SAVE_AGAIN_SECONDS)
 
     def _await_saved(self) -> None:
-        """Send beats, which count what is written, until the checkpoint under way has come to its end."""
-        while self.saving.busy:
-            self.waiting = self.saving.under_way
-            self._note_saved()
-            self._idle(SAVE_POLL)
-        self.waiting = ""
+        """Send heartbeats, with the bytes written so far, until the checkpoint under way has ended."""
+        while self.checkpointing.is_writing:
+            self.waiting_for = self.checkpointing.write_progress
+            self._report_saved()
+            self._wait_for(SAVE_POLL_SECONDS)
+        self.waiting_for = ""
 
-    def _note_saved(self) -> None:
-        """Once the checkpoint under way is in place, the coordinator is told."""
-        if self.saving.poll() and self.first:
-            self.control.send(self._checkpointed())
+    def _report_saved(self) -> None:
+        """Tell the coordinator once the checkpoint under way is complete."""
+        if self.checkpointing.poll_checkpoint() and self.is_first:
+            self.control.send(self._checkpointed_message())
 
     def close(self) -> None:
         self.timeline.close()

@@ -3,10 +3,11 @@
     forward    Recording: attention operators run, and their outputs are kept
     backward   Replaying: the layer is recomputed, and attention operators return the kept outputs
 
-Both are dispatch modes: they see operators below autograd, which records a replayed operator as one that ran.
-torch's own selective checkpointing would do for torch's attention. But a compiled function, as flex attention
-is, also returns the inputs that its backward reads: query, key and value would be kept beside the output, and
-take more memory than the output does. Here a replayed function returns the recomputed inputs instead.
+Both are dispatch modes: they see operators below autograd, which records a replayed operator as an operator
+that ran. torch's own selective checkpointing would do for torch's attention. But a compiled function, such as
+flex attention, also returns the inputs that its backward reads: query, key and value would be kept beside the
+output, and take more memory than the output does. Here a replayed function returns the recomputed inputs
+instead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from asyncrl.config import TrainerConfig
 COMPILED_FUNCTION: Any = getattr(wrap, "inductor_compiled_code", None)
 """The operator that calls a function compiled with VISIBLE; None where torch has none."""
 
-VISIBLE = "wrap_inductor_compiled_regions"
+VISIBLE_OPTION = "wrap_inductor_compiled_regions"
 """The option of torch.compile that shows a compiled function to dispatch modes, as one operator."""
 
 _SDPA = (
@@ -46,7 +47,7 @@ without an operator of its own, such as products and a softmax, is recomputed.""
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """An output, and its version at that time: torch counts changes in place."""
+    """Holds an output, and its version at that time: torch counts changes in place."""
 
     tensor: Tensor
     version: int
@@ -54,8 +55,8 @@ class KeptTensor:
 
 @dataclass(frozen=True)
 class InputView:
-    """Stands for an output that is a view of an input: of the tensor number `index` among the inputs, from
-    `offset` elements behind its first one."""
+    """Stands for an output that is a view of an input: of tensor number `index` among the inputs, `offset`
+    elements behind its first."""
 
     index: int
     size: Sequence[int]
@@ -65,8 +66,8 @@ class InputView:
 
 @dataclass(frozen=True)
 class KeptCall:
-    """One run of an operator. `function`: what a COMPILED_FUNCTION has called. `outputs`: what was returned,
-    with a KeptTensor or an InputView in place of each tensor."""
+    """Records a call of an operator. `function`: the function that a COMPILED_FUNCTION has called. `outputs`:
+    the results, with a KeptTensor or an InputView in place of each tensor."""
 
     operator: Any
     function: Any
@@ -74,7 +75,7 @@ class KeptCall:
 
 
 class AttentionMode(TorchDispatchMode):
-    """Sees all operators that run within it, those of compiled functions included. `calls`: of attention."""
+    """Sees all operators that run inside, also in compiled functions. `calls`: the calls of attention."""
 
     supports_higher_order_operators = True
 
@@ -84,7 +85,7 @@ class AttentionMode(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Within other modes torch compiles nothing."""
+        """Return True, as torch compiles nothing within other modes."""
         return True
 
 
@@ -97,36 +98,39 @@ class Recording(AttentionMode):
         if operator not in ATTENTION:
             return operator(*args, **(kwargs or {}))
 
-        inputs = _tensors(args, kwargs)  # before the call: a compiled function empties its list of inputs
+        # Before the call: a compiled function empties its list of inputs.
+        input_tensors = _tensor_arguments(args, kwargs)
         outputs = operator(*args, **(kwargs or {}))
-        kept = tree_map(partial(_keep, inputs), outputs)
-        self._calls.append(KeptCall(operator, _function(operator, args), kept))
+        replacements = tree_map(partial(_replacement_of, input_tensors), outputs)
+        self._calls.append(KeptCall(operator, _called_function(operator, args), replacements))
+
         return outputs
 
 
 class Replaying(AttentionMode):
-    """Answers the calls of attention from the recorded ones, in their order, each once; runs all others."""
+    """Answers the calls of attention from the recorded calls, in order, each once; runs all other
+    operators."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         call = self._calls.popleft() if operator in ATTENTION and self._calls else None
         # A second backward through a graph finds no call, and a function that was compiled anew another one.
-        if call is None or call.operator != operator or call.function is not _function(operator, args):
+        if call is None or call.operator != operator or call.function is not _called_function(operator, args):
             return operator(*args, **(kwargs or {}))
-        return tree_map(partial(_restore, _tensors(args, kwargs)), call.outputs)
+        return tree_map(partial(_restored_output, _tensor_arguments(args, kwargs)), call.outputs)
 
 
-def _function(operator: Any, args: Sequence[Any]) -> Any:
+def _called_function(operator: Any, args: Sequence[Any]) -> Any:
     return args[0] if operator is COMPILED_FUNCTION else None
 
 
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+def _tensor_arguments(args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
 
 
-def _keep(inputs: Sequence[Tensor], output: Any) -> Any:
-    """Return what stands for one of the outputs; numbers stand for themselves."""
+def _replacement_of(inputs: Sequence[Tensor], output: Any) -> Any:
+    """Return the stand-in for an output; numbers stand for themselves."""
     if not isinstance(output, Tensor):
         return output
 
@@ -135,24 +139,31 @@ def _keep(inputs: Sequence[Tensor], output: Any) -> Any:
         if tensor.untyped_storage()._cdata == storage:
             offset = int(output.storage_offset() - tensor.storage_offset())
             return InputView(index, output.shape, output.stride(), offset)
+
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         detached = output.detach()  # autograd changes `output` next; both count changes in place together
+
     return KeptTensor(detached, detached._version)
 
 
-def _restore(inputs: Sequence[Tensor], kept: Any) -> Any:
-    """Return the output that `kept` stands for."""
-    if isinstance(kept, InputView):
-        tensor = inputs[kept.index]
-        return tensor.as_strided(kept.size, kept.stride, tensor.storage_offset() + kept.offset)
-    if not isinstance(kept, KeptTensor):
-        return kept
-    if kept.tensor._version != kept.version:
+def _restored_output(inputs: Sequence[Tensor], replacement: Any) -> Any:
+    """Return the output for which `replacement` stands."""
+    if isinstance(replacement, InputView):
+        tensor = inputs[replacement.index]
+        return tensor.as_strided(
+            replacement.size, replacement.stride, tensor.storage_offset() + replacement.offset
+        )
+
+    if not isinstance(replacement, KeptTensor):
+        return replacement
+
+    if replacement.tensor._version != replacement.version:
         raise RuntimeError(
             "the model changes the output of attention in place, so it cannot be kept for the backward; "
             "set trainer.activation_checkpointing=none"
         )
-    return kept.tensor
+
+    return replacement.tensor
 
 
 if COMPILED_FUNCTION is not None:
@@ -164,36 +175,36 @@ if COMPILED_FUNCTION is not None:
 
 class Recomputation:
     """Decides which layers of a rank's models are recomputed in the backward: every k-th, k = `every`, or
-    none, 0. It may be changed between micro-batches."""
+    none, 0. May change between micro-batches."""
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self.every = trainer.checkpointed_every
         self.automatic = trainer.activation_checkpointing == "auto"
-        self._indices = list[int]()  # of all wrapped layers, each within its model
+        self._indices = list[int]()  # indices of all wrapped layers, each within its model
 
-    def wrap(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of layer number `index`, which is recomputed where `every` says so."""
+    def wrap(self, index: int, layer_forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of layer number `index`, recomputed where `every` says so."""
         self._indices.append(index)
         if not self.every and not self.automatic:
-            return run
-        run_again = recomputed(run)
+            return layer_forward
+        recomputed_forward = recomputed(layer_forward)
 
-        @wraps(run)
+        @wraps(layer_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (run_again if self._is_recomputed(index) else run)(*args, **kwargs)
+            return (recomputed_forward if self._is_recomputed(index) else layer_forward)(*args, **kwargs)
 
         return forward
 
     @property
-    def share(self) -> float:
-        """Return the share of the layers that are recomputed."""
-        chosen = sum(map(self._is_recomputed, self._indices))
-        return chosen / max(1, len(self._indices))
+    def recomputed_fraction(self) -> float:
+        """Return the fraction of the layers that are recomputed."""
+        recomputed_count = sum(map(self._is_recomputed, self._indices))
+        return recomputed_count / max(1, len(self._indices))
 
     @property
     def next_every(self) -> int:
-        """Return what may be tried where memory does not suffice: every second layer, then all. 0: all are
-        already, or the configuration fixes it."""
+        """Return the next value to try where memory does not suffice: every second layer, then all. 0: all
+        are recomputed already, or the configuration fixes the value."""
         if not self.automatic or not self._indices or self.every == 1:
             return 0
         return 1 if self.every == 2 else 2
@@ -207,12 +218,12 @@ class Recomputation:
         return self.every > 0 and index % self.every == 0
 
 
-def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, of which only inputs, outputs and what attention returns are kept for the backward."""
+def recomputed(layer_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `layer_forward`, keeping only inputs, outputs and the results of attention for the backward."""
 
-    def contexts() -> tuple[Recording, Replaying]:
+    def make_modes() -> tuple[Recording, Replaying]:
         calls = deque[KeptCall]()
         return Recording(calls), Replaying(calls)
 
     no_dropout: Any = {"preserve_rng_state": False}
-    return partial(checkpoint, run, use_reentrant=False, context_fn=contexts, **no_dropout)
+    return partial(checkpoint, layer_forward, use_reentrant=False, context_fn=make_modes, **no_dropout)

@@ -19,19 +19,19 @@ from asyncrl.buffer.prompts import TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
 from asyncrl.observe.metrics import LAG_TOKENS, NLL, ZERO_ADVANTAGE
 from asyncrl.observe.transcripts import MOST_TOKENS, TokenRatios, is_kept, save_ratios
-from asyncrl.trainer.batch import Example
+from asyncrl.trainer.batch import TrainingSample
 from asyncrl.trainer.objective import Terms
 
-OF_SAMPLED = ("staleness/", "rollout_corr/by_lag/", ZERO_ADVANTAGE)  # metrics of what a policy sampled
+SAMPLED_METRICS = ("staleness/", "rollout_corr/by_lag/", ZERO_ADVANTAGE)  # metrics of sampled tokens
 KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
-ADVANTAGES = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
+ADVANTAGE_METRICS = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
 LEAST_ESS_FACTOR = 0.1
-VARIED_TOTAL = "_varied"  # episodes of groups with variance
+VARIED_EPISODES = "_varied"  # episodes of groups with variance
 
 
 class MetricSums(msgspec.Struct):
-    """Ratios (numerator and denominator apart), totals, and extremes, by metric name; `moments`, by names of
-    their own, are for what divides by the batch and are no metrics."""
+    """Holds ratios (numerator and denominator apart), totals, and extremes, by metric name. `moments` are no
+    metrics: they serve the division by numbers of the batch."""
 
     ratios: dict[str, tuple[float, float]] = {}
     totals: dict[str, float] = {}
@@ -39,141 +39,146 @@ class MetricSums(msgspec.Struct):
     lowest: dict[str, float] = {}
     moments: dict[str, Moments] = {}
 
-    def ratio(self, name: str, numerator: float, denominator: float) -> None:
-        a, b = self.ratios.get(name, (0.0, 0.0))
-        self.ratios[name] = (a + numerator, b + denominator)
+    def add_ratio(self, name: str, numerator: float, denominator: float) -> None:
+        old_numerator, old_denominator = self.ratios.get(name, (0.0, 0.0))
+        self.ratios[name] = (old_numerator + numerator, old_denominator + denominator)
 
-    def scale(self, name: str, factor: float) -> None:
+    def scale_ratio(self, name: str, factor: float) -> None:
         """Multiply a ratio."""
-        a, b = self.ratios[name]
-        self.ratios[name] = (a * factor, b)
+        old_numerator, old_denominator = self.ratios[name]
+        self.ratios[name] = (old_numerator * factor, old_denominator)
 
-    def total(self, name: str, value: float) -> None:
+    def add_total(self, name: str, value: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + value
 
-    def high(self, name: str, value: float) -> None:
+    def add_highest(self, name: str, value: float) -> None:
         self.highest[name] = max(value, self.highest.get(name, value))
 
-    def low(self, name: str, value: float) -> None:
+    def add_lowest(self, name: str, value: float) -> None:
         self.lowest[name] = min(value, self.lowest.get(name, value))
 
-    def summary(self, name: str, values: Sequence[float] | np.ndarray) -> None:
+    def add_summary(self, name: str, values: Sequence[float] | np.ndarray) -> None:
         """Count `name`/mean, /max and /min of the values; nothing without values."""
         if len(values):
             numbers = np.asarray(values)
-            self.ratio(f"{name}/mean", float(numbers.sum()), len(numbers))
-            self.high(f"{name}/max", float(numbers.max()))
-            self.low(f"{name}/min", float(numbers.min()))
+            self.add_ratio(f"{name}/mean", float(numbers.sum()), len(numbers))
+            self.add_highest(f"{name}/max", float(numbers.max()))
+            self.add_lowest(f"{name}/min", float(numbers.min()))
 
-    def moment(self, name: str, part: Moments) -> None:
+    def add_moments(self, name: str, part: Moments) -> None:
         self.moments[name] = self.moments.get(name, Moments()) + part
 
-    def merge(self, other: MetricSums) -> None:
-        for name, (a, b) in other.ratios.items():
-            self.ratio(name, a, b)
-        for name, value in other.totals.items():
-            self.total(name, value)
-        for name, value in other.highest.items():
-            self.high(name, value)
-        for name, value in other.lowest.items():
-            self.low(name, value)
-        for name, part in other.moments.items():
-            self.moment(name, part)
+    def merge(self, addend: MetricSums) -> None:
+        for name, (numerator, denominator) in addend.ratios.items():
+            self.add_ratio(name, numerator, denominator)
+        for name, value in addend.totals.items():
+            self.add_total(name, value)
+        for name, value in addend.highest.items():
+            self.add_highest(name, value)
+        for name, value in addend.lowest.items():
+            self.add_lowest(name, value)
+        for name, part in addend.moments.items():
+            self.add_moments(name, part)
 
     def metrics(self) -> dict[str, float]:
-        """Returns one number per name. A ratio with denominator 0 is left out."""
+        """Return one number per name. A ratio with denominator 0 is left out."""
         means = {name: a / b for name, (a, b) in self.ratios.items() if b}
         return {**means, **self.totals, **self.highest, **self.lowest}
 
 
-def merged(parts: Iterable[MetricSums]) -> MetricSums:
+def merged_sums(parts: Iterable[MetricSums]) -> MetricSums:
     """Add the sums of all parts, in order."""
-    whole = MetricSums()
+    total_sums = MetricSums()
     for part in parts:
-        whole.merge(part)
-    return whole
+        total_sums.merge(part)
+    return total_sums
 
 
-def tally_examples(tally: MetricSums, examples: Sequence[Example], longest_prompt: int) -> None:
+def tally_samples(tally: MetricSums, samples: Sequence[TrainingSample], longest_prompt: int) -> None:
     """Count scores, lengths and staleness of a micro-batch. `longest_prompt`: tokens a prompt may have."""
-    for e in examples:
-        tally.summary("critic/score", [e.planned.own.score])
-        tally.summary("response_length", [e.tokens])
-        tally.summary("prompt_length", [e.prompt])
-        tally.summary("global_seqlen", [e.length])
-        tally.ratio("response_length/clip_ratio", float(e.planned.own.end.truncated), 1.0)
-        tally.ratio("prompt_length/clip_ratio", float(e.prompt >= longest_prompt), 1.0)
-        tally.total("perf/total_num_tokens", e.length)
-        tally.total("trainer/trajectories", 1)
-        tally.total("trainer/model_tokens", e.tokens)
-        _tally_staleness(tally, e)
+    for sample in samples:
+        tally.add_summary("critic/score", [sample.planned.own.score])
+        tally.add_summary("response_length", [sample.model_tokens])
+        tally.add_summary("prompt_length", [sample.prompt_tokens])
+        tally.add_summary("global_seqlen", [sample.total_tokens])
+        tally.add_ratio("response_length/clip_ratio", float(sample.planned.own.end.truncated), 1.0)
+        tally.add_ratio("prompt_length/clip_ratio", float(sample.prompt_tokens >= longest_prompt), 1.0)
+        tally.add_total("perf/total_num_tokens", sample.total_tokens)
+        tally.add_total("trainer/trajectories", 1)
+        tally.add_total("trainer/model_tokens", sample.model_tokens)
+        _tally_staleness(tally, sample)
 
 
 def tally_routes(tally: MetricSums, routes: Tensor | None, tokens: int) -> None:
-    """The share of the tokens, padding included, that went to the experts that the server had chosen."""
+    """Count the fraction of tokens, including padding, that went to the experts chosen by the server."""
     replayed = 0.0 if routes is None else float((routes[:, 0] >= 0).sum())
-    tally.ratio("trainer/replayed_share", replayed, tokens)
+    tally.add_ratio("trainer/replayed_share", replayed, tokens)
 
 
 def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
-    """Count the tokens of one rank's policy forwards, padding included, shared prefixes once, and the
-    floating point operations for them."""
-    tally.total("perf/model_tflop", flops / 1e12)
-    tally.total("perf/computed_tokens", tokens)
-    tally.high("global_seqlen/balanced_max", tokens)
-    tally.low("global_seqlen/balanced_min", tokens)
+    """Count the tokens of one rank's policy forwards, including padding, shared prefixes once, and the
+    floating point operations of these forwards."""
+    tally.add_total("perf/model_tflop", flops / 1e12)
+    tally.add_total("perf/computed_tokens", tokens)
+    tally.add_highest("global_seqlen/balanced_max", tokens)
+    tally.add_lowest("global_seqlen/balanced_min", tokens)
 
 
-def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
+def tally_advantages(tally: MetricSums, samples: Sequence[TrainingSample]) -> None:
     """Count rewards (with the KL penalty, if there is one), and advantages, returns and values per token; add
-    up what divides by the batch at its end."""
-    for e in examples:
-        assert e.advantage is not None
-        tally.summary("critic/rewards", [e.planned.own.reward])
-        tally.summary("critic/advantages", e.advantage)
-        tally.ratio("critic/zero_advantage_frac", float(not e.has_advantage), 1.0)
-        if e.returns is not None and e.value is not None:
-            tally.summary("critic/returns", e.returns)
-            tally.summary("critic/values", e.value)
-            tally.moment("returns", Moments.of(e.returns))
-            tally.moment("errors", Moments.of(e.returns - e.value))
-        if e.tokens:
-            tally.moment("advantages", Moments.of(e.advantage))
-        for rewards, advantage in _comparisons(e, e.advantage):
+    up the moments that divide the batch at its end."""
+    for sample in samples:
+        assert sample.advantage is not None
+        tally.add_summary("critic/rewards", [sample.planned.own.reward])
+        tally.add_summary("critic/advantages", sample.advantage)
+        tally.add_ratio("critic/zero_advantage_frac", float(not sample.has_advantage), 1.0)
+
+        if sample.returns is not None and sample.value is not None:
+            tally.add_summary("critic/returns", sample.returns)
+            tally.add_summary("critic/values", sample.value)
+            tally.add_moments("returns", Moments.of(sample.returns))
+            tally.add_moments("errors", Moments.of(sample.returns - sample.value))
+
+        if sample.model_tokens:
+            tally.add_moments("advantages", Moments.of(sample.advantage))
+
+        for rewards, advantage in _compared_episodes(sample, sample.advantage):
             if len(advantage):
-                tally.moment("episodes", Moments(1.0, float(advantage.mean())))
-                tally.total(VARIED_TOTAL, _varied(rewards, advantage))
+                tally.add_moments("episodes", Moments(1.0, float(advantage.mean())))
+                tally.add_total(VARIED_EPISODES, _has_variance(rewards, advantage))
 
 
-def _comparisons(e: Example, advantage: np.ndarray) -> Iterator[tuple[list[float], np.ndarray]]:
-    """The group's rewards, and the advantages of the tokens. Each agent that earned a reward of its own
+def _compared_episodes(
+    sample: TrainingSample, advantage: np.ndarray
+) -> Iterator[tuple[list[float], np.ndarray]]:
+    """Yield the group's rewards, and the advantages of the tokens. Each agent that earned a separate reward
     counts as an episode: the advantages of both sides of a game add up to nothing."""
-    own = e.planned.own
-    members = (e.planned.own, *e.planned.siblings)
-    if not own.agents:
+    result = sample.planned.own
+    members = (sample.planned.own, *sample.planned.siblings)
+    if not result.agents:
         yield [member.reward for member in members], advantage
-    for agent in dict.fromkeys(own.agents):
+    for agent in dict.fromkeys(result.agents):
         rewards = [member.of(agent).reward for member in members if agent in member.agents]
-        yield rewards, advantage[np.asarray(own.agents)[e.turn] == agent]
+        yield rewards, advantage[np.asarray(result.agents)[sample.turn] == agent]
 
 
-def _varied(rewards: Sequence[float], advantage: np.ndarray) -> bool:
-    """The group has variance, in rewards or (by turn, by component) in advantages."""
+def _has_variance(rewards: Sequence[float], advantage: np.ndarray) -> bool:
+    """True if the group has variance, in rewards or (by turn, by component) in advantages."""
     return max(rewards) - min(rewards) > TOLERANCE or bool(np.abs(advantage).max() > TOLERANCE)
 
 
 def advantage_factor(scale: Scale, tally: MetricSums) -> float:
-    """`end_factor` of a whole batch's tally."""
-    return end_factor(scale, tally.moments.get("episodes", Moments()), tally.totals.get(VARIED_TOTAL, 0.0))
+    """Return `end_factor` of a whole batch's tally."""
+    return end_factor(scale, tally.moments.get("episodes", Moments()), tally.totals.get(VARIED_EPISODES, 0.0))
 
 
 def ess_factor(tally: MetricSums) -> float:
-    """√(ESS/N) of a whole batch's episodes (VCPO), at least 0.1."""
+    """Return √(ESS/N) of a whole batch's episodes (VCPO), at least 0.1."""
     totals = tally.totals
     if not totals.get("_episodes"):
         return 1.0
-    share = totals["_episode_w"] ** 2 / (totals["_episode_w2"] * totals["_episodes"])
-    return max(LEAST_ESS_FACTOR, math.sqrt(share))
+    ess_fraction = totals["_episode_w"] ** 2 / (totals["_episode_w2"] * totals["_episodes"])
+    return max(LEAST_ESS_FACTOR, math.sqrt(ess_fraction))
 
 
 def advantage_tokens(tally: MetricSums) -> Moments:
@@ -182,162 +187,195 @@ def advantage_tokens(tally: MetricSums) -> Moments:
 
 
 def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:
-    """Count the terms added to the policy loss; `denominator`: the micro-batch's share of D."""
-    flat = [x for pair in terms.values() for x in pair if x is not None]
-    values = iter(torch.stack([x.double() for x in flat]).tolist() if flat else [])  # one transfer
-    for name, (_, own) in terms.items():
-        tally.ratio(name, next(values), denominator if own is None else next(values))
+    """Count the terms added to the policy loss; `denominator`: the micro-batch's part of D."""
+    tensors = [tensor for pair in terms.values() for tensor in pair if tensor is not None]
+    # A single transfer from the device.
+    values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
+    for name, (_, count) in terms.items():
+        tally.add_ratio(name, next(values), denominator if count is None else next(values))
 
 
-def _tally_staleness(tally: MetricSums, e: Example) -> None:
-    """Lags, and the share over the bound by response length and by quarter of the response."""
-    lags, counts = np.unique(e.lag, return_counts=True)
+def _tally_staleness(tally: MetricSums, sample: TrainingSample) -> None:
+    """Count lags, and the fraction over the bound by response length and by quarter of the response."""
+    lags, counts = np.unique(sample.lag, return_counts=True)
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
-        tally.total(f"{LAG_TOKENS}{lag}", count)
-    masked = int(e.stale.sum())
-    tally.ratio("staleness/masked_token_frac", masked, e.tokens)
-    tally.total("staleness/fully_masked_trajectories", float(0 < e.tokens == masked))
-    by_length = f"staleness/by_length/{length_bucket(e.tokens)}"
-    tally.ratio(f"{by_length}/masked_frac", masked, e.tokens)
-    if masked:  # quarters only where there is something to place
-        for quarter, (part, whole) in enumerate(masked_by_quarter(e.stale.tolist()), start=1):
-            tally.ratio(f"{by_length}/masked_q{quarter}", part, whole)
+        tally.add_total(f"{LAG_TOKENS}{lag}", count)
+    masked_count = int(sample.stale.sum())
+    tally.add_ratio("staleness/masked_token_frac", masked_count, sample.model_tokens)
+    tally.add_total("staleness/fully_masked_trajectories", float(0 < sample.model_tokens == masked_count))
+    by_length = f"staleness/by_length/{length_bucket(sample.model_tokens)}"
+    tally.add_ratio(f"{by_length}/masked_frac", masked_count, sample.model_tokens)
+
+    if masked_count:  # quarters only where there is something to place
+        for quarter, (masked_tokens, quarter_tokens) in enumerate(
+            masked_by_quarter(sample.stale.tolist()), start=1
+        ):
+            tally.add_ratio(f"{by_length}/masked_q{quarter}", masked_tokens, quarter_tokens)
 
 
-def tally_tokens(tally: MetricSums, seen: TokenSums, denominator: float) -> None:
-    """Loss and off-policyness of the tokens of one micro-batch. `denominator`: its share of D."""
-    tally.ratio("actor/pg_loss", seen.sums["loss"], denominator)
-    tally.total("trainer/kept_tokens", seen.sums["kept"])
-    for name, value in seen.sums.items():
-        tally.total(f"_{name}", value)
-    for name, value in seen.highest.items():
-        tally.high(name, value)
-    for name, value in seen.lowest.items():
-        tally.low(name, value)
-    for lag, count in seen.kept_lags.items():
-        tally.total(f"{KEPT_PREFIX}{lag}", count)
+def tally_tokens(tally: MetricSums, token_sums: TokenSums, denominator: float) -> None:
+    """Count loss and off-policyness of a micro-batch's tokens. `denominator`: the micro-batch's part of D."""
+    tally.add_ratio("actor/pg_loss", token_sums.sums["loss"], denominator)
+    tally.add_total("trainer/kept_tokens", token_sums.sums["kept"])
+    for name, value in token_sums.sums.items():
+        tally.add_total(f"_{name}", value)
+    for name, value in token_sums.highest.items():
+        tally.add_highest(name, value)
+    for name, value in token_sums.lowest.items():
+        tally.add_lowest(name, value)
+    for lag, count in token_sums.kept_lags.items():
+        tally.add_total(f"{KEPT_PREFIX}{lag}", count)
 
 
-AGENT = "actor/agent/"  # + name / metric: of what trains the adapter of an agent
-OTHERS = "others"  # in place of no name: those that have no adapter of their own
+AGENT_PREFIX = "actor/agent/"  # + name / metric, of the samples that train an agent's adapter
+NO_AGENT = "others"  # in place of an empty name: agents without an adapter of their own
 
 
 def tally_agents(
-    tally: MetricSums, names: Sequence[str], agent: Tensor | None, state: TokenState, denominator: float
+    tally: MetricSums,
+    names: Sequence[str],
+    adapter_index: Tensor | None,
+    state: TokenState,
+    denominator: float,
 ) -> None:
-    """Count by agent, where several have adapters: tokens, and their part of the policy loss. `agent`: the
-    place of each token's."""
-    if agent is None:
+    """Count tokens and policy loss by agent, where several have adapters. `adapter_index`: of each token."""
+    if adapter_index is None:
         return
-    kept = state.fresh & ~state.correction.masked
-    columns = torch.stack([state.fresh.double(), kept.double(), torch.where(kept, state.loss, 0.0).double()])
-    sums = columns.new_zeros(3, len(names)).index_add(1, agent, columns).T.tolist()
-    for name, (fresh, entered, loss) in zip(names, sums, strict=True):
-        tally.total(f"_fresh/{name}", fresh)
-        tally.total(f"{AGENT}{name or OTHERS}/tokens", entered)
-        tally.ratio(f"{AGENT}{name or OTHERS}/pg_loss", loss, denominator)
+    enters_loss = state.fresh & ~state.correction.masked
+    columns = torch.stack(
+        [state.fresh.double(), enters_loss.double(), torch.where(enters_loss, state.loss, 0.0).double()]
+    )
+
+    sums = columns.new_zeros(3, len(names)).index_add(1, adapter_index, columns).T.tolist()
+    for name, (fresh_tokens, entered_tokens, agent_loss) in zip(names, sums, strict=True):
+        tally.add_total(f"_fresh/{name}", fresh_tokens)
+        tally.add_total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", entered_tokens)
+        tally.add_ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", agent_loss, denominator)
 
 
-def without_tokens(whole: MetricSums, names: Sequence[str], beside: bool) -> list[str]:
-    """Return the agents, of several, that have nothing to learn from a batch. `beside`: what the correction
-    drops counts for terms beside the policy loss."""
-    counts = {name: f"_fresh/{name}" if beside else f"{AGENT}{name or OTHERS}/tokens" for name in names}
-    return [name for name in names if len(names) > 1 and not whole.totals.get(counts[name])]
+def agents_without_tokens(batch_tally: MetricSums, names: Sequence[str], count_dropped: bool) -> list[str]:
+    """Return the agents, of several, without tokens to learn from. `count_dropped`: tokens that the
+    correction drops count, for terms beside the policy loss."""
+    counter_names = {
+        name: f"_fresh/{name}" if count_dropped else f"{AGENT_PREFIX}{name or NO_AGENT}/tokens"
+        for name in names
+    }
+    return [name for name in names if len(names) > 1 and not batch_tally.totals.get(counter_names[name])]
 
 
-def scale_losses(whole: MetricSums, factor: float) -> None:
-    """Multiply the policy loss, and the agents' parts of it."""
-    for name in whole.ratios:
+def scale_losses(batch_tally: MetricSums, factor: float) -> None:
+    """Multiply the policy loss, and the agents' parts of it, by a factor."""
+    for name in batch_tally.ratios:
         if name.endswith("/pg_loss"):
-            whole.scale(name, factor)
+            batch_tally.scale_ratio(name, factor)
 
 
-def note_norms(whole: MetricSums, names: Sequence[str], norms: Sequence[float]) -> None:
-    """Note the gradient norms of a step: of all, and of several agents' adapters."""
-    whole.high("actor/grad_norm", math.hypot(*norms))
+def record_norms(batch_tally: MetricSums, names: Sequence[str], norms: Sequence[float]) -> None:
+    """Record the gradient norms of a step: in total, and of several agents' adapters."""
+    batch_tally.add_highest("actor/grad_norm", math.hypot(*norms))
     for name, norm in zip(names, norms, strict=True) if len(names) > 1 else ():
-        whole.high(f"{AGENT}{name or OTHERS}/grad_norm", norm)
+        batch_tally.add_highest(f"{AGENT_PREFIX}{name or NO_AGENT}/grad_norm", norm)
 
 
-def tally_unscored(tally: MetricSums, examples: Sequence[Example], names: Sequence[str]) -> None:
-    """Episodes without advantage that no model scores: their share of D, and their tokens, of which the
-    correction, whose ratios are not known, counts as keeping all. `names`: as in `tally_agents`."""
-    denominator = math.fsum(e.denominator for e in examples)
-    tally.total("_D", denominator)
-    tally.ratio("actor/pg_loss", 0.0, denominator)
+def tally_unscored(tally: MetricSums, samples: Sequence[TrainingSample], names: Sequence[str]) -> None:
+    """Count episodes without advantage that no model scores: their part of D, and their tokens. Their ratios
+    are unknown, so the correction counts as keeping all tokens. `names`: as in `tally_agents`."""
+    denominator = math.fsum(sample.denominator for sample in samples)
+    tally.add_total("_D", denominator)
+    tally.add_ratio("actor/pg_loss", 0.0, denominator)
     for name in names if len(names) > 1 else ():
-        tally.ratio(f"{AGENT}{name or OTHERS}/pg_loss", 0.0, denominator)
-    for e in examples:
-        enters = e.fresh & np.isfinite(e.mu)
-        kept = e.lag[enters]
-        tally.total("trainer/kept_tokens", len(kept))
-        if e.agents:
-            counts = np.bincount(np.asarray(e.agents)[e.row_of[enters]], minlength=len(names))
+        tally.add_ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", 0.0, denominator)
+
+    for sample in samples:
+        enters_loss = sample.within_staleness & np.isfinite(sample.rollout_logprobs)
+        entered_lags = sample.lag[enters_loss]
+        tally.add_total("trainer/kept_tokens", len(entered_lags))
+
+        if sample.sequence_adapters:
+            counts = np.bincount(
+                np.asarray(sample.sequence_adapters)[sample.sequence_of[enters_loss]], minlength=len(names)
+            )
             for name, count in zip(names, counts.tolist(), strict=True):
-                tally.total(f"{AGENT}{name or OTHERS}/tokens", count)
-        for lag, count in zip(*np.unique(kept, return_counts=True), strict=True):
-            tally.total(f"{KEPT_PREFIX}{lag}", int(count))
+                tally.add_total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", count)
+
+        for lag, count in zip(*np.unique(entered_lags, return_counts=True), strict=True):
+            tally.add_total(f"{KEPT_PREFIX}{lag}", int(count))
 
 
-def batch_metrics(tally: MetricSums, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
-    """The metrics of a whole batch, from the tally merged over all ranks. `change`: what the batch's
-    statistics do to each advantage, which never changes their order."""
+def batch_metrics(
+    tally: MetricSums, scale_advantages: Callable[[np.ndarray], np.ndarray]
+) -> dict[str, float]:
+    """Return the metrics of a whole batch, from the tally merged over all ranks. `scale_advantages`: the
+    batch's normalisation of advantages, which never changes their order."""
     metrics = tally.metrics()
     if "global_seqlen/max" in metrics:
         metrics["global_seqlen/minmax_diff"] = metrics["global_seqlen/max"] - metrics["global_seqlen/min"]
-    for name in ADVANTAGES:
+
+    for name in ADVANTAGE_METRICS:
         if name in metrics:
-            metrics[name] = float(change(np.asarray(metrics[name])))
-    hidden = {name: metrics.pop(name) for name in list(metrics) if name.startswith("_")}
-    metrics |= metrics_of({name.removeprefix("_"): value for name, value in hidden.items()})
+            metrics[name] = float(scale_advantages(np.asarray(metrics[name])))
+
+    internal_sums = {name: metrics.pop(name) for name in list(metrics) if name.startswith("_")}
+    metrics |= metrics_of({name.removeprefix("_"): value for name, value in internal_sums.items()})
     returns, errors = (tally.moments.get(name, Moments()) for name in ("returns", "errors"))
-    fit = explained_variance(returns, errors)
-    if fit is not None:
-        metrics["critic/vf_explained_var"] = fit
+    explained = explained_variance(returns, errors)
+    if explained is not None:
+        metrics["critic/vf_explained_var"] = explained
     if NLL in metrics:  # demonstrations have no advantages, and no version sampled them that could be old
-        return {name: value for name, value in metrics.items() if not name.startswith(OF_SAMPLED)}
-    return metrics | _lags(_histogram(hidden, KEPT_PREFIX), _histogram(metrics, LAG_TOKENS))
+        return {name: value for name, value in metrics.items() if not name.startswith(SAMPLED_METRICS)}
+
+    return metrics | _lag_metrics(
+        _lag_histogram(internal_sums, KEPT_PREFIX), _lag_histogram(metrics, LAG_TOKENS)
+    )
 
 
-def _histogram(values: dict[str, float], prefix: str) -> LagHistogram:
-    found = {name.removeprefix(prefix): n for name, n in values.items() if name.startswith(prefix)}
-    return LagHistogram({int(lag): int(n) for lag, n in found.items()})
+def _lag_histogram(values: dict[str, float], prefix: str) -> LagHistogram:
+    count_by_lag = {
+        name.removeprefix(prefix): count for name, count in values.items() if name.startswith(prefix)
+    }
+    return LagHistogram({int(lag): int(count) for lag, count in count_by_lag.items()})
 
 
-def _lags(kept: LagHistogram, taken: LagHistogram) -> dict[str, float]:
-    """`staleness/lag/*` as measured on the tokens that entered the loss; `lag_taken/max` of all."""
+def _lag_metrics(entered_lags: LagHistogram, all_lags: LagHistogram) -> dict[str, float]:
+    """Return `staleness/lag/*` as measured on the tokens that entered the loss; `lag_taken/max` of all
+    tokens."""
     return {
-        "staleness/lag/mean": kept.mean,
-        **{f"staleness/lag/p{q:02}": kept.quantile(q / 100) for q in (5, 25, 50, 75, 95)},
-        "staleness/lag/min": kept.quantile(0.0),
-        "staleness/lag/max": kept.max,
-        "staleness/lag_taken/max": taken.max,
+        "staleness/lag/mean": entered_lags.mean,
+        **{
+            f"staleness/lag/p{percent:02}": entered_lags.quantile(percent / 100)
+            for percent in (5, 25, 50, 75, 95)
+        },
+        "staleness/lag/min": entered_lags.quantile(0.0),
+        "staleness/lag/max": entered_lags.max,
+        "staleness/lag_taken/max": all_lags.max,
     }
 
 
-class Ratios:
-    """Saves pi/mu of a step's tokens, and what the correction dropped, for the viewer: of one rank, `note` in
-    each micro-batch, `save` after the step."""
+class RatioRecorder:
+    """Saves pi/mu of a step's tokens, and the tokens that the correction dropped, for the viewer. One rank
+    calls `record_micro_batch` for each micro-batch, and `save_step` after the step."""
 
     def __init__(self, run_dir: Path, rank: int, groups_per_batch: int) -> None:
         self._run_dir = run_dir
         self._rank = rank
-        self._groups = groups_per_batch
-        self._found: dict[str, TokenRatios] = {}
+        self._groups_per_batch = groups_per_batch
+        self._recorded: dict[str, TokenRatios] = {}
 
-    def note(self, examples: Sequence[Example], log_ratio: Tensor, dropped: Tensor) -> None:
-        """Tensors are [N], over the model tokens of all examples in order. What was noted of an episode
-        earlier in the step stays: the policy had not moved."""
-        edges = np.cumsum([0, *(e.tokens for e in examples)]).tolist()
-        for e, (start, end) in zip(examples, pairwise(edges), strict=True):
-            uid = e.planned.uid
-            member = int(e.planned.uid[len(e.group) + 1 :])
-            if uid not in self._found and is_kept(int(e.group), member, self._groups):
-                own = slice(start, min(end, start + MOST_TOKENS))
-                values = [round(value, 5) for value in log_ratio[own].tolist()]
-                self._found[uid] = TokenRatios(uid, values, dropped[own].tolist())
+    def record_micro_batch(
+        self, samples: Sequence[TrainingSample], log_ratio: Tensor, is_dropped: Tensor
+    ) -> None:
+        """Record ratios [N], over the model tokens of all samples in order. The first record of an episode in
+        a step stays: the policy had not moved then."""
+        token_edges = np.cumsum([0, *(sample.model_tokens for sample in samples)]).tolist()
+        for sample, (start, end) in zip(samples, pairwise(token_edges), strict=True):
+            uid = sample.planned.uid
+            member = int(sample.planned.uid[len(sample.group) + 1 :])
+            if uid not in self._recorded and is_kept(int(sample.group), member, self._groups_per_batch):
+                token_range = slice(start, min(end, start + MOST_TOKENS))
+                values = [round(value, 5) for value in log_ratio[token_range].tolist()]
+                self._recorded[uid] = TokenRatios(uid, values, is_dropped[token_range].tolist())
 
-    def save(self, step: int) -> None:
-        """Write what was noted, as of this step (counted from 1), and forget it."""
-        save_ratios(self._run_dir, step, self._rank, self._found.values())
-        self._found = {}
+    def save_step(self, step: int) -> None:
+        """Write the records of this step (counted from 1), and forget them."""
+        save_ratios(self._run_dir, step, self._rank, self._recorded.values())
+        self._recorded = {}

@@ -1,4 +1,4 @@
-"""Recorded batches trained once more, by one rank apart from the run: it writes nothing.
+"""Trains recorded batches once more, by one rank apart from the run, without writing anything.
 
 newest checkpoint before a step ──► the recorded plans since, in order ──► the metrics of each batch
 """
@@ -18,65 +18,80 @@ from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError
 from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.batch import with_turns
-from asyncrl.trainer.learner import Learner, Work
+from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
-Deal = Callable[[Sequence[PlannedTrajectory], int], list[list[list[PlannedTrajectory]]]]  # by rank
+Partition = Callable[[Sequence[PlannedTrajectory], int], list[list[list[PlannedTrajectory]]]]  # by rank
 INITIAL = 0  # the step of the policy that a run begins with
 
 
 def retrain(
-    config: RunConfig, reader: RunReader, place: Checkpoints, step: int, budget: int = 0
+    config: RunConfig, reader: RunReader, checkpoints: Checkpoints, step: int, token_budget: int = 0
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, metrics) of each batch from the newest checkpoint before `step` up to it; steps are counted from
-    1. `budget`: tokens of a micro-batch; 0: as recorded. On one CPU rank, with the run's configuration, the
-    same as the run's to the last bit. ConfigError says which steps can be repeated, StoreError what cannot
-    be read."""
-    first = start_of(reader, place, step)
+    """Yield (step, metrics) of each batch from the newest checkpoint before `step` up to it; steps are
+    counted from 1. `token_budget`: tokens of a micro-batch; 0: as recorded. On one CPU rank, with the run's
+    configuration, the metrics equal the run's to the last bit. ConfigError names the steps that can be
+    repeated, StoreError an unreadable record."""
+    first_step = start_step(reader, checkpoints, step)
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
+
     try:
-        learner = Learner(config, world.join(0, 1, device=config.model.device))
+        learner = Learner(config, world.join_ranks(0, 1, device=config.model.device))
         learner.on_spike = "skip"  # the batch is looked at, not left out
-        if first > INITIAL:
-            checkpoint.load(place, first, learner)
-        for number in range(first, step):
-            plan = reader.plan(number)
-            learner.budget = budget or plan.budget
-            for work in recorded(config, reader, plan, learner.deal):
+        if first_step > INITIAL:
+            checkpoint.load_checkpoint(checkpoints, first_step, learner)
+
+        for step_index in range(first_step, step):
+            plan = reader.plan(step_index)
+            learner.token_budget = token_budget or plan.budget
+            for work in recorded_work(config, reader, plan, learner.partition):
                 learner.accumulate(work)
-            yield number + 1, learner.finish()
+            yield step_index + 1, learner.finish()
     finally:
-        world.leave()
+        world.leave_ranks()
 
 
-def start_of(reader: RunReader, place: Checkpoints, step: int) -> int:
-    """Step of the newest sound checkpoint from which every batch up to `step` is recorded. ConfigError."""
-    known = reader.planned_steps()
-    found = max(INITIAL, checkpoint.newest(place, before=step))
-    if step > 0 and known.issuperset(range(found, step)):
-        return found
-    ends = {start: next(n for n in count(start) if n not in known) for start in (INITIAL, *place.steps())}
-    longest = {end: start for start, end in sorted(ends.items(), reverse=True) if end > start}
-    spans = [f"{start + 1} to {end}" for end, start in sorted(longest.items())]
-    why = "it needs a checkpoint before it, and the plans and turns of all batches since"
+def start_step(reader: RunReader, checkpoints: Checkpoints, step: int) -> int:
+    """Return the step of the newest sound checkpoint from which every batch up to `step` is recorded.
+    ConfigError if there is none."""
+    planned_steps = reader.planned_steps()
+    checkpoint_step = max(INITIAL, checkpoint.newest_step(checkpoints, before_step=step))
+    if step > 0 and planned_steps.issuperset(range(checkpoint_step, step)):
+        return checkpoint_step
+    end_of_start = {
+        start: next(planned_step for planned_step in count(start) if planned_step not in planned_steps)
+        for start in (INITIAL, *checkpoints.steps())
+    }
+    start_of_end = {end: start for start, end in sorted(end_of_start.items(), reverse=True) if end > start}
+    spans = [f"{start + 1} to {end}" for end, start in sorted(start_of_end.items())]
+    reason = "it needs a checkpoint before it, and the plans and turns of all batches since"
     if reader.plan_hash(step) is None:
-        why = "no such step was committed"
+        reason = "no such step was committed"
     raise ConfigError(
-        f"step {step} cannot be replayed: {why}; these can: {', '.join(spans) or 'none'} (store.keep_bytes, "
-        "checkpoint.keep and checkpoint.every decide)"
+        f"step {step} cannot be replayed: {reason}; these can: {', '.join(spans) or 'none'} "
+        "(store.keep_bytes, checkpoint.keep and checkpoint.every decide)"
     )
 
 
-def recorded(config: RunConfig, reader: RunReader, plan: Batch, deal: Deal) -> Iterator[Work]:
-    """The parts of the plan as its ranks had them, one rank's after another's."""
-    for part in plan.micros:
-        episodes = map(reader.episode, part)
+def recorded_work(
+    config: RunConfig, reader: RunReader, plan: Batch, partition: Partition
+) -> Iterator[PlannedWork]:
+    """Yield the parts of the plan as its ranks trained them, rank by rank."""
+    for uids in plan.micros:
+        episodes = map(reader.episode, uids)
         temperature = config.rollout.temperature
-        planned = [PlannedTrajectory.of(e, reader.baseline(e.group), temperature) for e in episodes]
-        for share in deal(planned, plan.ranks):
-            ordered = [p for p in chain(*share) if p.uid not in plan.lost]
-            frames = [frame for p in ordered for frame in list(reader.frames(p.uid, p.frames))[::2]]
+        planned = [
+            PlannedTrajectory.of(episode, reader.baseline(episode.group), temperature) for episode in episodes
+        ]
+
+        for rank_parts in partition(planned, plan.ranks):
+            ordered = [trajectory for trajectory in chain(*rank_parts) if trajectory.uid not in plan.lost]
+            frames = [
+                frame
+                for trajectory in ordered
+                for frame in list(reader.frames(trajectory.uid, trajectory.frames))[::2]
+            ]
             if not all(frames):
                 raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")
             yield with_turns(ordered, frames)

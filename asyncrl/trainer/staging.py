@@ -1,8 +1,8 @@
-"""Brings tensors of main memory to a GPU without waiting for it.
+"""Brings tensors of main memory to a GPU without waiting for the GPU.
 
-    tensors ──copied──► one buffer of pinned memory ──one transfer──► one buffer of the GPU ──► views of it
+    tensors ──copied──► one page-locked buffer ──one transfer──► one buffer of the GPU ──► views of the buffer
 
-A transfer from memory that is not pinned waits until the GPU has done all that it was given before.
+A transfer from memory that is not page-locked waits until the GPU has finished all earlier work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALIGNMENT = 16  # bytes: the largest number has as many
 
 
 class Mappable(Protocol):
-    """Has tensors, and can be made anew with others in their places."""
+    """Has tensors, and can be copied with other tensors in their places."""
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> Self: ...
 
@@ -26,8 +26,8 @@ class Mappable(Protocol):
 M = TypeVar("M", bound=Mappable)
 
 
-def moved(value: M, device: torch.device) -> M:
-    """Return the value with all its tensors on this device, by one transfer."""
+def moved_to_device(value: M, device: torch.device) -> M:
+    """Return the value with all tensors on this device, by one transfer."""
     tensors = list[Tensor]()
 
     def collect(tensor: Tensor) -> Tensor:
@@ -46,12 +46,12 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
     ends = np.cumsum([-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]).tolist()
     buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for view, tensor in zip(_views(buffer, tensors, ends), tensors, strict=True):
+    for view, tensor in zip(_tensor_views(buffer, tensors, ends), tensors, strict=True):
         view.copy_(tensor)
-    return _views(buffer.to(device, non_blocking=True), tensors, ends)
+    return _tensor_views(buffer.to(device, non_blocking=True), tensors, ends)
 
 
-def _views(buffer: Tensor, tensors: Sequence[Tensor], ends: Sequence[int]) -> list[Tensor]:
+def _tensor_views(buffer: Tensor, tensors: Sequence[Tensor], ends: Sequence[int]) -> list[Tensor]:
     """Return the parts of the buffer, each with type and shape of its tensor."""
     starts = [0, *ends[:-1]]
     return [

@@ -1,4 +1,5 @@
-"""What a policy learns from a teacher: a model beside it, or what servers told of the tokens of each turn."""
+"""The teacher of a policy: a model beside the policy, or the scores of servers for the tokens of each
+turn."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from asyncrl.types import TokenScores, Turn
 
 @dataclass(frozen=True)
 class Teacher:
-    """Say what the policy is compared with, and how: a name of DIVERGENCES, over the whole vocabulary or
-    classes (`top_k` > 0). `features` [N, ·] of the tokens that a rank scores, and their logits, without
-    gradient; without them, it is compared with what was told of the tokens."""
+    """Says how the policy is compared with a teacher: by a name of DIVERGENCES, over the whole vocabulary or
+    over classes (`top_k` > 0). `features` [N, ·] of the tokens that a rank scores, and `logits_of` for their
+    logits, without gradient; None: the policy is compared with TeacherScores."""
 
     name: str
     top_k: int
@@ -27,66 +28,84 @@ class Teacher:
     logits_of: Callable[[Tensor], Tensor] | None = None
 
 
-class Told(NamedTuple):
-    """Hold what servers told of each token [N]: the likeliest ids [N, k], their log-probs, and that of the
-    token itself."""
+class TeacherScores(NamedTuple):
+    """Holds the scores of servers for each token [N]: the likeliest ids [N, k], their log-probs, and the
+    log-prob of the token itself."""
 
     ids: Tensor
-    top: Tensor
-    sampled: Tensor
+    top_logprobs: Tensor
+    sampled_logprobs: Tensor
 
     @classmethod
-    def of(cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor) -> Told:
-        """Join those of episodes. A token of which nothing was told, and which is not fresh, has zeros."""
+    def concatenate(
+        cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor
+    ) -> TeacherScores:
+        """Join the scores of episodes. A token without scores, which is not fresh, has zeros."""
         ids, top = (torch.from_numpy(np.concatenate(column)) for column in zip(*likeliest, strict=True))
         return cls(ids.long(), top.to(reference.dtype).nan_to_num(nan=-math.inf), reference.nan_to_num())
 
 
-def distances(table: Tensor, labels: Tensor, other: Tensor | Told, teacher: Teacher) -> dict[str, Tensor]:
-    """Return the divergence between one's own log-probs [N, V] and a teacher's table, or what it told; and
-    the teacher's log-probs of the labels."""
-    sampled = labels[:, None]
-    if isinstance(other, Tensor):
-        reference = other.gather(1, sampled)[:, 0]
+def distances(
+    table: Tensor, labels: Tensor, teacher_table: Tensor | TeacherScores, teacher: Teacher
+) -> dict[str, Tensor]:
+    """Return the divergence between the policy's log-probs [N, V] and a teacher's table or scores, and the
+    teacher's log-probs of the labels."""
+    sampled_ids = labels[:, None]
+    if isinstance(teacher_table, Tensor):
+        reference = teacher_table.gather(1, sampled_ids)[:, 0]
         if not teacher.top_k:
-            return {"divergence": divergence(table, other, teacher.name), "reference": reference}
-        known = other[:, : table.shape[1]]  # vocabularies may be filled up to different sizes
-        top, ids = known.topk(min(teacher.top_k, known.shape[1]))
-        other = Told(ids, top, reference)
-    ids = other.ids.clamp(0, table.shape[1] - 1)
-    again = (ids[:, :, None] == ids[:, None]).sum(-1) > 1  # SGLang calls its last id 0
-    apart = again | (ids != other.ids) | (ids == sampled)
-    own = lumped(table.gather(1, ids), table.gather(1, sampled)[:, 0], apart)
-    found = divergence(own, lumped(other.top, other.sampled, apart), teacher.name)
-    return {"divergence": found.to(table.dtype), "reference": other.sampled}
+            return {"divergence": divergence(table, teacher_table, teacher.name), "reference": reference}
+        # Vocabularies may be filled up to different sizes.
+        known_logprobs = teacher_table[:, : table.shape[1]]
+        top_logprobs, ids = known_logprobs.topk(min(teacher.top_k, known_logprobs.shape[1]))
+        teacher_table = TeacherScores(ids, top_logprobs, reference)
+
+    ids = teacher_table.ids.clamp(0, table.shape[1] - 1)
+    is_repeated = (ids[:, :, None] == ids[:, None]).sum(-1) > 1  # SGLang calls its last id 0
+    is_excluded = is_repeated | (ids != teacher_table.ids) | (ids == sampled_ids)
+    policy_classes = lumped(table.gather(1, ids), table.gather(1, sampled_ids)[:, 0], is_excluded)
+    divergences = divergence(
+        policy_classes,
+        lumped(teacher_table.top_logprobs, teacher_table.sampled_logprobs, is_excluded),
+        teacher.name,
+    )
+
+    return {"divergence": divergences.to(table.dtype), "reference": teacher_table.sampled_logprobs}
 
 
-def scores_of(turn: Turn, top: int) -> TokenScores:
-    """Returns what the scorer of a turn makes of it; NaN and zeros without one, or where it
-    was asked for another number of likeliest tokens."""
-    size = 4 * len(turn.ids)
-    if turn.scores and (not top or len(turn.scores.ids) == top * size):
+def scores_of(turn: Turn, topk: int) -> TokenScores:
+    """Return the scorer's results for a turn; NaN and zeros without a scorer, or if it was asked for another
+    number of likeliest tokens."""
+    id_bytes = 4 * len(turn.ids)
+    if turn.scores and (not topk or len(turn.scores.ids) == topk * id_bytes):
         return turn.scores
-    unknown = np.full(len(turn.ids), np.nan, "<f4").tobytes()
-    return TokenScores(unknown, bytes(top * size), bytes(top * size))
+    unknown_logprobs = np.full(len(turn.ids), np.nan, "<f4").tobytes()
+    return TokenScores(unknown_logprobs, bytes(topk * id_bytes), bytes(topk * id_bytes))
 
 
-def references(turns: Sequence[Turn], top: int) -> np.ndarray:
-    """Returns its log-probs of their tokens."""
-    told = b"".join(scores_of(turn, top).logprobs for turn in turns)
-    return np.frombuffer(told, "<f4").astype(np.float64)
+def references(turns: Sequence[Turn], topk: int) -> np.ndarray:
+    """Return the scorer's log-probs of the turns' tokens."""
+    encoded_logprobs = b"".join(scores_of(turn, topk).logprobs for turn in turns)
+    return np.frombuffer(encoded_logprobs, "<f4").astype(np.float64)
 
 
-def likeliest(turns: Sequence[Turn], top: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens [T, top] that this scorer finds likeliest, and their log-probs."""
-    ids, logs = (b"".join(getattr(scores_of(turn, top), name) for turn in turns) for name in ("ids", "top"))
-    return np.frombuffer(ids, "<i4").reshape(-1, top), np.frombuffer(logs, "<f4").reshape(-1, top)
+def topk_of_turns(turns: Sequence[Turn], topk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scorer's likeliest tokens [T, topk], and their log-probs."""
+    encoded_ids, encoded_logprobs = (
+        b"".join(getattr(scores_of(turn, topk), name) for turn in turns) for name in ("ids", "top")
+    )
+    return np.frombuffer(encoded_ids, "<i4").reshape(-1, topk), np.frombuffer(
+        encoded_logprobs, "<f4"
+    ).reshape(-1, topk)
 
 
-def taught_rows(rows: Sequence[Sequence[int]], turns: Sequence[Turn]) -> tuple[np.ndarray, ...]:
-    """Return the rows with the prompts that a teacher reads; none where these are the same."""
-    begun = {turn.row: turn for turn in turns if turn.taught}
-    if not begun:
+def teacher_sequences_of(sequences: Sequence[Sequence[int]], turns: Sequence[Turn]) -> tuple[np.ndarray, ...]:
+    """Return the sequences behind the teacher's prompts; none where these are the policy's."""
+    turn_by_sequence = {turn.row: turn for turn in turns if turn.taught}
+    if not turn_by_sequence:
         return ()
-    ids = ([*begun[i].taught, *row[len(begun[i].context) :]] for i, row in enumerate(rows))
-    return tuple(np.asarray(row, dtype=np.int32) for row in ids)
+    teacher_ids = (
+        [*turn_by_sequence[index].taught, *sequence[len(turn_by_sequence[index].context) :]]
+        for index, sequence in enumerate(sequences)
+    )
+    return tuple(np.asarray(sequence, dtype=np.int32) for sequence in teacher_ids)

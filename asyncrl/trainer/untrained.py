@@ -1,10 +1,10 @@
-"""In place of the trainer where nothing is trained: it gives the engines the model as it is, as version 0.
+"""Replaces the trainer where nothing is trained: publishes the unchanged model to the engines as version 0.
 
-consumes: welcome, stop (control)
-waits for: the end of the run
-unblocks: the engines (the published version)
+    consumes: welcome, stop (control)
+    waits for: the end of the run
+    unblocks: the engines (the published version)
 
-It computes on the CPU, so that engines have the GPUs, and has neither optimizer nor gradients.
+Computation is on the CPU, so that engines have the GPUs; there are neither optimizer nor gradients.
 """
 
 from __future__ import annotations
@@ -29,60 +29,71 @@ from asyncrl.wire.messages.trainer import Committed, GrantDevices, Probed, Train
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 log = logging.getLogger("asyncrl.trainer")
-BEAT_EVERY = 0.5
-HELLO_EVERY = 4.0
+HEARTBEAT_SECONDS = 0.5
+HELLO_SECONDS = 4.0
 
 
 def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
-    """Publish once, then beat until the coordinator sends Stop. Returns the exit code."""
+    """Publish once, then send heartbeats until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
-    mesh = world.join(0, 1, rendezvous, "cpu", progress_limit(config))
-    policy = load_policy(config.model, mesh, adapters=config.adapters, frozen=True)
+    trainer_world = world.join_ranks(0, 1, rendezvous, "cpu", progress_limit(config))
+    policy = load_policy(config.model, trainer_world, adapters=config.adapters, frozen=True)
+
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", 0, incarnation), endpoints.keys)
-    publishing = Publishing(config, endpoints, Path(config.run_dir) / config.name, mesh, policy)
+    publishing = Publishing(config, endpoints, Path(config.run_dir) / config.name, trainer_world, policy)
     try:
-        log.info("leaving: %s", _serve(config, link, publishing, incarnation, policy.vocabulary))
+        log.info("leaving: %s", _serve_weights(config, link, publishing, incarnation, policy.vocabulary))
         publishing.drain()
     finally:
         link.close()
-        world.leave()
+        world.leave_ranks()
+
     return 0
 
 
-def _serve(config: RunConfig, link: Link, publishing: Publishing, incarnation: str, vocabulary: int) -> str:
-    """The reason of the stop. A coordinator that is silent, as it was started again, is greeted anew, and
-    told again what it may not know. DeadlineError without its first answer."""
-    hello = TrainerHello(0, 1, incarnation, 0, vocabulary)
-    probed = None
-    heard_at = hello_at = time.monotonic()
-    link.send(hello)
+def _serve_weights(
+    config: RunConfig, link: Link, publishing: Publishing, incarnation: str, vocabulary: int
+) -> str:
+    """Serve until Stop, and return its reason. A silent coordinator, which may have been restarted, gets a
+    hello again, and the messages that it may not know. DeadlineError if the first answer does not come."""
+    hello_message = TrainerHello(0, 1, incarnation, 0, vocabulary)
+    probed_message = None
+    heard_at = time.monotonic()
+    hello_at = heard_at
+    link.send(hello_message)
+
     while True:
         now = time.monotonic()
-        publishing.check()
-        if probed is None and now > heard_at + silence_limit(config):
+        publishing.raise_failure()
+        if probed_message is None and now > heard_at + silence_limit(config):
             raise DeadlineError(f"waited {silence_limit(config):g} s for the coordinator's welcome")
-        if now > max(heard_at, hello_at) + HELLO_EVERY:
+
+        if now > max(heard_at, hello_at) + HELLO_SECONDS:
             hello_at = now
-            link.send(hello)
-        link.send(TrainerBeat(0, 0.0, 0.0, publishing.unwritten, 0, 0))
-        received = link.receive(BEAT_EVERY)
+            link.send(hello_message)
+
+        link.send(TrainerBeat(0, 0.0, 0.0, publishing.unwritten_reason, 0, 0))
+
+        received = link.receive(HEARTBEAT_SECONDS)
         while received is not None:
             message: ToTrainerControl = received[0]
             heard_at = time.monotonic()
+
             match message:
                 case Stop():
                     return message.reason
-                case Welcome() if probed is None:
+                case Welcome() if probed_message is None:
                     version = PolicyVersion(message.trainer_epoch, 0)
                     publishing.publish(version)
-                    probed = Probed(version, publishing.probe())
-                    link.send(probed)
+                    probed_message = Probed(version, publishing.score_probe())
+                    link.send(probed_message)
                 case Welcome():
-                    for known in filter(None, (probed, publishing.announced)):
-                        link.send(known)
+                    for earlier_message in filter(None, (probed_message, publishing.announced)):
+                        link.send(earlier_message)
                 case Committed() | GrantDevices():
                     pass  # nothing is trained
                 case _:
                     assert_never(message)
+
             received = link.receive(0.0)

@@ -1,12 +1,13 @@
-"""The ranks of one trainer: process group, device and mesh. One rank has them too, and exchanges nothing.
+"""The ranks of one trainer: process group, device and mesh. A single rank has the same, and exchanges
+nothing.
 
 Some ranks may share each sequence (sequence parallelism over heads: DeepSpeed Ulysses, arXiv 2309.14509):
 
     T/S tokens, all heads ──► T tokens, 1/S of the heads ── attention ──► T/S tokens, all heads
 
-Everything but attention is computed token by token. What is computed of the selected tokens is gathered, so
-all S ranks have the same loss. The gradient of an exchange is its adjoint, so the gradients of all S ranks
-add up to that of the sum of their equal losses.
+Everything but attention is computed token by token. The results for selected tokens are gathered, so all S
+ranks have the same loss. The gradient of an exchange is its adjoint, so the gradients of all S ranks add up
+to the gradient of the sum of their equal losses.
 """
 
 from __future__ import annotations
@@ -37,22 +38,24 @@ from torch.nn.functional import pad
 from asyncrl.errors import ConfigError, DeadlineError, ProtocolError, fulfil
 
 T = TypeVar("T")
-MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 40 bytes per model token
-PART_BYTES = 64 << 20  # of it that travel at once
-GRADIENT_BYTES = 256 << 20  # of gradients that replicas average in one all-reduce
-TCP = "tcp://"  # a rendezvous that begins so is a host and a port; any other is the path of a file
-MEET_POLL = 0.05  # seconds between two looks for the other ranks
-DIAL_SECONDS = 2.0  # for rank 0's store to answer; it is dialled again until the ranks' limit to meet
-OWN_DIAL_SECONDS = 60.0  # for rank 0 to reach the store that it has just opened, on a busy machine, too
+MAX_BYTES = 4 << 30  # limit of a rank's value; a whole batch takes about 40 bytes per model token
+PART_BYTES = 64 << 20  # bytes of a value that travel at once
+GRADIENT_BYTES = 256 << 20  # bytes of gradients in one all-reduce of replicas
+TCP = "tcp://"  # prefix of a rendezvous with host and port; otherwise it is the path of a file
+MEET_POLL = 0.05  # seconds between two checks for the other ranks
+DIAL_SECONDS = 2.0  # rank 0's store must answer in this time; ranks dial again until their limit
+OWN_DIAL_SECONDS = 60.0  # rank 0's limit to reach its own new store, on a busy machine
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `mesh`: the
-    ranks that this one's copy of the weights is sharded over, [ranks of a replica]. `sequence`: the ranks
-    that share this one's micro-batches; None: it has its own. `group`: what all talk through; None: the
-    default one. `rendezvous`: where they met. `replica_group`: the ranks that hold this one's shards in the
-    other copies of the weights, and this rank; None: there is one copy."""
+    """This process among `size` ranks. Every method is a collective: all ranks call it, or none.
+
+    `mesh`: the ranks over which this rank's copy of the weights is sharded, [ranks of a replica]. `sequence`:
+    the ranks that share this rank's micro-batches; None: no sharing. `group`: the process group of all
+    messages; None: the default group. `rendezvous`: where the ranks met. `replica_group`: this rank, and the
+    ranks that hold the same shards in other copies of the weights; None: there is one copy.
+    """
 
     rank: int
     size: int
@@ -65,56 +68,65 @@ class World:
 
     @property
     def data_ranks(self) -> int:
-        """Micro-batches that are computed at once."""
+        """Return how many micro-batches are computed at once."""
         return self.size // (self.sequence.count if self.sequence else 1)
 
     def arranged(self, replicas: int, sequence: int, timeout_s: float = 0.0) -> World:
-        """The same ranks with weights sharded over each of `replicas` equal parts of them (HSDP), and with
-        micro-batches that `sequence` neighbours share. Both divide the ranks. `timeout_s`: of
-        their collectives; 0: torch's default.
+        """Return the same ranks with weights sharded over each of `replicas` equal parts (HSDP), and with
+        micro-batches that `sequence` neighbours share. Both divide the ranks. `timeout_s`: of the parts'
+        collectives; 0: torch's default.
 
         FSDP2 is not told of the replicas. With a mesh of two dimensions it would all-reduce the gradients of
-        every micro-batch, and only a backward can make it do so, but which micro-batch of a step is the last
-        one is not known in advance. So it shards within a replica, and `average_gradients` does the rest.
+        every micro-batch, unless told before the last backward of a step, and the last micro-batch is not
+        known in advance. So FSDP2 shards within a replica, and `average_gradients` does the rest.
         """
-        kind = self.device.type
+        device_type = self.device.type
         mesh = self.mesh
-        ranks = None
-        groups = list[dist.ProcessGroup]()
+        sequence_ranks = None
+        process_groups = list[dist.ProcessGroup]()
         replica_group = None
         if replicas > 1:
             names = ("replicate", "shard")
             shape = (replicas, self.size // replicas)
-            replica_shard_mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-            groups += replica_shard_mesh.get_all_groups()
+            replica_shard_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+            process_groups += replica_shard_mesh.get_all_groups()
             mesh = replica_shard_mesh["shard"]
             replica_group = replica_shard_mesh.get_group("replicate")
+
         if sequence > 1:
-            group = init_device_mesh(kind, (self.size // sequence, sequence)).get_group(1)
-            ranks = SequenceRanks(group, self.rank % sequence, sequence)
-            groups.append(group)
-        for own in groups if timeout_s else ():  # a mesh gives its groups torch's default
-            _set_pg_timeout(timedelta(seconds=timeout_s), own)
-        return replace(self, mesh=mesh, sequence=ranks, replica_group=replica_group)
+            group = init_device_mesh(device_type, (self.size // sequence, sequence)).get_group(1)
+            sequence_ranks = SequenceRanks(group, self.rank % sequence, sequence)
+            process_groups.append(group)
+
+        if timeout_s:  # a mesh gives its groups torch's default timeout
+            for process_group in process_groups:
+                _set_pg_timeout(timedelta(seconds=timeout_s), process_group)
+
+        return replace(self, mesh=mesh, sequence=sequence_ranks, replica_group=replica_group)
 
     @torch.no_grad()
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average over the replicas the gradients that FSDP2 has averaged within each of them, once a step.
-        They lie in `.grad` and nowhere else, so that `zero_grad` drops those of a batch that is left out."""
+        """Average over the replicas the gradients that FSDP2 has averaged within each replica, once a step.
+        Gradients lie in `.grad` only, so that `zero_grad` drops the gradients of a batch that is left out."""
         if self.replica_group is None:
             return
-        shards = [cast(DTensor, p.grad).to_local() for p in parameters if p.grad is not None]
-        for bucket in _in_buckets(shards, GRADIENT_BYTES):
-            parts = [shard.flatten() for shard in bucket]
-            joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)  # perhaps offloaded
-            dist.all_reduce(joined, group=self.replica_group)
-            joined /= self.replica_group.size()
-            averages = joined.split([shard.numel() for shard in bucket])
+        gradient_shards = [
+            cast(DTensor, parameter.grad).to_local() for parameter in parameters if parameter.grad is not None
+        ]
+
+        for bucket in _in_buckets(gradient_shards, GRADIENT_BYTES):
+            flat_shards = [shard.flatten() for shard in bucket]
+            # Shards may be offloaded.
+            joined_shards = flat_shards[0] if len(flat_shards) == 1 else torch.cat(flat_shards)
+            joined_shards = joined_shards.to(self.device)
+            dist.all_reduce(joined_shards, group=self.replica_group)
+            joined_shards /= self.replica_group.size()
+            averages = joined_shards.split([shard.numel() for shard in bucket])
             for shard, average in zip(bucket, averages, strict=True):
                 shard.copy_(average.view_as(shard))
 
-    def apart(self, timeout_s: float) -> World:
-        """The same ranks with a group of their own on the CPU, for a thread beside training."""
+    def with_own_group(self, timeout_s: float) -> World:
+        """Return the same ranks with a separate group on the CPU, for a thread beside training."""
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
     def use_device(self) -> None:
@@ -122,76 +134,98 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def collect(self, shard: DTensor) -> Tensor:
-        """The whole of a tensor that is sharded along its first dimension, on rank 0 and the CPU; something
-        else on the others. The first replica's ranks send their shards."""
-        mine = shard.to_local().cpu()
-        shards = self.mesh.shape[-1]
-        rows = -(-shard.shape[0] // shards)
-        if shards == 1:
-            return mine
-        if self.rank:
-            if mine.numel() and self.rank < shards:
-                dist.send(mine, 0, group=self.group)
-            return mine
-        whole = mine.new_empty(shard.shape)
-        whole[:rows] = mine
-        for start in range(rows, shard.shape[0], rows):
-            dist.recv(whole[start : start + rows], start // rows, group=self.group)
-        return whole
+    def collect_on_rank_zero(self, shard: DTensor) -> Tensor:
+        """Return a whole tensor, sharded along its first dimension, on rank 0 and the CPU; a local shard on
+        other ranks. The first replica's ranks send their shards."""
+        local_shard = shard.to_local().cpu()
+        shard_count = self.mesh.shape[-1]
+        rows_per_shard = -(-shard.shape[0] // shard_count)
+        if shard_count == 1:
+            return local_shard
 
-    def gather(self, value: T, kind: type[T]) -> list[T]:
-        """The values of all ranks, in rank order, on all ranks; a rank alone gets its own object back.
+        if self.rank:
+            if local_shard.numel() and self.rank < shard_count:
+                dist.send(local_shard, 0, group=self.group)
+            return local_shard
+
+        whole_tensor = local_shard.new_empty(shard.shape)
+        whole_tensor[:rows_per_shard] = local_shard
+        for first_row in range(rows_per_shard, shard.shape[0], rows_per_shard):
+            dist.recv(
+                whole_tensor[first_row : first_row + rows_per_shard],
+                first_row // rows_per_shard,
+                group=self.group,
+            )
+
+        return whole_tensor
+
+    def gather(self, value: T, value_type: type[T]) -> list[T]:
+        """Return the values of all ranks, in rank order, on all ranks; a rank alone gets its own object back.
 
         Nothing is unpickled: the values travel as msgpack in parts, their lengths ahead of them. Raises
-        ProtocolError for what is no `kind` and, on all ranks alike, when a value is over MAX_BYTES.
+        ProtocolError for a value that is no `value_type` and, on all ranks, when a value is over MAX_BYTES.
         """
         if self.size == 1:
             return [value]
-        encoded = self._exchange(msgspec.msgpack.encode(value))
-        with ProtocolError.instead_of(msgspec.DecodeError, text=f"a trainer rank sent what is no {kind}"):
-            return [msgspec.msgpack.decode(one, type=kind) for one in encoded]
 
-    def gather_data(self, value: T, kind: type[T]) -> list[T]:
-        """Gathers as `gather` does, but ranks that share a micro-batch count once."""
-        return self.gather(value, kind)[:: self.size // self.data_ranks]
+        encoded_values = self._gather_bytes(msgspec.msgpack.encode(value))
+        with ProtocolError.instead_of(
+            msgspec.DecodeError, text=f"a trainer rank sent what is no {value_type}"
+        ):
+            return [
+                msgspec.msgpack.decode(encoded_value, type=value_type) for encoded_value in encoded_values
+            ]
 
-    def check_shared(self, value: T, kind: type[T]) -> None:
-        """ProtocolError, on all ranks alike, unless those that share micro-batches have the same value."""
+    def gather_data(self, value: T, value_type: type[T]) -> list[T]:
+        """Gather as `gather` does, but count ranks that share a micro-batch once."""
+        return self.gather(value, value_type)[:: self.size // self.data_ranks]
+
+    def check_shared(self, value: T, value_type: type[T]) -> None:
+        """Raise ProtocolError on all ranks, unless ranks that share micro-batches have the same value."""
         if self.sequence is None:
             return
-        found = self.gather(value, kind)
-        sharing = self.sequence.count
-        others = [rank for rank, own in enumerate(found) if own != found[rank - rank % sharing]]
-        if others:
+        values = self.gather(value, value_type)
+        sharing_ranks = self.sequence.count
+        differing_ranks = [
+            rank
+            for rank, rank_value in enumerate(values)
+            if rank_value != values[rank - rank % sharing_ranks]
+        ]
+
+        if differing_ranks:
             raise ProtocolError(
-                f"trainer ranks that share a micro-batch were given different ones: {len(others)} of "
-                f"{self.size} ranks, first rank {others[0]}"
+                "trainer ranks that share a micro-batch were given different ones: "
+                f"{len(differing_ranks)} of {self.size} ranks, first rank {differing_ranks[0]}"
             )
 
-    def _exchange(self, mine: bytes) -> list[bytearray]:
+    def _gather_bytes(self, own_bytes: bytes) -> list[bytearray]:
         """Return the bytes of all ranks."""
-        lengths = [int(length) for length in self._all(torch.tensor([len(mine)]))]
+        lengths = [int(length) for length in self._gather_tensors(torch.tensor([len(own_bytes)]))]
         longest = max(lengths)
         if longest > MAX_BYTES:
             raise ProtocolError(
                 f"trainer ranks exchange values of {lengths} bytes, at most {MAX_BYTES} each: the batch is "
                 "too large for what its recipe compares across ranks; use a smaller batch or more ranks"
             )
-        whole = [bytearray() for _ in lengths]
+
+        gathered = [bytearray() for _ in lengths]
         for start in range(0, longest, PART_BYTES):
             end = min(start + PART_BYTES, longest)
-            part = bytearray(mine[start:end].ljust(end - start, b"\0"))
-            for some, theirs in zip(whole, self._all(torch.frombuffer(part, dtype=torch.uint8)), strict=True):
-                some += theirs.numpy().tobytes()
-        for some, length in zip(whole, lengths, strict=True):
-            del some[length:]
-        return whole
+            own_part = bytearray(own_bytes[start:end].ljust(end - start, b"\0"))
+            for rank_bytes, rank_part in zip(
+                gathered, self._gather_tensors(torch.frombuffer(own_part, dtype=torch.uint8)), strict=True
+            ):
+                rank_bytes += rank_part.numpy().tobytes()
 
-    def _all(self, mine: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, of one shape, on the CPU."""
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine, group=self.group)
+        for rank_bytes, length in zip(gathered, lengths, strict=True):
+            del rank_bytes[length:]
+
+        return gathered
+
+    def _gather_tensors(self, own_tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, all of the same shape, on the CPU."""
+        parts = [torch.empty_like(own_tensor) for _ in range(self.size)]
+        dist.all_gather(parts, own_tensor, group=self.group)
         return parts
 
 
@@ -199,61 +233,63 @@ def _in_buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]
     """Yield the tensors in order, in lists of at most `limit` bytes; a larger tensor is alone."""
     bucket: list[Tensor] = []
     for tensor in tensors:
-        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > limit:
+        if bucket and sum(tensor_in_bucket.nbytes for tensor_in_bucket in bucket) + tensor.nbytes > limit:
             yield bucket
             bucket = []
         bucket.append(tensor)
+
     if bucket:
         yield bucket
 
 
-class Words:
-    """Hold what rank 0 tells the others, one word after another, and their meetings. A rank that waits here
-    is in no collective, whose time would run out. Like collectives, it asks nobody for a key; it listens on
-    the address of the rendezvous only. DistNetworkError: rank 0 is gone."""
+class RankZeroBroadcast:
+    """Broadcast and barrier over a TCPStore: unlike collectives, waiting has no timeout. Like collectives,
+    the store asks for no key; it listens on the address of the rendezvous only. DistNetworkError: rank 0 is
+    gone."""
 
     def __init__(self, world: World) -> None:
         self._size = world.size
-        self._told = 0
+        self._word_count = 0
         self._meetings = 0
         self._store: Any = HashStore()
+
         if world.size > 1:
             address = _address(world.rendezvous)
             host = address[0] if address else "127.0.0.1"
             open_store = partial(TCPStore, host, wait_for_workers=False)
             listener = _listener(host) if world.rank == 0 else None
             port = world.gather(listener.getsockname()[1] if listener else 0, int)[0]
-            own: dict[str, Any] = (
+            listener_options: dict[str, Any] = (
                 {"is_master": True, "master_listen_fd": listener.detach()} if listener else {}
             )
-            self._store = open_store(port, **own)
+            self._store = open_store(port, **listener_options)
 
-    def tell(self, word: bytes) -> None:
-        """On rank 0. The word before the last is forgotten: there was a meeting since."""
-        self._told += 1
-        self._store.set(f"word {self._told}", word)
-        self._store.delete_key(f"word {self._told - 2}")
+    def send_word(self, word: bytes) -> None:
+        """Send a word from rank 0. The word before the last is deleted: a meeting took place since."""
+        self._word_count += 1
+        self._store.set(f"word {self._word_count}", word)
+        self._store.delete_key(f"word {self._word_count - 2}")
 
-    def heard(self) -> bytes | None:
-        """On the others: the next word, if it was told."""
-        if not self._store.check([name := f"word {self._told + 1}"]):
+    def next_word(self) -> bytes | None:
+        """Return the next word on the other ranks; None: not sent yet."""
+        if not self._store.check([name := f"word {self._word_count + 1}"]):
             return None
-        self._told += 1
+        self._word_count += 1
         return bytes(self._store.get(name))
 
-    def arrive(self) -> None:
-        """This rank is at the next meeting."""
+    def arrive_at_meeting(self) -> None:
+        """Count this rank at the next meeting."""
         self._meetings += 1
         self._store.add("arrived", 1)
 
     @property
     def all_arrived(self) -> bool:
-        """All ranks are, or were, at the meeting of this one."""
+        """True if all ranks have arrived at this rank's meeting."""
         return self._store.add("arrived", 0) >= self._meetings * self._size
 
 
 def _listener(host: str) -> socket.socket:
-    """A socket on this machine's address of that name alone, and a free port."""
+    """Return a socket on this machine's address of that name alone, and a free port."""
     with ConfigError.instead_of(
         OSError, text=f"trainer rank 0 cannot listen on {host}, the address of its node"
     ):
@@ -270,28 +306,28 @@ def wait_to_meet(waits: Iterator[str]) -> None:
         time.sleep(MEET_POLL)
 
 
-def join(
+def join_ranks(
     rank: int,
     size: int,
     rendezvous: str = "",
     device: str = "auto",
     timeout_s: float = 600.0,
     meet_s: float = 600.0,
-    meet: Meet = wait_to_meet,
+    wait_for_ranks: Meet = wait_to_meet,
 ) -> World:
     """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever; so does
-    the making of what NCCL talks through, which a collective would wait for without a limit.
+    the creation of NCCL's communicator, for which a collective would wait without a limit.
 
-    `rendezvous` is a fresh `tcp://host:port` or the path of a file that is not there yet, the same for all
-    ranks; one rank alone needs none. `meet` waits for the others, at most `meet_s` seconds (DeadlineError).
-    Raises ConfigError for a device this machine does not have.
+    `rendezvous` is a fresh `tcp://host:port` or the path of a new file, the same for all ranks; a rank alone
+    needs none. `wait_for_ranks` waits for all ranks, at most `meet_s` seconds (DeadlineError). Raises
+    ConfigError for a device that this machine does not have.
     """
-    place = _device(device, rank)
+    rank_device = _device(device, rank)
     if size > 1 and not rendezvous:
         raise ConfigError(f"{size} trainer ranks need a rendezvous address")
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if rank_device.type == "cuda" else "gloo"
     meeting = _Meeting(rank, size, rendezvous, meet_s)
-    meet(meeting.waits())
+    wait_for_ranks(meeting.waits())
     meeting.store.set_timeout(timedelta(seconds=timeout_s))  # torch does so for a URL only
     init_group = partial(
         dist.init_process_group,
@@ -301,17 +337,19 @@ def join(
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
-    if place.type == "cuda" and size > 1:
-        meet(_wait_for_nccl(partial(_init_nccl, init_group, place), place, timeout_s))
+
+    if rank_device.type == "cuda" and size > 1:
+        wait_for_ranks(_wait_for_nccl(partial(_init_nccl, init_group, rank_device), rank_device, timeout_s))
     else:
         init_group()
-    return World(rank, size, place, init_device_mesh(place.type, (size,)), rendezvous=rendezvous)
+
+    return World(rank, size, rank_device, init_device_mesh(rank_device.type, (size,)), rendezvous=rendezvous)
 
 
 def _init_nccl(init_group: Callable[..., None], device: torch.device) -> None:
-    """Enter the process group from a thread of its own, and make its communicator on this rank's GPU: bound
-    to the device, torch makes it at once, and what is added up shows that all ranks have it."""
-    torch.cuda.set_device(device)  # of this thread
+    """Enter the process group from a separate thread, and make its communicator on this rank's GPU: bound to
+    the device, torch makes it at once, and the sum shows that all ranks have it."""
+    torch.cuda.set_device(device)  # the device of this thread
     init_group(device_id=device)
     ranks = torch.ones(1, device=device)
     dist.all_reduce(ranks)
@@ -319,12 +357,13 @@ def _init_nccl(init_group: Callable[..., None], device: torch.device) -> None:
 
 
 def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: float) -> Iterator[str]:
-    """Yield the name of the wait while `init_nccl` runs, which nothing can interrupt: its thread keeps no
-    process from ending. Raises what it raises, and DeadlineError after `limit` seconds."""
-    connected: Future[None] = Future()
-    threading.Thread(target=fulfil, args=(connected, init_nccl), name="nccl-join", daemon=True).start()
+    """Yield the name of the wait while `init_nccl` runs, uninterruptible, in a thread that keeps no process
+    from ending. Raises its error, and DeadlineError after `limit` seconds."""
+    nccl_future: Future[None] = Future()
+    threading.Thread(target=fulfil, args=(nccl_future, init_nccl), name="nccl-join", daemon=True).start()
+
     deadline = time.monotonic() + limit
-    while not connected.done():
+    while not nccl_future.done():
         yield f"trainer ranks connect their GPUs by NCCL (this one: {device})"
 
         if time.monotonic() > deadline:
@@ -332,18 +371,19 @@ def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: f
                 f"NCCL did not connect the trainer's ranks within {limit:g} s; set NCCL_DEBUG=INFO to "
                 "see why, NCCL_SOCKET_IFNAME to choose the network interface"
             )
-    connected.result()
+
+    nccl_future.result()
 
 
 class _Meeting:
-    """The store through which ranks exchange their addresses, and the wait until all have come to it. torch's
+    """The store through which ranks exchange their addresses, and the wait until all have arrived. torch's
     own rendezvous takes a URL, whose path it does not decode, and names no wait."""
 
     def __init__(self, rank: int, size: int, rendezvous: str, limit: float) -> None:
         self._rank = rank
         self._size = size
         self._rendezvous = rendezvous
-        self._limit = limit
+        self._meet_limit = limit
         self._store: Store | None = None
 
     @property
@@ -353,32 +393,34 @@ class _Meeting:
 
     def waits(self) -> Iterator[str]:
         """Yield the name of the wait while ranks are missing. Raises DeadlineError after the limit."""
-        deadline = time.monotonic() + self._limit
-        while missing := self._missing():
-            names = ", ".join(map(str, missing))
-            name = f"trainer ranks meet: of {self._size}, not there yet: {names}"
-            yield name
+        deadline = time.monotonic() + self._meet_limit
+        while missing_ranks := self._missing_ranks():
+            names = ", ".join(map(str, missing_ranks))
+            wait_name = f"trainer ranks meet: of {self._size}, not there yet: {names}"
+            yield wait_name
 
             if time.monotonic() > deadline:
-                log_name = f"logs/trainer-{missing[0]}.log"
+                log_name = f"logs/trainer-{missing_ranks[0]}.log"
                 raise DeadlineError(
-                    f"waited {self._limit:g} s at {self._rendezvous}: {name}; {log_name} may say why"
+                    f"waited {self._meet_limit:g} s at {self._rendezvous}: {wait_name}; "
+                    f"{log_name} may say why"
                 )
 
-    def _missing(self) -> list[int]:
-        """Return the ranks that have not come yet; rank 0 alone while its store does not answer."""
+    def _missing_ranks(self) -> list[int]:
+        """Return the ranks that have not arrived yet; rank 0 alone while its store does not answer."""
         try:
             if self._store is None:
-                store = self._open()
+                store = self._open_store()
                 store.set(f"rank {self._rank}", "")
                 self._store = store
         except DistNetworkError:
             if self._rank == 0:
                 raise
             return [0]
+
         return [rank for rank in range(self._size) if not self._store.check([f"rank {rank}"])]
 
-    def _open(self) -> Store:
+    def _open_store(self) -> Store:
         if not self._rendezvous:
             return HashStore()
         address = _address(self._rendezvous)
@@ -387,6 +429,7 @@ class _Meeting:
         host, port = address
         is_master = self._rank == 0
         dial_seconds = OWN_DIAL_SECONDS if is_master else DIAL_SECONDS
+
         return TCPStore(
             host,
             port,
@@ -405,7 +448,7 @@ def _address(rendezvous: str) -> tuple[str, int] | None:
     return host.strip("[]"), int(port)
 
 
-def leave() -> None:
+def leave_ranks() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -425,34 +468,35 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """This rank, number `index` of the `count` ranks of `group`, which compute the same micro-batch."""
+    """This rank, number `index` of the `count` ranks of `group`, all of which compute the same
+    micro-batch."""
 
     group: dist.ProcessGroup
     index: int
     count: int
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, size: int, attend: Attend) -> Tensor:
-        """Attention among `size` tokens, of which this rank has t, perhaps with padding behind the last one:
-        query [heads, t, d], key and value [kv_heads, t, d]; returns [t, heads, d]. `attend` computes it of
-        some heads and all tokens. KV heads that are no multiple of the ranks are repeated."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, size: int, attend_heads: Attend) -> Tensor:
+        """Compute attention among `size` tokens, of which this rank has t, perhaps with padding at the end:
+        query [heads, t, d], key and value [kv_heads, t, d]; returns [t, heads, d]. `attend_heads` computes
+        some heads of all tokens. KV heads that are no multiple of the ranks are repeated."""
         copies = self.count // gcd(self.count, key.shape[0])
-        key, value = (x.repeat_interleave(copies, 0) for x in (key, value))
-        query, key, value = (self.swap(x)[:, :size] for x in (query, key, value))
-        found = attend(query, key, value)
-        return self.swap(pad(found, (0, 0, 0, 0, 0, self.count * self.width(size) - size)))
+        key, value = (heads.repeat_interleave(copies, 0) for heads in (key, value))
+        query, key, value = (self.exchange(heads)[:, :size] for heads in (query, key, value))
+        output = attend_heads(query, key, value)
+        return self.exchange(pad(output, (0, 0, 0, 0, 0, self.count * self.width(size) - size)))
 
-    def swap(self, x: Tensor) -> Tensor:
-        """Deal out the first dimension and collect the second: [a, b, d] to [a/S, S·b, d]."""
-        parts: Tensor = _Exchange.apply(x, self.group)
-        return parts.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1, 2)
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Scatter the first dimension and gather the second: [a, b, d] to [a/S, S·b, d]."""
+        exchanged: Tensor = _Exchange.apply(tensor, self.group)
+        return exchanged.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1, 2)
 
-    def gather(self, mine: Tensor, most: int) -> Tensor:
-        """[n] of each rank, at most `most`, filled up with 0: [S·most]."""
-        filled = pad(mine, (0, most - len(mine)))
-        return self.swap(filled.expand(self.count, -1)[..., None]).flatten()
+    def gather(self, own_values: Tensor, most_values: int) -> Tensor:
+        """Gather [n] of each rank, at most `most_values`, padded with 0: [S·most_values]."""
+        padded_values = pad(own_values, (0, most_values - len(own_values)))
+        return self.exchange(padded_values.expand(self.count, -1)[..., None]).flatten()
 
     def width(self, size: int) -> int:
-        """Return tokens of one rank's part of `size`, padding included."""
+        """Return the tokens of a rank's part of `size`, including padding."""
         return -(-size // self.count)
 
 
@@ -462,14 +506,14 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchange(x, group)
+        return _all_to_all(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _exchange(gradient, ctx.group), None
+        return _all_to_all(gradient, ctx.group), None
 
 
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(found, x.contiguous(), group=group)
-    return found
+def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    exchanged = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(exchanged, tensor.contiguous(), group=group)
+    return exchanged

@@ -16,20 +16,20 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 @advantage("median_baseline")
-def median_baseline(given: CreditInput, *, scale: Positive = 1.0) -> Credit:
+def median_baseline(episode: CreditInput, *, scale: Positive = 1.0) -> Credit:
     """scale·(R − median): one lucky sibling does not move the baseline."""
-    return scale * (given.own.reward - statistics.median(member.reward for member in given.siblings))
+    return scale * (episode.own.reward - statistics.median(member.reward for member in episode.siblings))
 
 
 @correction("soft_cap", kind="weight")
-def soft_cap(given: CorrectionInput, *, cap: Positive = 2.0) -> CorrectionMask:
+def soft_cap(tokens: CorrectionInput, *, cap: Positive = 2.0) -> CorrectionMask:
     """w = C·tanh(ρ/C): close to ρ below the cap, never above it."""
-    return CorrectionMask(weight=cap * torch.tanh(given.log_ratio.exp() / cap))
+    return CorrectionMask(weight=cap * torch.tanh(tokens.log_ratio.exp() / cap))
 
 
 @loss("cautious", ratio="prox")
-def cautious(given: LossInput, *, negative: Positive = 0.5) -> TokenLoss:
+def cautious(tokens: LossInput, *, negative: Positive = 0.5) -> TokenLoss:
     """L = −sg(w)·A·log π, times `negative` where A < 0: failures push less than successes pull."""
-    strength = torch.ones_like(given.logp).masked_fill(given.advantage < 0, negative)
-    value = -given.correction.weight * strength * given.advantage * given.logp
-    return TokenLoss(value, clipped=torch.zeros_like(given.fresh))
+    strength = torch.ones_like(tokens.logp).masked_fill(tokens.advantage < 0, negative)
+    value = -tokens.correction.weight * strength * tokens.advantage * tokens.logp
+    return TokenLoss(value, clipped=torch.zeros_like(tokens.fresh))

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.publishing import Publishing
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk, ranges
 from asyncrl.wire.messages.channels import ToCoordinatorControl
@@ -97,11 +97,13 @@ def main() -> None:
         parser.add_argument(name)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    world = join(int(options.rank), int(options.size), f"tcp://{options.address}", "cpu", timeout_s=DEADLINE)
+    world = join_ranks(
+        int(options.rank), int(options.size), f"tcp://{options.address}", "cpu", timeout_s=DEADLINE
+    )
     found = publish_four(world, Path(options.folder), directory="shm")
     if world.rank == 0:
         torch.save(found, options.result)
-    leave()
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from tests.fakes.forked import FORKED
 
 DEADLINE = 299.0  # not torch's own default
@@ -36,8 +36,8 @@ def run_ranks(size: int, work: Work, folder: Path) -> Any:
 
 def _rank(rank: int, size: int, work: Work, folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(rank, size, str(folder / "rendezvous"), "cpu", timeout_s=DEADLINE)
+    world = join_ranks(rank, size, str(folder / "rendezvous"), "cpu", timeout_s=DEADLINE)
     result = work(world, folder)
     if rank == 0:
         torch.save(result, folder / "result.pt")
-    leave()
+    leave_ranks()

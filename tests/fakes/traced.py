@@ -31,14 +31,14 @@ from transformers.integrations.moe import ExpertsInterface
 
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import Packing, RunConfig, TrainerConfig
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS, Footprint
 from asyncrl.trainer.layers import layers_of, prepare_layers
-from asyncrl.trainer.loading import cast_parameters, shard_empty, skeleton
-from asyncrl.trainer.memory import forward_backward, largest, smallest
-from asyncrl.trainer.model import Critic, Policy, Reference, findings
+from asyncrl.trainer.loading import cast_parameters, model_without_weights, shard_empty
+from asyncrl.trainer.memory import forward_backward, largest_tokens, smallest_tokens
+from asyncrl.trainer.model import Critic, Policy, Reference, architecture_problems
 from asyncrl.trainer.optimizer import make_optimizer
-from asyncrl.trainer.packing import unfit
+from asyncrl.trainer.packing import packing_problem
 from asyncrl.trainer.world import World
 from asyncrl.weights.checkpoint_match import AutoClass
 
@@ -122,7 +122,7 @@ def traced(config: RunConfig) -> Footprint:
 
     Of many layers that are alike, each adds the same: two models of few layers show how much.
     """
-    lm = skeleton("AutoModelForCausalLM", config.model.path, "float32")
+    lm = model_without_weights("AutoModelForCausalLM", config.model.path, "float32")
     every = config.trainer.checkpointed_every or 1
     layers = layers_of(lm)
     total = sum(parameter.numel() for parameter in lm.parameters())
@@ -159,7 +159,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
         with unset_fake_temporarily():  # numpy is to read some of it
             sharing = 1 if policy.packing != "padded" else config.trainer.sequence_parallel
             own = -(-length // sharing)  # padded rows stand in for packed ones on a GPU, and are not cut
-            micros = smallest(policy.packing), largest(rows, max(own, 2), policy.packing)
+            micros = smallest_tokens(policy.packing), largest_tokens(rows, max(own, 2), policy.packing)
         before = live.now
         for tokens in micros:
             live.peak = live.now
@@ -200,7 +200,7 @@ def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: 
     if not trained:
         lm.requires_grad_(False)
     policy = Policy(lm, model, world.sequence, value_head=trained and compose(config).shared_critic)
-    policy.whole = not policy.cut.possible
+    policy.uncut = not policy.split_model.is_possible
     policy.packing = _pack(lm, config)
     if trained:
         prepare_layers(lm, config.trainer)
@@ -216,7 +216,7 @@ def _shard(root: nn.Module, model: PreTrainedModel, config: RunConfig, world: Wo
 
 def _skeleton(auto_class: AutoClass, path: str, config: RunConfig, depth: int) -> PreTrainedModel:
     with unset_fake_temporarily():  # parameters that are fake cannot be emptied in torch 2.11
-        model = skeleton(auto_class, path, config.model.dtype)
+        model = model_without_weights(auto_class, path, config.model.dtype)
     layers = set(layers_of(model)) if depth and path == config.model.path else set()
     for stack in [part for part in model.modules() if isinstance(part, nn.ModuleList) and layers & {*part}]:
         del stack[depth:]
@@ -232,10 +232,10 @@ def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
     if gpu or wanted == "padded":
         return "padded"
     with _disable_current_modes():  # a small copy is computed with, and does not count
-        found = findings(lm.config)
-    if unfit(lm, wanted, found, config.trainer.sequence_parallel):
+        found = architecture_problems(lm.config)
+    if packing_problem(lm, wanted, found, config.trainer.sequence_parallel):
         return "padded"
-    lm.set_attn_implementation(NAME)
+    lm.set_attn_implementation(FOREST_ATTENTION)
     return wanted
 
 

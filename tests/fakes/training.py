@@ -24,7 +24,7 @@ from asyncrl.trainer import checkpoint
 from asyncrl.trainer.checkpoint import StepFiles
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import Policy, shards
+from asyncrl.trainer.model import Policy, published_shards
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
@@ -156,7 +156,10 @@ def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
 def full_state(policy: Policy) -> dict[str, Tensor]:
     """The whole weights, copied, on all ranks. A collective."""
     dtype = policy.export_dtype
-    return {name: shard.detach().full_tensor().to(dtype).clone() for name, shard in shards(policy).items()}
+    return {
+        name: shard.detach().full_tensor().to(dtype).clone()
+        for name, shard in published_shards(policy).items()
+    }
 
 
 def stored(policy: Policy) -> dict[str, Tensor]:
@@ -170,24 +173,24 @@ def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManif
     to = Checkpoints(directory)
     state = checkpoint.manifest_of(learner, trainer_epoch=0).state
     manifest = msgspec.structs.replace(manifest, state=state)
-    checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, learner.world, hf)
+    checkpoint.write_checkpoint(to, checkpoint.snapshot(learner), manifest, learner, learner.world, hf)
     return directory / f"step-{manifest.step}"
 
 
 def export(folder: Path, policy: Policy, world: World, source: str) -> str:
     """Write a Hugging Face directory below `folder`. A collective."""
     weights = get_model_state_dict(policy.lm)
-    export_hf(StepFiles(Checkpoints(folder), 0).create, policy, weights, world, source)
+    export_hf(StepFiles(Checkpoints(folder), 0).create_file, policy, weights, world, source)
     return str(folder / "step-0" / "hf")
 
 
 def load_checkpoint(path: Path, learner: Learner) -> CheckpointManifest:
     step = int(path.name.removeprefix("step-"))
-    return checkpoint.load(Checkpoints(path.parent), step, learner)
+    return checkpoint.load_checkpoint(Checkpoints(path.parent), step, learner)
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    step = checkpoint.newest(Checkpoints(directory))
+    step = checkpoint.newest_step(Checkpoints(directory))
     return directory / f"step-{step}" if step >= 0 else None
 
 
@@ -196,13 +199,13 @@ def few_tokens() -> Selected:
     ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
     row = torch.tensor([0, 0, 1, 1])
     position = torch.tensor([1, 6, 3, 10])
-    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.tensor([1.0, 1.0, 0.7, 0.7]))
+    return Selected.lay_out(ids.numpy(), row.numpy(), position.numpy(), torch.tensor([1.0, 1.0, 0.7, 0.7]))
 
 
 @torch.no_grad()
 def plain_logp(model: Any, tokens: Selected) -> Tensor:
     """Their log-probs by a model without any of the trainer around it."""
-    logits = model(tokens.ids).logits.flatten(0, 1)[tokens.predictor] / tokens.temperature[:, None]
+    logits = model(tokens.ids).logits.flatten(0, 1)[tokens.predictor_index] / tokens.temperature[:, None]
     return logits.log_softmax(-1).gather(1, tokens.labels[:, None])[:, 0]
 
 

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from asyncrl.trainer import recompute
-from asyncrl.trainer.attention import AttentionKernel, FlexKernel, NodeKernel, RowKernel, Scoring
-from asyncrl.trainer.prefix_tree import Forest, plant
+from asyncrl.trainer.attention import AttentionKernel, FlexKernel, NodeKernel, Scoring, SequenceKernel
+from asyncrl.trainer.prefix_tree import Forest, plant_forest
 from asyncrl.trainer.recompute import recomputed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -24,7 +24,7 @@ def forest(seed: int) -> Forest:
     for _ in range(2):
         prompt = rng.integers(0, 99, rng.integers(100, 300))
         rows += [np.concatenate([prompt, rng.integers(0, 99, rng.integers(20, 400))]) for _ in range(4)]
-    return plant(rows, shared=True)
+    return plant_forest(rows, share_prefixes=True)
 
 
 @pytest.mark.parametrize("scoring", [Scoring(0.125), Scoring(0.125, window=64), Scoring(0.125, softcap=20.0)])
@@ -66,7 +66,7 @@ def test_rows_one_by_one_are_those_of_the_buckets_with_their_gradients() -> None
         return [found.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors if tensor.grad is not None)]
 
     node = NodeKernel(planted)
-    rows = RowKernel(planted, device, node)
+    rows = SequenceKernel(planted, device, node)
     pairs = zip(run(rows, device, torch.bfloat16), run(node, torch.device("cpu"), torch.float32), strict=True)
     for a, b in pairs:
         assert (a.float() - b).norm() < 0.02 * b.norm()
@@ -84,15 +84,15 @@ def test_other_lengths_do_not_compile_again() -> None:
     assert counters["stats"]["unique_graphs"] == compiled
 
 
-@pytest.mark.parametrize("kernel", [FlexKernel, RowKernel])
+@pytest.mark.parametrize("kernel", [FlexKernel, SequenceKernel])
 def test_attention_of_a_layer_that_is_computed_again_is_kept_and_no_more(kernel: type) -> None:
     """Bytes between forward and backward: more than without by output and log-sum-exp, not by query, key and
     value. Gradients have the same bits."""
     planted = forest(0)
     device = torch.device("cuda")
     attention: AttentionKernel = FlexKernel(planted, device)
-    if kernel is RowKernel:
-        attention = RowKernel(planted, device, attention)
+    if kernel is SequenceKernel:
+        attention = SequenceKernel(planted, device, attention)
     size = len(planted.ids)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(size, 512, generator=generator).to(device, torch.bfloat16)
@@ -111,12 +111,12 @@ def test_attention_of_a_layer_that_is_computed_again_is_kept_and_no_more(kernel:
         return kept, matrix.grad
 
     run()  # compiles, and makes the masks
-    with mock.patch.object(recompute, "_restore", wraps=recompute._restore) as restored:
+    with mock.patch.object(recompute, "_restored_output", wraps=recompute._restored_output) as restored:
         kept, gradient = run()
     assert restored.called, "attention ran once more"
     with mock.patch.object(recompute, "ATTENTION", frozenset()):
         without, expected = run()
     output = size * 8 * (64 * 2 + 4)
-    padding = 2 * len(planted.rows) * 512 * 8 * (64 * 2 + 4) if kernel is RowKernel else 0
+    padding = 2 * len(planted.sequences) * 512 * 8 * (64 * 2 + 4) if kernel is SequenceKernel else 0
     assert torch.equal(gradient, expected)
     assert output <= kept - without < 1.5 * output + padding

@@ -32,7 +32,7 @@ def test_compiled_scores_are_the_plain_ones(entropy_grad: bool) -> None:
     before = counters["stats"]["unique_graphs"]
     for count in (2048, 700, 3):
         compiled = run(count, scores._compiled_scores())
-        plain = run(count, scores._scores_of)
+        plain = run(count, scores._chunk_scores)
         for a, b in zip(compiled, plain, strict=True):
             limit = 1e-5 if a.dtype == torch.float32 else 1e-2
             assert (a - b).float().norm() <= limit * b.float().norm()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import shards
+from asyncrl.trainer.model import published_shards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.shards import HostShards
@@ -97,9 +97,9 @@ def work(world: World, place: Path) -> dict[str, Any]:
 def published_by(learner: Learner, world: World) -> Tensors:
     """What engines would be given; nothing on ranks other than the first."""
     policy = learner.policy
-    host = HostShards(shards(policy), policy.published, torch.float32, 60.0)
+    host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
     index = host.claim(lambda busy: world.gather(busy, list[int]))
-    host.copy(index, shards(policy))
+    host.copy(index, published_shards(policy))
     wanted = full_state(policy)
     found: Tensors = {}
     if world.rank == 0:

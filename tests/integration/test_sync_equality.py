@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.observe.timeline import Timeline
-from asyncrl.trainer import resting
+from asyncrl.trainer import device_offload
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.plain_loop import as_plain, plain_loop
@@ -91,16 +91,16 @@ def shifts(learner: Learner, folder: Path) -> Iterator[mock.Mock]:
     """Engines get the devices after each micro-batch. Yields what counts how often."""
     timeline = Timeline(folder / f"{learner.world.rank}.jsonl")
     accumulate = learner.accumulate
-    own = resting.Resting(learner, timeline, folder)
+    own = device_offload.DeviceOffload(learner, timeline, folder)
     rests = mock.Mock()
 
     def accumulate_and_rest(micro: list[Episode]) -> None:
         accumulate(micro)
-        own.rest(rests)
-        own.wake()
+        own.offload(rests)
+        own.onload()
 
     with (
-        mock.patch.object(resting, "SMALL", 0),
+        mock.patch.object(device_offload, "SMALL_STORAGE", 0),
         mock.patch.object(learner, "accumulate", accumulate_and_rest),
     ):
         yield rests
@@ -159,7 +159,7 @@ def mutated(world: World, folder: Path) -> dict[str, Gradients]:
     cut = random_cut(batches[0], world.size, 2, seed=0)
     found = {}
     for name, factor in mutants(world.size).items():
-        learner.averaging = factor
+        learner.averaged_ranks = factor
         found[name] = final_gradients(learner, cut)
     return found
 

@@ -22,7 +22,7 @@ from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.activity import BusyTimer, Waits
-from asyncrl.trainer.model import Policy, Selected, load_policy, score
+from asyncrl.trainer.model import Policy, Selected, load_policy, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights import disk
@@ -69,7 +69,7 @@ class Versions:
         return fake_weights.publish(tensors, self.directory, PolicyVersion(epoch, version))
 
     def score(self, version: int, ids: tuple[int, ...]) -> tuple[float, ...]:
-        return score(self.policies[version], ids, self.world.device)
+        return score_ids(self.policies[version], ids, self.world.device)
 
     def logprobs(self, version: int, request: Request, generation: Generation) -> Tensor:
         """What the trainer computes, teacher-forced, for the sampled ids at the temperature of the request
@@ -77,14 +77,14 @@ class Versions:
         ids = request.ids + generation.ids
         position = np.arange(len(request.ids), len(ids))
         temperature = torch.full(position.shape, request.sampling.temperature or 1.0)
-        selected = Selected.of([np.array(ids)], np.zeros_like(position), position, temperature)
+        selected = Selected.lay_out([np.array(ids)], np.zeros_like(position), position, temperature)
         return _forward(self.policies[version], selected)
 
     def next_logprobs(self, version: int, ids: tuple[int, ...]) -> Tensor:
         """Of every id of the vocabulary, as the one that follows `ids`."""
         texts = [np.array([*ids, following]) for following in range(VOCABULARY)]
         position = np.full(VOCABULARY, len(ids))
-        selected = Selected.of(texts, np.arange(VOCABULARY), position, torch.ones(VOCABULARY))
+        selected = Selected.lay_out(texts, np.arange(VOCABULARY), position, torch.ones(VOCABULARY))
         return _forward(self.policies[version], selected)
 
     def check(self, request: Request, generation: Generation) -> int:

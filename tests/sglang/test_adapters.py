@@ -19,7 +19,7 @@ from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.server import attach, loader
-from asyncrl.trainer.model import adapter_shards, load_policy, score
+from asyncrl.trainer.model import adapter_shards, load_policy, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights.manifest import WeightsError, WeightsRef
@@ -61,8 +61,8 @@ class Trained:
 
     def gap(self, ids: tuple[int, ...], logprobs: tuple[float, ...], agent: str = "") -> float:
         known = agent in self.agents
-        with nullcontext() if known else self.policy.base():
-            scores = score(self.policy, ids, self.world.device)
+        with nullcontext() if known else self.policy.without_adapters():
+            scores = score_ids(self.policy, ids, self.world.device)
         end = (len(ids) - 1) * (self.agents.index(agent) + 1 if known else 1)
         own = scores[end - len(logprobs) : end]
         return max(abs(a - b) for a, b in zip(own, logprobs, strict=True))

@@ -16,7 +16,7 @@ from asyncrl.engines.torch.check import decodes
 from asyncrl.engines.torch.engine import build
 from asyncrl.errors import ConfigError
 from asyncrl.shrunk import narrowed_config, remembered, unknown
-from asyncrl.trainer.model import findings
+from asyncrl.trainer.model import architecture_problems
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def agrees(found: str, wanted: str) -> bool:
 def test_packed_rows_trees_and_slots_of_an_architecture(kind: str) -> None:
     keys, packed, served = ARCHITECTURES[kind]
     config = default(kind, **keys)
-    found = findings(config)
+    found = architecture_problems(config)
     assert found is not None and not found["padded"]
     assert agrees(found["packed"], packed) and agrees(found["tree"], packed)
     assert bool(found["cut"]) == (kind == "opt")  # its forward goes around its backbone

@@ -30,7 +30,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.composition import compose
 from asyncrl.conversation.episode import Episode
 from asyncrl.coordinator.workers import sampling_key
-from asyncrl.trainer.batch import collate, example
+from asyncrl.trainer.batch import collate, training_sample
 from asyncrl.trainer.learner import Learner
 
 TASK = [
@@ -124,7 +124,7 @@ def trained(config: RunConfig, player: Player, lag: int, steps: int) -> tuple[Le
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
     torch.manual_seed(config.seed)
     learner = Learner(config, world())
-    learner.bound, versions = lag, [snapshot(learner)]
+    learner.max_staleness, versions = lag, [snapshot(learner)]
     for step in range(steps):
         asks = _batch(config, train, prompts, step)
         version = max(0, step - lag)
@@ -163,7 +163,7 @@ def compared(learner: Learner, player: Player, tests: int) -> dict[str, Any]:
     rewards = [reward_of(episode) for episode in episodes]
     rows = _rows(asks, episodes, rewards, config.rollout.temperature)
     examples = [
-        example(row, episode.turns, 0, 10**6, learner.recipe.aggregate)
+        training_sample(row, episode.turns, 0, 10**6, learner.recipe.aggregate)
         for row, episode in zip(rows, episodes, strict=True)
     ]
     sums = dict.fromkeys(("reverse", "forward", "entropy", "teacher_entropy"), 0.0)
@@ -174,7 +174,7 @@ def compared(learner: Learner, player: Player, tests: int) -> dict[str, Any]:
             sums[name] += scores.divergence.sum().item()
         sums["entropy"] += scores.entropy.sum().item()
         sums["teacher_entropy"] += reference.policy(tokens).entropy.sum().item()
-    count = sum(e.tokens for e in examples)
+    count = sum(e.model_tokens for e in examples)
     return {
         "success": sum(reward == 1.0 for reward in rewards),
         "tests": tests,

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.config import ModelConfig
 from asyncrl.trainer.model import Policy, Scores, Selected, load_policy
-from asyncrl.trainer.world import join, leave
+from asyncrl.trainer.world import join_ranks, leave_ranks
 
 WAYS = ("naive", "chunked")
 GIB = 1 << 30
@@ -80,19 +80,19 @@ def naive(policy: Policy, tokens: Selected) -> Scores:
 def measure(case: Case) -> Measured:
     """In a fresh process: its peak is that of this case."""
     torch.set_num_threads(1)
-    policy = load_policy(case.model, join(0, 1, device="cpu"))
+    policy = load_policy(case.model, join_ranks(0, 1, device="cpu"))
     if case.way == "naive":
         policy.forward = naive.__get__(policy)  # in the FSDP root's forward, where weights are whole
     torch.manual_seed(0)
     ids = torch.randint(0, policy.lm.config.vocab_size, (1, case.tokens + 1))
     position = np.arange(1, case.tokens + 1)
-    tokens = Selected.of(list(ids.numpy()), np.zeros_like(position), position, torch.ones(case.tokens))
+    tokens = Selected.lay_out(list(ids.numpy()), np.zeros_like(position), position, torch.ones(case.tokens))
     before = resident()
     start = time.perf_counter()
     total: Tensor = policy(tokens).logp.sum()
     total.backward()
     seconds = time.perf_counter() - start
-    leave()
+    leave_ranks()
     return Measured(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, seconds, total.item())
 
 

@@ -37,8 +37,8 @@ from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.rewards import RewardInput
 from asyncrl.tools import ToolSession
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import shards
-from asyncrl.trainer.world import World, join
+from asyncrl.trainer.model import published_shards
+from asyncrl.trainer.world import World, join_ranks
 from asyncrl.types import EpisodeResult, Sample
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -149,7 +149,7 @@ def run(given: Lagged, player: Player) -> Outcome:
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
     torch.manual_seed(config.seed)
     learner = Learner(config, world())
-    learner.bound = given.lag
+    learner.max_staleness = given.lag
     ring = deque([snapshot(learner)], maxlen=given.lag + 1)
     rewards: list[float] = []
     history: list[dict[str, float]] = []
@@ -229,14 +229,14 @@ def samples(path: str, operations: int) -> tuple[Sample, ...]:
 
 @cache
 def world() -> World:
-    return join(0, 1, device="cpu")
+    return join_ranks(0, 1, device="cpu")
 
 
 def snapshot(learner: Learner) -> Weights:
     dtype = learner.policy.export_dtype
     return {
         name: shard.detach().full_tensor().to(dtype).clone()  # type: ignore[attr-defined]
-        for name, shard in shards(learner.policy).items()
+        for name, shard in published_shards(learner.policy).items()
     }
 
 

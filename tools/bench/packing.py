@@ -26,11 +26,11 @@ from common import ROOT, table
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, Packing
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 
 sys.path.insert(0, str(ROOT / "tools" / "gpu_kit"))
 from parts.rows import Rows, grouped, plain_backward
@@ -106,7 +106,7 @@ class Bench:
         return seconds(work, self.repeats, self.world.device)
 
     def attend(self, way: Packing) -> None:
-        self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else NAME)
+        self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else FOREST_ATTENTION)
 
     def line(
         self, name: str, way: str, tokens: int, spent: float, rows: Rows, plain: float, *rest: str
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=250, help="of a typical row")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    bench = Bench(args.model, args.dtype, args.repeats, join(0, 1, device=args.device))
+    bench = Bench(args.model, args.dtype, args.repeats, join_ranks(0, 1, device=args.device))
     rng = np.random.default_rng(0)
     words = bench.vocabulary
     lines = bench.lines("ragged", ragged(rng, words, 16, args.tokens), ("padded", "packed"))
@@ -144,7 +144,7 @@ def main() -> None:
         rows = grouped(rng, words, args.groups, prompt * part, response * part)
         lines += bench.lines(f"{prompt}:{response}", rows, ("packed", "tree"))
     print(table(HEADER, lines))
-    leave()
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from weights import build
 from asyncrl.config import parse
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.publishing import Publishing
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from asyncrl.types import PolicyVersion
 from asyncrl.wire.sockets import choose_endpoints
 
@@ -61,7 +61,7 @@ def turns(model: str, dtype: str, repeats: int, world: World, run_dir: Path) -> 
     works: dict[str, Callable[[], object]] = {
         "memcpy": lambda: target.copy_(source),
         "publish": publish,
-        "probe": publishing.probe,
+        "probe": publishing.score_probe,
     }
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(WARM + repeats):
@@ -85,9 +85,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         model = build(Path(place) / "model", args.hidden, args.layers)
-        world = join(0, 1, device="cpu")
+        world = join_ranks(0, 1, device="cpu")
         found = turns(model, args.dtype, args.repeats, world, Path(place))
-        leave()
+        leave_ranks()
     lines = []
     for name, seconds in found.items():
         ratios = [one / copy for one, copy in zip(seconds, found["memcpy"], strict=True)]

@@ -31,8 +31,8 @@ from common import table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import ModelConfig
-from asyncrl.trainer.model import Policy, Selected, load_policy, shards
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.model import Policy, Selected, load_policy, published_shards
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from asyncrl.weights import disk
 from asyncrl.weights.delta import VersionWriter, materialise
 from asyncrl.weights.manifest import WeightsRef
@@ -78,7 +78,7 @@ def random_text(tokens: int, step: int) -> Selected:
     """Four rows, of which every token but the first is trained."""
     ids = torch.randint(VOCABULARY, (4, tokens // 4), generator=torch.Generator().manual_seed(step))
     row, position = torch.ones(4, ids.shape[1] - 1).nonzero(as_tuple=True)
-    return Selected.of(list(ids.numpy()), row.numpy(), position.numpy() + 1, torch.ones(len(row)))
+    return Selected.lay_out(list(ids.numpy()), row.numpy(), position.numpy() + 1, torch.ones(len(row)))
 
 
 def train_step(policy: Policy, optimizer: torch.optim.Optimizer, tokens: int, step: int) -> None:
@@ -101,7 +101,9 @@ class Bench:
             betas=(0.9, 0.95),
             weight_decay=0.0,
         )
-        self.host = HostShards(shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0)
+        self.host = HostShards(
+            published_shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0
+        )
         self.whole = VersionWriter(place / "whole", BUCKET_BYTES)
         self.deltas = VersionWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
         self.world = world
@@ -122,7 +124,7 @@ class Bench:
     def snapshot(self, version: int) -> Snapshot:
         begin = time.process_time()
         index = self.host.claim(lambda busy: [busy])
-        self.host.copy(index, shards(self.policy))
+        self.host.copy(index, published_shards(self.policy))
         self.times.measured("copy", begin)
         return self.host.snapshot(index, PolicyVersion(0, version), 0.0)
 
@@ -169,7 +171,7 @@ def main() -> None:
     torch.set_num_threads(1)
     place = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=args.directory))
     lines = []
-    world = join(0, 1, device="cpu")
+    world = join_ranks(0, 1, device="cpu")
     try:
         model = build(place / "model", args.hidden, args.layers)
         for dtype in DTYPES:
@@ -178,7 +180,7 @@ def main() -> None:
                 lines.append(line(dtype, rate, bench, bench.run(args.steps, args.tokens)))
                 shutil.rmtree(bench.place)
     finally:
-        leave()
+        leave_ranks()
         shutil.rmtree(place)
     print(f"Steps of {args.tokens} tokens; the trainer waits for the copy.")
     trained = sum(one.numel() for one in bench.policy.parameters() if one.requires_grad)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.correction import CorrectionInput, correct_states, select_rules
 from asyncrl.algorithms.kl import DIVERGENCES, divergence, kl_tokens, lumped
-from asyncrl.trainer.teacher import Teacher, Told, distances
+from asyncrl.trainer.teacher import Teacher, TeacherScores, distances
 from tests.fakes.enumeration import (
     ENDED,
     PI,
@@ -197,7 +197,9 @@ def test_ids_that_the_policy_lacks_or_that_come_twice_are_among_the_others() -> 
     labels = torch.tensor([1, 0])
     teacher = Teacher("forward", 3)
     top = torch.tensor([[0.3, 0.2, 0.1]], dtype=torch.float64).log().expand(2, 3)
-    told = Told(torch.tensor([[2, 7, -1], [0, 3, 0]]), top, torch.full((2,), 0.25, dtype=torch.float64).log())
+    told = TeacherScores(
+        torch.tensor([[2, 7, -1], [0, 3, 0]]), top, torch.full((2,), 0.25, dtype=torch.float64).log()
+    )
     found = distances(table, labels, told, teacher)["divergence"]
     p = table[0].exp()
     wanted = [

@@ -20,7 +20,7 @@ from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import score
+from asyncrl.trainer.model import score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.weights.adapters import named
@@ -146,7 +146,7 @@ def test_each_learns_as_if_it_were_alone(
     more["buffer"] = {"max_staleness": 0}
     learner = made(model_path, world, **more)
     assert learner.packing == packing
-    probe = torch.tensor(score(learner.policy, PROMPT, world.device)).view(len(RANKS), -1)
+    probe = torch.tensor(score_ids(learner.policy, PROMPT, world.device)).view(len(RANKS), -1)
     found = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
     checked = 0
     tokens = sum(len(turn.ids) for _, turns in episodes for turn in turns)
@@ -154,7 +154,7 @@ def test_each_learns_as_if_it_were_alone(
         mine = [alone(episode, agent) for episode in episodes]
         own = sum(len(turn.ids) for _, turns in mine for turn in turns)
         only = single(model_path, world, agent, learner, **more)
-        assert score(only.policy, PROMPT, world.device) == pytest.approx(scores.tolist(), abs=1e-6)
+        assert score_ids(only.policy, PROMPT, world.device) == pytest.approx(scores.tolist(), abs=1e-6)
         wanted = final_gradients(only, [[mine]])
         for name, gradient in wanted.items():
             layer, _, role = name.rpartition(".")

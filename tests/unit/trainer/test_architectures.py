@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.engines.torch.check import decodes
-from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.model import Policy, findings
+from asyncrl.trainer.attention import FOREST_ATTENTION
+from asyncrl.trainer.model import Policy, architecture_problems
 from asyncrl.trainer.scores import Selected
 
 pytestmark = pytest.mark.long
@@ -77,12 +77,12 @@ def misses(model: PreTrainedModel, how: Any, whole: bool) -> tuple[float, float]
     wanted = gradients(model, plain)
     values = torch.cat(plain).detach()
     policy = Policy(model, ModelConfig(path="other", dtype="float32"), None)
-    policy.whole = whole or policy.whole
+    policy.uncut = whole or policy.uncut
     if how != "padded":
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(FOREST_ATTENTION)
     index = np.repeat(np.arange(len(rows)), [len(row) - 1 for row in rows])
     position = np.concatenate([np.arange(1, len(row)) for row in rows])
-    logp = policy(Selected.of(rows, index, position, torch.ones(len(index)), how)).logp
+    logp = policy(Selected.lay_out(rows, index, position, torch.ones(len(index)), how)).logp
     found = gradients(model, [logp])
     assert found.keys() == wanted.keys()
     gap = sum(float((found[name] - wanted[name]).square().sum()) for name in wanted) ** 0.5
@@ -104,7 +104,7 @@ def test_no_model_is_packed_or_served_wrongly(
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             config = CONFIG_MAPPING[kind](**KEYS.get(kind, {}))
-            found = findings(config)
+            found = architecture_problems(config)
         except Exception as error:
             found = None
             log.info("%s: %s", kind, error)

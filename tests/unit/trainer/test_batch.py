@@ -13,7 +13,14 @@ from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.algorithms.credit import token_rewards
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.batch import Example, collate, dealt, example, with_turns, with_values
+from asyncrl.trainer.batch import (
+    TrainingSample,
+    collate,
+    partition_plan,
+    training_sample,
+    with_turns,
+    with_values,
+)
 from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, TokenScores, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -37,21 +44,21 @@ TURNS = [
 ]
 
 
-def joined(turns: list[Turn]) -> Example:
-    return example(ROW, turns, 5, 1, TOKEN_MEAN)
+def joined(turns: list[Turn]) -> TrainingSample:
+    return training_sample(ROW, turns, 5, 1, TOKEN_MEAN)
 
 
 def test_turns_join_token_for_token() -> None:
     e = joined(TURNS)
-    assert [ids.tolist() for ids in e.rows] == [[1, 2, 3, 4, 5, 6, 7, 8]]
-    assert e.row_of.tolist() == [0] * 5 and e.position.tolist() == [2, 3, 5, 6, 7]
-    assert e.mu.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5] and e.lag.tolist() == [2, 0, 0, 0, 0]
+    assert [ids.tolist() for ids in e.sequences] == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert e.sequence_of.tolist() == [0] * 5 and e.position.tolist() == [2, 3, 5, 6, 7]
+    assert e.rollout_logprobs.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5] and e.lag.tolist() == [2, 0, 0, 0, 0]
 
 
 def test_the_reference_comes_with_the_turns_or_is_unknown() -> None:
     scores = TokenScores(np.array([-1, -2], "<f4").tobytes())
     turns = [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]]
-    e = example(ROW, turns, 5, 1, TOKEN_MEAN, scored=0)
+    e = training_sample(ROW, turns, 5, 1, TOKEN_MEAN, scorer_topk=0)
     assert e.reference is not None
     np.testing.assert_array_equal(e.reference, [-1, -2, np.nan, np.nan, np.nan])
     assert joined(turns).reference is None
@@ -61,14 +68,14 @@ def test_a_turn_with_another_number_of_likeliest_tokens_is_unknown() -> None:
     """A resumed run may ask scorers for more, or for the first time."""
     for before, known in ((0, False), (1, False), (2, True)):
         scores = TokenScores(*map(bytes, (8, 8 * before, 8 * before)))
-        e = example(
-            ROW, [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]], 5, 1, TOKEN_MEAN, scored=2
+        e = training_sample(
+            ROW, [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]], 5, 1, TOKEN_MEAN, scorer_topk=2
         )
-        assert e.reference is not None and e.likeliest is not None
+        assert e.reference is not None and e.teacher_topk is not None
         assert np.isfinite(e.reference).tolist() == [known, known, False, False, False]
-        assert [column.shape for column in e.likeliest] == [(5, 2), (5, 2)]
-    e = example(
-        ROW, [msgspec.structs.replace(t, scores=scores) for t in TURNS[:1]], 5, 1, TOKEN_MEAN, scored=0
+        assert [column.shape for column in e.teacher_topk] == [(5, 2), (5, 2)]
+    e = training_sample(
+        ROW, [msgspec.structs.replace(t, scores=scores) for t in TURNS[:1]], 5, 1, TOKEN_MEAN, scorer_topk=0
     )
     assert e.reference is not None and np.isfinite(e.reference).all(), "an estimator reads the sampled token"
 
@@ -100,20 +107,20 @@ BRANCHED = [
 
 def test_turns_join_their_rows_and_model_tokens_keep_their_order() -> None:
     e = joined(BRANCHED)
-    assert [ids.tolist() for ids in e.rows] == [[1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13], [9, 9, 10]]
-    assert list(zip(e.row_of, e.position, strict=True))[5:] == [(1, 2), (0, 9), (0, 10)]
-    assert e.mu.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7, -0.8]
+    assert [ids.tolist() for ids in e.sequences] == [[1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13], [9, 9, 10]]
+    assert list(zip(e.sequence_of, e.position, strict=True))[5:] == [(1, 2), (0, 9), (0, 10)]
+    assert e.rollout_logprobs.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7, -0.8]
     assert e.lag.tolist() == [2, 0, 0, 0, 0, 1, 0, 0]
 
 
 def test_rows_of_an_episode_stay_one_episode() -> None:
-    branched = example(ROW, BRANCHED, 5, 1, TOKEN_MEAN)
-    plain = example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
-    assert (branched.tokens, branched.length, branched.longest) == (8, 14, 11)
+    branched = training_sample(ROW, BRANCHED, 5, 1, TOKEN_MEAN)
+    plain = training_sample(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
+    assert (branched.model_tokens, branched.total_tokens, branched.longest_sequence) == (8, 14, 11)
     micro = collate([branched, plain], torch.float64)
     chosen = micro.selected
     assert chosen.ids.shape == (3, 11)
-    assert ((chosen.predictor + 1) // 11).tolist() == [0] * 5 + [1, 0, 0] + [2] * 2
+    assert ((chosen.predictor_index + 1) // 11).tolist() == [0] * 5 + [1, 0, 0] + [2] * 2
     assert micro.episode.tolist() == [0] * 8 + [1] * 2
     assert chosen.labels.tolist() == [3, 4, 6, 7, 8, 10, 12, 13, 3, 4]
     assert micro.turn.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 0, 0]
@@ -153,42 +160,56 @@ def test_a_turn_that_answers_a_side_request_is_in_no_example() -> None:
 
 
 def test_an_example_aligns_everything_to_model_tokens() -> None:
-    e = example(ROW, TURNS, 5, 1, aggregations.get("prompt_mean"))
+    e = training_sample(ROW, TURNS, 5, 1, aggregations.get("prompt_mean"))
     assert e.turn.tolist() == [0, 0, 1, 1, 1] and e.rewards.tolist() == [0, 0.25, 0, 0, 0.75]
     assert e.weight == pytest.approx(1 / 12) and e.denominator == pytest.approx(5 / 12)
     assert e.position.tolist() == [2, 3, 5, 6, 7]
-    assert e.mu.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5]
+    assert e.rollout_logprobs.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5]
     assert e.lag.tolist() == [2, 0, 0, 0, 0]
     assert e.stale.tolist() == [True, False, False, False, False]
     assert e.exact.tolist() == [False, False, True, True, True]  # token 3 attended to keys of version 3
 
 
 def test_collate_pads_right_and_flattens_rows() -> None:
-    long = example(ROW, TURNS, 5, 1, TOKEN_MEAN)
-    short = example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
-    filled = with_values([long, short], "prox", -torch.arange(7.0))
+    long = training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)
+    short = training_sample(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
+    filled = with_values([long, short], "proximal_logprobs", -torch.arange(7.0))
     micro = collate(filled, torch.float32)
-    assert micro.prox is not None and micro.prox.tolist() == [0, -1, -2, -3, -4, -5, -6]
-    assert filled[1].prox is not None and filled[1].prox.tolist() == [-5, -6] and micro.value is None
+    assert micro.proximal_logprobs is not None and micro.proximal_logprobs.tolist() == [
+        0,
+        -1,
+        -2,
+        -3,
+        -4,
+        -5,
+        -6,
+    ]
+    assert (
+        filled[1].proximal_logprobs is not None
+        and filled[1].proximal_logprobs.tolist() == [-5, -6]
+        and micro.value is None
+    )
     assert micro.selected.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0]]
     assert micro.selected.labels.tolist() == [3, 4, 6, 7, 8, 3, 4]
-    assert micro.selected.predictor.tolist() == [1, 2, 4, 5, 6, 9, 10]
-    assert micro.fresh.tolist() == [False, True, True, True, True, False, True]
+    assert micro.selected.predictor_index.tolist() == [1, 2, 4, 5, 6, 9, 10]
+    assert micro.within_staleness.tolist() == [False, True, True, True, True, False, True]
     assert micro.selected.temperature.tolist() == [0.5] * 7
-    assert micro.mu.dtype == torch.float32 and bool(micro.counted.all())
+    assert micro.rollout_logprobs.dtype == torch.float32 and bool(micro.is_counted.all())
 
 
 def test_no_rows_make_one_token_that_counts_for_nothing() -> None:
     micro = collate([], torch.float64)
     assert micro.selected.ids.shape == (1, 2) and micro.weight.tolist() == [0.0]
-    assert not micro.counted.any() and not micro.fresh.any()
+    assert not micro.is_counted.any() and not micro.within_staleness.any()
 
 
 def test_a_row_without_model_tokens_is_legal() -> None:
-    empty = example(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, TOKEN_MEAN)
-    assert empty.tokens == 0 and empty.denominator == 0
-    micro = collate([empty, example(ROW, TURNS, 5, 1, TOKEN_MEAN)], torch.float64)
-    assert np.unique(micro.episode.numpy()).tolist() == [1] and micro.selected.predictor.min() + 1 == 8 + 2
+    empty = training_sample(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, TOKEN_MEAN)
+    assert empty.model_tokens == 0 and empty.denominator == 0
+    micro = collate([empty, training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)], torch.float64)
+    assert (
+        np.unique(micro.episode.numpy()).tolist() == [1] and micro.selected.predictor_index.min() + 1 == 8 + 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,9 +230,9 @@ def test_rewards_fall_on_the_last_token_of_their_turn(
 
 
 def test_a_truncated_episode_is_kept_out_of_the_loss_on_request() -> None:
-    assert not example(ROW, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).fresh.any()
+    assert not training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).within_staleness.any()
     answered = msgspec.structs.replace(ROW, own=msgspec.structs.replace(OWN, end=EpisodeEnd.ANSWERED))
-    assert example(answered, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).fresh.any()
+    assert training_sample(answered, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).within_staleness.any()
 
 
 PACKINGS = st.sampled_from(["padded", "packed", "tree"])
@@ -235,7 +256,7 @@ def test_each_trajectory_of_a_plan_goes_to_one_rank_in_parts_of_the_budget(
 ) -> None:
     """No rank has more than the mean and the largest one; the work of a token grows with its row's length."""
     planned = sized(*sizes)
-    found = dealt(planned, packing, budget, 16, ranks)
+    found = partition_plan(planned, packing, budget, 16, ranks)
     assert len(found) == ranks
     assert sorted(p.uid for rank in found for part in rank for p in part) == sorted(p.uid for p in planned)
     for part in chain(*found):
@@ -250,9 +271,11 @@ def test_members_of_a_group_share_their_prompt_on_one_rank_as_far_as_they_fit() 
     """Four groups of three, 30 + 3 * 10 tokens each; then one, of which a member alone is over the budget."""
     planned = sized(*((group, 40, 1) for group in range(4) for _ in range(3)), prompt=30)
     for ranks in (1, 2):
-        found = dealt(planned, "tree", 100, 16, ranks)
+        found = partition_plan(planned, "tree", 100, 16, ranks)
         assert [[{p.group for p in part} for part in rank] for rank in found] == [
             [{str(group)} for group in range(rank, 4, ranks)] for rank in range(ranks)
         ]
-    (found,) = dealt(sized((0, 50, 1), (0, 50, 1), (0, 50, 1), (0, 120, 1), prompt=30), "tree", 70, 16, 1)
+    (found,) = partition_plan(
+        sized((0, 50, 1), (0, 50, 1), (0, 50, 1), (0, 120, 1), prompt=30), "tree", 70, 16, 1
+    )
     assert [[p.uid for p in part] for part in found] == [["3"], ["0", "1"], ["2"]]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from asyncrl.config import ModelConfig
 from asyncrl.engines.torch.engine import replace_weights
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.model import copied_buffers, load_policy, score, shards
+from asyncrl.trainer.model import copied_buffers, load_policy, published_shards, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
@@ -89,16 +89,16 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
     source = str(folder.parent / "model")
     found = dict[str, Any]()
     policy = load_policy(ModelConfig(path=source, dtype="bfloat16"), world)
-    found["scores"] = score(policy, IDS, world.device)
+    found["scores"] = score_ids(policy, IDS, world.device)
     found["exported"] = export(folder, policy, world, source)
     kept = copied_buffers(policy)
-    host = HostShards(shards(policy), policy.published, policy.export_dtype, 60.0, buffers=kept)
+    host = HostShards(published_shards(policy), policy.published, policy.export_dtype, 60.0, buffers=kept)
     for size in (1, 50, 1 << 20):  # bytes of a bucket: each tensor alone, some together, all at once
         writer = VersionWriter(folder / f"versions-{size}", size, full_every=3)
         for version in range(3):
             kept = {name: buffer + buffer for name, buffer in kept.items()}
             index = host.claim(lambda busy: world.gather(busy, list[int]))
-            host.copy(index, shards(policy), kept)
+            host.copy(index, published_shards(policy), kept)
             snapshot = host.snapshot(index, PolicyVersion(0, version), 0.0)
             if world.rank == 0:
                 manifest, read = disk.read(writer.write(snapshot))
@@ -177,7 +177,7 @@ def test_an_export_computes_what_was_trained(family: str, world: World, tmp_path
         nn.init.normal_(buffer, 0, 0.3)
     model.save_pretrained(tmp_path / "model")
     policy = load_policy(ModelConfig(path=str(tmp_path / "model"), dtype="float32"), world)
-    wanted = torch.tensor(score(policy, IDS, world.device))
+    wanted = torch.tensor(score_ids(policy, IDS, world.device))
     exported = export(tmp_path, policy, world, str(tmp_path / "model"))
     torch.testing.assert_close(logprobs(AutoModelForCausalLM.from_pretrained(exported)), wanted)
     files = [load_file(Path(at) / "model.safetensors") for at in (exported, tmp_path / "model")]

@@ -21,7 +21,7 @@ from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.trainer import checkpoint, checkpointing
-from asyncrl.trainer.checkpointing import Checkpointing, shared_place
+from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.world import World
 from tests.fakes.forked import FORKED
@@ -48,7 +48,7 @@ def place_of(world: World, folder: Path, directory: str) -> str:
     """What a rank says of its place for checkpoints; '' for nothing."""
     config = tiny_config("m", checkpoint={"directory": directory})
     try:
-        place = shared_place(config, folder, world)
+        place = shared_checkpoints(config, folder, world)
     except ConfigError as error:
         return str(error)
     world.gather(0, int)  # all have taken their tokens away
@@ -66,7 +66,9 @@ def try_places(world: World, folder: Path) -> Any:
     apart = Checkpoints(folder / f"node-{world.rank}")
     manifest = checkpoint.manifest_of(learner, trainer_epoch=0)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.write(apart, checkpoint.snapshot(learner), manifest, learner, world, hf=False)
+        checkpoint.write_checkpoint(
+            apart, checkpoint.snapshot(learner), manifest, learner, world, with_export=False
+        )
     return world.gather((own, shared, str(error.value), apart.steps()), tuple[str, str, str, list[int]])
 
 
@@ -85,33 +87,40 @@ def saved_while_training(world: World, folder: Path) -> Any:
     learner = make_learner(config, world, "float32")
     episodes = Recorder(plain_model(path), seed=1).groups(2, 4, [0])
     share = [[episodes[rank :: world.size] for rank in range(world.size)]]
-    saving = Checkpointing(config, shared_place(config, folder, world), learner)
+    saving = Checkpointing(config, shared_checkpoints(config, folder, world), learner)
     run_batch(learner, share)
-    saving.add(["a", "b"])
+    saving.add_trained(["a", "b"])
     wanted = full_state(learner.policy)
-    write = checkpoint.write
+    write = checkpoint.write_checkpoint
     trained = threading.Event()
 
     def write_late(*given: Any) -> None:
         assert trained.wait(60)
         write(*given)
 
-    with mock.patch.object(checkpoint, "write", write_late):
-        assert saving.begin(3)
+    with mock.patch.object(checkpoint, "write_checkpoint", write_late):
+        assert saving.begin_checkpoint(3)
         for _ in range(3):
             run_batch(learner, share)
         trained.set()
-        while saving.busy:
-            saving.poll()
-    assert saving.newest is not None and not saving.problem
+        while saving.is_writing:
+            saving.poll_checkpoint()
+    assert saving.newest_manifest is not None and not saving.problem
     other = make_learner(config, world, "float32")
-    again = Checkpointing(config, saving.place, other)
+    again = Checkpointing(config, saving.checkpoints, other)
     again.resume()
-    assert again.newest == msgspec.structs.replace(saving.newest, files=again.newest.files)
-    assert (other.step, again.trained_total, again.newest.trained) == (1, 2, ("a", "b"))
+    assert again.newest_manifest == msgspec.structs.replace(
+        saving.newest_manifest, files=again.newest_manifest.files
+    )
+    assert (other.step, again.trained_total, again.newest_manifest.trained) == (1, 2, ("a", "b"))
     found = full_state(other.policy)
     same = all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    return {"same": same, "files": sorted(again.newest.files), "place": saving.place.root, "hf": wanted}
+    return {
+        "same": same,
+        "files": sorted(again.newest_manifest.files),
+        "place": saving.checkpoints.root,
+        "hf": wanted,
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -135,17 +144,17 @@ def test_a_url_is_as_good_as_a_path(world: World, tmp_path: Path) -> None:
     """fsspec's memory file system stands for a bucket: it has neither renames at once nor fsync."""
     path = save_tiny_model(tmp_path / "model")
     config = tiny_config(path, checkpoint={"directory": "memory://bucket/runs", "keep": 1})
-    place = shared_place(config, tmp_path, world)
+    place = shared_checkpoints(config, tmp_path, world)
     assert place.root == "/bucket/runs/t" and not list(tmp_path.glob("memory*"))
     learner = make_learner(config, world, "float32")
     wanted = full_state(learner.policy)
     saving = Checkpointing(config, place, learner)
     for step in (1, 2):
         learner.step = step
-        saving.begin(0)
-        while saving.busy:
-            saving.poll()
-    assert saving.place.steps() == [2] and checkpoint.newest(saving.place) == 2
+        saving.begin_checkpoint(0)
+        while saving.is_writing:
+            saving.poll_checkpoint()
+    assert saving.checkpoints.steps() == [2] and checkpoint.newest_step(saving.checkpoints) == 2
     other = make_learner(config, world, "float32")
     with torch.no_grad():
         for parameter in other.policy.parameters():
@@ -157,15 +166,15 @@ def test_a_url_is_as_good_as_a_path(world: World, tmp_path: Path) -> None:
 
 def killed_in_the_middle(folder: str, model: str) -> None:
     """In a process of its own: the first checkpoint is whole, the second ends with the process."""
-    from asyncrl.trainer.world import join
+    from asyncrl.trainer.world import join_ranks
 
-    learner = make_learner(tiny_config(model), join(0, 1, device="cpu"), "float32")
+    learner = make_learner(tiny_config(model), join_ranks(0, 1, device="cpu"), "float32")
     to = Checkpoints(folder)
     for step in (1, 2):
         manifest = CheckpointManifest(step=step, trainer_epoch=0)
         if step == 2:
             to._count_written = die  # type: ignore[method-assign]
-        checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, learner.world)
+        checkpoint.write_checkpoint(to, checkpoint.snapshot(learner), manifest, learner, learner.world)
 
 
 def die(count: int) -> None:
@@ -181,7 +190,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before(tmp_path: Path) -
     assert process.exitcode == -signal.SIGKILL
     to = Checkpoints(tmp_path / "saved")
     assert (tmp_path / "saved" / "step-2").exists(), "it was begun"
-    assert to.steps() == [1] and checkpoint.newest(to) == 1
+    assert to.steps() == [1] and checkpoint.newest_step(to) == 1
     to.prune(1, keep=2)
     assert not (tmp_path / "saved" / "step-2").exists()
 
@@ -227,15 +236,17 @@ def test_a_place_that_cannot_be_written_is_told_from_the_start(made: Made, tmp_p
     """It is a file; once it is a directory, the first checkpoint ends the complaint."""
     (tmp_path / "t").touch()
     learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
-    saving = Checkpointing(learner.config, shared_place(learner.config, tmp_path, learner.world), learner)
+    saving = Checkpointing(
+        learner.config, shared_checkpoints(learner.config, tmp_path, learner.world), learner
+    )
     assert (
         saving.checkpoint_problem.startswith("FileExistsError: ")
         and str(tmp_path / "t") in saving.checkpoint_problem
     )
     for blocked in (True, False):
-        saving.begin(0)
-        while saving.busy:
-            saving.poll()
+        saving.begin_checkpoint(0)
+        while saving.is_writing:
+            saving.poll_checkpoint()
         assert bool(saving.checkpoint_problem) is blocked
         assert not blocked or saving.checkpoint_problem.endswith(f"; checkpoint {tmp_path / 't' / 'step-0'}")
         if blocked:
@@ -245,17 +256,17 @@ def test_a_place_that_cannot_be_written_is_told_from_the_start(made: Made, tmp_p
 @pytest.fixture
 def saving(made: Made, tmp_path: Path) -> Checkpointing:
     learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
-    return Checkpointing(learner.config, shared_place(learner.config, tmp_path, learner.world), learner)
+    return Checkpointing(learner.config, shared_checkpoints(learner.config, tmp_path, learner.world), learner)
 
 
 def test_training_waits_where_there_is_no_memory_for_a_copy(
     saving: Checkpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointing, "main_memory", lambda: SimpleNamespace(available=saving._bytes))
-    assert not saving.begin(0), "a copy and its room do not fit"
-    while saving.busy:
-        saving.poll()
-    assert saving.place.steps() == [0] and checkpoint.newest(saving.place) == 0
+    monkeypatch.setattr(checkpointing, "main_memory", lambda: SimpleNamespace(available=saving._state_bytes))
+    assert not saving.begin_checkpoint(0), "a copy and its room do not fit"
+    while saving.is_writing:
+        saving.poll_checkpoint()
+    assert saving.checkpoints.steps() == [0] and checkpoint.newest_step(saving.checkpoints) == 0
 
 
 def test_they_are_written_by_a_thread_that_uses_the_gpu_of_its_rank(
@@ -266,9 +277,9 @@ def test_they_are_written_by_a_thread_that_uses_the_gpu_of_its_rank(
     config = learner.config
     learner.world = replace(world, device=torch.device("cuda", 3))
     with mock.patch.object(torch.cuda, "set_device") as chosen:
-        saving = Checkpointing(config, shared_place(config, tmp_path, world), learner)
-        assert not chosen.called and saving.begin(1)
-        while not saving.poll():
+        saving = Checkpointing(config, shared_checkpoints(config, tmp_path, world), learner)
+        assert not chosen.called and saving.begin_checkpoint(1)
+        while not saving.poll_checkpoint():
             pass
     chosen.assert_called_once_with(torch.device("cuda", 3))
 
@@ -278,14 +289,14 @@ def test_a_write_that_hangs_ends_the_rank(saving: Checkpointing, monkeypatch: py
     clock = SimpleNamespace(now=0.0)
     hangs = threading.Event()
     monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(checkpoint, "write", lambda *about: hangs.wait(60))
+    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *about: hangs.wait(60))
     try:
-        saving.begin(0)
-        assert not saving.poll() and "is being written" in saving.under_way
-        clock.now = saving._limit + 1
-        assert saving._limit == pytest.approx(600.0, rel=0.01)
+        saving.begin_checkpoint(0)
+        assert not saving.poll_checkpoint() and "is being written" in saving.write_progress
+        clock.now = saving._write_limit + 1
+        assert saving._write_limit == pytest.approx(600.0, rel=0.01)
         with pytest.raises(DeadlineError, match="step 0 took over 600 s"):
-            saving.poll()
+            saving.poll_checkpoint()
     finally:
         hangs.set()
 
@@ -304,7 +315,7 @@ def test_training_waits_for_little_more_than_a_copy(world: World, tmp_path: Path
         "exp_avg_sq": torch.zeros_like(big),
     }
     state = checkpoint.snapshot(learner, copy=False)
-    assert checkpoint.size(state) > 3 * 4 * 32_000_000
+    assert checkpoint.state_bytes(state) > 3 * 4 * 32_000_000
 
     def shortest(work: Any) -> float:
         times = []
@@ -315,5 +326,5 @@ def test_training_waits_for_little_more_than_a_copy(world: World, tmp_path: Path
             del kept
         return min(times)
 
-    copied = shortest(lambda: [tensor.detach().clone() for tensor in checkpoint.tensors(state)])
+    copied = shortest(lambda: [tensor.detach().clone() for tensor in checkpoint.state_tensors(state)])
     assert shortest(lambda: checkpoint.snapshot(learner)) <= 1.5 * copied

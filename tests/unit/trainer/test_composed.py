@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.trainer.barrier import deal
+from asyncrl.trainer.barrier import partition_groups
 from asyncrl.trainer.batch import collate
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.objective import teacher_of
@@ -420,7 +420,7 @@ def test_epochs_repeat_the_mini_batches_around_one_prox(made: Made, model: Any) 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     prox = copy.deepcopy(model)
     for step in range(4):
-        part_of = deal({e[0].group for e in episodes}, 2, f"0/0/{step // 2}")
+        part_of = partition_groups({e[0].group for e in episodes}, 2, f"0/0/{step // 2}")
         part = [e for e in episodes if part_of[e[0].group] == step % 2]
         loss = torch.zeros((), dtype=torch.float64)
         for e in part:
@@ -455,11 +455,11 @@ def test_on_policy_a_clip_around_mu_is_that_around_prox(made: Made, model: Any) 
 
 def test_groups_are_dealt_anew_in_every_epoch_and_evenly() -> None:
     groups = {str(i) for i in range(9)}
-    cuts = [deal(groups, 4, f"0/0/{epoch}") for epoch in range(5)]
+    cuts = [partition_groups(groups, 4, f"0/0/{epoch}") for epoch in range(5)]
     for cut in cuts:
         assert cut.keys() == groups and sorted(Counter(cut.values()).values()) == [2, 2, 2, 3]
     assert len({tuple(sorted(cut.items())) for cut in cuts}) == 5
-    assert deal(sorted(groups), 4, "0/0/1") == cuts[1]
+    assert partition_groups(sorted(groups), 4, "0/0/1") == cuts[1]
 
 
 @pytest.mark.parametrize("beside", ["entropy", "shared head"])

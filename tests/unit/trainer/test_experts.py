@@ -18,11 +18,11 @@ from asyncrl.config import ModelConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.memory import describe_coverage
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.attention import NAME
-from asyncrl.trainer.batch import row_routes
+from asyncrl.trainer.attention import FOREST_ATTENTION
+from asyncrl.trainer.batch import sequence_routes
 from asyncrl.trainer.forced_routes import ForcedRoutes
-from asyncrl.trainer.loading import locate
-from asyncrl.trainer.model import Policy, load_critic, load_policy, shards
+from asyncrl.trainer.loading import locate_tensors
+from asyncrl.trainer.model import Policy, load_critic, load_policy, published_shards
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
@@ -70,8 +70,8 @@ def gradients(policy: Policy, world: World) -> dict[str, Tensor]:
 
 def published(policy: Policy, world: World) -> dict[str, Tensor]:
     """What rank 0 collects of a version, in small buckets, from host memory."""
-    host = HostShards(shards(policy), policy.published, torch.float32, 60.0)
-    host.copy(0, shards(policy))
+    host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
+    host.copy(0, published_shards(policy))
     found: dict[str, Tensor] = {}
     if world.rank == 0:
         snapshot = host.snapshot(0, PolicyVersion(0, 1), 0.0)
@@ -89,10 +89,10 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
         with patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
             exact = ModelConfig(path=path, dtype="float64")  # type: ignore[arg-type]
             policy = load_policy(exact, world, trainer=TrainerConfig(activation_checkpointing="full"))
-            policy.lm.set_attn_implementation(NAME)
+            policy.lm.set_attn_implementation(FOREST_ATTENTION)
             found = {"gradients": gradients(policy, world)}
             # A forward that follows gathers parameters, as any does.
-            with patch("asyncrl.trainer.model._check_cut"), LiveBytes() as counted:
+            with patch("asyncrl.trainer.model._decide_cut"), LiveBytes() as counted:
                 policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
         found["published"] = published(policy, world)
         found["exported"] = export(folder / family, policy, world, path)
@@ -145,7 +145,7 @@ def test_each_rank_reads_the_experts_that_it_holds(family: str, two: dict[str, A
 def test_stacks_in_the_files_are_read_in_slices_too(world: World, saved: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved / "Mixtral")
     model.save_pretrained(tmp_path, save_original_format=False)
-    assert locate(model, str(tmp_path))
+    assert locate_tensors(model, str(tmp_path))
     found = full_state(load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world))
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
 
@@ -226,7 +226,7 @@ def replaying(path: Path, world: World, every: Any = "none") -> Policy:
     trainer = TrainerConfig(router_replay=True, activation_checkpointing=every)
     exact = ModelConfig(path=str(path), dtype="float64")  # type: ignore[arg-type]
     policy = load_policy(exact, world, trainer=trainer)
-    policy.lm.set_attn_implementation(NAME)
+    policy.lm.set_attn_implementation(FOREST_ATTENTION)
     return policy
 
 
@@ -252,7 +252,7 @@ def chosen(policy: Policy, given: list[np.ndarray]) -> list[np.ndarray]:
 def routed(given: list[np.ndarray], how: Any, routes: list[np.ndarray]) -> Selected:
     row = np.repeat(np.arange(len(given)), [len(one) - 1 for one in given])
     position = np.concatenate([np.arange(1, len(one)) for one in given])
-    return Selected.of(given, row, position, torch.ones(len(row), dtype=torch.float64), how, routes)
+    return Selected.lay_out(given, row, position, torch.ones(len(row), dtype=torch.float64), how, routes)
 
 
 def shifted(routes: np.ndarray) -> np.ndarray:
@@ -271,7 +271,7 @@ def test_tokens_go_where_the_server_sent_them(family: str, world: World, saved: 
     logp, wanted = learned(policy, [routed(given, "packed", [shifted(one) for one in own])])
     assert not torch.allclose(logp, plain, atol=0.1)
     for how in ("padded", "packed", "tree"):
-        policy.lm.set_attn_implementation("eager" if how == "padded" else NAME)
+        policy.lm.set_attn_implementation("eager" if how == "padded" else FOREST_ATTENTION)
         same, _ = learned(policy, [routed(given, how, own)])
         assert torch.allclose(same, plain, atol=1e-5)
         found, gradients = learned(policy, [routed(given, how, [shifted(one) for one in own])])
@@ -305,7 +305,7 @@ def test_experts_that_the_model_does_not_have_are_not_chosen(world: World, saved
     given = rows()[4:5]
     logp, _ = learned(policy, [routed(given, "packed", [])])
     found, _ = learned(policy, [routed(given, "packed", [np.full((10, 6), 99, dtype=np.int32)])])
-    assert policy.replay is not None and policy.replay.choices == 6
+    assert policy.forced_routes is not None and policy.forced_routes.choices_per_token == 6
     assert torch.allclose(found, logp, atol=1e-5)
 
 
@@ -333,10 +333,10 @@ def test_turns_tell_of_what_no_turn_before_told() -> None:
         turn(4, 1, 2, None, row=1),
         turn(5, 1, 1, told(5, 25, 26), row=1),
     ]
-    first, second, third = row_routes(turns, [9, 8, 4], 1)
+    first, second, third = sequence_routes(turns, [9, 8, 4], 1)
     assert first[:, 0].tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
     assert second[:, 0].tolist() == [20, 21, -1, -1, -1, 25, 26]
     assert not len(third)
-    (wrong,) = row_routes([turn(0, 2, 2, told(1 << 60, 1, 2, 3))], [4], 1)
+    (wrong,) = sequence_routes([turn(0, 2, 2, told(1 << 60, 1, 2, 3))], [4], 1)
     assert wrong[:, 0].tolist() == [-1] * 4, "what is beyond the row is no route"
-    assert not len(row_routes([turn(0, 2, 2, told(0, 1, 2))], [4], 2)[0]), "of a model with other layers"
+    assert not len(sequence_routes([turn(0, 2, 2, told(0, 1, 2))], [4], 2)[0]), "of a model with other layers"

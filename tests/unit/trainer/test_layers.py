@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.layers import layers_of, prepare_layers
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.recompute import Recomputation
@@ -97,7 +97,7 @@ def test_how_much_is_computed_again_changes_between_micro_batches(model: str) ->
         lm.zero_grad()
         lm(input_ids=torch.arange(5)[None], use_cache=False).logits.sin().sum().backward()
         assert [calls[i] for i in range(4)] == runs
-        assert (recomputation.share, recomputation.next_every) == (share, then)
+        assert (recomputation.recomputed_fraction, recomputation.next_every) == (share, then)
         gradients.append(torch.cat([p.grad.flatten() for p in lm.parameters() if p.grad is not None]))
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
 
@@ -116,7 +116,7 @@ def test_ranks_on_gpus_compute_as_much_again_as_the_one_that_needs_most(
     gathered = [] if isinstance(others, Exception) else others[1:]
     world = SimpleNamespace(device=torch.device("cuda", 1), gather=lambda own, kind: [own, *gathered])
     rank: Any = SimpleNamespace(config=tiny_config(model), world=world)
-    assert Learner._chosen_recomputation(rank).every == every
+    assert Learner._choose_recomputation(rank).every == every
     least.assert_called_once_with(rank.config, 80 * 2**30, 1, 2)
 
 
@@ -126,7 +126,7 @@ def test_what_the_configuration_chose_stays(model: str, given: Any, share: float
     recomputation = Recomputation(trainer)
     prepare_layers(AutoModelForCausalLM.from_pretrained(model), trainer, recomputation)
     recomputation.recompute_at_least(1)
-    assert (recomputation.share, recomputation.next_every) == (share, 0)
+    assert (recomputation.recomputed_fraction, recomputation.next_every) == (share, 0)
 
 
 def gradients(world: World, path: str, episodes: Any, memory: Any, **sections: Any) -> dict[str, Tensor]:
@@ -188,14 +188,14 @@ def test_packed_rows_of_any_number_are_compiled_once(model: str) -> None:
     """torch 2.11 looked into a frozen forest, and compiled again for each number of rows."""
     torch.compiler.reset()
     lm = AutoModelForCausalLM.from_pretrained(model).eval()
-    lm.set_attn_implementation(NAME)
+    lm.set_attn_implementation(FOREST_ATTENTION)
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         prepare_layers(lm, TrainerConfig(compile=True))
     graphs = []
     one = np.zeros(1, dtype=np.int64)
     for lengths in ([9, 8], [30], [5, 6, 7, 4, 12]):
         rows = [np.arange(length) for length in lengths]
-        chosen = Selected.of(rows, one, one + 1, torch.ones(1), "packed")
+        chosen = Selected.lay_out(rows, one, one + 1, torch.ones(1), "packed")
         lm(**chosen.inputs).logits.sum().backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [graphs[0]] * 3

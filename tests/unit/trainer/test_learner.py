@@ -20,9 +20,9 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.observe.transcripts import read_ratios
 from asyncrl.trainer import learner as learning
 from asyncrl.trainer.batch import collate
-from asyncrl.trainer.model import score
-from asyncrl.trainer.optimizer import LEAST, SpikeError, note_norm
-from asyncrl.trainer.report import Ratios
+from asyncrl.trainer.model import score_ids
+from asyncrl.trainer.optimizer import LEAST_NORMS, SpikeError, record_norm
+from asyncrl.trainer.report import RatioRecorder
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult
 from tests.fakes import reference
@@ -86,10 +86,10 @@ def test_ratios_of_transcribed_episodes_are_kept(made: Made, model: Any, tmp_pat
     episodes = Recorder(model, seed=1, noise=0.8, temperature=0.9).groups(4, 4, VERSIONS, name="")
     learner = made(STEP)
     learner.recipe = dataclasses.replace(learner.recipe, skips_inert=False)
-    learner.ratios = Ratios(tmp_path, rank=0, groups_per_batch=2)
+    learner.ratio_recorder = RatioRecorder(tmp_path, rank=0, groups_per_batch=2)
     wanted = {row.uid: reference.token_log_probs(model, (row, turns)) for row, turns in episodes}
     run_batch(learner, whole(episodes))
-    learner.ratios.save(learner.step)
+    learner.ratio_recorder.save_step(learner.step)
     found = {uid: read_ratios(tmp_path, STEP + 1, uid) for uid in wanted}
     assert {uid[0] for uid, known in found.items() if known is not None} == {"0", "2"}
     for uid, known in found.items():
@@ -171,7 +171,7 @@ def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
 
     def careless(*args: Any) -> Any:
         micro = collate(*args)
-        return dataclasses.replace(micro, fresh=torch.ones_like(micro.fresh))
+        return dataclasses.replace(micro, within_staleness=torch.ones_like(micro.within_staleness))
 
     monkeypatch.setattr(learning, "collate", careless)
     metrics = run_batch(made(STEP), whole(episodes))
@@ -185,7 +185,7 @@ def test_gradient_does_not_depend_on_the_cut(made: Made, world: World, episodes:
     probed = list[tuple[float, ...]]()
     for micros in (1, 2, 3, 7):
         cut = random_cut(episodes, 1, micros, seed=micros)
-        learner.pulse = lambda: probed.append(score(learner.policy, (1, 2, 3), world.device))
+        learner.after_micro_batch = lambda: probed.append(score_ids(learner.policy, (1, 2, 3), world.device))
         assert difference(final_gradients(learner, cut), one) < TOLERANCE, micros
     assert len(probed) >= 3 and len(set(probed)) == 1
 
@@ -303,8 +303,8 @@ def test_a_spike_takes_no_step(
     learner = made(STEP, trainer={"on_spike": on_spike, "spike_factor": 10.0, "lr": 1e-9})
     norm = run_batch(learner, whole(episodes))["actor/grad_norm"]
     assert norm in learner.state.values()
-    for place in range(LEAST if math.isfinite(factor) else 0):
-        note_norm(learner.state, place, norm)
+    for place in range(LEAST_NORMS if math.isfinite(factor) else 0):
+        record_norm(learner.state, place, norm)
     learner.step = STEP  # for the same lags
     before = full_state(learner.policy)
     norms = dict(learner.state)

@@ -18,7 +18,7 @@ from asyncrl import cli
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.model import Policy, load_policy, score, shards
+from asyncrl.trainer.model import Policy, load_policy, published_shards, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.adapters import Adapters
@@ -77,7 +77,7 @@ def test_disabled_it_is_its_base(world: World, path: str) -> None:
     wanted = plain_logp(plain_model(path), few_tokens())
     with torch.no_grad():
         assert not torch.allclose(policy(few_tokens()).logp, wanted, atol=0.1)
-        with policy.base():
+        with policy.without_adapters():
             assert torch.allclose(policy(few_tokens()).logp, wanted, atol=1e-9)
         assert not torch.allclose(policy(few_tokens()).logp, wanted, atol=0.1)
 
@@ -101,11 +101,11 @@ def test_the_merged_export_scores_as_the_adapters_do(world: World, path: str, tm
     ids = tuple(few_tokens().ids[0].tolist())
     state = full_state(policy)
     assert state.keys() == dict(plain_model(path).named_parameters()).keys()
-    assert list(shards(policy)) == list(state)
+    assert list(published_shards(policy)) == list(state)
     with torch.no_grad():
         table = exported(torch.tensor([ids])).logits[0].log_softmax(-1)
     probe = [float(table[i, token]) for i, token in enumerate(ids[1:])]
-    assert score(policy, ids, world.device) == pytest.approx(probe, abs=1e-6)
+    assert score_ids(policy, ids, world.device) == pytest.approx(probe, abs=1e-6)
 
 
 def test_merging_by_hand(world: World, path: str) -> None:
@@ -140,8 +140,8 @@ def test_a_version_is_copied_weight_by_weight(world: World, path: str) -> None:
 
     merged = Adapters.merged
     with mock.patch.object(Adapters, "merged", noted):
-        host = HostShards(shards(policy), policy.published, torch.float32, 60.0)
-        host.copy(host.claim(lambda busy: [busy]), shards(policy))
+        host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
+        host.copy(host.claim(lambda busy: [busy]), published_shards(policy))
     assert len(made) > 8 and most <= 2
     version = host.snapshot(0, PolicyVersion(0, 1), 0.0)
     found = {name: t for bucket in buckets(version, 1 << 20) for name, t in bucket.items()}
@@ -169,7 +169,7 @@ def work(world: World, folder: Path) -> Any:
         laid = world.arranged(world.size, 1) if name == "gpt2" else world
         with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
             policy = adapted(path, laid)
-        published = shards(policy)
+        published = published_shards(policy)
         local = {name: len(p.to_local()) for name, p in policy.lm.named_parameters()}
         assert all(s.placements[-1] == Shard(0) for s in published.values())
         assert all(len(s.to_local()) == local[name] for name, s in published.items())

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.trainer import memory
-from asyncrl.trainer.memory import largest, try_largest
+from asyncrl.trainer.memory import largest_tokens, try_largest
 from asyncrl.trainer.world import World
 from tests.fakes.forked import FORKED
 from tests.fakes.training import (
@@ -42,7 +42,7 @@ def test_it_is_as_large_as_may_be(tmp_path: Path) -> None:
     led = config_of(tmp_path, rollout={"agent": "a.py:b", "max_rows": 32})
     assert (led.largest_rows(70), led.largest_rows(10)) == (3, 1), "32 full rows would fit nowhere"
     for packing in ("padded", "packed", "tree"):
-        tokens = largest(3, 20, packing)
+        tokens = largest_tokens(3, 20, packing)
         assert tokens.ids.numel() == 3 * 20 and len(tokens.labels) == 3 * 19
 
 
@@ -56,7 +56,7 @@ def test_all_models_run_it_and_nothing_is_left(
     before = full_state(learner.policy)
     for model in (learner.policy, learner.critic):
         model.register_forward_hook(lambda model, args, out: sizes.append(args[0].ids.numel()))
-    learner.pulse = lambda: sizes.append(0)
+    learner.after_micro_batch = lambda: sizes.append(0)
     with caplog.at_level(logging.INFO):
         try_largest(learner)
     assert sizes == [3, 3, 0, 60, 60, 0], "servers join, and beats go out, after each"
@@ -91,7 +91,7 @@ def test_too_little_memory_is_that_of_a_micro_batch(
     monkeypatch.setattr(memory, "LAYER_MIN_PARAMETERS", 0)
     with pytest.raises(MemoryError):
         try_largest(learner)
-    assert learner.size == (60, 3), "what TrainerRank.report tells, for the coordinator to halve"
+    assert learner.micro_batch_size == (60, 3), "what TrainerRank.report tells, for the coordinator to halve"
 
 
 def make_holes(found: Path) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.config import ModelConfig
-from asyncrl.trainer.model import Policy, Selected, load_policy, score
+from asyncrl.trainer.model import Policy, Selected, load_policy, score_ids
 from asyncrl.trainer.scores import SplitModel
 from asyncrl.trainer.world import World
 from tests.fakes.models import save_small, small_model
@@ -29,7 +29,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def plain_table(model: Any, t: Selected) -> torch.Tensor:
     """[4, vocabulary]: log-probs by the plain model."""
-    logits = model(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
+    logits = model(t.ids).logits.flatten(0, 1)[t.predictor_index] / t.temperature[:, None]
     return cast(torch.Tensor, logits.log_softmax(-1))
 
 
@@ -47,7 +47,7 @@ def test_scores_are_log_softmax_at_the_temperature(world: World, path: str) -> N
 def test_gradients_are_those_of_the_plain_model(
     world: World, path: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.trainer.scores.CHUNK", chunk)
+    monkeypatch.setattr("asyncrl.trainer.scores.CHUNK_TOKENS", chunk)
     t = few_tokens()
     policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
     plain = plain_model(path)
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_the_plain_model(
 
 def test_parameters_are_sharded_again_after_scoring(world: World, path: str) -> None:
     policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
-    score(policy, (1, 2, 3), world.device)
+    score_ids(policy, (1, 2, 3), world.device)
     assert all(isinstance(p, DTensor) for p in policy.parameters())
 
 
@@ -110,9 +110,9 @@ def test_what_a_model_does_to_its_logits_is_done(
     path = save(tmp_path)
     t = few_tokens()
     policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
-    assert not policy.whole
-    policy.whole = whole
-    scores = policy(t, entropy_grad=True, collision=True)
+    assert not policy.uncut
+    policy.uncut = whole
+    scores = policy(t, entropy_grad=True, with_collision=True)
     table = plain_table(plain_model(path), t)
     assert torch.allclose(scores.logp, table.gather(1, t.labels[:, None])[:, 0], atol=1e-6)
     assert torch.allclose(scores.entropy, -(table.exp() * table).sum(-1), atol=1e-6)
@@ -138,7 +138,7 @@ def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was found before
     with caplog.at_level(logging.WARNING):
         policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
-    assert policy.whole and "not chunked" in caplog.text
+    assert policy.uncut and "not chunked" in caplog.text
     assert torch.allclose(policy(few_tokens()).logp, wanted)
 
 
@@ -153,7 +153,7 @@ def test_fp32_head_multiplies_in_float32(world: World, path: str) -> None:
     assert torch.allclose(scores.logp, wanted, atol=1e-5)
     rounded = load_policy(ModelConfig(path=path, dtype="bfloat16"), world)(t).logp
     assert not torch.allclose(rounded, wanted, atol=1e-4)
-    policy.whole = True
+    policy.uncut = True
     assert torch.allclose(policy(t).logp, wanted, atol=1e-5)
     scores.logp.sum().backward()
     assert {p.grad.dtype for p in policy.parameters() if p.grad is not None} == {torch.float32}
@@ -173,7 +173,7 @@ def test_a_value_head_reads_what_predicts_the_token(world: World, path: str) -> 
     wanted = hidden @ torch.arange(16.0, dtype=torch.float64) + 0.5
     value = policy(t).value
     assert torch.allclose(value, wanted) and value.requires_grad
-    policy.whole = True
+    policy.uncut = True
     assert torch.allclose(policy(t).value, wanted)
     value.sum().backward()
     assert bias.grad.full_tensor().item() == 4

@@ -14,7 +14,7 @@ from asyncrl.algorithms.diagnostics import metrics_of, token_sums
 from asyncrl.algorithms.recipe import Recipe, compose
 from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.batch import MicroBatch, collate
-from asyncrl.trainer.objective import Evaluated, evaluate, loss_input, proximal
+from asyncrl.trainer.objective import Evaluated, evaluate, loss_input, proximal_of
 from asyncrl.trainer.scores import Scores
 
 MU = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
@@ -31,7 +31,7 @@ def recipe(**algorithm: object) -> Recipe:
 
 def micro(lag: list[int]) -> MicroBatch:
     nothing = collate([], torch.float64)
-    return dataclasses.replace(nothing, mu=MU, lag=torch.tensor(lag), prox=None)
+    return dataclasses.replace(nothing, rollout_logprobs=MU, lag=torch.tensor(lag), proximal_logprobs=None)
 
 
 def policy(lag: list[int], progress: float) -> Tensor:
@@ -43,7 +43,7 @@ def policy(lag: list[int], progress: float) -> Tensor:
 @pytest.mark.parametrize("progress", [0.0, 0.25, 0.75])
 def test_loglinear_is_exact_where_log_probs_move_evenly(lag: list[int], progress: float) -> None:
     """And with data of the current version whatever they do: prox is mu then."""
-    found = proximal(micro(lag), policy(lag, progress), recipe(prox="loglinear"), progress)
+    found = proximal_of(micro(lag), policy(lag, progress), recipe(prox="loglinear"), progress)
     assert torch.allclose(found, policy(lag, 0.0), atol=1e-12)
 
 
@@ -51,25 +51,25 @@ def test_loglinear_is_off_where_they_do_not() -> None:
     lag = [1, 1, 1]
     progress = 0.5
     jumped = MU + DRIFT  # all of the way inside the batch, none before it
-    found = proximal(micro(lag), jumped, recipe(prox="loglinear"), progress)
+    found = proximal_of(micro(lag), jumped, recipe(prox="loglinear"), progress)
     assert torch.allclose(found - MU, torch.full_like(MU, DRIFT * 2 / 3))  # the true one is mu
 
 
 def test_loglinear_with_current_data_is_mu() -> None:
     erratic = MU + torch.tensor([0.5, -0.7, 0.1])
-    assert torch.equal(proximal(micro([0, 0, 0]), erratic, recipe(prox="loglinear"), 0.25), MU)
+    assert torch.equal(proximal_of(micro([0, 0, 0]), erratic, recipe(prox="loglinear"), 0.25), MU)
 
 
 def test_before_the_first_step_all_of_them_are_pi() -> None:
     pi = policy([2, 2, 2], 0.0)
-    assert torch.equal(proximal(micro([2, 2, 2]), pi, recipe(prox="loglinear"), 0.0), pi)
+    assert torch.equal(proximal_of(micro([2, 2, 2]), pi, recipe(prox="loglinear"), 0.0), pi)
     one_step = recipe(loss="reinforce", epochs=1)
-    assert one_step.prox == "current" and torch.equal(proximal(micro([2, 2, 2]), pi, one_step, 0.0), pi)
+    assert one_step.prox == "current" and torch.equal(proximal_of(micro([2, 2, 2]), pi, one_step, 0.0), pi)
 
 
 def test_what_was_recomputed_is_taken_as_it_is() -> None:
-    recomputed = dataclasses.replace(micro([3, 3, 3]), prox=MU - 1)
-    assert torch.equal(proximal(recomputed, policy([3, 3, 3], 0.5), recipe(), 0.5), MU - 1)
+    recomputed = dataclasses.replace(micro([3, 3, 3]), proximal_logprobs=MU - 1)
+    assert torch.equal(proximal_of(recomputed, policy([3, 3, 3], 0.5), recipe(), 0.5), MU - 1)
 
 
 # -- losses of single tokens, each an episode of its own ---------------------------------------------------
@@ -96,24 +96,24 @@ def evaluated(
     micro = dataclasses.replace(
         collate([], torch.float64),
         episode=at,
-        **dict.fromkeys(("fresh", "exact", "counted"), yes),
+        **dict.fromkeys(("within_staleness", "is_exact", "is_counted"), yes),
         **dict.fromkeys(("turn", "lag"), 0 * at),
-        mu=mu,
+        rollout_logprobs=mu,
         weight=torch.ones_like(mu),
         advantage=torch.tensor(ADVANTAGE, dtype=torch.float64),
-        prox=None if prox is None else mu + torch.tensor(prox, dtype=torch.float64).log(),
+        proximal_logprobs=None if prox is None else mu + torch.tensor(prox, dtype=torch.float64).log(),
         reference=mu + torch.tensor(RATIO, dtype=torch.float64).log() - 1 if reference is None else reference,
     )
     logp = (mu + torch.tensor(RATIO, dtype=torch.float64).log()).requires_grad_()
     scores = Scores(logp, torch.zeros_like(mu), divergence=divergence)
     found = evaluate(micro, scores, None, config, compose(config), 1.0, progress)
-    return found, torch.autograd.grad(found.loss, logp, retain_graph=True)[0].tolist()
+    return found, torch.autograd.grad(found.loss_sum, logp, retain_graph=True)[0].tolist()
 
 
 def test_a_loss_sees_which_turn_wrote_a_token_and_how_old_its_version_is() -> None:
     each = torch.ones(3, dtype=torch.bool)
     turns = {"turn": torch.tensor([0, 1, 1]), "episode": torch.zeros(3, dtype=torch.long)}
-    batch = dataclasses.replace(micro([0, 2, 1]), fresh=each, advantage=torch.ones(3), **turns)
+    batch = dataclasses.replace(micro([0, 2, 1]), within_staleness=each, advantage=torch.ones(3), **turns)
     given = loss_input(batch, Scores(MU, 0 * MU), recipe(loss="reinforce", epochs=1), 0.0)
     assert given.lag.tolist() == [0, 2, 1] and given.turn.tolist() == [0, 1, 1]
 
@@ -140,7 +140,7 @@ def test_what_a_kl_in_the_loss_is_weighed_with(
     parts = {"algorithm": algorithm, "buffer": buffer}
     found, gradient = evaluated(**parts, kl={"where": where})
     plain = evaluated(**parts)[1]
-    total, _ = found.terms["actor/kl_loss"]
+    total, _ = found.loss_terms["actor/kl_loss"]
     assert total.item() == pytest.approx(sum(weights) / 2, rel=1e-12)
     assert [a - b for a, b in zip(gradient, plain, strict=True)] == pytest.approx(weights, rel=1e-9)
 
@@ -155,9 +155,9 @@ def test_a_divergence_needs_no_weight_of_the_sampled_token(where: str) -> None:
     ):
         divergence = torch.tensor([1.0, 2, 4, 8, math.nan], dtype=torch.float64, requires_grad=True)
         found, _ = evaluated(kl=kl, algorithm={"correction": correction}, divergence=divergence)
-        total, _ = found.terms["actor/kl_loss"]
+        total, _ = found.loss_terms["actor/kl_loss"]
         assert total.item() == sum(w * d for w, d in zip(weights, [1, 2, 4, 8], strict=True))
-        (slope,) = torch.autograd.grad(found.loss, divergence)
+        (slope,) = torch.autograd.grad(found.loss_sum, divergence)
         assert slope.tolist() == [*weights, 0.0]
 
 
@@ -165,7 +165,7 @@ def test_wrong_answers_are_dropped_by_how_far_the_current_policy_left_them() -> 
     """log mu − log pi is 1.2 for the third token, negative for the fourth; prox is the other way round."""
     algorithm = {**EPOCHS, "correction": {"negative": {"delta": 0.5}, "ratio": {}}}
     found, _ = evaluated(prox=[1.0, 1.0, 1.0, 0.3, 1.0], algorithm=algorithm)
-    assert found.state.correction.masked.tolist() == [False, False, True, False, False]
+    assert found.token_state.correction.masked.tolist() == [False, False, True, False, False]
 
 
 def test_a_clip_around_mu() -> None:
@@ -173,7 +173,7 @@ def test_a_clip_around_mu() -> None:
     gradient by log pi is −uA where it is not clipped."""
     algorithm = {"loss": {"ppo": {"clip_high": 0.28}}, "prox": "mu"}
     found, gradient = evaluated(algorithm=algorithm)
-    assert found.loss.item() == pytest.approx(-1.0 - 1.28 + 0.8 + 1.5 - 0.6, rel=1e-12)
+    assert found.loss_sum.item() == pytest.approx(-1.0 - 1.28 + 0.8 + 1.5 - 0.6, rel=1e-12)
     assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.5, -0.6], rel=1e-12)
     assert not compose(configured(algorithm=algorithm)).barrier
 
@@ -182,7 +182,7 @@ def test_around_mu_masks_and_reports_are_of_the_current_policy() -> None:
     algorithm = {**EPOCHS, "prox": "mu", "correction": {"mask": {}}}
     found, gradient = evaluated(algorithm=algorithm, progress=0.5)
     assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.5, -0.6], rel=1e-12)  # 0.3 would be clipped as well
-    metrics = metrics_of(token_sums(found.state).sums)
+    metrics = metrics_of(token_sums(found.token_state).sums)
     drift = sum(map(math.log, RATIO)) / len(RATIO)
     assert metrics["rollout_corr/kl"] == metrics["actor/ppo_kl"] == pytest.approx(-drift, rel=1e-12)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.2
@@ -202,5 +202,5 @@ def test_a_token_with_a_bad_number_takes_no_part(source: str, bad: float) -> Non
         reference[1] = bad
     found, gradient = evaluated(prox=prox, reference=reference, algorithm=algorithm, kl={"where": "loss"})
     assert gradient[1] == 0 and all(map(math.isfinite, gradient)) and all(gradient[2:])
-    assert found.state.fresh.tolist() == [True, False, True, True, True]
-    assert all(map(math.isfinite, metrics_of(token_sums(found.state).sums).values()))
+    assert found.token_state.fresh.tolist() == [True, False, True, True, True]
+    assert all(map(math.isfinite, metrics_of(token_sums(found.token_state).sums).values()))

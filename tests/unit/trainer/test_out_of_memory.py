@@ -66,7 +66,7 @@ class FailingBackward(Failing):
         found = self.function(*given, **named)
         self.left -= 1
         if not self.left:
-            found.loss.register_hook(lack)
+            found.loss_sum.register_hook(lack)
         return found
 
 
@@ -96,22 +96,22 @@ def fail(place: str, sections: dict[str, Any], world: World, folder: Path) -> An
     with pytest.raises(RuntimeError) as caught, lacking:
         run_batch(learner, random_cut(batch_of(folder), world.size, 3, seed=0))
     assert lacks_memory(caught.value) or world.rank
-    return learner.size, learner.step
+    return learner.micro_batch_size, learner.step
 
 
 def train(budget: int, sections: dict[str, Any], world: World, folder: Path) -> Any:
     learner = learner_of(folder, world, sections)
-    learner.budget = budget
+    learner.token_budget = budget
     sizes: list[int] = []
-    collate = learner._collate
+    collate = learner._collate_on_device
 
     def noted(examples: Any) -> Any:
         sizes.append(len(examples))
         return collate(examples)
 
-    learner._collate = noted  # type: ignore[method-assign]
+    learner._collate_on_device = noted  # type: ignore[method-assign]
     metrics = run_batch(learner, random_cut(batch_of(folder), world.size, 3, seed=0))
-    assert not any(learner.size), "none is under way"
+    assert not any(learner.micro_batch_size), "none is under way"
     return full_state(learner.policy), sizes, metrics["trainer/trajectories"]
 
 
@@ -142,7 +142,7 @@ def test_a_micro_batch_that_has_no_room_on_the_device_is_told_by_its_own_size(
     """It is brought there while the one before it is computed."""
     save_tiny_model(tmp_path / "model")
     learner = learner_of(tmp_path / "run", world, {})
-    learner.budget = BUDGET // CUT
+    learner.token_budget = BUDGET // CUT
     brought = list[tuple[int, int]]()
 
     def lacking(micro: MicroBatch, device: torch.device) -> MicroBatch:
@@ -154,4 +154,4 @@ def test_a_micro_batch_that_has_no_room_on_the_device_is_told_by_its_own_size(
     monkeypatch.setattr(MicroBatch, "to", lacking)
     with pytest.raises(torch.OutOfMemoryError):
         run_batch(learner, random_cut(batch_of(tmp_path / "run"), world.size, 3, seed=0))
-    assert len(brought) == call and learner.size == brought[-1]
+    assert len(brought) == call and learner.micro_batch_size == brought[-1]

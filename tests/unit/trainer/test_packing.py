@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl import shrunk
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer import attention, examine, prefix_tree
-from asyncrl.trainer.attention import FlexKernel, NodeKernel, RowKernel, Scoring
+from asyncrl.trainer import attention, gradient_check, prefix_tree
+from asyncrl.trainer.attention import FlexKernel, NodeKernel, Scoring, SequenceKernel
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
-from asyncrl.trainer.prefix_tree import plant
+from asyncrl.trainer.prefix_tree import plant_forest
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import SequenceRanks, World
 from tests.fakes.traced import LiveBytes
@@ -84,7 +84,7 @@ def select(given: list[np.ndarray], how: Any) -> Selected:
     """All tokens but the first of each row, at several temperatures."""
     row = np.repeat(np.arange(len(given)), [len(one) - 1 for one in given])
     position = np.concatenate([np.arange(1, len(one)) for one in given])
-    return Selected.of(given, row, position, torch.linspace(0.7, 1.3, len(row)).double(), how)
+    return Selected.lay_out(given, row, position, torch.linspace(0.7, 1.3, len(row)).double(), how)
 
 
 def learned(policy: Any, parts: list[Selected]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -166,8 +166,8 @@ def test_attention_is_that_under_a_dense_mask(
 ) -> None:
     """Whatever the forest: ancestors and itself, windows by position, pieces of long nodes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "LEAST", 1)
-        forest = plant([np.array(row) for row in given], shared=True)
+        patch.setattr(prefix_tree, "LEAST_SHARED", 1)
+        forest = plant_forest([np.array(row) for row in given], share_prefixes=True)
     size = len(forest.ids)
     generator = torch.Generator().manual_seed(size)
     query, key, value = (
@@ -182,7 +182,7 @@ def test_attention_is_that_under_a_dense_mask(
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "QUERIES", 7)
+        patch.setattr(attention, "MAX_QUERIES", 7)
         found = NodeKernel(forest).attend(query, key, value, Scoring(0.4, window, softcap))
     assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-12)
     kernel = FlexKernel(forest, torch.device("cpu"))
@@ -195,9 +195,9 @@ def test_attention_is_that_under_a_dense_mask(
 def test_blocks_of_a_mask_are_those_that_some_query_sees(given: list[list[int]], window: int | None) -> None:
     """With a window some that none sees may be among them; blocks taken as whole are whole in any case."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "LEAST", 1)
-        patch.setattr(attention, "BLOCK", 8)
-        forest = plant([np.array(row) for row in given], shared=True)
+        patch.setattr(prefix_tree, "LEAST_SHARED", 1)
+        patch.setattr(attention, "BLOCK_TOKENS", 8)
+        forest = plant_forest([np.array(row) for row in given], share_prefixes=True)
         kernel = FlexKernel(forest, torch.device("cpu"))
         found = kernel.block_mask(window)
         size = len(forest.ids)
@@ -221,7 +221,7 @@ def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("device", "major", "length", "shared", "kernel"),
     [
-        ("cuda", 9, 80, 20, RowKernel),
+        ("cuda", 9, 80, 20, SequenceKernel),
         ("cuda", 9, 79, 20, FlexKernel),  # short
         ("cuda", 9, 80, 40, FlexKernel),  # 160 tokens in rows, of 120
         ("cuda", 8, 80, 20, FlexKernel),
@@ -232,19 +232,19 @@ def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
 def test_long_rows_that_share_little_are_computed_by_themselves_on_hopper(
     device: str, major: int, length: int, shared: int, kernel: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "LONG", 80)
+    monkeypatch.setattr(attention, "LONG_SEQUENCE", 80)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    for name, made in (("FlexKernel", FlexKernel), ("RowKernel", RowKernel)):  # not on that device
+    for name, made in (("FlexKernel", FlexKernel), ("SequenceKernel", SequenceKernel)):  # not on that device
         monkeypatch.setattr(attention, name, lambda forest, device, *other, made=made: made.__new__(made))
     two = [np.array([*range(shared), *range(start, start + length - shared)]) for start in (100, 200)]
-    chosen = attention.ForestAttention(plant(two, shared=True), torch.device(device)).kernel
+    chosen = attention.ForestAttention(plant_forest(two, share_prefixes=True), torch.device(device)).kernel
     assert type(chosen) is kernel
 
 
 def test_a_kernel_captures_no_numbers() -> None:
     """torch 2.11 fails to compile a captured number of Python with dynamic shapes."""
-    kernel = FlexKernel(plant(rows(), shared=True), torch.device("cpu"))
-    capped = attention._capped(torch.tensor(2.0))
+    kernel = FlexKernel(plant_forest(rows(), share_prefixes=True), torch.device("cpu"))
+    capped = attention._softcap_function(torch.tensor(2.0))
     for function in (kernel.visible(None), kernel.visible(25), capped):
         assert all(isinstance(cell.cell_contents, torch.Tensor) for cell in function.__closure__)
 
@@ -259,7 +259,7 @@ def test_flex_attention_is_compiled_for_more_kinds_than_torch_allows_a_function(
     compiled = mock.Mock()
     monkeypatch.setattr(torch, "compile", compiled)
     with config.patch(recompile_limit=8):
-        assert attention._flex.__wrapped__(True) is compiled.return_value
+        assert attention._flex_attention.__wrapped__(True) is compiled.return_value
         assert config.recompile_limit >= 64
     options = {"wrap_inductor_compiled_regions": True}
     compiled.assert_called_once_with(attention.flex_attention, dynamic=True, options=options)
@@ -268,7 +268,7 @@ def test_flex_attention_is_compiled_for_more_kinds_than_torch_allows_a_function(
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_with_the_mask_is_that_of_the_nodes() -> None:
     """Forward only, and not compiled: on a CPU flex attention has no backward."""
-    forest = plant(rows(), shared=True)
+    forest = plant_forest(rows(), share_prefixes=True)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(heads, len(forest.ids), 16, generator=generator) for heads in (4, 2, 2))
     for window, softcap in ((None, None), (25, 2.0)):
@@ -296,12 +296,12 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("shared", [True, False])
 def test_rows_one_by_one_are_the_nodes_with_their_gradients(shared: bool) -> None:
     """In bfloat16, as on a GPU; what is not plain goes to the other kernel."""
-    forest = plant([*rows(), rows()[0]], shared=shared)
+    forest = plant_forest([*rows(), rows()[0]], share_prefixes=shared)
     generator = torch.Generator().manual_seed(0)
     other = NodeKernel(forest)
     given = [torch.randn(heads, len(forest.ids), 16, generator=generator) for heads in (4, 2, 2)]
     weight = torch.randn(len(forest.ids), 4, 16, generator=generator)
-    kernel = RowKernel(forest, torch.device("cpu"), other)
+    kernel = SequenceKernel(forest, torch.device("cpu"), other)
 
     def run(kernel: attention.AttentionKernel) -> list[torch.Tensor]:
         tensors = [tensor.bfloat16().requires_grad_() for tensor in given]
@@ -325,9 +325,9 @@ def test_of_a_long_row_no_scores_are_kept_and_few_are_held(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backward computes them again, a piece at a time. Of four heads they take 67 MB."""
-    monkeypatch.setattr(attention, "QUERIES", 64)
+    monkeypatch.setattr(attention, "MAX_QUERIES", 64)
     size = 2048
-    kernel = NodeKernel(plant([np.arange(size)], shared=False))
+    kernel = NodeKernel(plant_forest([np.arange(size)], share_prefixes=False))
     scoring = Scoring(0.4, window)
     kernel.attend(*(torch.randn(heads, size, 8) for heads in (4, 2, 2)), scoring)  # layers share the masks
     given = [torch.randn(heads, size, 8, requires_grad=True) for heads in (4, 2, 2)]
@@ -392,8 +392,8 @@ def test_a_loaded_model_is_asked_once_on_a_machine(
     numbers, other layers or a compiled model do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delattr(shrunk, "shrunken_model")
-    asked = mock.Mock(wraps=examine.examine)
-    monkeypatch.setattr(examine, "examine", asked)
+    asked = mock.Mock(wraps=gradient_check.check_gradients)
+    monkeypatch.setattr(gradient_check, "check_gradients", asked)
 
     def questions(dtype: str = "float32", compiled: bool = False, **sizes: Any) -> int:
         """Start a trainer, and return how often its model was asked."""

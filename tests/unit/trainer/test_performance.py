@@ -37,7 +37,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def test_only_what_happened_since_the_last_commit_is_timed() -> None:
     phases = {"update_actor": 2.0, "ref": 1.0, "adv": 0.5, "wait_data": 1.5, "wait_commit": 0.5}
     metrics = {"perf/total_num_tokens": 1000.0, "perf/model_tflop": 0.3}
-    found = performance(4.0, phases, metrics, peak=1e11, ranks=3)
+    found = performance(4.0, phases, metrics, peak_rate=1e11, ranks=3)
     assert found.pop("perf/cpu_memory_used_gb") > 0
     assert found == {
         "timing_s/update_actor": 2.0,
@@ -54,7 +54,7 @@ def test_only_what_happened_since_the_last_commit_is_timed() -> None:
 
 
 def test_a_batch_without_a_token_has_no_time_per_token() -> None:
-    assert "timing_per_token_ms/update_actor" not in performance(1.0, {}, {}, peak=1.0, ranks=1)
+    assert "timing_per_token_ms/update_actor" not in performance(1.0, {}, {}, peak_rate=1.0, ranks=1)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -114,7 +114,7 @@ def test_attention_is_counted_by_pairs_of_tokens(
     pairs = {math.inf: 18, 3: 15}
     attention = sum(flops * pairs[reach] for flops, reach in costs)
     positions = np.array([0, 1, 2, 3, 4, 0, 1])
-    assert count.in_all(positions, scored=5) == 7 * count.body + 5 * count.head + attention
+    assert count.total_flops(positions, scored_tokens=5) == 7 * count.body + 5 * count.head + attention
 
 
 def test_attention_counts_half_of_what_torch_counts_without_a_mask() -> None:
@@ -124,8 +124,8 @@ def test_attention_counts_half_of_what_torch_counts_without_a_mask() -> None:
     count = FlopCount.of(model)
     with FlopCounterMode(display=False) as seen:
         model(torch.zeros(1, length, dtype=torch.int64)).logits.sum().backward()
-    products = count._replace(attention=()).in_all(np.arange(length), length)
-    attention = count.in_all(np.arange(length), length) - products
+    products = count._replace(attention=()).total_flops(np.arange(length), length)
+    attention = count.total_flops(np.arange(length), length) - products
     assert attention * 2 * length / (length + 1) == pytest.approx(seen.get_total_flops() - products, rel=0.02)
 
 

@@ -31,8 +31,8 @@ from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.trainer import rank
 from asyncrl.trainer.checkpointing import Checkpointing
-from asyncrl.trainer.learner import Learner, Work
-from asyncrl.trainer.model import shards
+from asyncrl.trainer.learner import Learner, PlannedWork
+from asyncrl.trainer.model import published_shards
 from asyncrl.trainer.retrain import retrain
 from asyncrl.types import EpisodeResult, EpisodeStats, StopReason, Turn, VersionSpan
 from asyncrl.wire.addresses import incarnation_of
@@ -106,7 +106,7 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
     finish = Learner.finish
     uids = list[str]()
 
-    def accumulating(learner: Learner, work: Work) -> None:
+    def accumulating(learner: Learner, work: PlannedWork) -> None:
         work = list(work)
         if index == config.trainer.ranks - 1:
             fault.at("handed out")
@@ -130,7 +130,7 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
 
     place = f"{run_dir}/{incarnation}" if config.trainer.ranks > 1 else ""
     patched = partial(mock.patch.object, Learner)
-    soon = mock.patch.multiple(rank, RESEND_EVERY=0.2, BEAT_EVERY=0.05, SAVE_POLL=0.01)
+    soon = mock.patch.multiple(rank, RESEND_SECONDS=0.2, HEARTBEAT_SECONDS=0.05, SAVE_POLL_SECONDS=0.01)
     with (
         soon,
         mock.patch.object(Checkpointing, "mark_due", acknowledged),
@@ -146,7 +146,7 @@ OF_COORDINATOR = ("planned", "given", "committed")
 
 def digest(learner: Learner) -> str:
     """This rank's part of the weights."""
-    state = sorted(shards(learner.policy).items())
+    state = sorted(published_shards(learner.policy).items())
     parts = (tensor.detach().to_local().numpy().tobytes() for _, tensor in state)
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.trainer import prefix_tree
-from asyncrl.trainer.prefix_tree import LEAST, Forest, plant
+from asyncrl.trainer.prefix_tree import LEAST_SHARED, Forest, plant_forest
 
 rows_of_few_ids = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
 
@@ -23,8 +23,8 @@ def distinct_beginnings(rows: list[list[int]]) -> int:
 
 def check(forest: Forest, rows: list[list[int]]) -> None:
     """Every row can be read along its path; every token sees exactly the beginning of its row."""
-    assert [forest.ids[path].tolist() for path in forest.rows] == rows
-    for path in (*forest.rows, *forest.paths):
+    assert [forest.ids[path].tolist() for path in forest.sequences] == rows
+    for path in (*forest.sequences, *forest.paths):
         assert forest.positions[path].tolist() == list(range(len(path)))
     ends = np.cumsum(forest.sizes)
     for path, size, end in zip(forest.paths, forest.sizes, ends, strict=True):
@@ -36,7 +36,7 @@ def check(forest: Forest, rows: list[list[int]]) -> None:
 @settings(deadline=None)
 @given(rows_of_few_ids)
 def test_rows_that_share_nothing_on_purpose_are_nodes_of_their_own(rows: list[list[int]]) -> None:
-    forest = plant(arrays(rows), shared=False)
+    forest = plant_forest(arrays(rows), share_prefixes=False)
     check(forest, rows)
     assert len(forest.ids) == sum(map(len, rows)) and len(forest.sizes) == len(rows)
 
@@ -45,8 +45,8 @@ def test_rows_that_share_nothing_on_purpose_are_nodes_of_their_own(rows: list[li
 @given(rows_of_few_ids)
 def test_what_rows_share_at_their_beginning_is_there_once(rows: list[list[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "LEAST", 1)
-        forest = plant(arrays(rows), shared=True)
+        patch.setattr(prefix_tree, "LEAST_SHARED", 1)
+        forest = plant_forest(arrays(rows), share_prefixes=True)
     check(forest, rows)
     assert len(forest.ids) == distinct_beginnings(rows)
 
@@ -55,8 +55,8 @@ def test_what_rows_share_at_their_beginning_is_there_once(rows: list[list[int]])
 @given(rows_of_few_ids, st.integers(2, 5))
 def test_short_beginnings_are_not_worth_a_node(rows: list[list[int]], least: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "LEAST", least)
-        forest = plant(arrays(rows), shared=True)
+        patch.setattr(prefix_tree, "LEAST_SHARED", least)
+        forest = plant_forest(arrays(rows), share_prefixes=True)
     check(forest, rows)
     assert distinct_beginnings(rows) <= len(forest.ids) <= sum(map(len, rows))
 
@@ -65,7 +65,7 @@ def test_a_prompt_its_answers_and_a_fork_of_one_of_them() -> None:
     prompt = list(range(40))
     answer = [50] * 30
     rows = [[*prompt, *answer], [*prompt, 60], [*prompt, *answer[:20], 61], [70]]
-    forest = plant(arrays(rows), shared=True)
+    forest = plant_forest(arrays(rows), share_prefixes=True)
     check(forest, rows)
     assert len(forest.ids) == 40 + 20 + 10 + 1 + 1 + 1
-    assert LEAST <= 20
+    assert LEAST_SHARED <= 20

@@ -18,7 +18,7 @@ import torch
 from asyncrl.engines.sglang.http import OLD
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.torch.engine import TorchEngine, build
-from asyncrl.trainer.model import Policy, score
+from asyncrl.trainer.model import Policy, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
@@ -72,7 +72,7 @@ def publish_three(server: Sequence[ServerRank], world: World, folder: Path) -> A
             assert told == trainer.publishing.announced and told.ref.version == (EPOCH, step)
             assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
             _, entries = reading.read(told.ref)
-            trainer.publishing.check()
+            trainer.publishing.raise_failure()
             found.append((_described(state), entries))
     world.gather(0, int)  # what every rank sends has arrived
     trainer.publishing.drain()
@@ -92,8 +92,8 @@ def score_the_probe(world: World, folder: Path) -> Any:
     pauses = list[int]()  # forwards before each
     trainer.publishing._pause = mock.Mock(allow=lambda: pauses.append(len(forwards)))
     for _ in range(2):
-        probe = trainer.publishing.probe()
-        own = score(trainer.policy, probe.ids, world.device)
+        probe = trainer.publishing.score_probe()
+        own = score_ids(trainer.policy, probe.ids, world.device)
         found.append((probe.logprobs == own, probe.noise == trainer.publishing.noise_floor, len(forwards)))
         trainer.publish()
     trainer.publishing.drain()
@@ -135,11 +135,11 @@ def lose_a_rank(server: Sequence[ServerRank], world: World, folder: Path) -> Any
         os._exit(0)
     with pytest.raises(RuntimeError):
         world.gather(0, int)  # it is gone, with all of its connections
-    trainer.publishing.check()
+    trainer.publishing.raise_failure()
     with closing(Broadcasts(server, 0)) as reading, pytest.raises(WeightsError):
         reading.read(trainer.told().ref)
     with pytest.raises(WeightsError) as caught:
-        trainer.publishing.check()
+        trainer.publishing.raise_failure()
     return str(caught.value)
 
 
@@ -156,7 +156,7 @@ def fail_to_write(world: World, folder: Path) -> Any:
     end = time.monotonic() + DEADLINE
     try:
         while time.monotonic() < end:
-            trainer.publishing.check()
+            trainer.publishing.raise_failure()
     except OSError as error:
         trainer.publishing.drain()
         return str(error)
@@ -177,7 +177,7 @@ def publish_adapters(world: World, folder: Path) -> Any:
             for parameter in trainer.policy.parameters():
                 if parameter.requires_grad:
                     torch.nn.init.normal_(parameter.detach(), std=0.3)
-            probe = trainer.publishing.probe()
+            probe = trainer.publishing.score_probe()
             trainer.publishing.publish(PolicyVersion(EPOCH, step))
             if engine is not None:
                 before = loop.run(engine.score(probe.ids))

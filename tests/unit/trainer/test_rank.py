@@ -22,8 +22,8 @@ from asyncrl.trainer import rank as module
 from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.performance import Stopwatch
 from asyncrl.trainer.rank import (
-    BEAT_EVERY,
-    SAVE_AGAIN,
+    HEARTBEAT_SECONDS,
+    SAVE_AGAIN_SECONDS,
     Stopped,
     TrainerRank,
 )
@@ -47,21 +47,21 @@ from tests.fakes.raised import BASE_EXCEPTIONS
 
 
 class FakeLearner:
-    """Calls `pulse` after every micro-batch, as the real one does."""
+    """Calls `after_micro_batch` after every micro-batch, as the real one does."""
 
     def __init__(self, config: Any, mesh: Any) -> None:
         self.step = 0
-        self.watch = Stopwatch()
+        self.stopwatch = Stopwatch()
         self.world = mesh
         self.policy = SimpleNamespace(vocabulary=10)
-        self.budget = 1
+        self.token_budget = 1
         self.recomputation = Recomputation(TrainerConfig())
-        self.pulse = lambda: None
-        self.share = lambda planned: [list(planned)] if planned else []
+        self.after_micro_batch = lambda: None
+        self.rank_part = lambda planned: [list(planned)] if planned else []
 
     def work(self, micros: int) -> None:
         for _ in range(micros):
-            self.pulse()
+            self.after_micro_batch()
 
 
 class FakeLink:
@@ -86,14 +86,16 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     monkeypatch.setattr(module, "try_largest", lambda learner: None)
     monkeypatch.setattr(module, "Link", FakeLink)
     monkeypatch.setattr(module, "Poller", lambda *about: None)
-    publishing = SimpleNamespace(check=lambda: None, allow_pause=lambda: None, announced=None, unwritten="")
+    publishing = SimpleNamespace(
+        raise_failure=lambda: None, allow_pause=lambda: None, announced=None, unwritten_reason=""
+    )
     monkeypatch.setattr(module, "Publishing", lambda *about: publishing)
     mesh: Any = SimpleNamespace(
         rank=0, size=1, device=torch.device("cpu"), gather=lambda value, kind: [value]
     )
-    mesh.apart = lambda seconds: mesh
+    mesh.with_own_group = lambda seconds: mesh
     mesh.use_device = lambda: None
-    monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True, resting=None: {})
+    monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True, device_offload=None: {})
     of = lambda learner, **lineage: CheckpointManifest(step=learner.step, **lineage)  # noqa: E731
     monkeypatch.setattr(checkpoint, "manifest_of", of)
     config = parse({"name": "t", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}})
@@ -112,7 +114,7 @@ def test_behind_a_barrier_beats_go_on_and_count_what_was_done(
 ) -> None:
     for micros in (3, 1, 4):
         rank.learner.work(micros)  # type: ignore[attr-defined]
-        clock.now += 10 * BEAT_EVERY
+        clock.now += 10 * HEARTBEAT_SECONDS
     assert beats(rank) == [1, 4, 5]  # one beat for each burst, however many micro-batches it has
 
 
@@ -120,7 +122,7 @@ def test_servers_may_join_after_every_micro_batch_and_during_waits(
     rank: TrainerRank, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[str] = []
-    monkeypatch.setattr(rank.publishing, "allow_pause", lambda: pauses.append(rank.waiting))
+    monkeypatch.setattr(rank.publishing, "allow_pause", lambda: pauses.append(rank.waiting_for))
 
     def advance(seconds: float) -> None:
         clock.now += seconds
@@ -135,19 +137,19 @@ def test_servers_may_join_after_every_micro_batch_and_during_waits(
 
     pauses.clear()
     answers = iter((None, "there"))
-    rank._await("another rank", lambda: next(answers))
+    rank._await_ranks("another rank", lambda: next(answers))
     assert set(pauses) == {"another rank"}
 
     pauses.clear()
     mail.append((Committed(1, publish=False), []))
-    rank._ask(rank.control, Commit(0, 1, "", (), {}), "the commit of step 1")
+    rank._await_answer(rank.control, Commit(0, 1, "", (), {}), "the commit of step 1")
     assert pauses == ["the commit of step 1"]
 
     pauses.clear()
     busy = iter((True, False))
-    monkeypatch.setattr(Checkpointing, "busy", property(lambda saving: next(busy)))
-    monkeypatch.setattr(Checkpointing, "under_way", "a checkpoint")
-    monkeypatch.setattr(rank, "_note_saved", lambda: None)
+    monkeypatch.setattr(Checkpointing, "is_writing", property(lambda saving: next(busy)))
+    monkeypatch.setattr(Checkpointing, "write_progress", "a checkpoint")
+    monkeypatch.setattr(rank, "_report_saved", lambda: None)
     rank._await_saved()
     assert set(pauses) == {"a checkpoint"}
 
@@ -155,8 +157,8 @@ def test_servers_may_join_after_every_micro_batch_and_during_waits(
 def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock: SimpleNamespace) -> None:
     rank.learner.work(2)  # type: ignore[attr-defined]
     for _ in range(4):
-        clock.now += BEAT_EVERY / 2
-        rank._beat(clock.now)
+        clock.now += HEARTBEAT_SECONDS / 2
+        rank._send_heartbeat_or_hello(clock.now)
     assert beats(rank) == [1, 2, 2]
 
 
@@ -170,7 +172,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
         return next(m.waiting for m in reversed(rank.control.sent) if isinstance(m, TrainerBeat))  # type: ignore[attr-defined]
 
     def computes(what: str) -> None:
-        clock.now += BEAT_EVERY / 10  # a beat is not due by the time
+        clock.now += HEARTBEAT_SECONDS / 10  # a beat is not due by the time
         seen.append(f"{what}: {told()}")
 
     mail = [(WorkPlan(0, 1, "stop"), []), (WorkPlan(0, 0, "work"), [])]
@@ -183,8 +185,8 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     rank.control.receive = lambda timeout: welcome.pop() if welcome else None  # type: ignore[method-assign]
     rank._poller = SimpleNamespace(wait=lambda seconds: computes("it waits"))  # type: ignore[assignment]
     monkeypatch.setattr(module, "try_largest", lambda learner: computes("it tries"))
-    monkeypatch.setattr(rank, "_probe", lambda: computes("it scores"))
-    monkeypatch.setattr(rank, "_train", lambda plan, work: computes("it trains"))
+    monkeypatch.setattr(rank, "_publish_probe", lambda: computes("it scores"))
+    monkeypatch.setattr(rank, "_train_part", lambda plan, work: computes("it trains"))
     monkeypatch.setattr(rank, "_save_last", stopped)
     with pytest.raises(Stopped):
         rank.loop()
@@ -206,15 +208,15 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
     done: list[Any] = []
     probe = Probe((1, 2), (-1.0,))
     monkeypatch.setattr(rank.publishing, "publish", done.append, raising=False)
-    monkeypatch.setattr(rank.publishing, "probe", lambda: done.append("probe") or probe, raising=False)
-    rank.repeating = True
-    rank._probe()
+    monkeypatch.setattr(rank.publishing, "score_probe", lambda: done.append("probe") or probe, raising=False)
+    rank.is_repeating = True
+    rank._publish_probe()
     assert not done
     # weights.every=2: step 3 was not published
-    rank.repeating = False
+    rank.is_repeating = False
     rank.learner.step = 3
-    rank._probe()
-    rank._probe()
+    rank._publish_probe()
+    rank._publish_probe()
     assert done == [PolicyVersion(0, 3), "probe", "probe"]
     told = Probed(PolicyVersion(0, 3), probe)
     assert rank.control.sent == [told, told]  # type: ignore[attr-defined]
@@ -222,7 +224,7 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
     welcome = [(Welcome(2, 0, 3), [])]
     rank.control.receive = lambda wait: welcome.pop() if welcome else None  # type: ignore[method-assign]
     rank.bulk.receive = lambda wait: None  # type: ignore[method-assign]
-    list(rank._received())
+    list(rank._received_messages())
     assert rank.control.sent == [told]  # type: ignore[attr-defined]
 
 
@@ -231,18 +233,18 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
     looks = iter([False, False, True])
 
     class Others:
-        tell = arrive = lambda *about: None
+        send_word = arrive_at_meeting = lambda *about: None
         all_arrived = property(lambda self: next(looks))
 
     def advance(seconds: float) -> None:
         clock.now += seconds
 
     mail = [(WorkPlan(0, 0, "step"), [])]
-    rank.words = Others()  # type: ignore[assignment]
+    rank.broadcast = Others()  # type: ignore[assignment]
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: None  # type: ignore[method-assign]
-    plan, work = rank._take(0)
+    plan, work = rank._take_plan(0)
     assert (plan.kind, work, [*looks]) == ("step", [], [])
     assert "the other ranks' payloads" in [m.waiting for m in rank.control.sent if isinstance(m, TrainerBeat)]  # type: ignore[attr-defined]
 
@@ -262,12 +264,12 @@ def test_a_wait_for_other_ranks_has_an_end(rank: TrainerRank, clock: SimpleNames
     rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: stop.pop() if stop and clock.now > 100 else None  # type: ignore[method-assign]
     with pytest.raises(Stopped if stops else DistNetworkError):
-        rank._await("rank 0", gone)
+        rank._await_ranks("rank 0", gone)
     limit = progress_limit(rank.config)
     with pytest.raises(DeadlineError, match=f"waited {limit:g} s for rank 0"):
-        rank._await("rank 0", lambda: None)
+        rank._await_ranks("rank 0", lambda: None)
     begun = clock.now
-    assert rank._await("rank 0", lambda: clock.now > begun + 2 * limit or None, patient=True)
+    assert rank._await_ranks("rank 0", lambda: clock.now > begun + 2 * limit or None, is_patient=True)
 
 
 class FailingDisk:
@@ -286,24 +288,24 @@ class FailingDisk:
 
 def settle(rank: TrainerRank) -> None:
     """Wait for the end of the checkpoint under way, if there is one."""
-    if rank.saving._job is not None:
-        rank.saving._job.result.result(60)
+    if rank.checkpointing._write_job is not None:
+        rank.checkpointing._write_job.result.result(60)
 
 
 def saved(rank: TrainerRank) -> bool:
     """Begin a checkpoint, and wait for its end."""
-    rank.saving.begin(1)
+    rank.checkpointing.begin_checkpoint(1)
     settle(rank)
-    return rank.saving.poll()
+    return rank.checkpointing.poll_checkpoint()
 
 
 @pytest.mark.parametrize(("every", "due"), [(7, 7), (0, 1000)])
 def test_all_turns_since_the_newest_checkpoint_are_kept_so_there_is_one_in_the_end(
     rank: TrainerRank, every: int, due: int
 ) -> None:
-    rank.saving._config = CheckpointConfig(every=every)
+    rank.checkpointing._config = CheckpointConfig(every=every)
     for rank.learner.step in range(1, due + 1):
-        assert rank.saving.mark_due() == (rank.learner.step == due)
+        assert rank.checkpointing.mark_due() == (rank.learner.step == due)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
@@ -317,20 +319,20 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
         assert written.wait(60)
         disk(*about)
 
-    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
     every = rank.config.checkpoint.every
     for step in range(1, 3 * every + 1):
         rank.learner.step = step
-        rank.saving.add([f"{step}.0"])
+        rank.checkpointing.add_trained([f"{step}.0"])
         if step == 2 * every + 1:
             assert rank.control.sent == []  # type: ignore[attr-defined]
-            assert rank.saving.newest is None and rank.saving.busy
+            assert rank.checkpointing.newest_manifest is None and rank.checkpointing.is_writing
             written.set()
         if step > 2 * every:
             settle(rank)
         rank._save_if_due()
     settle(rank)
-    rank._note_saved()
+    rank._report_saved()
     lists = [(manifest.parent, manifest.step, len(manifest.trained)) for manifest in disk.saved]
     assert lists == [
         (-1, every, every),
@@ -345,41 +347,41 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
     rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FailingDisk(failures=1)
-    monkeypatch.setattr(checkpoint, "write", disk)
-    rank.saving.add(["0.0"])
-    rank.saving.begin(1)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", disk)
+    rank.checkpointing.add_trained(["0.0"])
+    rank.checkpointing.begin_checkpoint(1)
     settle(rank)
-    assert rank._status().checkpoint_problem == "step-0: OSError: no space", (
+    assert rank._heartbeat_message().checkpoint_problem == "step-0: OSError: no space", (
         "a long step does not hide the failure"
     )
-    assert not rank.saving.poll()
-    assert rank.saving.mark_due()  # at once, not after the next `every` steps
-    assert rank._status().waiting == "not saved: step-0: OSError: no space"
-    rank.publishing.unwritten = "no room for weights"  # type: ignore[misc]
-    assert rank._status().waiting.endswith("no space; no room for weights")
-    rank.saving.add(["1.0"])
-    assert saved(rank) and rank._status().waiting == "no room for weights"
-    assert rank._status().checkpoint_problem == ""
+    assert not rank.checkpointing.poll_checkpoint()
+    assert rank.checkpointing.mark_due()  # at once, not after the next `every` steps
+    assert rank._heartbeat_message().waiting == "not saved: step-0: OSError: no space"
+    rank.publishing.unwritten_reason = "no room for weights"  # type: ignore[misc]
+    assert rank._heartbeat_message().waiting.endswith("no space; no room for weights")
+    rank.checkpointing.add_trained(["1.0"])
+    assert saved(rank) and rank._heartbeat_message().waiting == "no room for weights"
+    assert rank._heartbeat_message().checkpoint_problem == ""
     assert [(manifest.parent, manifest.trained) for manifest in disk.saved] == [(-1, ("0.0", "1.0"))]
 
 
 def test_the_last_checkpoint_is_tried_until_stop_comes(
     rank: TrainerRank, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
-    monkeypatch.setattr(checkpoint, "write", disk := FailingDisk(failures=2))
+    monkeypatch.setattr(checkpoint, "write_checkpoint", disk := FailingDisk(failures=2))
 
     def advance(seconds: float) -> None:
         clock.now += seconds
 
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     mail = [(WorkPlan(0, 0, "stop"), [])]
-    rank._hello = lambda: Welcome(1, 0, 1)  # type: ignore[method-assign]
+    rank._await_welcome = lambda: Welcome(1, 0, 1)  # type: ignore[method-assign]
     rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     stop = (Stop("stopped"), [])
     rank.control.receive = lambda timeout: stop if disk.saved else None  # type: ignore[method-assign]
     with pytest.raises(Stopped):
         rank.loop()
-    assert clock.now >= 100.0 + 2 * SAVE_AGAIN and len(disk.saved) == 1
+    assert clock.now >= 100.0 + 2 * SAVE_AGAIN_SECONDS and len(disk.saved) == 1
 
 
 def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
@@ -392,7 +394,7 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
     for link in (rank.control, rank.bulk):
         link.receive = lambda timeout: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="the commit of step 0"):
-        rank._commit(WorkPlan(0, 1, "step"), [], {})
+        rank._commit_step(WorkPlan(0, 1, "step"), [], {})
     assert any(isinstance(message, Commit) for message in rank.control.sent)  # type: ignore[attr-defined]
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
 
@@ -405,12 +407,12 @@ def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
 
     stop = (Stop("micro-batches of 512 tokens"), [])
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
-    rank.learner.size = (1000, 4)
+    rank.learner.micro_batch_size = (1000, 4)
     rank.learner.recomputation.wrap(0, lambda: None)
     rank.learner.recomputation.recompute_at_least(2)
     rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: stop if clock.now > 110 else None  # type: ignore[method-assign]
-    told = rank.report(MemoryError("no more"))
+    told = rank.report_failure(MemoryError("no more"))
     assert told == "out of memory (MemoryError: no more): micro-batches of 512 tokens"
     sent = [m for m in rank.control.sent if isinstance(m, GaveUp)]  # type: ignore[attr-defined]
     assert len(sent) > 1 and set(sent) == {
@@ -438,14 +440,16 @@ def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
         raise error("its text")
 
     stopped = mock.Mock(side_effect=Stopped("less"))
-    rank = SimpleNamespace(loop=loop, close=lambda: None, rank=0, trainer_epoch=1, _ask=stopped, control=None)
+    rank = SimpleNamespace(
+        loop=loop, close=lambda: None, rank=0, trainer_epoch=1, _await_answer=stopped, control=None
+    )
     recomputation = Recomputation(TrainerConfig())
-    rank.learner = SimpleNamespace(size=size, step=0, recomputation=recomputation)
-    rank.report = partial(TrainerRank.report, rank)
+    rank.learner = SimpleNamespace(micro_batch_size=size, step=0, recomputation=recomputation)
+    rank.report_failure = partial(TrainerRank.report_failure, rank)
     monkeypatch.setattr(module, "TrainerRank", lambda *about: rank)
     mesh = SimpleNamespace(arranged=lambda *about: None)
     monkeypatch.setattr(
-        module, "world", SimpleNamespace(join=lambda *about, **options: mesh, leave=lambda: None)
+        module, "world", SimpleNamespace(join_ranks=lambda *about, **options: mesh, leave_ranks=lambda: None)
     )
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
     with pytest.raises(raised):

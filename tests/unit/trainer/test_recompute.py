@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.config import Packing, TrainerConfig
 from asyncrl.trainer import recompute
-from asyncrl.trainer.attention import NAME, compiled_once
+from asyncrl.trainer.attention import FOREST_ATTENTION, compiled_once
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.recompute import ATTENTION, COMPILED_FUNCTION, recomputed
 from asyncrl.trainer.scores import Selected
@@ -79,9 +79,9 @@ def test_attention_runs_once_a_step_and_gradients_have_the_same_bits(
     model = small_model(family, **SIZES, **keys)
     prepare_layers(model, TrainerConfig(activation_checkpointing="full"))
     if packing != "padded":
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(FOREST_ATTENTION)
     zero = np.zeros(1, dtype=np.int64)
-    tokens = Selected.of(rows(), zero, zero + 1, torch.ones(1), packing)
+    tokens = Selected.lay_out(rows(), zero, zero + 1, torch.ones(1), packing)
     ranks = SequenceRanks(cast(ProcessGroup, world.group), 0, 1) if shared else None
     inputs = replace(tokens, ranks=ranks).inputs
 
@@ -209,9 +209,9 @@ def test_attention_of_compiled_layers_runs_once(packing: Packing) -> None:
     model = small_model("Qwen3", **SIZES)
     prepare_layers(model, TrainerConfig(activation_checkpointing="full", compile=True))
     if packing != "padded":
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(FOREST_ATTENTION)
     zero = np.zeros(1, dtype=np.int64)
-    inputs = Selected.of(rows(), zero, zero + 1, torch.ones(1), packing).inputs
+    inputs = Selected.lay_out(rows(), zero, zero + 1, torch.ones(1), packing).inputs
 
     in_forward, in_all, gradients = forward_and_backward(model, inputs)
     assert in_all == in_forward > 0

@@ -122,7 +122,7 @@ def test_a_model_of_its_own(world: World, path: str, tmp_path: Path) -> None:
 
 
 def plain_table(model: Any, tokens: Selected) -> torch.Tensor:
-    logits = model(tokens.ids).logits.flatten(0, 1)[tokens.predictor] / tokens.temperature[:, None]
+    logits = model(tokens.ids).logits.flatten(0, 1)[tokens.predictor_index] / tokens.temperature[:, None]
     return logits.log_softmax(-1)
 
 
@@ -146,7 +146,7 @@ def test_gradients_of_a_divergence_are_those_of_two_plain_models(
     base; twice, as micro-batches follow each other."""
     if layered:
         monkeypatch.setattr("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0)
-    monkeypatch.setattr("asyncrl.trainer.scores.CHUNK", 3)
+    monkeypatch.setattr("asyncrl.trainer.scores.CHUNK_TOKENS", 3)
     teacher = save_tiny_qwen(tmp_path / "other") if named else path
     config = exact(path, rank, reference=teacher if named else "")
     t = few_tokens()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from asyncrl.trainer import world as ranks
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.memory import try_largest
-from asyncrl.trainer.optimizer import LEAST, note_norm
+from asyncrl.trainer.optimizer import LEAST_NORMS, record_norm
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.recipes import RECIPES
@@ -88,8 +88,8 @@ def skip_as_spike(learner: Learner, cut: list[list[list[Episode]]]) -> None:
     """Train a batch whose norm is over the limit, so that it changes nothing."""
     learner.on_spike = "skip"
     state = dict(learner.state)
-    for step in range(LEAST):
-        note_norm(learner.state, step, 1e-12)
+    for step in range(LEAST_NORMS):
+        record_norm(learner.state, step, 1e-12)
     assert run_batch(learner, cut)["actor/skipped_steps"] == 1
     learner.state = state
     learner.step -= 1

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.batch import example
-from asyncrl.trainer.credit import penalised
-from asyncrl.trainer.report import MetricSums, advantage_factor, batch_metrics, tally_credit, tally_examples
+from asyncrl.trainer.advantages import with_kl_penalty
+from asyncrl.trainer.batch import training_sample
+from asyncrl.trainer.report import (
+    MetricSums,
+    advantage_factor,
+    batch_metrics,
+    tally_advantages,
+    tally_samples,
+)
 from asyncrl.types import EpisodeResult
 from tests.unit.trainer.test_batch import ROW, TOKEN_MEAN, TURNS
 
@@ -21,8 +27,8 @@ numbers = st.lists(st.integers(-50, 50), min_size=1, max_size=20)
 def test_a_tally_does_not_depend_on_the_cut(values: list[int], cut: int) -> None:
     parts = [MetricSums(), MetricSums()]
     for i, value in enumerate(values):
-        parts[i >= cut].summary("x", [value])
-        parts[i >= cut].total("n", 1)
+        parts[i >= cut].add_summary("x", [value])
+        parts[i >= cut].add_total("n", 1)
     parts[0].merge(parts[1])
     assert parts[0].metrics() == {
         "x/mean": sum(values) / len(values),
@@ -34,20 +40,23 @@ def test_a_tally_does_not_depend_on_the_cut(values: list[int], cut: int) -> None
 
 def test_a_ratio_over_nothing_is_left_out() -> None:
     tally = MetricSums()
-    tally.ratio("x", 0.0, 0.0)
+    tally.add_ratio("x", 0.0, 0.0)
     assert tally.metrics() == {}
 
 
 def test_episode_metrics() -> None:
     tally = MetricSums()
-    examples = [example(ROW, TURNS, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)]
-    tally_examples(tally, examples, longest_prompt=2)
-    tally_credit(tally, [replace(e, advantage=np.full(e.tokens, 0.5)) for e in examples])
+    examples = [
+        training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN),
+        training_sample(ROW, TURNS[:1], 5, 1, TOKEN_MEAN),
+    ]
+    tally_samples(tally, examples, longest_prompt=2)
+    tally_advantages(tally, [replace(e, advantage=np.full(e.model_tokens, 0.5)) for e in examples])
     metrics = batch_metrics(tally, lambda advantage: advantage)
     assert metrics["critic/score/mean"] == 1.0 and metrics["critic/advantages/max"] == 0.5
     assert metrics["response_length/mean"] == 3.5 and metrics["response_length/clip_ratio"] == 1.0
     assert metrics["prompt_length/max"] == 2 and metrics["prompt_length/clip_ratio"] == 1.0
-    assert metrics["global_seqlen/minmax_diff"] == examples[0].length - examples[1].length > 0
+    assert metrics["global_seqlen/minmax_diff"] == examples[0].total_tokens - examples[1].total_tokens > 0
     assert "num_turns/min" not in metrics  # the coordinator counts all that landed
     assert metrics["staleness/masked_token_frac"] == pytest.approx(2 / 7)
     assert metrics["staleness/by_length/0/masked_frac"] == pytest.approx(2 / 7)
@@ -58,16 +67,16 @@ def test_episode_metrics() -> None:
 
 def test_rewards_contain_the_penalty_in_the_reward_and_scores_do_not() -> None:
     """verl's names: the score is what the reward function gave, rewards are what advantages are made of."""
-    plain = example(ROW, TURNS, 5, 1, TOKEN_MEAN)
-    far, penalties = penalised(replace(plain, reference=plain.mu - 1.0), 0.25, "k1")
+    plain = training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)
+    far, penalties = with_kl_penalty(replace(plain, reference=plain.rollout_logprobs - 1.0), 0.25, "k1")
     tally = MetricSums()
-    tally_examples(tally, [plain], longest_prompt=9)
-    tally_credit(tally, [replace(far, advantage=np.zeros(far.tokens))])
+    tally_samples(tally, [plain], longest_prompt=9)
+    tally_advantages(tally, [replace(far, advantage=np.zeros(far.model_tokens))])
     metrics = tally.metrics()
-    assert sum(penalties) == pytest.approx(-0.25 * far.tokens)
+    assert sum(penalties) == pytest.approx(-0.25 * far.model_tokens)
     assert metrics["critic/score/mean"] == plain.planned.own.score
     assert metrics["prompt_length/clip_ratio"] == 0
-    assert metrics["critic/rewards/mean"] == pytest.approx(plain.planned.own.reward - 0.25 * far.tokens)
+    assert metrics["critic/rewards/mean"] == pytest.approx(plain.planned.own.reward - 0.25 * far.model_tokens)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +97,11 @@ def test_gpg_counts_episodes_of_groups_without_variance(
     for rewards in groups:
         siblings = tuple(EpisodeResult(reward, 5) for reward in rewards)
         for own in siblings:
-            e = example(msgspec.structs.replace(ROW, own=own, siblings=siblings), TURNS, 5, 1, TOKEN_MEAN)
+            e = training_sample(
+                msgspec.structs.replace(ROW, own=own, siblings=siblings), TURNS, 5, 1, TOKEN_MEAN
+            )
             a = own.reward - sum(rewards) / len(rewards)
-            tally_credit(tally, [replace(e, advantage=np.full(e.tokens, a))])
+            tally_advantages(tally, [replace(e, advantage=np.full(e.model_tokens, a))])
     assert advantage_factor("nonzero", tally) == pytest.approx(wanted, rel=1e-12)
 
 
@@ -100,8 +111,8 @@ def test_each_agent_with_a_reward_of_its_own_counts_as_an_episode() -> None:
     scores = (1.0, -1.0, 0.0)
     games = tuple(EpisodeResult(0.0, 5, (won, -won), agents=("w", "b"), turn_tokens=(2, 3)) for won in scores)
     for won, own in zip(scores, games, strict=True):
-        e = example(msgspec.structs.replace(ROW, own=own, siblings=games), TURNS, 5, 1, TOKEN_MEAN)
-        tally_credit(tally, [replace(e, advantage=np.where(e.turn < 1, won, -won))])
+        e = training_sample(msgspec.structs.replace(ROW, own=own, siblings=games), TURNS, 5, 1, TOKEN_MEAN)
+        tally_advantages(tally, [replace(e, advantage=np.where(e.turn < 1, won, -won))])
     assert advantage_factor("nonzero", tally) == 1.0
     std = np.std([score for won in scores for score in (won, -won)], ddof=1)
     assert advantage_factor("batch_std", tally) == pytest.approx(1 / (std + 1e-6))

@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError
-from asyncrl.trainer.retrain import recorded, start_of
+from asyncrl.trainer.retrain import recorded_work, start_step
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.unit.store.test_retention import Coordinator
 
@@ -32,14 +32,14 @@ def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_byte
     last = run.buffer.committed
     with closing(RunReader.open(tmp_path)) as reader:
         if keep_bytes:
-            assert start_of(reader, place, 1) == start_of(reader, place, last) == 0
+            assert start_step(reader, place, 1) == start_step(reader, place, last) == 0
         else:
             with pytest.raises(ConfigError, match="step 1 cannot be replayed: it needs a checkpoint before"):
-                start_of(reader, place, 1)
+                start_step(reader, place, 1)
         said = f"no such step was committed; these can: {can.format(last)} "
         for step in (0, last + 1):
             with pytest.raises(ConfigError, match=f"step {step} cannot be replayed: {said}"):
-                start_of(reader, place, step)
+                start_step(reader, place, step)
 
 
 def test_a_lost_episode_keeps_its_place_when_a_plan_is_dealt_again(
@@ -60,7 +60,7 @@ def test_a_lost_episode_keeps_its_place_when_a_plan_is_dealt_again(
             return [[[*planned]]]
 
         monkeypatch.setattr("asyncrl.trainer.retrain.with_turns", lambda planned, frames: planned)
-        found = [p.uid for part in recorded(config, reader, plan, deal) for p in part]  # type: ignore[attr-defined]
+        found = [p.uid for part in recorded_work(config, reader, plan, deal) for p in part]  # type: ignore[attr-defined]
     assert dealt == plan.planned and lost not in found and sorted(found) == sorted(plan.uids)
     run.store.close()
 
@@ -74,5 +74,5 @@ def test_what_the_run_forgets_meanwhile_is_said(tmp_path: Path, table: str) -> N
     with closing(RunReader.open(tmp_path)) as reader:
         run.store._db.execute(f"DELETE FROM {table}")
         with pytest.raises(StoreError, match=r"store\.keep_bytes"):
-            next(recorded(config, reader, reader.plan(0), lambda planned, ranks: [[[*planned]]]))
+            next(recorded_work(config, reader, reader.plan(0), lambda planned, ranks: [[[*planned]]]))
     run.store.close()

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.trainer import scores
-from asyncrl.trainer.footprint import LOGITS
+from asyncrl.trainer.footprint import LOGIT_BYTES
 from asyncrl.trainer.scores import Selected, SplitModel, in_parts, score_chunks, widened
 from asyncrl.trainer.world import SequenceRanks
 from tests.fakes.training import VOCABULARY, save_tiny_qwen
@@ -30,7 +30,7 @@ def selected(labels: list[int], temperature: list[float]) -> Selected:
     """A row of tokens after one that nothing predicts."""
     position = np.arange(1, len(labels) + 1)
     ids = torch.tensor([[0, *labels]])
-    return Selected.of(ids.numpy(), np.zeros_like(position), position, torch.tensor(temperature))
+    return Selected.lay_out(ids.numpy(), np.zeros_like(position), position, torch.tensor(temperature))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def selected(labels: list[int], temperature: list[float]) -> Selected:
 def test_by_hand(logits: list[float], temperature: float, p: float, entropy: float, collision: float) -> None:
     features = torch.tensor([logits], dtype=torch.float64, requires_grad=True)
     found = score_chunks(
-        lambda part: part, features, selected([0], [temperature]), entropy_grad=True, collision=True
+        lambda part: part, features, selected([0], [temperature]), entropy_grad=True, with_collision=True
     )
     assert found.logp.item() == pytest.approx(log(p), abs=1e-7)
     assert found.entropy.item() == pytest.approx(entropy, abs=1e-7)
@@ -74,9 +74,9 @@ def reference(features: Tensor, head: Tensor, tokens: Selected) -> tuple[Tensor,
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 512])
 def test_chunks_give_the_numbers_and_gradients_of_the_whole(monkeypatch: Any, size: int) -> None:
-    monkeypatch.setattr(scores, "CHUNK", size)
+    monkeypatch.setattr(scores, "CHUNK_TOKENS", size)
     features, head, tokens = random_case()
-    found = score_chunks(lambda part: part @ head.T, features, tokens, entropy_grad=True, collision=True)
+    found = score_chunks(lambda part: part @ head.T, features, tokens, entropy_grad=True, with_collision=True)
     wanted = reference(features, head, tokens)
     for value, exact in zip(found[:3], wanted, strict=True):
         assert value is not None and torch.allclose(value, exact, rtol=1e-12)
@@ -90,16 +90,20 @@ def test_chunks_give_the_numbers_and_gradients_of_the_whole(monkeypatch: Any, si
 
 def test_only_what_is_asked_for() -> None:
     features, head, tokens = random_case()
-    found = score_chunks(lambda part: part @ head.T, features, tokens, entropy_grad=False, collision=False)
+    found = score_chunks(
+        lambda part: part @ head.T, features, tokens, entropy_grad=False, with_collision=False
+    )
     assert found.logp.requires_grad and not found.entropy.requires_grad
     assert found.collision is None and found.value is None
     with torch.no_grad():
-        found = score_chunks(lambda part: part @ head.T, features, tokens, entropy_grad=True, collision=True)
+        found = score_chunks(
+            lambda part: part @ head.T, features, tokens, entropy_grad=True, with_collision=True
+        )
     assert not any(part.requires_grad for part in found if part is not None)
 
 
 def test_no_logits_are_kept_for_the_backward(monkeypatch: Any) -> None:
-    monkeypatch.setattr(scores, "CHUNK", 2)
+    monkeypatch.setattr(scores, "CHUNK_TOKENS", 2)
     features, head, tokens = random_case()
     asked: list[int] = []
     kept: list[int] = []
@@ -113,7 +117,7 @@ def test_no_logits_are_kept_for_the_backward(monkeypatch: Any) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = score_chunks(logits_of, features, tokens, entropy_grad=True, collision=True)
+        found = score_chunks(logits_of, features, tokens, entropy_grad=True, with_collision=True)
     assert asked == [2, 2, 2, 1]
     assert max(kept, default=0) < WORDS
     found.logp.sum().backward()
@@ -124,7 +128,7 @@ def test_half_precision_is_widened_before_the_softmax() -> None:
     features, head, tokens = random_case()
     half = features.detach().bfloat16()
     found = score_chunks(
-        lambda part: part @ head.T.bfloat16(), half, tokens, entropy_grad=False, collision=True
+        lambda part: part @ head.T.bfloat16(), half, tokens, entropy_grad=False, with_collision=True
     )
     assert {part.dtype for part in found if part is not None} == {torch.float32}
 
@@ -150,7 +154,7 @@ def test_compiled_scores_are_those_of_the_others(compiles: None) -> None:
     weights = torch.arange(1.0, TOKENS + 1, dtype=torch.float64)
     found = []
     for given in (features, features.as_subclass(OnGpu)):
-        of = score_chunks(lambda part: part @ head.T, given, tokens, entropy_grad=True, collision=True)
+        of = score_chunks(lambda part: part @ head.T, given, tokens, entropy_grad=True, with_collision=True)
         total = weights @ of.logp - weights.flip(0) @ of.entropy
         found.append([*of[:3], *torch.autograd.grad(total, (features, head))])
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*found, strict=True))
@@ -171,14 +175,14 @@ def test_compiled_chunks_take_the_memory_that_is_counted(
         seen.append(widened(part) if wide else part)
         return seen[-1]
 
-    monkeypatch.setattr(scores, "CHUNK", 2)
-    monkeypatch.setattr(scores, "_compiled_scores", lambda: scores._scores_of)
+    monkeypatch.setattr(scores, "CHUNK_TOKENS", 2)
+    monkeypatch.setattr(scores, "_compiled_scores", lambda: scores._chunk_scores)
     tokens = selected([0] * 12, [1.0] * 12)
     features = torch.zeros(12, 3, dtype=dtype).as_subclass(OnGpu)
     with torch.no_grad():
-        score_chunks(logits_of, features, tokens, entropy_grad=False, collision=False, wide=wide)
+        score_chunks(logits_of, features, tokens, entropy_grad=False, with_collision=False, wide_logits=wide)
     assert [len(part) for part in seen] == sizes
-    assert all(2 * part.element_size() * len(part) <= LOGITS * 2 for part in seen)
+    assert all(2 * part.element_size() * len(part) <= LOGIT_BYTES * 2 for part in seen)
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +194,12 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def long_row() -> Selected:
     ids = torch.randint(0, VOCABULARY, (1, LONG + 1), generator=torch.Generator().manual_seed(0))
     position = np.arange(1, LONG + 1)
-    return Selected.of(ids.numpy(), np.zeros_like(position), position, torch.ones(LONG))
+    return Selected.lay_out(ids.numpy(), np.zeros_like(position), position, torch.ones(LONG))
 
 
 def head_gradient(logits_of: Any, features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Of Σ a·log p in the head, float64, with a normal; and in the features."""
-    found = score_chunks(logits_of, features, long_row(), entropy_grad=False, collision=False)
+    found = score_chunks(logits_of, features, long_row(), entropy_grad=False, with_collision=False)
     a = torch.randn(LONG, generator=torch.Generator().manual_seed(1))
     dw, dx = torch.autograd.grad((found.logp * a).sum(), (weight, features))
     return dw.double(), dx.double()
@@ -206,7 +210,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def test_the_heads_gradient_is_summed_in_float32(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "CHUNK", 4)
+    monkeypatch.setattr(scores, "CHUNK_TOKENS", 4)
     head = lm.lm_head.weight
     _, features, logits_of = SplitModel(lm, fp32_head=False).split(long_row())
     features = features.detach().requires_grad_()
@@ -225,7 +229,7 @@ def test_a_head_that_does_not_train_gets_no_gradient(lm: Any) -> None:
     head.requires_grad_(False)
     try:
         _, features, logits_of = SplitModel(lm, fp32_head=False).split(long_row())
-        found = score_chunks(logits_of, features, long_row(), entropy_grad=False, collision=False)
+        found = score_chunks(logits_of, features, long_row(), entropy_grad=False, with_collision=False)
         found.logp.sum().backward()
         assert head.grad is None
     finally:
@@ -240,7 +244,7 @@ def test_parts_hold_what_they_predict_and_all_are_given_all(count: int) -> None:
     row = np.array([1, 0, 1, 1, 1])
     position = np.array([6, 5, 1, 3, 2])
     routes = [np.stack([ids, ids], axis=1).astype(np.int32) for ids in (rows[0], rows[1][:-1])]
-    tokens = Selected.of(rows, row, position, torch.linspace(0.5, 1.5, 5), "packed", routes)
+    tokens = Selected.lay_out(rows, row, position, torch.linspace(0.5, 1.5, 5), "packed", routes)
     assert tokens.routes is not None and tokens.positions is not None
     parts = list[Selected]()
     pieces = list[Tensor]()
@@ -265,10 +269,10 @@ def test_parts_hold_what_they_predict_and_all_are_given_all(count: int) -> None:
     assert torch.equal(laid[:13], tokens.routes) and (laid[13:] == -1).all()
     assert len({part.ids.shape for part in parts}) == 1
     for part in parts:
-        assert torch.equal(part.ids[0, part.predictor] + 1, part.labels)  # ids of a row count up
+        assert torch.equal(part.ids[0, part.predictor_index] + 1, part.labels)  # ids of a row count up
     assert count < 5 or len(parts[0].labels) == 0
 
 
 def test_padded_rows_are_run_whole_by_each() -> None:
-    tokens = Selected.of([np.arange(4)], np.array([0]), np.array([2]), torch.ones(1))
+    tokens = Selected.lay_out([np.arange(4)], np.array([0]), np.array([2]), torch.ones(1))
     assert in_parts(lambda part: (part.ids,), tokens, SequenceRanks(mock.Mock(), 1, 2))[0] is tokens.ids

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.loading import locate
+from asyncrl.trainer.loading import locate_tensors
 from asyncrl.trainer.model import load_critic, load_policy, load_reference
 from asyncrl.trainer.world import World
 from tests.fakes.models import save_llama
@@ -37,7 +37,7 @@ def read_on_ranks(world: World, folder: Path) -> Any:
         lambda: load_reference(config, world, loaded[0]).policy,
     ):
         # The forward that follows gathers the root's parameters, as any forward does.
-        with patch("asyncrl.trainer.model._check_cut"), LiveBytes() as counted:
+        with patch("asyncrl.trainer.model._decide_cut"), LiveBytes() as counted:
             loaded.append(load())
         shard = sum(p.to_local().nbytes for p in loaded[-1].parameters())
         peaks += world.gather([float(counted.peak), float(shard)], list[float])
@@ -79,7 +79,7 @@ def test_names_are_found_as_transformers_finds_them(world: World, tmp_path: Path
     wanted = full_state(load_policy(ModelConfig(path=path, dtype="float32"), world))
     for other in other_layouts(Path(path)):
         policy = load_policy(ModelConfig(path=other, dtype="float32"), world)
-        assert len(locate(policy.lm, other)) == len(wanted), "nothing was read whole"
+        assert len(locate_tensors(policy.lm, other)) == len(wanted), "nothing was read whole"
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in full_state(policy).items())
 
 
@@ -93,7 +93,7 @@ def test_files_that_disagree_with_what_is_tied_are_refused(world: World, tmp_pat
         if fits:
             policy = load_policy(ModelConfig(path=str(path), dtype="float32"), world)
             assert torch.equal(full_state(policy)["model.embed_tokens.weight"], head)
-            assert locate(policy.lm, str(path)), "nothing was read whole"
+            assert locate_tensors(policy.lm, str(path)), "nothing was read whole"
         else:
             with pytest.raises(ConfigError, match=r"ties lm_head\.weight.*tie_word_embeddings=false"):
                 load_policy(ModelConfig(path=str(path), dtype="float32"), world)
@@ -122,9 +122,9 @@ def test_what_cannot_be_sliced_is_read_by_rank_0(
 def test_quantized_weights_are_not_sliced(world: World, tmp_path: Path) -> None:
     path = save_tiny_qwen(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert locate(model, path)
+    assert locate_tensors(model, path)
     model.config.quantization_config = {"quant_method": "fp8"}
-    assert not locate(model, path)
+    assert not locate_tensors(model, path)
 
 
 def with_adapters(world: World, folder: Path) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncrl.config import Packing
 from asyncrl.trainer.batch import collate
 from asyncrl.trainer.staging import to_device
-from asyncrl.trainer.teacher import Told
+from asyncrl.trainer.teacher import TeacherScores
 from asyncrl.types import TokenScores
 from tests.unit.trainer.test_batch import TURNS, joined
 
@@ -62,7 +62,11 @@ def tensors_of(value: Any) -> list[Tensor]:
         return [value]
     if is_dataclass(value):
         value = [getattr(value, f.name) for f in fields(value)]
-    return [tensor for part in value for tensor in tensors_of(part)] if isinstance(value, list | Told) else []
+    return (
+        [tensor for part in value for tensor in tensors_of(part)]
+        if isinstance(value, list | TeacherScores)
+        else []
+    )
 
 
 @pytest.mark.parametrize("packing", ["padded", "packed", "tree"])
@@ -71,7 +75,7 @@ def test_a_micro_batch_arrives_in_one_transfer(
 ) -> None:
     scores = TokenScores(np.array([-1.0] * 2, "<f4").tobytes())
     e = joined([msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]])
-    micro = collate([replace(e, advantage=np.ones(e.tokens))] * 2, torch.float32, packing)
+    micro = collate([replace(e, advantage=np.ones(e.model_tokens))] * 2, torch.float32, packing)
     there = micro.to(ELSEWHERE)
     assert len(transfers) == 1
     before = tensors_of(micro)

@@ -15,7 +15,7 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.metrics import ZERO_ADVANTAGE
-from asyncrl.trainer.report import Ratios
+from asyncrl.trainer.report import RatioRecorder
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult
 from tests.fakes.training import (
@@ -72,9 +72,9 @@ def test_the_gradient_is_that_of_cross_entropy(world: World, tmp_path: Path) -> 
     learner = make_learner(supervised(path), world, "float32")
     learner.step = 500
     assert gradient_gap(learner, episodes, wanted) < TOLERANCE
-    learner.ratios = Ratios(tmp_path, rank=0, groups_per_batch=100)
+    learner.ratio_recorder = RatioRecorder(tmp_path, rank=0, groups_per_batch=100)
     metrics = run_batch(learner, [[episodes]])
-    learner.ratios.save(learner.step)
+    learner.ratio_recorder.save_step(learner.step)
     assert not list(tmp_path.glob("ratios/*"))  # nor is there a mu for them
     assert metrics["actor/nll"] == pytest.approx(loss, rel=1e-5)
     assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-5)

@@ -101,7 +101,7 @@ def lose_a_part(how: str, world: World, folder: Path) -> Any:
 
 def check_until(trainer: Trainer, end: float) -> None:
     while time.monotonic() < end:
-        trainer.publishing.check()
+        trainer.publishing.raise_failure()
 
 
 def left_in(folder: Path) -> set[str]:

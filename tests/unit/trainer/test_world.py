@@ -20,7 +20,7 @@ from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.trainer import prefix_tree
 from asyncrl.trainer import world as ranks
 from asyncrl.trainer.attention import ForestAttention, Scoring
-from asyncrl.trainer.prefix_tree import plant
+from asyncrl.trainer.prefix_tree import plant_forest
 from asyncrl.trainer.report import MetricSums
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import DEADLINE, run_ranks
@@ -32,17 +32,17 @@ def test_a_rank_alone_exchanges_nothing(world: World) -> None:
 
 
 def test_words_are_heard_in_order_and_forgotten_after_the_next_meeting(world: World) -> None:
-    first = ranks.Words(world)
-    other = ranks.Words(world)
+    first = ranks.RankZeroBroadcast(world)
+    other = ranks.RankZeroBroadcast(world)
     other._store = first._store
     first._size = 2
     other._size = 2
     for number in range(5):
-        first.tell(word := b"%d" % number)
-        assert other.heard() == word and other.heard() is None
-        first.arrive()
+        first.send_word(word := b"%d" % number)
+        assert other.next_word() == word and other.next_word() is None
+        first.arrive_at_meeting()
         assert not first.all_arrived
-        other.arrive()
+        other.arrive_at_meeting()
         assert first.all_arrived and other.all_arrived
     assert first._store.num_keys() == 3  # two words and the count
 
@@ -50,10 +50,10 @@ def test_words_are_heard_in_order_and_forgotten_after_the_next_meeting(world: Wo
 def listening(world: World, folder: Path) -> list[str]:
     """Addresses of the sockets that rank 0's words opened."""
     before = listeners()
-    words = ranks.Words(world)
+    words = ranks.RankZeroBroadcast(world)
     if world.rank == 0:
-        words.tell(b"word")
-    while world.rank and words.heard() is None:
+        words.send_word(b"word")
+    while world.rank and words.next_word() is None:
         pass
     world.gather(0, int)
     return sorted(listeners() - before)
@@ -137,7 +137,7 @@ def joined_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, **patched: An
     monkeypatch.setattr(ranks, "init_device_mesh", lambda kind, shape: call(f"mesh {kind}"))
     path = str(folder / "rendezvous")
     FileStore(path, 2).set("rank 1", "")
-    ranks.join(0, 2, path, timeout_s=0.1)
+    ranks.join_ranks(0, 2, path, timeout_s=0.1)
     return calls
 
 
@@ -173,9 +173,9 @@ def test_what_keeps_gpus_from_connecting_is_raised(tmp_path: Path, monkeypatch: 
 
 def tally(rank: int) -> MetricSums:
     told = MetricSums()
-    told.ratio("a", 0.1, 3)
-    told.total("n", rank)
-    told.summary("x", [float("inf"), 1])
+    told.add_ratio("a", 0.1, 3)
+    told.add_total("n", rank)
+    told.add_summary("x", [float("inf"), 1])
     return told
 
 
@@ -193,8 +193,8 @@ def shared(world: World) -> dict[str, Any]:
     laid = world.arranged(1, 3)
     assert laid.sequence is not None and laid.data_ranks == 1
     rows = [np.arange(11) % 7, np.array([0, 1, 2, 9, 9])]
-    with mock.patch.object(prefix_tree, "LEAST", 1):
-        forest = ForestAttention(plant(rows, shared=True))
+    with mock.patch.object(prefix_tree, "LEAST_SHARED", 1):
+        forest = ForestAttention(plant_forest(rows, share_prefixes=True))
     size = len(forest.forest.ids)
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, dtype=torch.float64, generator=generator)

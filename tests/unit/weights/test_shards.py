@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from asyncrl.config import ModelConfig
-from asyncrl.trainer.model import Policy, load_policy, shards
+from asyncrl.trainer.model import Policy, load_policy, published_shards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk, ranges
@@ -53,7 +53,7 @@ def taken(
     host: HostShards, world: World, policy: Policy, version: int, kept: Tensors | None = None
 ) -> Snapshot:
     index = host.claim(lambda busy: world.gather(busy, list[int]))
-    host.copy(index, shards(policy), kept or {})
+    host.copy(index, published_shards(policy), kept or {})
     return host.snapshot(index, PolicyVersion(0, version), 0.0)
 
 
@@ -75,7 +75,7 @@ def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: 
     """They are not copied; the bytes are those that are collected. A tensor that is sent alone, too."""
     policy = policy_of(world, tmp_path)
     kept = buffers(0)
-    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=kept)
+    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=kept)
     snapshot = taken(host, world, policy, 1, kept)
     for bucket_bytes in BUCKETS:
         with snapshot.pin() as pinned:
@@ -90,7 +90,9 @@ def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: 
 
 def collect_twice(world: World, folder: Path) -> Any:
     policy = policy_of(world, folder)
-    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=buffers(0))
+    host = HostShards(
+        published_shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=buffers(0)
+    )
     assert len(threads()) == (world.rank > 0)
     found: dict[str, Any] = {"wanted": [], "found": []}
     for version in (1, 2):
@@ -122,7 +124,7 @@ def test_whole_tensors_as_they_were_copied(tmp_path: Path, ranks: int):
 def overtake(world: World, folder: Path) -> Any:
     """Rank 0 reads one version slowly while three newer ones are copied."""
     policy = policy_of(world, folder)
-    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
+    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE)
     wanted = []
     snapshots = []
     found = {}
@@ -155,7 +157,9 @@ def collect_everywhere(world: World, folder: Path) -> Any:
     """Every rank collects each version, in the background and several at a time, while newer ones are
     copied; rank 1 keeps the first one for long, so that no rank may copy over it."""
     policy = policy_of(world, folder)
-    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, collectors=world.size)
+    host = HostShards(
+        published_shards(policy), policy.published, torch.bfloat16, DEADLINE, collectors=world.size
+    )
     assert len(threads()) == world.size - 1
     wanted: list[Tensors] = []
     found: dict[int, Tensors] = {}
@@ -198,7 +202,7 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     """Rank 1 copies only when rank 0 has asked for it."""
     policy = policy_of(world, folder)
     wanted = full_state(policy)
-    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
+    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE)
     asked = threading.Event()
     waiting = host._buffers._changed
     wait_for = waiting.wait_for
@@ -215,7 +219,7 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     world.gather(0, int)
     found: Tensors = {}
     if world.rank == 0:
-        host.copy(0, shards(policy))
+        host.copy(0, published_shards(policy))
         reader = threading.Thread(
             target=lambda: found.update(collected(host.snapshot(0, PolicyVersion(0, 1), 0.0), 1))
         )
@@ -223,7 +227,7 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
         reader.join(DEADLINE)
     else:
         assert asked.wait(DEADLINE) and host._buffers.copies == 0
-        host.copy(0, shards(policy))
+        host.copy(0, published_shards(policy))
     host.close(DEADLINE)
     return {"same": all(torch.equal(found[name], tensor) for name, tensor in wanted.items())} if found else {}
 
@@ -236,7 +240,7 @@ def lose_a_rank(world: World, folder: Path) -> Any:
     """Rank 1 dies or freezes between two buckets."""
     how = (folder / "how").read_text()
     policy = policy_of(world, folder)
-    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
+    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE)
     snapshot = taken(host, world, policy, 1)
     if world.rank == 1:
         (folder / "pid").write_text(str(os.getpid()))
@@ -281,7 +285,7 @@ def deltas_of_ranks(world: World, folder: Path) -> Any:
     for machine in ("here", f"machine-{world.rank}"):
         directory = folder / f"versions-on-{machine}"
         socket.gethostname = lambda name=machine: name
-        host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE, 1, buffers(0))
+        host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE, 1, buffers(0))
         writer = VersionWriter(directory, 1000, full_every=100)
         for version in range(1, 6):
             wanted = full_state(policy)

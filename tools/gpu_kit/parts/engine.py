@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config import ModelConfig
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.engine import TorchEngine, build
-from asyncrl.trainer.model import Policy, load_policy, shards
+from asyncrl.trainer.model import Policy, load_policy, published_shards
 from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from asyncrl.types import Generation, PolicyVersion
 from parts.common import Context, Finding, attempt, exact_float32
 from tests.fakes.weights import publish
@@ -85,7 +85,7 @@ class Setup(NamedTuple):
             starts = [len(self.prompts[number]) for number in batch]
             spans = zip(starts, lengths, strict=True)
             temperature = [self.temperatures[number] or 1.0 for number in batch]
-            chosen = Selected.of(
+            chosen = Selected.lay_out(
                 [rows[number] for number in batch],
                 np.repeat(np.arange(len(batch)), lengths),
                 np.concatenate([np.arange(start, start + length) for start, length in spans]),
@@ -98,7 +98,7 @@ class Setup(NamedTuple):
 
 
 def run(context: Context) -> Iterator[Finding]:
-    world = join(0, 1, device=context.device.type)
+    world = join_ranks(0, 1, device=context.device.type)
     path = context.random_model(MODEL, dtype="bfloat16")
     try:
         for dtype in ("float32", "bfloat16"):
@@ -108,7 +108,7 @@ def run(context: Context) -> Iterator[Finding]:
             )
             yield from found
     finally:
-        leave()
+        leave_ranks()
 
 
 def both_sides(context: Context, world: World, path: Path, dtype: str, more: list[Finding]) -> Finding:
@@ -255,7 +255,7 @@ def own(policy: Policy) -> list[torch.Tensor]:
 
 def as_published(setup: Setup) -> dict[str, torch.Tensor]:
     kept = getattr(torch, setup.dtype)
-    return {name: shard.to_local().to(kept) for name, shard in shards(setup.policy).items()}
+    return {name: shard.to_local().to(kept) for name, shard in published_shards(setup.policy).items()}
 
 
 def first_version(turn: Generation) -> Generation:

@@ -45,9 +45,9 @@ from asyncrl.trainer.attention import FlexKernel, Scoring
 from asyncrl.trainer.footprint import footprint, least_recomputation, with_recomputation
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.performance import FlopCount, peak_flops
-from asyncrl.trainer.prefix_tree import plant
+from asyncrl.trainer.prefix_tree import plant_forest
 from asyncrl.trainer.scores import score_chunks
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from parts.common import Context, Finding, attempt, failure, memory, release, synchronize, timed
 from parts.steps import episodes, make_learner, train
 
@@ -157,14 +157,14 @@ def visit_1_7b(context: Context) -> Iterator[Finding]:
 
 def measure_cases(context: Context, *cases: Case) -> Iterator[Finding]:
     """Yield the peak, then the findings of each case."""
-    world = join(0, 1, device=context.kind)
+    world = join_ranks(0, 1, device=context.kind)
     try:
         peak, finding = peak_of(context)
         yield finding
         for case in cases:
             yield from measure(case, context, world, peak)
     finally:
-        leave()
+        leave_ranks()
 
 
 def peak_of(context: Context) -> tuple[float, Finding]:
@@ -347,7 +347,7 @@ def head_alone(case: Case, learner: Learner, context: Context) -> Finding:
             hidden,
             given,
             entropy_grad=False,
-            collision=False,
+            with_collision=False,
         )
         found.logp.sum().backward()
 
@@ -378,7 +378,7 @@ def attention_alone(context: Context) -> Iterator[Finding]:
 
 def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Attend:
     """As the trainer computes it on a GPU."""
-    kernel = FlexKernel(plant([np.arange(query.shape[1])], shared=False), query.device)
+    kernel = FlexKernel(plant_forest([np.arange(query.shape[1])], share_prefixes=False), query.device)
     return lambda: kernel.attend(query, key, value, Scoring(128**-0.5))
 
 

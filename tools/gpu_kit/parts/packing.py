@@ -24,10 +24,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, Packing
-from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from parts.common import Context, Finding, attempt, exact_float32
 from parts.rows import Rows, grouped, plain_backward
 
@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def run(context: Context) -> Iterator[Finding]:
-    world = join(0, 1, device=context.kind)
+    world = join_ranks(0, 1, device=context.kind)
     torch.manual_seed(0)
     try:
         yield from gradients(context, world, "Qwen3", "bfloat16")
@@ -56,7 +56,7 @@ def run(context: Context) -> Iterator[Finding]:
         yield from gradients(context, world, "Gemma2", "bfloat16")
         yield from gradients(context, world, "Gemma2", "float32")
     finally:
-        leave()
+        leave_ranks()
 
 
 # -- gradients -------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def gradients(context: Context, world: World, family: str, dtype: str) -> Iterat
             floor = distances(measured(rounded, plain_backward(rounded, rows)), wanted)
             yield Finding(f"{family} {dtype}: the plain loop", told(floor), note="the noise floor")
         policy = load_policy(ModelConfig(path=str(path), dtype=dtype), world)
-        policy.lm.set_attn_implementation(NAME)
+        policy.lm.set_attn_implementation(FOREST_ATTENTION)
         ways: tuple[Packing, ...] = ("packed", "tree")
         for way in ways:
 

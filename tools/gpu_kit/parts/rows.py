@@ -26,7 +26,7 @@ class Rows(NamedTuple):
         row = np.repeat(np.arange(len(scored)), scored)
         spans = zip(self.prompts, self.ids, strict=True)
         position = np.concatenate([np.arange(prompt, len(ids)) for prompt, ids in spans])
-        return Selected.of(self.ids, row, position, torch.ones(len(row)), packing)
+        return Selected.lay_out(self.ids, row, position, torch.ones(len(row)), packing)
 
     @property
     def useful(self) -> int:

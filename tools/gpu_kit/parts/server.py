@@ -38,9 +38,9 @@ from asyncrl.engines.sglang.server import Attached, attach, loader
 from asyncrl.engines.torch.engine import build
 from asyncrl.engines.torch.recorded import RECORD_AFTER
 from asyncrl.keeper.keeper import first
-from asyncrl.trainer.model import adapter_shards, load_policy, score
+from asyncrl.trainer.model import adapter_shards, load_policy, score_ids
 from asyncrl.trainer.publishing import Publishing
-from asyncrl.trainer.world import World, join, leave
+from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from parts.bundle import NOT_THERE, has_saver, server_command
@@ -182,7 +182,7 @@ def measure_adapters(context: Context, command: list[str]) -> Iterator[Finding]:
 
 def _measure(context: Context, command: list[str], *, rank: int, saver: bool) -> Iterator[Finding]:
     """Start a server, and yield what each stage finds; a stage that fails does not end the next ones."""
-    world = join(0, 1, device=context.kind)
+    world = join_ranks(0, 1, device=context.kind)
     pair: ServerAndTrainer | None = None
     with asyncio.Runner() as runner:
         try:
@@ -200,7 +200,7 @@ def _measure(context: Context, command: list[str], *, rank: int, saver: bool) ->
         finally:
             if pair is not None:
                 runner.run(pair.close())
-            leave()
+            leave_ranks()
             release(context)
 
 
@@ -341,7 +341,7 @@ class ServerAndTrainer:
 
     def score(self, policy: Any) -> tuple[float, ...]:
         with torch.no_grad(), exact_float32():
-            return score(policy, self.ids, self.world.device)
+            return score_ids(policy, self.ids, self.world.device)
 
     async def logprob_gap(self, name: str) -> Finding:
         """The largest difference of a log-prob between server and trainer."""
@@ -557,7 +557,7 @@ class PublisherHere:
         self._step = 0
         self._directory: Path | None = None  # of versions, in /dev/shm where that has room
         nobody: Any = None
-        with mock.patch.object(Publishing, "_announce", self._announce):
+        with mock.patch.object(Publishing, "_announce_version", self._announce):
             self._publishing = Publishing(config, nobody, Path(config.run_dir) / config.name, world, policy)
 
     def publish(self) -> Pushed:
@@ -571,7 +571,7 @@ class PublisherHere:
         try:
             ref, write_s = self._announced.get(timeout=ANNOUNCED_S)
         except queue.Empty:
-            self._publishing.check()
+            self._publishing.raise_failure()
             raise TimeoutError(f"a version was not written within {ANNOUNCED_S:.0f} s") from None
         self._directory = Path(ref.path).parent
         size = sum(file.stat().st_size for file in Path(ref.path).iterdir())

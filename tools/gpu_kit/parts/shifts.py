@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.engine import build
 from asyncrl.observe.timeline import Timeline, files, union
+from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import shards
-from asyncrl.trainer.resting import Resting
-from asyncrl.trainer.world import join, leave
+from asyncrl.trainer.model import published_shards
+from asyncrl.trainer.world import join_ranks, leave_ranks
 from asyncrl.types import PolicyVersion
 from parts.common import FREED, MB, Context, Finding, failure, release, synchronize, used_memory
 from parts.runs import STOP_S, account, ends_of_logs, mean_of, step_rows, stop_run, summary
@@ -43,14 +43,14 @@ SPARE_S = STOP_S + 5.0  # for the end and the report of a run that is not over i
 def sides_alone(context: Context) -> Iterator[Finding]:
     """A rank rests after a step, an embedded engine falls asleep in the midst of turns, the rank wakes and
     publishes, and the engine wakes with that version."""
-    world = join(0, 1, device=context.kind)
+    world = join_ranks(0, 1, device=context.kind)
     try:
         learner = make_learner(context, world, "qwen3-0.6b", 64 if context.small else 4096, packing="padded")
         yield from asyncio.run(_take_turns(context, learner))
     except Exception as error:
         yield failure("engine and rank", error)
     finally:
-        leave()
+        leave_ranks()
         release(context)
 
 
@@ -69,11 +69,11 @@ async def _take_turns(context: Context, learner: Learner) -> list[Finding]:
         """In place of a meeting of ranks."""
 
     train(learner, episodes(learner, [64, 64]))
-    resting = Resting(learner, Timeline(context.work / "timeline"), context.work)
+    resting = DeviceOffload(learner, Timeline(context.work / "timeline"), context.work)
     before = _digest(learner)
     full = _used(context)
     with timed("the first rest, which pins memory"):
-        resting.rest(alone)
+        resting.offload(alone)
     held = sum(tensor.nbytes for tensor in _state(learner))
     findings = [_freed("rank at rest", full, held, context)]
 
@@ -93,16 +93,16 @@ async def _take_turns(context: Context, learner: Learner) -> list[Finding]:
     findings.append(_freed("engine asleep", full, full - empty, context))
 
     with timed("wake of the rank"):
-        resting.wake()
+        resting.onload()
     same = _digest(learner) == before
     findings.append(Finding("weights and moments of the rank", str(same), "as before", same))
     tensors = {
         name: shard.to_local().to("cpu", torch.bfloat16, copy=True)
-        for name, shard in shards(learner.policy).items()
+        for name, shard in published_shards(learner.policy).items()
     }
     ref = publish(tensors, context.work / "published", PolicyVersion(0, 1))
     with timed("rest"):
-        resting.rest(alone)
+        resting.offload(alone)
     with timed("load"):
         await engine.load(ref)
     finished = await asyncio.gather(*turns)

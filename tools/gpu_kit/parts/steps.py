@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import parse
-from asyncrl.trainer.examine import WAYS
+from asyncrl.trainer.gradient_check import LAYOUTS
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.loading import FileTensor
 from asyncrl.trainer.world import World
@@ -72,9 +72,9 @@ def random_weights() -> Iterator[None]:
     read. Nor does it compare packed rows with rows one by one, as the part `packing` does: for that layers
     would be compiled for padded rows, too."""
     with (
-        mock.patch("asyncrl.trainer.loading.locate", _everywhere),
-        mock.patch("asyncrl.trainer.loading.fill", _randomise),
-        mock.patch("asyncrl.trainer.packing.examined", return_value=dict.fromkeys(WAYS, "")),
+        mock.patch("asyncrl.trainer.loading.locate_tensors", _everywhere),
+        mock.patch("asyncrl.trainer.loading.fill_shards", _randomise),
+        mock.patch("asyncrl.trainer.packing.cached_gradient_check", return_value=dict.fromkeys(LAYOUTS, "")),
     ):
         yield
 

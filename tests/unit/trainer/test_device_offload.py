@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from asyncrl.errors import ConfigError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.store.checkpoints import Checkpoints
-from asyncrl.trainer import loading, resting
+from asyncrl.trainer import device_offload, loading
 from asyncrl.trainer.checkpointing import Checkpointing
+from asyncrl.trainer.device_offload import DeviceOffload, PageLockedMemory
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.resting import PinnedMemory, Resting
 from asyncrl.trainer.world import World
 from asyncrl.weights import memory as memories
 from asyncrl.weights.memory import trim_heap
@@ -62,7 +62,7 @@ RESTED: dict[str, dict[str, Any]] = {
 def whole_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All of a tiny model moves, and it is sharded by layers. As in a run, what was imported is not scanned
     for garbage each time."""
-    monkeypatch.setattr(resting, "SMALL", 0)
+    monkeypatch.setattr(device_offload, "SMALL_STORAGE", 0)
     monkeypatch.setattr(loading, "LAYER_MIN_PARAMETERS", 0)
     gc.freeze()
     yield
@@ -119,17 +119,17 @@ def train(
 
 def rests(learner: Learner, timeline: Timeline, folder: Path) -> tuple[Callable[[], None], list[int]]:
     """A function that rests and wakes, and the bytes that moved each time."""
-    own = Resting(learner, timeline, folder)
+    own = DeviceOffload(learner, timeline, folder)
     moved = list[int]()
 
     def rest() -> None:
         before = {name: (t, t.clone()) for name, t in held(learner).items()}
-        own.rest(nobody)
-        assert own.now and all(not t.untyped_storage().nbytes() for t, _ in before.values())
-        own.rest(nobody)  # the order may come twice
-        own.wake()
-        own.wake()
-        assert not own.now and held(learner).keys() == before.keys()
+        own.offload(nobody)
+        assert own.is_offloaded and all(not t.untyped_storage().nbytes() for t, _ in before.values())
+        own.offload(nobody)  # the order may come twice
+        own.onload()
+        own.onload()
+        assert not own.is_offloaded and held(learner).keys() == before.keys()
         for name, tensor in held(learner).items():
             was, value = before[name]
             assert tensor.data_ptr() == was.data_ptr() and torch.equal(tensor, value), name
@@ -155,7 +155,7 @@ def test_training_goes_on_as_if_it_had_never_rested(
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
     # Gradients move, too, but not before the first micro-batch, nor behind a barrier.
     assert (moved[1] > moved[0]) == (not learner.behind_barrier)
-    assert learner.watch.idle_s > 0 and {"rest", "wake"} <= learner.watch.lap()[1].keys()
+    assert learner.stopwatch.idle_s > 0 and {"rest", "wake"} <= learner.stopwatch.lap()[1].keys()
     assert os.listdir(tmp_path) == ["timeline.jsonl"]
 
 
@@ -167,8 +167,8 @@ def test_memory_that_cannot_be_pinned_is_used_and_leaves_no_error_to_cuda(
     calls.cudaHostRegister.return_value = 2
     monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
     monkeypatch.setattr(memories, "_clear_cuda_error", calls.clear)
-    memory = PinnedMemory(world)
-    assert [len(memory.room(size)) for size in (10, 20)] == [10, 20]
+    memory = PageLockedMemory(world)
+    assert [len(memory.reserve(size)) for size in (10, 20)] == [10, 20]
     assert [name for name, *_ in calls.mock_calls if name != "cudaHostRegister().__int__"] == [
         *["cudaHostRegister", "clear"] * 2
     ]
@@ -187,25 +187,25 @@ def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     learner = made(dtype="float32")
-    own = Resting(learner, timeline, tmp_path)
-    own._room = PinnedMemory(world).room
+    own = DeviceOffload(learner, timeline, tmp_path)
+    own._host_memory = PageLockedMemory(world).reserve
     cut = random_cut(Recorder(model, noise=0.2).groups(4, 4, [0]), 1, 2, seed=0)
     for step in range(3):
         before = {name: tensor.clone() for name, tensor in held(learner).items()}
-        own.rest(nobody)
-        size = sum(len(part) for _, part in own._places.values())
-        own.wake()
+        own.offload(nobody)
+        size = sum(len(part) for _, part in own._host_copies.values())
+        own.onload()
         assert all(torch.equal(tensor, before[name]) for name, tensor in held(learner).items())
         (kept,) = registered.values()
         assert kept == size if step < 2 else kept > size, "gradients are there in the second only"
         learner.accumulate(cut[step % 2][0]) if step == 0 else learner.finish()
-    monkeypatch.setattr(resting, "main_memory", lambda: SimpleNamespace(available=10))
-    own._room = PinnedMemory(world).room
-    learner.size = 1000, 4
+    monkeypatch.setattr(device_offload, "main_memory", lambda: SimpleNamespace(available=10))
+    own._host_memory = PageLockedMemory(world).reserve
+    learner.micro_batch_size = 1000, 4
     with pytest.raises(ConfigError, match=r"engine.colocated: .* more main memory, 0.00 GB are free.*; free"):
-        own.rest(nobody)
-    assert learner.size == (0, 0), "smaller micro-batches would not help"
-    assert not own.now and all(t.untyped_storage().nbytes() for t in held(learner).values())
+        own.offload(nobody)
+    assert learner.micro_batch_size == (0, 0), "smaller micro-batches would not help"
+    assert not own.is_offloaded and all(t.untyped_storage().nbytes() for t in held(learner).values())
 
 
 def test_a_kill_at_any_time_leaves_no_file_of_a_rank_that_rests(
@@ -225,7 +225,7 @@ def test_a_kill_at_any_time_leaves_no_file_of_a_rank_that_rests(
 
     monkeypatch.setattr(os, "posix_fallocate", looked(allocate))
     monkeypatch.setattr(torch, "from_file", looked(from_file))
-    room = resting.unlinked_file(tmp_path, 10_000)
+    room = device_offload.unlinked_file(tmp_path, 10_000)
     room.fill_(7)
     gc.collect()
     assert names == [] and int(room.sum()) == 70_000
@@ -235,21 +235,25 @@ def test_without_room_on_the_disk_it_rests_in_main_memory(
     made: Made, timeline: Timeline, tmp_path: Path, whole_model: None
 ) -> None:
     learner = made(dtype="float32")
-    own = Resting(learner, timeline, tmp_path / "missing")
+    own = DeviceOffload(learner, timeline, tmp_path / "missing")
     before = {name: tensor.clone() for name, tensor in held(learner).items()}
-    own.rest(nobody)
-    assert own.now and own._places and not any(t.untyped_storage().nbytes() for t in held(learner).values())
-    own.wake()
+    own.offload(nobody)
+    assert (
+        own.is_offloaded
+        and own._host_copies
+        and not any(t.untyped_storage().nbytes() for t in held(learner).values())
+    )
+    own.onload()
     assert all(torch.equal(tensor, before[name]) for name, tensor in held(learner).items())
 
 
-def saved(config: Any, learner: Learner, folder: Path, own: Resting | None) -> dict[str, bytes]:
+def saved(config: Any, learner: Learner, folder: Path, own: DeviceOffload | None) -> dict[str, bytes]:
     """Files of a checkpoint."""
     saving = Checkpointing(config, Checkpoints(folder), learner)
-    saving.begin(1, own)
-    assert saving._job is not None
-    saving._job.result.result(60)
-    assert saving.poll()
+    saving.begin_checkpoint(1, own)
+    assert saving._write_job is not None
+    saving._write_job.result.result(60)
+    assert saving.poll_checkpoint()
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -262,29 +266,29 @@ def test_a_checkpoint_of_shards_that_rest_is_the_same(
     learner = made(dtype="float32", **PPO, model={"lora_rank": 2})
     train(learner, random_cut(Recorder(model, noise=0.2).groups(4, 4, [0]), 1, 2, seed=0))
     wanted = saved(learner.config, learner, tmp_path / "awake", None)
-    own = Resting(learner, timeline, tmp_path)
-    own.rest(nobody)
+    own = DeviceOffload(learner, timeline, tmp_path)
+    own.offload(nobody)
     if not room:
-        monkeypatch.setattr("asyncrl.trainer.checkpointing.ROOM", float("inf"))
+        monkeypatch.setattr("asyncrl.trainer.checkpointing.COPY_ROOM", float("inf"))
     found = saved(learner.config, learner, tmp_path / "rests", own)
-    assert own.now == room
+    assert own.is_offloaded == room
     if room:
         assert all(not tensor.untyped_storage().nbytes() for tensor in held(learner).values())
     assert found.keys() == wanted.keys() and len(wanted) > 3
     assert all(
         found[n] == content for n, content in wanted.items() if n.endswith((".safetensors", ".distcp"))
     )
-    own.wake()
+    own.onload()
 
 
 def measure(folder: Path, told: Any) -> None:
     """In a process of its own, as others have freed memory to reuse."""
-    from asyncrl.trainer.world import join, leave
+    from asyncrl.trainer.world import join_ranks, leave_ranks
 
-    world = join(0, 1, device="cpu")
+    world = join_ranks(0, 1, device="cpu")
     path = save_small(folder / "model", "Qwen2", hidden_size=256, intermediate_size=1024, vocab_size=4096)
     learner = make_learner(tiny_config(path), world, "float32")
-    own = Resting(learner, Timeline(folder / "timeline.jsonl"), folder)
+    own = DeviceOffload(learner, Timeline(folder / "timeline.jsonl"), folder)
     process = psutil.Process()
     own_pages = list[int]()
     files = list[int]()
@@ -299,12 +303,12 @@ def measure(folder: Path, told: Any) -> None:
     trim_heap()
     note()
     for _ in range(50):
-        own.rest(nobody)
+        own.offload(nobody)
         note()
-        own.wake()
+        own.onload()
         note()
     told.put((sum(t.nbytes for t in held(learner).values()), own_pages, files))
-    leave()
+    leave_ranks()
 
 
 def test_memory_falls_while_it_rests_and_does_not_grow(tmp_path: Path) -> None:
@@ -323,7 +327,7 @@ def test_memory_falls_while_it_rests_and_does_not_grow(tmp_path: Path) -> None:
 
 def on_ranks(world: World, folder: Path, **sections: Any) -> bool:
     """Rank 1 has nothing of the last micro-batch."""
-    loading.LAYER_MIN_PARAMETERS = resting.SMALL = 0
+    loading.LAYER_MIN_PARAMETERS = device_offload.SMALL_STORAGE = 0
     config = tiny_config(str(folder.parent / "model"), **sections)
     model = plain_model(config.model.path, torch.float32)
     cut = random_cut(Recorder(model, noise=0.2).groups(4, 4, [0]), 2, 3, seed=0)

@@ -11,16 +11,16 @@ from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.algorithms.recipe import Recipe, compose
 from asyncrl.errors import ConfigError
 from asyncrl.trainer import world as ranks
-from asyncrl.trainer.barrier import _view
-from asyncrl.trainer.batch import Example, example
-from asyncrl.trainer.credit import (
-    Packed,
-    credit,
-    penalised,
-    share,
-    share_traces,
+from asyncrl.trainer.advantages import (
+    PackedEpisode,
+    gather_episodes,
+    gather_traces,
+    with_advantages,
+    with_kl_penalty,
     with_penalised_siblings,
 )
+from asyncrl.trainer.barrier import _loss_arrays
+from asyncrl.trainer.batch import TrainingSample, training_sample
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -30,21 +30,21 @@ from tests.fakes.training import tiny_config
 THIRD = 1 / 3  # no float32
 
 
-def one(number: int) -> Example:
+def one(number: int) -> TrainingSample:
     """An episode of number + 2 tokens."""
     n = number + 2
     own = EpisodeResult(THIRD, n)
     row = PlannedTrajectory(f"u{number}", f"g{number // 2}", 1, own, (own,), number, 1, 1.0)
     turn = Turn(0, (1,), (2,) * n, (-THIRD,) * n, (VersionSpan(0, n, 0, 0),), StopReason.STOP)
-    made = example(row, [turn], 0, 4, aggregations.get("token_mean"))
-    return replace(made, prox=-np.arange(n) / 3, collision=np.full(n, THIRD))
+    made = training_sample(row, [turn], 0, 4, aggregations.get("token_mean"))
+    return replace(made, proximal_logprobs=-np.arange(n) / 3, collision=np.full(n, THIRD))
 
 
-def told(e: Example) -> dict[str, np.ndarray]:
-    return {"prox": np.asarray(e.prox), "fresh": np.arange(e.tokens) % 2 == 0}
+def told(e: TrainingSample) -> dict[str, np.ndarray]:
+    return {"prox": np.asarray(e.proximal_logprobs), "fresh": np.arange(e.model_tokens) % 2 == 0}
 
 
-def of(packed: Packed) -> tuple[str, str, int, list[float], list[bool]]:
+def of(packed: PackedEpisode) -> tuple[str, str, int, list[float], list[bool]]:
     return (
         packed.uid,
         packed.group,
@@ -58,12 +58,12 @@ def exchange(world: World, folder: Path) -> tuple[object, object]:
     """Five episodes dealt to the ranks, exchanged in parts."""
     ranks.PART_BYTES = 64
     mine = [one(number) for number in range(world.rank, 5, world.size)]
-    traces = share_traces(world, mine, [told(e) | {"rewards": e.rewards} for e in mine])
+    traces = gather_traces(world, mine, [told(e) | {"rewards": e.rewards} for e in mine])
     plain = [
         (t.uid, t.group, t.own.tokens - 2, t.rewards.tolist(), t.prox.tolist(), t.fresh.tolist())
         for t in traces
     ]
-    return [of(packed) for packed in share(world, mine, [told(e) for e in mine])], plain
+    return [of(packed) for packed in gather_episodes(world, mine, [told(e) for e in mine])], plain
 
 
 @pytest.mark.slow
@@ -82,10 +82,10 @@ def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
     """No penalty for it, and it is not fresh for a loss that looks at the whole batch."""
     plain = replace(one(2), advantage=np.ones(4), reference=np.full(4, -1.0))
     broken = replace(plain, reference=np.array([-1.0, -np.inf, -1.0, np.nan]))
-    found, by_turn = penalised(broken, 0.5, "k1")
+    found, by_turn = with_kl_penalty(broken, 0.5, "k1")
     assert by_turn == [-0.5 * 2 * (1 - THIRD)]
     assert found.planned.own.reward == THIRD + by_turn[0] and found.rewards[1] == 0
-    view = _view(broken)
+    view = _loss_arrays(broken)
     assert view["fresh"].tolist() == [True, False, True, False]
     assert view["reference"].tolist() == [-1, 0, -1, 0] and view["prox"][1] == 0
 
@@ -93,7 +93,9 @@ def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
 # -- agents with rewards of their own ----------------------------------------------------------------
 
 
-def game(place: int, agents: str, rewards: list[float], siblings: tuple[EpisodeResult, ...] = ()) -> Example:
+def game(
+    place: int, agents: str, rewards: list[float], siblings: tuple[EpisodeResult, ...] = ()
+) -> TrainingSample:
     """An episode of one agent a turn, by its letter, and 2 tokens a turn."""
     own = result_of(agents, rewards)
     siblings = siblings or (own,)
@@ -103,7 +105,7 @@ def game(place: int, agents: str, rewards: list[float], siblings: tuple[EpisodeR
         Turn(k, (1,), (2, 3), (-THIRD, -THIRD), spans, StopReason.STOP, agent=agent)
         for k, agent in enumerate(agents)
     ]
-    return example(row, turns, 0, 4, aggregations.get("token_mean"))
+    return training_sample(row, turns, 0, 4, aggregations.get("token_mean"))
 
 
 def result_of(agents: str, rewards: list[float]) -> EpisodeResult:
@@ -126,7 +128,7 @@ def recipe_of(advantage: Any) -> Recipe:
 def advantages_of(name: str, **options: Any) -> list[list[float]]:
     """By game and turn."""
     recipe = recipe_of({name: options})
-    found = [credit(game(place, *one, SIBLINGS), recipe) for place, one in enumerate(GAMES)]
+    found = [with_advantages(game(place, *one, SIBLINGS), recipe) for place, one in enumerate(GAMES)]
     assert all(e.advantage is not None for e in found)
     return [e.advantage.reshape(-1, 2)[:, 0].round(12).tolist() for e in found if e.advantage is not None]
 
@@ -149,7 +151,7 @@ def test_every_kind_of_advantage_sees_an_agents_turns_as_an_episode() -> None:
 
 
 def test_without_other_games_of_an_agent_nothing_is_learned_of_it() -> None:
-    found = credit(
+    found = with_advantages(
         game(0, "wb", [1.0, -1.0], (result_of("wb", [1.0, -1.0]), SIBLINGS[2])), recipe_of("dr_grpo")
     )
     assert found.advantage is not None and found.advantage.tolist() == [0.0] * 4
@@ -164,11 +166,11 @@ def test_what_compares_whole_episodes_is_refused(name: str) -> None:
 def test_returns_and_penalties_of_an_agent_pass_over_the_other() -> None:
     """With V = 0.5 and λ = 1: white 1 − 0.5, black −1 − 0.5. β·KL of 0.25 a token counts for who wrote it."""
     episode = replace(game(0, *GAMES[0]), value=np.full(6, 0.5))
-    found = credit(episode, recipe_of("gae"))
+    found = with_advantages(episode, recipe_of("gae"))
     assert found.advantage is not None and found.returns is not None
     assert found.advantage.tolist() == [0.5, 0.5, -1.5, -1.5, 0.5, 0.5]
     assert found.returns.tolist() == [1.0, 1.0, -1.0, -1.0, 1.0, 1.0]
-    paid, _ = penalised(replace(episode, reference=episode.mu - 0.5), 0.5, "k1")
+    paid, _ = with_kl_penalty(replace(episode, reference=episode.rollout_logprobs - 0.5), 0.5, "k1")
     parts = paid.planned.own.parts
     assert [parts["w"].reward, parts["b"].reward] == pytest.approx([1.0 - 4 * 0.25, -1.0 - 2 * 0.25])
 
@@ -181,4 +183,4 @@ def test_the_rewards_of_a_sibling_whose_payload_was_lost_stay() -> None:
         (-0.5, 0.0, -1.0, 1.0),
         (1.0,),
     ]
-    assert credit(found, recipe_of("dr_grpo")).advantage is not None
+    assert with_advantages(found, recipe_of("dr_grpo")).advantage is not None
