@@ -31,7 +31,7 @@ OnPart = Callable[[Generation], Awaitable[None]]
 """Called with all that a turn which lasts has sampled so far."""
 
 
-async def unheard(sampled: Generation) -> None:
+async def ignore_part(sampled: Generation) -> None:
     """Do nothing."""
 
 
@@ -54,7 +54,7 @@ class Request(msgspec.Struct, frozen=True):
     routes_from: int | None = None
     agent: str = ""
     part_seconds: float = math.inf
-    on_part: OnPart = unheard
+    on_part: OnPart = ignore_part
 
 
 class EngineRefused(EngineError):
@@ -120,15 +120,15 @@ engines: Registry = Registry("engine", modules={"torch": "asyncrl.engines.torch.
 
 def check_request(request: Request, vocabulary: int, max_len: int) -> None:
     """EngineRefused for a request that cannot be served. (SGLang servers die of unknown ids.)"""
-    size = len(request.ids)
+    prompt_length = len(request.ids)
     sampling = request.sampling
     problem = ""
-    if size == 0:
+    if prompt_length == 0:
         problem = "no ids"
     elif min(request.ids) < 0 or max(request.ids) >= vocabulary:
         problem = f"ids outside the vocabulary of {vocabulary}"
-    elif size + 1 > max_len:
-        problem = f"{size} ids leave no room for a token within max_len {max_len}"
+    elif prompt_length + 1 > max_len:
+        problem = f"{prompt_length} ids leave no room for a token within max_len {max_len}"
     elif sampling.max_new_tokens < 1 or sampling.temperature < 0:
         problem = f"sampling parameters out of range: {sampling}"
     if problem:
@@ -142,11 +142,11 @@ NOTHING = Generation((), (), (), StopReason.ABORT)
 def rest(request: Request, sampled: Generation) -> Request:
     """Returns the request that continues a turn of which a lost server has `sampled` a part: of 10 tokens,
     4 of them sampled, it asks for 6 after the prompt and those 4; `extended` puts both together."""
-    left = request.sampling.max_new_tokens - len(sampled.ids)
-    sampling = replace(request.sampling, max_new_tokens=left)
+    remaining_tokens = request.sampling.max_new_tokens - len(sampled.ids)
+    sampling = replace(request.sampling, max_new_tokens=remaining_tokens)
     watch = None if request.watch is None else _after(sampled.ids, request.watch)
-    known = request.routes_from if sampled.routes is None else sampled.routes.end
-    changes = {"ids": request.ids + sampled.ids, "sampling": sampling, "watch": watch, "routes_from": known}
+    routes_from = request.routes_from if sampled.routes is None else sampled.routes.end
+    changes = {"ids": request.ids + sampled.ids, "sampling": sampling, "watch": watch, "routes_from": routes_from}
     return replace(request, **changes, on_part=lambda part: request.on_part(extended(request, sampled, part)))
 
 
@@ -157,9 +157,9 @@ def _after(sampled: tuple[int, ...], watch: Watch) -> Watch:
 
 def extended(request: Request, sampled: Generation, part: Generation) -> Generation:
     """`sampled` and the part after it, as if one engine had sampled both."""
-    whole = together(sampled, part)
-    stop = ending(request, whole.ids) if part.stop is StopReason.ABORT else part.stop
-    return replace(whole, stop=stop)
+    generation = together(sampled, part)
+    stop = ending(request, generation.ids) if part.stop is StopReason.ABORT else part.stop
+    return replace(generation, stop=stop)
 
 
 def together(sampled: Generation, part: Generation) -> Generation:
@@ -171,21 +171,21 @@ def together(sampled: Generation, part: Generation) -> Generation:
     return Generation(*both, spans, part.stop, seconds, routes)
 
 
-def beyond(sampled: Generation, whole: Generation) -> Generation:
+def beyond(sampled: Generation, generation: Generation) -> Generation:
     """Return the part of `whole` after `sampled`, without routes: the server that goes on tells them all."""
     count = len(sampled.ids)
-    clipped = (replace(span, start=max(span.start, count)) for span in whole.spans if span.end > count)
-    spans = tuple(shifted(span, -count) for span in clipped)
-    seconds = whole.seconds - sampled.seconds
-    return Generation(whole.ids[count:], whole.logprobs[count:], spans, whole.stop, seconds)
+    clipped_spans = (replace(span, start=max(span.start, count)) for span in generation.spans if span.end > count)
+    spans = tuple(shifted(span, -count) for span in clipped_spans)
+    seconds = generation.seconds - sampled.seconds
+    return Generation(generation.ids[count:], generation.logprobs[count:], spans, generation.stop, seconds)
 
 
-def joined(one: Routes | None, other: Routes | None) -> Routes | None:
+def joined(first_routes: Routes | None, later_routes: Routes | None) -> Routes | None:
     """The routes of a turn's beginning, and of what follows it. A server that is lost has told none: then
     those of the server that went on are of all of it."""
-    if one is None or other is None:
-        return one or other
-    return Routes(one.start, one.tokens + other.tokens, one.data + other.data)
+    if first_routes is None or later_routes is None:
+        return first_routes or later_routes
+    return Routes(first_routes.start, first_routes.tokens + later_routes.tokens, first_routes.data + later_routes.data)
 
 
 def ending(request: Request, ids: tuple[int, ...]) -> StopReason:

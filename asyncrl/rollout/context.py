@@ -22,7 +22,7 @@ import msgspec
 from asyncrl.buffer.payloads import TurnPart, decode_part
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import last_words, rows_of
-from asyncrl.engines.base import NOTHING, Request, Sampling, Watch, beyond, extended, rest, together, unheard
+from asyncrl.engines.base import NOTHING, Request, Sampling, Watch, beyond, extended, rest, together, ignore_part
 from asyncrl.episodes.reward import EpisodeReward, shaped, transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
@@ -132,7 +132,7 @@ class EpisodeRun:
         key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
         routed = None if self.assign.lane == "eval" else self._routed.get(row, 0)
         prompt = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
-        on_part = partial(self._post_part, row, prompt) if trains else unheard
+        on_part = partial(self._post_part, row, prompt) if trains else ignore_part
         seconds = self.context.rules.config.part_seconds
         request = Request(session, ids, sampling, key, watch, routed, agent, seconds, on_part)
         durable = self._durable_part(row, prompt)

@@ -25,7 +25,7 @@ PERIOD = 2.0  # seconds after which a span that goes on is cut; also what a cras
 GAP = 0.25  # seconds
 NAMES = 32  # at a time; what begins beyond them is recorded as OTHER
 OTHER = "other waits"
-SHORTEST = 0.001  # seconds together; less is left out
+MIN_SPAN_SECONDS = 0.001  # seconds together; less is left out
 AT_ONCE = 0.0001  # seconds; a call that ends sooner has waited for nothing, and is not counted
 
 Begun = tuple[str, float]
@@ -61,63 +61,63 @@ class Activity:
         self._gap = gap
         self._clock = clock
         self._wall = wall
-        self._joined: dict[str, Joined] = {}
-        self._flushed = clock()
+        self._span_by_name: dict[str, Joined] = {}
+        self._flushed_at = clock()
 
     def begin(self, name: str) -> Begun:
         """A task begins. Returns what to `end` it with."""
         now = self._clock()
-        if name not in self._joined and len(self._joined) >= NAMES:
+        if name not in self._span_by_name and len(self._span_by_name) >= NAMES:
             name = OTHER
-        joined = self._joined.get(name)
-        if joined is None or (not joined.running and now - joined.changed > self._gap):
-            if joined is not None:
-                self._write(name, joined, now)
-            joined = self._joined[name] = Joined(now, now)
-        joined.advance(now)
-        joined.running += 1
-        joined.calls += 1
+        span = self._span_by_name.get(name)
+        if span is None or (not span.running and now - span.changed > self._gap):
+            if span is not None:
+                self._write_span(name, span, now)
+            span = self._span_by_name[name] = Joined(now, now)
+        span.advance(now)
+        span.running += 1
+        span.calls += 1
         return name, now
 
-    def end(self, begun: Begun) -> None:
+    def end(self, started_call: Begun) -> None:
         """A task ends."""
-        name, began = begun
+        name, began_at = started_call
         now = self._clock()
-        joined = self._joined[name]
-        joined.advance(now)
-        joined.running -= 1
-        took = now - began
-        if took < AT_ONCE and self._gap:
-            joined.calls = max(joined.calls - 1, 0)
-            joined.seconds = joined.seconds - took
-        joined.longest = max(joined.longest, took)
-        if not joined.running and not self._gap:
-            self._write(name, self._joined.pop(name), now)
+        span = self._span_by_name[name]
+        span.advance(now)
+        span.running -= 1
+        call_seconds = now - began_at
+        if call_seconds < AT_ONCE and self._gap:
+            span.calls = max(span.calls - 1, 0)
+            span.seconds = span.seconds - call_seconds
+        span.longest = max(span.longest, call_seconds)
+        if not span.running and not self._gap:
+            self._write_span(name, self._span_by_name.pop(name), now)
 
     def tick(self) -> None:
         """To be called now and then: every PERIOD seconds it writes what there is."""
-        if self._clock() - self._flushed >= PERIOD:
+        if self._clock() - self._flushed_at >= PERIOD:
             self.flush()
 
     def flush(self) -> None:
         """Write the spans so far; those that go on begin anew."""
-        now = self._flushed = self._clock()
-        for name, joined in list(self._joined.items()):
-            if joined.running:
-                joined.advance(now)
-                self._joined[name] = Joined(now, now, joined.running)
+        now = self._flushed_at = self._clock()
+        for name, span in list(self._span_by_name.items()):
+            if span.running:
+                span.advance(now)
+                self._span_by_name[name] = Joined(now, now, span.running)
             else:
-                del self._joined[name]
-            self._write(name, joined, now)
+                del self._span_by_name[name]
+            self._write_span(name, span, now)
 
-    def _write(self, name: str, joined: Joined, now: float) -> None:
-        if joined.seconds >= SHORTEST or not self._gap:
-            ahead = self._wall() - now
-            start = joined.start + ahead
-            end = joined.changed + ahead
-            seconds = round(joined.seconds, 6)
-            longest = round(joined.longest, 6)
-            self._timeline.record(name, start, end, calls=joined.calls, seconds=seconds, longest=longest)
+    def _write_span(self, name: str, span: Joined, now: float) -> None:
+        if span.seconds >= MIN_SPAN_SECONDS or not self._gap:
+            wall_offset = self._wall() - now
+            start = span.start + wall_offset
+            end = span.changed + wall_offset
+            seconds = round(span.seconds, 6)
+            longest = round(span.longest, 6)
+            self._timeline.record(name, start, end, calls=span.calls, seconds=seconds, longest=longest)
 
 
 DECODE = "decode"  # at least one turn is sampled; by a server: `decode on <its name>`
@@ -134,45 +134,45 @@ class BusyTimer:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._all, self._servers = (Activity(timeline, gap, clock, wall) for gap in (0.0, GAP))
-        self._born = self._since = clock()
-        self._running = 0
-        self._busy = 0.0
+        self._all_turns, self._servers = (Activity(timeline, gap, clock, wall) for gap in (0.0, GAP))
+        self._started_at = self._busy_since = clock()
+        self._running_turns = 0
+        self._busy_seconds = 0.0
 
     @contextmanager
     def turn(self, server: str = "") -> Iterator[None]:
         """The body samples a turn, on a server of this name or an engine of its own."""
-        if not self._running:
-            self._since = self._clock()
-        self._running += 1
-        sampling = self._all.begin(DECODE)
-        named = self._servers.begin(f"{DECODE} on {server}") if server else None
+        if not self._running_turns:
+            self._busy_since = self._clock()
+        self._running_turns += 1
+        decode_call = self._all_turns.begin(DECODE)
+        server_call = self._servers.begin(f"{DECODE} on {server}") if server else None
         try:
             yield
         finally:
-            if named:
-                self._servers.end(named)
-            self._all.end(sampling)
-            self._running -= 1
-            if not self._running:
-                self._busy += self._clock() - self._since
+            if server_call:
+                self._servers.end(server_call)
+            self._all_turns.end(decode_call)
+            self._running_turns -= 1
+            if not self._running_turns:
+                self._busy_seconds += self._clock() - self._busy_since
 
     def tick(self) -> None:
         """To be called now and then: what is not written yet, a crash loses."""
-        self._all.tick()
+        self._all_turns.tick()
         self._servers.tick()
 
     def flush(self) -> None:
         """Write the spans so far."""
-        self._all.flush()
+        self._all_turns.flush()
         self._servers.flush()
 
     @property
     def seconds(self) -> tuple[float, float]:
         """(busy, idle) since the start."""
         now = self._clock()
-        busy = self._busy + (now - self._since if self._running else 0.0)
-        return busy, now - self._born - busy
+        busy = self._busy_seconds + (now - self._busy_since if self._running_turns else 0.0)
+        return busy, now - self._started_at - busy
 
 
 # -- waiting by name ---------------------------------------------------------------------------------------
@@ -206,26 +206,26 @@ class Sleeps:
 
     def __init__(self, asleep: bool = False) -> None:
         self.asleep = asleep
-        self._under_way: dict[ExitStack, tuple[Entered, Entered]] = {}
+        self._open_states: dict[ExitStack, tuple[Entered, Entered]] = {}
 
     @contextmanager
     def during(self, awake: Entered = nullcontext, asleep: Entered = nullcontext) -> Iterator[None]:
         """The body waits for engines: within `awake()`, or within `asleep()` whenever they sleep."""
-        with ExitStack() as state:
-            self._under_way[state] = awake, asleep
+        with ExitStack() as state_stack:
+            self._open_states[state_stack] = awake, asleep
             try:
-                state.enter_context((awake, asleep)[self.asleep]())
+                state_stack.enter_context((awake, asleep)[self.asleep]())
                 yield
             finally:
-                del self._under_way[state]
+                del self._open_states[state_stack]
 
     def change(self, asleep: bool) -> None:
         """They have fallen asleep, or are awake."""
         if asleep != self.asleep:
             self.asleep = asleep
-            for state, sides in self._under_way.items():
-                state.close()
-                state.enter_context(sides[asleep]())
+            for state_stack, contexts in self._open_states.items():
+                state_stack.close()
+                state_stack.enter_context(contexts[asleep]())
 
 
 class Waits:
@@ -244,13 +244,13 @@ class Waits:
         number = next(self._numbers)
         now = self._clock()
         self._open[number] = (now, name, now + seconds)
-        begun = self._activity.begin(span or name) if self._activity else None
+        started_call = self._activity.begin(span or name) if self._activity else None
         try:
             yield
         finally:
             del self._open[number]
-            if self._activity and begun:
-                self._activity.end(begun)
+            if self._activity and started_call:
+                self._activity.end(started_call)
 
     def longest(self) -> str:
         """The oldest wait if it is longer than MIN_REPORTED, with the number of such waits; else ''."""
@@ -260,8 +260,8 @@ class Waits:
         seconds = self._clock() - since
         if seconds < MIN_REPORTED:
             return ""
-        same = sum(other == name for _, other, _ in self._open.values())
-        return f"{name} ({duration(seconds)}{f', {same} episodes' if same > 1 else ''})"
+        same_waits = sum(wait_name == name for _, wait_name, _ in self._open.values())
+        return f"{name} ({duration(seconds)}{f', {same_waits} episodes' if same_waits > 1 else ''})"
 
     @property
     def in_time(self) -> bool:

@@ -8,24 +8,24 @@ import enum
 from asyncrl.config import RunConfig
 from asyncrl.weights.model_files import weight_bytes
 
-READ_RATE = 50e6  # bytes a second that the slowest disk gives
-CHECKPOINT = 12  # times the bytes of a model in bfloat16: float32 weights and moments, hashed, then loaded
+READ_BYTES_PER_SECOND = 50e6  # bytes a second that the slowest disk gives
+CHECKPOINT_FACTOR = 12  # times the bytes of a model in bfloat16: float32 weights and moments, hashed, then loaded
 
 
 def start_limit(config: RunConfig) -> float:
     """Seconds for a role to report in: `launch.start_timeout`, and the time to read models and checkpoint."""
-    model = config.model.path
-    read = sum(map(weight_bytes, (model, config.critic.path or model, config.kl.reference or model)))
-    return config.launch.start_timeout + (read + CHECKPOINT * weight_bytes(model)) / READ_RATE
+    model_path = config.model.path
+    read_bytes = sum(map(weight_bytes, (model_path, config.critic.path or model_path, config.kl.reference or model_path)))
+    return config.launch.start_timeout + (read_bytes + CHECKPOINT_FACTOR * weight_bytes(model_path)) / READ_BYTES_PER_SECOND
 
 
 def silence_limit(config: RunConfig) -> float:
     """Seconds without any sign of life after which the run has stalled: `launch.stall_timeout` beyond the
     longest deadline of a wait that gives none (a process that loads, an engine that loads a version, a
     server's stream that is silent)."""
-    silent = [start_limit(config), config.weights.deadline]
-    silent += [config.engine.request_timeout] if config.engine.remote or config.scorers else []
-    return config.launch.stall_timeout + max(silent)
+    silent_waits = [start_limit(config), config.weights.deadline]
+    silent_waits += [config.engine.request_timeout] if config.engine.remote or config.scorers else []
+    return config.launch.stall_timeout + max(silent_waits)
 
 
 def progress_limit(config: RunConfig) -> float:
@@ -46,8 +46,8 @@ class Liveness:
 
     def __init__(self, config: RunConfig, now: float) -> None:
         self.start = start_limit(config)
-        self._silence = silence_limit(config)
-        self._progress = progress_limit(config)
+        self._silence_limit = silence_limit(config)
+        self._progress_limit = progress_limit(config)
         self.progress_at = self.alive_at = now
 
     def progress(self, now: float) -> None:
@@ -60,11 +60,11 @@ class Liveness:
 
     def stalled(self, now: float) -> str:
         """Says why the run counts as stalled; '' when it does not."""
-        if now - self.alive_at > self._silence:
-            limit = f"{self._silence:g} s (launch.stall_timeout, and the longest silent wait)"
+        if now - self.alive_at > self._silence_limit:
+            limit = f"{self._silence_limit:g} s (launch.stall_timeout, and the longest silent wait)"
             return f"nothing has moved for {limit}"
-        if now - self.progress_at > self._progress:
-            limit = f"{self._progress:g} s (all deadlines of one)"
+        if now - self.progress_at > self._progress_limit:
+            limit = f"{self._progress_limit:g} s (all deadlines of one)"
             return f"no episode has landed, and nothing was trained, for {limit}"
         return ""
 
@@ -94,24 +94,24 @@ class Contact:
         self.give_up = max(give_up, seconds)
         self.interval = min(seconds / 5, 0.5)
         self.welcomed = False
-        self._heard = self._ticked = now
+        self._last_message_at = self._last_tick_at = now
 
     def message_arrived(self, now: float) -> None:
         """A message of the coordinator arrived."""
-        self._heard = now
+        self._last_message_at = now
 
     def tick(self, now: float) -> ContactState:
         """To be called every `interval`. A gap in the calls means that this process did not run (stopped,
         swapped out), perhaps with messages unread: it does not count as silence of the coordinator."""
-        gap = now - self._ticked - self.interval
-        if gap > self.seconds / 4:
-            self._heard += gap
-        self._ticked = now
-        silent = now - self._heard
-        if silent > self.give_up:
+        missed_seconds = now - self._last_tick_at - self.interval
+        if missed_seconds > self.seconds / 4:
+            self._last_message_at += missed_seconds
+        self._last_tick_at = now
+        silent_seconds = now - self._last_message_at
+        if silent_seconds > self.give_up:
             return ContactState.GONE
-        if silent > self.seconds:
+        if silent_seconds > self.seconds:
             return ContactState.EXPIRED
-        if silent > min(self.seconds / 2, QUIET_SECONDS) or not self.welcomed:
+        if silent_seconds > min(self.seconds / 2, QUIET_SECONDS) or not self.welcomed:
             return ContactState.QUIET
         return ContactState.FINE

@@ -118,10 +118,10 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if files := VERSIONS.get(controllers):
-                inside = Path(path.lstrip("/"))
-                for group in (inside, *inside.parents):
+                inner_path = Path(path.lstrip("/"))
+                for group in (inner_path, *inner_path.parents):
                     with suppress(OSError, ValueError, KeyError):  # no such group, no limit
-                        here = root / files.mount / group
-                        limit, used = (int((here / name).read_text()) for name in (files.limit, files.used))
-                        stat = dict(line.split() for line in (here / "memory.stat").read_text().splitlines())
-                        yield limit, used - int(stat[files.cache])
+                        group_directory = root / files.mount / group
+                        limit, used = (int((group_directory / name).read_text()) for name in (files.limit, files.used))
+                        memory_stat = dict(line.split() for line in (group_directory / "memory.stat").read_text().splitlines())
+                        yield limit, used - int(memory_stat[files.cache])

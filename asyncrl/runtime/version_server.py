@@ -38,10 +38,10 @@ log = logging.getLogger("asyncrl.weights")
 TICK = 0.005  # seconds between two looks for pieces that others wait for
 DRAIN = 64  # requests before others' waits are looked at: readers may ask as fast as they are answered
 PENDING_S = 2.0  # seconds after which a reader is told that its piece has not come so far
-UNUSED_S = 60.0  # seconds without a request after which a version may be deleted
+UNUSED_SECONDS = 60.0  # seconds without a request after which a version may be deleted
 HELD = 2  # versions that may not: those that were asked for last
-OWN = ("auto", "shm", "run")  # values of weights.directory that are another directory on each machine
-CHAINS = 4  # newest versions whose readers are remembered
+LOCAL_DIRECTORIES = ("auto", "shm", "run")  # values of weights.directory that are another directory on each machine
+REMEMBERED_CHAINS = 4  # newest versions whose readers are remembered
 
 
 @dataclass
@@ -88,8 +88,8 @@ class VersionServer:
         self._directory = directory
         self._arriving = arriving
         self._chains: dict[PolicyVersion, Chain] = {}
-        self._held: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
-        self._waiting: deque[PendingRead] = deque()
+        self._held_locks: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
+        self._pending_reads: deque[PendingRead] = deque()
         self.sent = 0  # bytes
         self._closing = threading.Event()
         self._thread = vital_thread("versions", self._run)
@@ -98,54 +98,54 @@ class VersionServer:
         """Readers have deadlines of their own."""
         self._closing.set()
         self._thread.join()
-        self._release(math.inf, 0)
+        self._release_versions(math.inf, 0)
         self._hub.close()
 
     def _run(self) -> None:
         poller = Poller(self._hub)
         while not self._closing.is_set():
-            poller.wait(TICK if self._waiting else 0.1)
+            poller.wait(TICK if self._pending_reads else 0.1)
             for _ in range(DRAIN):
                 if (received := self._hub.receive()) is None:
                     break
                 peer, message, _ = received
                 self._answer(peer, message, time.monotonic())
-            for _ in range(len(self._waiting)):
-                waiting = self._waiting.popleft()
-                self._answer(waiting.peer, waiting.request, waiting.told)
-            self._release(time.monotonic() - UNUSED_S, HELD)
+            for _ in range(len(self._pending_reads)):
+                pending_read = self._pending_reads.popleft()
+                self._answer(pending_read.peer, pending_read.request, pending_read.told)
+            self._release_versions(time.monotonic() - UNUSED_SECONDS, HELD)
 
-    def _answer(self, peer: bytes, message: OpenVersion | ReadBytes, told: float) -> None:
+    def _answer(self, peer: bytes, message: OpenVersion | ReadBytes, told_at: float) -> None:
         try:
             if isinstance(message, OpenVersion):
                 self._hub.send(peer, self._opened(message))
             else:
-                self._read(peer, message, told)
+                self._send_piece(peer, message, told_at)
         except (WeightsError, OSError) as error:
             log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
             if lacks_resources(error):  # of this process: the version is there, and is asked for again
                 return
-            there = disk.published(directory) if (directory := self._directory()) else ()
-            newer = any(ref.version > message.version for ref in there)
+            published_refs = disk.published(directory) if (directory := self._directory()) else ()
+            newer = any(ref.version > message.version for ref in published_refs)
             self._hub.send(peer, VersionGone(message.version, newer))
 
     # -- who reads from whom ---------------------------------------------------------------------------
 
     def _opened(self, message: OpenVersion) -> OpenedVersion:
-        here = self._hold(message.version)
-        manifest = (here / disk.MANIFEST).read_bytes()
-        size = disk.payload(here).stat().st_size
-        return OpenedVersion(message.version, manifest, size, *self._source(message))
+        version_directory = self._hold_version(message.version)
+        manifest = (version_directory / disk.MANIFEST).read_bytes()
+        size = disk.payload(version_directory).stat().st_size
+        return OpenedVersion(message.version, manifest, size, *self._choose_source(message))
 
-    def _source(self, message: OpenVersion) -> tuple[str, str]:
+    def _choose_source(self, message: OpenVersion) -> tuple[str, str]:
         """The end of the chain, which the asker is from now on; but the root for who is in it already, so
         that nobody is told to read from who reads from it."""
-        root = (self.address, self.key)
-        chain = self._chains.setdefault(message.version, Chain(root))
-        for old in sorted(self._chains)[:-CHAINS]:
-            del self._chains[old]
+        root_source = (self.address, self.key)
+        chain = self._chains.setdefault(message.version, Chain(root_source))
+        for old_version in sorted(self._chains)[:-REMEMBERED_CHAINS]:
+            del self._chains[old_version]
         if message.anew or not message.address or message.address in chain.members:
-            return root
+            return root_source
         source = chain.end
         chain.end = (message.address, message.key)
         chain.members.add(message.address)
@@ -153,19 +153,19 @@ class VersionServer:
 
     # -- pieces ----------------------------------------------------------------------------------------
 
-    def _read(self, peer: bytes, request: ReadBytes, told: float) -> None:
+    def _send_piece(self, peer: bytes, request: ReadBytes, told_at: float) -> None:
         """Send a piece, or keep the request until it is there."""
-        data = self._bytes(request)
-        if data is not None:
-            self._hub.send(peer, VersionBytes(request.offset), (data,))
-            self.sent += len(data)
+        piece = self._piece_bytes(request)
+        if piece is not None:
+            self._hub.send(peer, VersionBytes(request.offset), (piece,))
+            self.sent += len(piece)
             return
-        if time.monotonic() - told > PENDING_S:
+        if time.monotonic() - told_at > PENDING_S:
             self._hub.send(peer, VersionBytes(request.offset))
-            told = time.monotonic()
-        self._waiting.append(PendingRead(peer, request, told))
+            told_at = time.monotonic()
+        self._pending_reads.append(PendingRead(peer, request, told_at))
 
-    def _bytes(self, request: ReadBytes) -> bytes | None:
+    def _piece_bytes(self, request: ReadBytes) -> bytes | None:
         """None: they have not come yet. WeightsError, or OSError: they never will."""
         arriving = self._arriving.get(request.version)
         if arriving is not None:
@@ -173,28 +173,28 @@ class VersionServer:
                 return None
             with suppress(FileNotFoundError):  # it is complete, and was renamed just now
                 return _read_at(arriving.file, request)
-        return _read_at(disk.payload(self._hold(request.version)), request)
+        return _read_at(disk.payload(self._hold_version(request.version)), request)
 
-    def _hold(self, version: PolicyVersion) -> Path:
+    def _hold_version(self, version: PolicyVersion) -> Path:
         """Its directory, which stays for as long as it is asked for. WeightsError when it is gone."""
         directory = self._directory()
         if directory is None:
             raise WeightsError("no version is known here so far")
         ref = disk.ref_to(directory, version)
-        held, _ = self._held.get(version) or (ExitStack(), 0.0)
-        if version not in self._held:
-            held.enter_context(disk.lock_version(ref))
-        self._held[version] = held, time.monotonic()
+        lock_stack, _ = self._held_locks.get(version) or (ExitStack(), 0.0)
+        if version not in self._held_locks:
+            lock_stack.enter_context(disk.lock_version(ref))
+        self._held_locks[version] = lock_stack, time.monotonic()
         return Path(ref.path)
 
-    def _release(self, unused_since: float, most: int) -> None:
+    def _release_versions(self, unused_since: float, keep_count: int) -> None:
         """Let go of versions that nobody has asked for since then, and of all but the last `most`."""
-        by_time = sorted(self._held, key=lambda version: self._held[version][1], reverse=True)
-        for place, version in enumerate(by_time):
-            held, asked = self._held[version]
-            if asked < unused_since or place >= most:
-                held.close()
-                del self._held[version]
+        newest_first = sorted(self._held_locks, key=lambda version: self._held_locks[version][1], reverse=True)
+        for position, version in enumerate(newest_first):
+            lock_stack, asked_at = self._held_locks[version]
+            if asked_at < unused_since or position >= keep_count:
+                lock_stack.close()
+                del self._held_locks[version]
 
 
 def root(
@@ -215,7 +215,7 @@ def root(
 
 def travels(config: RunConfig) -> bool:
     """Returns True when versions are files of the trainer's machine alone."""
-    return config.weights.transport == "disk" and config.weights.directory in OWN
+    return config.weights.transport == "disk" and config.weights.directory in LOCAL_DIRECTORIES
 
 
 def _read_at(path: Path, request: ReadBytes) -> bytes:

@@ -41,28 +41,28 @@ class Adapters:
     each agent's."""
 
     def __init__(self, model: PreTrainedModel, sizes: Mapping[str, tuple[int, float]]) -> None:
-        self._on = True
-        self._scales = {agent: alpha / rank for agent, (rank, alpha) in sizes.items()}
-        self._parts: dict[str, Tensor | float] = {}
+        self._is_enabled = True
+        self._scale_by_agent = {agent: alpha / rank for agent, (rank, alpha) in sizes.items()}
+        self._token_masks: dict[str, Tensor | float] = {}
         self.use(None)
-        self._layers = {  # by the name of the weight
+        self._adapted_layers = {  # by the name of the weight
             f"{name}.weight": layer
             for name, layer in model.named_modules()
             if isinstance(layer, nn.Linear | Conv1D) and layer is not model.get_output_embeddings()
         }
-        if not self._layers:
+        if not self._adapted_layers:
             raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
         model.requires_grad_(False)
-        for layer in self._layers.values():
+        for layer in self._adapted_layers.values():
             out_size, in_size = layer.weight.shape[:: -1 if isinstance(layer, Conv1D) else 1]
             for agent, (rank, _) in sizes.items():
-                a = layer.weight.new_empty(rank, in_size)
-                b = layer.weight.new_empty(out_size, rank)
-                layer.register_parameter(named(A, agent), nn.Parameter(a))
-                layer.register_parameter(named(B, agent), nn.Parameter(b))
-            layer.register_forward_hook(self._adapt)
-        transposed = any(isinstance(layer, Conv1D) for layer in self._layers.values())
-        layers = tuple(name.removesuffix(".weight") for name in self._layers)
+                lora_a = layer.weight.new_empty(rank, in_size)
+                lora_b = layer.weight.new_empty(out_size, rank)
+                layer.register_parameter(named(A, agent), nn.Parameter(lora_a))
+                layer.register_parameter(named(B, agent), nn.Parameter(lora_b))
+            layer.register_forward_hook(self._add_adapters)
+        transposed = any(isinstance(layer, Conv1D) for layer in self._adapted_layers.values())
+        layers = tuple(name.removesuffix(".weight") for name in self._adapted_layers)
         self.specs = {agent: AdapterSpec(*size, layers, transposed) for agent, size in sizes.items()}
         self.published = tuple(
             FilePiece(peft_name(parameter), parameter, tuple(model.get_parameter(parameter).shape))
@@ -73,57 +73,57 @@ class Adapters:
 
     @property
     def agents(self) -> tuple[str, ...]:
-        return tuple(self._scales)
+        return tuple(self._scale_by_agent)
 
     def index(self, agent: str) -> int:
         """Find the place of an agent's adapter: its own, else that of all others, else behind the last."""
-        known = [*self._scales]
-        return next((known.index(name) for name in (agent, "") if name in known), len(known))
+        adapter_agents = [*self._scale_by_agent]
+        return next((adapter_agents.index(name) for name in (agent, "") if name in adapter_agents), len(adapter_agents))
 
     def use(self, agents: Tensor | None) -> None:
         """From here on, tokens are computed with the adapters at these places, [tokens] in any shape. None:
         with the first one. All are computed for all, so that ranks agree on what has a gradient."""
-        for place, agent in enumerate(self._scales):
-            self._parts[agent] = float(place == 0) if agents is None else agents == place
+        for adapter_index, agent in enumerate(self._scale_by_agent):
+            self._token_masks[agent] = float(adapter_index == 0) if agents is None else agents == adapter_index
 
-    def _adapt(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not self._on:
+    def _add_adapters(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if not self._is_enabled:
             return output
-        for agent, scale in self._scales.items():
-            inner = scale * linear(args[0], getattr(layer, named(A, agent)))  # scaled where it is small
-            if len(self._scales) > 1 or agent:  # tokens of others
-                part = self._parts[agent]
-                inner = inner * (part.view(*inner.shape[:-1], 1) if isinstance(part, Tensor) else part)
-            output = output + linear(inner, getattr(layer, named(B, agent)))
+        for agent, scale in self._scale_by_agent.items():
+            low_rank = scale * linear(args[0], getattr(layer, named(A, agent)))  # scaled where it is small
+            if len(self._scale_by_agent) > 1 or agent:  # tokens of others
+                token_mask = self._token_masks[agent]
+                low_rank = low_rank * (token_mask.view(*low_rank.shape[:-1], 1) if isinstance(token_mask, Tensor) else token_mask)
+            output = output + linear(low_rank, getattr(layer, named(B, agent)))
         return output
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """The model without them: the base."""
-        self._on = False
+        self._is_enabled = False
         try:
             yield
         finally:
-            self._on = True
+            self._is_enabled = True
 
     def merged(self, name: str, weight: DTensor) -> DTensor:
         """Return W + (alpha/rank)·B·A for the parameter called `name`, sharded as it is; W if it is not
         adapted, or by agents' own adapters alone. A collective: A is gathered."""
         if self.names(name) is None:
             return weight
-        layer = self._layers[name]
-        change = cast(DTensor, self.change(name, getattr(layer, A), getattr(layer, B)))
-        return cast(DTensor, weight + change.redistribute(weight.device_mesh, weight.placements))
+        layer = self._adapted_layers[name]
+        update = cast(DTensor, self.change(name, getattr(layer, A), getattr(layer, B)))
+        return cast(DTensor, weight + update.redistribute(weight.device_mesh, weight.placements))
 
-    def change(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+    def change(self, name: str, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         """Returns what adapters A, B of all agents add to the weight called `name`."""
-        change = self._scales[""] * (b @ a)
-        return change.t() if isinstance(self._layers[name], Conv1D) else change  # which keeps it transposed
+        product = self._scale_by_agent[""] * (lora_b @ lora_a)
+        return product.t() if isinstance(self._adapted_layers[name], Conv1D) else product  # which keeps it transposed
 
     def names(self, name: str) -> tuple[str, str] | None:
         """Returns the names of a weight's adapters for all agents; None if it has none."""
         stem = name.removesuffix("weight")
-        return (stem + A, stem + B) if name in self._layers and "" in self._scales else None
+        return (stem + A, stem + B) if name in self._adapted_layers and "" in self._scale_by_agent else None
 
 
 def named(role: str, agent: str) -> str:
@@ -133,14 +133,14 @@ def named(role: str, agent: str) -> str:
 
 def owner(parameter: str) -> str | None:
     """Return the agent whose adapter a parameter, by its name, belongs to; None: it is of no adapter."""
-    last = parameter.rpartition(".")[2]
-    return last[len(A) + 1 :] if last[: len(A)] in ROLES else None
+    parameter_name = parameter.rpartition(".")[2]
+    return parameter_name[len(A) + 1 :] if parameter_name[: len(A)] in ROLES else None
 
 
 def peft_name(parameter: str) -> str:
     """Names an adapter's parameter as PEFT's files do, an agent's as PEFT does in memory."""
-    layer, _, last = parameter.rpartition(".")
-    role, _, weight = ROLES[last[: len(A)]].partition(".")
+    layer, _, parameter_name = parameter.rpartition(".")
+    role, _, weight = ROLES[parameter_name[: len(A)]].partition(".")
     agent = owner(parameter)
     return ".".join(filter(None, ("base_model.model", layer, role, agent, weight)))
 

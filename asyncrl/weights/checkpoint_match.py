@@ -98,9 +98,9 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         return ""
 
     def _likely_cause(self) -> str:
-        wanted = set(self.missing)
+        missing_names = set(self.missing)
         for wrapper, cause in WRAPPERS.items():
-            if any(wrapper in name and name.replace(wrapper, "") in wanted for name in self.unexpected):
+            if any(wrapper in name and name.replace(wrapper, "") in missing_names for name in self.unexpected):
                 return f"names in the files contain {wrapper!r}: {cause}"
         if any(_ADAPTER.search(name) for name in self.unexpected):
             return "these are weights of an adapter (LoRA); name its base model, or merge it into that first"
@@ -120,9 +120,9 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         """An example, where the names in the files are those of the model behind another prefix: of the first
         tensors, since a model may have ten thousands."""
         for name in self.missing[:NAMES_SHOWN]:
-            for other in self.unexpected:
-                if other != name and (other.endswith(f".{name}") or name.endswith(f".{other}")):
-                    return f"{other} instead of {name}"
+            for file_name in self.unexpected:
+                if file_name != name and (file_name.endswith(f".{name}") or name.endswith(f".{file_name}")):
+                    return f"{file_name} instead of {name}"
         return ""
 
 

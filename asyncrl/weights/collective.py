@@ -83,55 +83,55 @@ class Sender:
         self.pause = pause
         self.bucket_buffers = BucketBuffers(pinned=device.type == "cuda")  # of who has the turn
         self.turn = threading.Lock()  # of one engine at a time
-        self._latest: Snapshot | None = None
-        self._offered = threading.Condition()
+        self._latest_snapshot: Snapshot | None = None
+        self._offer_condition = threading.Condition()
         self.error: Exception | None = None
-        self._closing = threading.Event()
+        self._closing_event = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self.connections: set[EngineConnection] = set()
-        background(self._accept)
+        background(self._accept_keepers)
 
     def offer(self, snapshot: Snapshot) -> WeightsRef:
         """From now on engines that ask get this version. A push under way goes on with the older one."""
-        with self._offered:
-            self._latest = snapshot
-            self._offered.notify_all()
+        with self._offer_condition:
+            self._latest_snapshot = snapshot
+            self._offer_condition.notify_all()
         return WeightsRef(snapshot.version, self.address)
 
     def latest(self, version: PolicyVersion, seconds: float) -> Snapshot | None:
         """Holds the version that is offered. `version` has been announced: by another rank perhaps, a little
         before it is offered here."""
 
-        def there() -> bool:
-            return self._latest is not None and self._latest.version >= version
+        def is_offered() -> bool:
+            return self._latest_snapshot is not None and self._latest_snapshot.version >= version
 
-        with self._offered:
-            self._offered.wait_for(there, min(OFFER_SECONDS, seconds))
-            return self._latest
+        with self._offer_condition:
+            self._offer_condition.wait_for(is_offered, min(OFFER_SECONDS, seconds))
+            return self._latest_snapshot
 
     def close(self) -> None:
         """End all pushes, now."""
-        self._closing.set()
+        self._closing_event.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes up the thread in `accept`
         self._listener.close()
         for connection in list(self.connections):
             connection.disconnect()
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
+    def _accept_keepers(self) -> None:
+        while not self._closing_event.is_set():
             try:
                 connection, _ = self._listener.accept()
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             except OSError as error:  # closed, or out of file descriptors, or a keeper has left already
-                if not self._closing.is_set():
+                if not self._closing_event.is_set():
                     log.warning("weights: cannot accept a keeper, next try soon: %s", one_line(error))
-                self._closing.wait(PAUSE)
+                self._closing_event.wait(PAUSE)
                 continue
-            served = EngineConnection(self, connection)
-            self.connections.add(served)
-            background(served.serve)
+            engine_connection = EngineConnection(self, connection)
+            self.connections.add(engine_connection)
+            background(engine_connection.serve)
 
 
 class EngineConnection:
@@ -149,23 +149,23 @@ class EngineConnection:
             torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would pin its buckets
         seconds = self._sender.seconds  # for who has just dialled to say what for
         try:
-            while (request := self._next(time.monotonic() + seconds)) is not None:
+            while (request := self._next_request(time.monotonic() + seconds)) is not None:
                 seconds = IDLE_SECONDS
                 self._engine = request.engine
                 deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # which may be NaN
-                self._take_turn(request, deadline)
+                self._push_in_turn(request, deadline)
         except EOFError:
             log.debug("%s needs no more weights from here", self._engine)
         except Exception as error:  # an error of the keeper or the network: other pushes go on
             log.warning("push to %s ended: %s", self._engine, one_line(error))
-            self._refuse(one_line(error), isinstance(error, Postponed))
+            self._send_refusal(one_line(error), isinstance(error, Postponed))
         finally:
             self._sender.connections.discard(self)
             self._socket.close()
             if self._group is not None:
                 self._group.close()
 
-    def _next(self, deadline: float) -> messages.VersionRequest | None:
+    def _next_request(self, deadline: float) -> messages.VersionRequest | None:
         try:
             return messages.receive_question(self._socket, messages.VersionRequest, deadline)
         except TimeoutError:
@@ -177,7 +177,7 @@ class EngineConnection:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _take_turn(self, request: messages.VersionRequest, deadline: float) -> None:
+    def _push_in_turn(self, request: messages.VersionRequest, deadline: float) -> None:
         # Waits, before it is this engine's turn.
         self._sender.latest(request.version, messages.seconds_left(deadline))
         if not self._sender.turn.acquire(timeout=messages.seconds_left(deadline)):
@@ -185,39 +185,39 @@ class EngineConnection:
         try:
             snapshot = self._sender.latest(request.version, 0)
             if snapshot is not None and snapshot.version == request.version:
-                self._push(snapshot, request, deadline)
+                self._push_snapshot(snapshot, request, deadline)
                 return
         finally:
             self._sender.turn.release()
-        latest = snapshot.version.label if snapshot else "nothing"
-        self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.version > request.version)
+        offered_label = snapshot.version.label if snapshot else "nothing"
+        self._send_refusal(f"the sender has {offered_label}", snapshot is not None and snapshot.version > request.version)
 
-    def _push(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
-        parts = list(split(snapshot.layout, self._sender.bucket_bytes))
+    def _push_snapshot(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
+        bucket_slices = list(split(snapshot.layout, self._sender.bucket_bytes))
         entries: list[TensorEntry] = []
-        under_way: Future[None] | None = None
-        with closing(self._flattened(snapshot, parts, entries)) as flattened, ExitStack() as paused:
-            first = next(flattened)  # raises Superseded before the engine has done anything
-            group, port = self._join(1 + request.ranks, deadline)
-            buckets = tuple(snapshot.layout[part] for part in parts)
+        last_broadcast: Future[None] | None = None
+        with closing(self._flatten_buckets(snapshot, bucket_slices, entries)) as flat_buckets, ExitStack() as pause_stack:
+            first_bucket = next(flat_buckets)  # raises Superseded before the engine has done anything
+            group, port = self._join_group(1 + request.ranks, deadline)
+            buckets = tuple(snapshot.layout[bucket_slice] for bucket_slice in bucket_slices)
             if port and self._sender.pause is not None:  # Postponed, so far without the engine, too
                 pause_seconds = PAUSE_PART * messages.seconds_left(deadline)
-                paused.enter_context(self._sender.pause.entered(pause_seconds))
+                pause_stack.enter_context(self._sender.pause.entered(pause_seconds))
 
             plan = messages.Plan(buckets, group.name, port, group.backend, group.nccl_version)
             messages.send_answer(self._socket, plan, deadline)
-            for index, ready in enumerate(chain((first,), flattened)):  # read while the last one is under way
-                self._arrived(index, under_way, deadline)
+            for index, bucket_bytes in enumerate(chain((first_bucket,), flat_buckets)):  # read while the last one is under way
+                self._await_arrival(index, last_broadcast, deadline)
                 messages.send_answer(self._socket, messages.BucketReady(index), deadline)
                 # A server makes its part of the communicator in its first broadcast only. Training goes on as
                 # soon as that is sent, and not after the next bucket has been collected from all ranks.
-                under_way = group.broadcast(ready, then=paused.close)
-            self._arrived(len(parts), under_way, deadline)
+                last_broadcast = group.broadcast(bucket_bytes, then=pause_stack.close)
+            self._await_arrival(len(bucket_slices), last_broadcast, deadline)
         messages.send_answer(
             self._socket, messages.Sent(describe(snapshot.version, tuple(entries))), deadline
         )
 
-    def _join(self, ranks: int, deadline: float) -> tuple[ServerGroup, int]:
+    def _join_group(self, ranks: int, deadline: float) -> tuple[ServerGroup, int]:
         """The engine's group, and the port where a new one is to be joined."""
         if self._group is not None and self._group.ranks == ranks:
             return self._group, 0
@@ -228,37 +228,37 @@ class EngineConnection:
         self._group.await_listening(deadline)
         return self._group, self._group.port
 
-    def _flattened(
-        self, snapshot: Snapshot, parts: list[slice], entries: list[TensorEntry]
+    def _flatten_buckets(
+        self, snapshot: Snapshot, bucket_slices: list[slice], entries: list[TensorEntry]
     ) -> Generator[Tensor]:
         """Each bucket as the bytes of its tensors, one behind the other, which `entries` get. It is kept
         until the next but one is asked for. An error in reading it is the trainer's, not the engine's."""
-        largest = max((sum(spec.nbytes for spec in snapshot.layout[part]) for part in parts), default=0)
+        largest_bucket = max((sum(spec.nbytes for spec in snapshot.layout[bucket_slice]) for bucket_slice in bucket_slices), default=0)
         try:
-            with snapshot.pin() as pinned:
-                for part in parts:
-                    of_ranks = pinned.shares(part)
-                    entries += map(joined, snapshot.layout[part], of_ranks)
-                    contiguous_bytes = pinned.contiguous_bytes(part)
+            with snapshot.pin() as held_copy:
+                for bucket_slice in bucket_slices:
+                    parts_by_tensor = held_copy.shares(bucket_slice)
+                    entries += map(joined, snapshot.layout[bucket_slice], parts_by_tensor)
+                    contiguous_bytes = held_copy.contiguous_bytes(bucket_slice)
                     if contiguous_bytes is not None:
                         yield contiguous_bytes
                     else:
-                        yield self._sender.bucket_buffers.fill(chain.from_iterable(of_ranks), largest)
+                        yield self._sender.bucket_buffers.fill(chain.from_iterable(parts_by_tensor), largest_bucket)
         except (Superseded, GeneratorExit):
             raise
         except Exception as error:
             self._sender.error = error
             raise
 
-    def _arrived(self, count: int, last: Future[None] | None, deadline: float) -> None:
+    def _await_arrival(self, bucket_count: int, last_broadcast: Future[None] | None, deadline: float) -> None:
         """Wait until the engine has `count` buckets, of which the last one was sent by `last`."""
-        asked = messages.receive_question(self._socket, messages.BucketRequest, deadline).bucket
-        if asked != count:
-            raise ProtocolError(f"asked for bucket {asked} when {count} were sent")
-        if last is not None:
-            last.result(messages.seconds_left(deadline))
+        asked_bucket = messages.receive_question(self._socket, messages.BucketRequest, deadline).bucket
+        if asked_bucket != bucket_count:
+            raise ProtocolError(f"asked for bucket {asked_bucket} when {bucket_count} were sent")
+        if last_broadcast is not None:
+            last_broadcast.result(messages.seconds_left(deadline))
 
-    def _refuse(self, reason: str, postponed: bool) -> None:
+    def _send_refusal(self, reason: str, postponed: bool) -> None:
         with suppress(OSError):
             messages.send_answer(
                 self._socket, messages.Refused(reason, postponed), time.monotonic() + REFUSAL_SECONDS

@@ -19,8 +19,8 @@ from asyncrl.weights.manifest import Layout, Manifest
 
 T = TypeVar("T")
 
-QUESTION_BYTES = 1 << 16  # a message of a receiver is at most this long
-ANSWER_BYTES = 1 << 26  # and one of the sender, which lists all tensors
+MAX_QUESTION_BYTES = 1 << 16  # a message of a receiver is at most this long
+MAX_ANSWER_BYTES = 1 << 26  # and one of the sender, which lists all tensors
 _LENGTH = struct.Struct("!I")
 
 
@@ -78,23 +78,23 @@ _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: Question) -> Answer:
     """A keeper's question, answered. Raises OSError, EOFError when the sender is gone, ProtocolError."""
-    writer.write(_framed(question))
+    writer.write(_frame_message(question))
     await writer.drain()
-    size = _checked(await reader.readexactly(_LENGTH.size), ANSWER_BYTES)
+    size = _checked_size(await reader.readexactly(_LENGTH.size), MAX_ANSWER_BYTES)
     return _decoded(await reader.readexactly(size), _answer)
 
 
 def send_answer(connection: socket.socket, answer: Answer, deadline: float) -> None:
     """The sender's answer. Raises TimeoutError at `deadline` (monotonic), OSError when the keeper left."""
     connection.settimeout(seconds_left(deadline))
-    connection.sendall(_framed(answer))
+    connection.sendall(_frame_message(answer))
 
 
 def receive_question(connection: socket.socket, kind: type[T], deadline: float) -> T:
     """A keeper's next question, waited for until `deadline`. Raises EOFError when the keeper
     left, TimeoutError, ProtocolError when it is another one."""
-    size = _checked(_read(connection, _LENGTH.size, deadline), QUESTION_BYTES)
-    question = _decoded(_read(connection, size, deadline), _question)
+    size = _checked_size(_read_exactly(connection, _LENGTH.size, deadline), MAX_QUESTION_BYTES)
+    question = _decoded(_read_exactly(connection, size, deadline), _question)
     if not isinstance(question, kind):
         raise ProtocolError(f"weights: a {type(question).__name__} where a {kind.__name__} is due")
     return question
@@ -105,23 +105,23 @@ def seconds_left(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
+def _read_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < size:
         connection.settimeout(seconds_left(deadline))
-        more = connection.recv(size - len(data))
-        if not more:
+        chunk = connection.recv(size - len(received))
+        if not chunk:
             raise EOFError("the keeper closed the connection")
-        data += more
-    return data
+        received += chunk
+    return received
 
 
-def _framed(message: msgspec.Struct) -> bytes:
+def _frame_message(message: msgspec.Struct) -> bytes:
     data = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(data)) + data
 
 
-def _checked(header: bytes, limit: int) -> int:
+def _checked_size(header: bytes, limit: int) -> int:
     size: int = _LENGTH.unpack(header)[0]
     if size > limit:
         raise ProtocolError(f"weights: a message of {size} bytes; at most {limit} are taken")

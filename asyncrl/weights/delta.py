@@ -45,49 +45,49 @@ class VersionWriter:
         self.bucket_bytes = bucket_bytes
         self.full_every = full_every
         self._adapters = dict(adapters or {})
-        self._base: tuple[Manifest, Pinned] | None = None  # of the last version
-        self._reading = ExitStack()  # it
-        self._deltas = self._bytes = 0  # since the last whole version
+        self._base_copy: tuple[Manifest, Pinned] | None = None  # of the last version
+        self._base_lock = ExitStack()  # it
+        self._delta_count = self._delta_bytes = 0  # since the last whole version
 
     def write(self, snapshot: Snapshot) -> WeightsRef:
         """Publish a version, whole or not at all. Raises Superseded, WeightsError, and OSError; the next one
         may be a delta still."""
-        base = self._base
-        full = self._deltas + 1 >= self.full_every or self._bytes >= snapshot.total_bytes
-        if base is None or full or base[0].layout != snapshot.layout:
-            base = None
-        with ExitStack() as reading:
-            pinned = reading.enter_context(snapshot.pin())
-            with disk.new_version(self.directory, snapshot.version) as work:
-                manifest = self._filled(work, snapshot, pinned, base)
-                disk.write_manifest(work, manifest)
+        base_copy = self._base_copy
+        is_full = self._delta_count + 1 >= self.full_every or self._delta_bytes >= snapshot.total_bytes
+        if base_copy is None or is_full or base_copy[0].layout != snapshot.layout:
+            base_copy = None
+        with ExitStack() as copy_lock:
+            held_copy = copy_lock.enter_context(snapshot.pin())
+            with disk.new_version(self.directory, snapshot.version) as work_directory:
+                manifest = self._write_payload(work_directory, snapshot, held_copy, base_copy)
+                disk.write_manifest(work_directory, manifest)
             if self.full_every > 1:
-                self._reading.close()
-                self._base = (manifest, pinned)
-                self._reading = reading.pop_all()
+                self._base_lock.close()
+                self._base_copy = (manifest, held_copy)
+                self._base_lock = copy_lock.pop_all()
         delta = manifest.delta
-        self._deltas, self._bytes = (self._deltas + 1, self._bytes + delta.size) if delta else (0, 0)
+        self._delta_count, self._delta_bytes = (self._delta_count + 1, self._delta_bytes + delta.size) if delta else (0, 0)
         return disk.ref_to(self.directory, snapshot.version)
 
-    def _filled(
-        self, work: Path, snapshot: Snapshot, pinned: Pinned, base: tuple[Manifest, Pinned] | None
+    def _write_payload(
+        self, work_directory: Path, snapshot: Snapshot, held_copy: Pinned, base_copy: tuple[Manifest, Pinned] | None
     ) -> Manifest:
         """Have ranks write their bytes, or write what has changed in them."""
         entries = []
-        changed = []
-        path = work / (disk.DELTA if base else disk.PAYLOAD)
-        with path.open("wb") as file:
-            at = file.write(b"" if base else file_header(snapshot.layout))
-            for part in split(snapshot.layout, self.bucket_bytes):
-                of_ranks = pinned.shares(part, base=base[1]) if base else pinned.shares(part, str(path))
-                for spec, shares in zip(snapshot.layout[part], of_ranks, strict=True):
-                    entries.append(joined(spec, shares))
-                    changed.append(tuple((one.count, one.size) for one in shares if one.count))
-                    for one in shares:
-                        file.seek(at)
-                        file.writelines(one.data)
-                        at += one.size if base else one.count
-        delta = Delta(base[0].version, base[0].checksum, tuple(changed)) if base else None
+        changed_ranges = []
+        payload_path = work_directory / (disk.DELTA if base_copy else disk.PAYLOAD)
+        with payload_path.open("wb") as file:
+            offset = file.write(b"" if base_copy else file_header(snapshot.layout))
+            for bucket_slice in split(snapshot.layout, self.bucket_bytes):
+                parts_by_tensor = held_copy.shares(bucket_slice, base=base_copy[1]) if base_copy else held_copy.shares(bucket_slice, str(payload_path))
+                for spec, range_parts in zip(snapshot.layout[bucket_slice], parts_by_tensor, strict=True):
+                    entries.append(joined(spec, range_parts))
+                    changed_ranges.append(tuple((range_part.count, range_part.size) for range_part in range_parts if range_part.count))
+                    for range_part in range_parts:
+                        file.seek(offset)
+                        file.writelines(range_part.data)
+                        offset += range_part.size if base_copy else range_part.count
+        delta = Delta(base_copy[0].version, base_copy[0].checksum, tuple(changed_ranges)) if base_copy else None
         return describe(snapshot.version, tuple(entries), delta, self._adapters)
 
 
@@ -99,16 +99,16 @@ def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
     no way to `ref`, and OSError when the cache has no room for one version.
     """
     lineage = list(disk.lineage_of(ref))
-    shorter = _from(_cached(cache), lineage)
-    if shorter is not None:
+    shorter_lineage = _lineage_from(_cached_version(cache), lineage)
+    if shorter_lineage is not None:
         try:
-            return _build(shorter, cache)
+            return _build_version(shorter_lineage, cache)
         except WeightsError as error:
             log.warning("%s is made from the last whole version: %s", ref.label, error)
-    return _build(lineage, cache)
+    return _build_version(lineage, cache)
 
 
-def _cached(cache: Path) -> Version | None:
+def _cached_version(cache: Path) -> Version | None:
     """Returns the version that the cache holds, unread."""
     for ref in reversed(disk.published(cache)):
         with suppress(WeightsError):
@@ -116,36 +116,36 @@ def _cached(cache: Path) -> Version | None:
     return None
 
 
-def _from(held: Version | None, lineage: list[Version]) -> list[Version] | None:
+def _lineage_from(cached_version: Version | None, lineage: list[Version]) -> list[Version] | None:
     """The lineage, newest first, as far back as the held version only; None if that is not of it."""
-    if held is not None:
+    if cached_version is not None:
         for index, (ref, manifest) in enumerate(lineage):
-            if (ref.version, manifest.checksum) == (held[0].version, held[1].checksum):
-                return [*lineage[:index], held]
+            if (ref.version, manifest.checksum) == (cached_version[0].version, cached_version[1].checksum):
+                return [*lineage[:index], cached_version]
     return None
 
 
-def _build(lineage: list[Version], cache: Path) -> WeightsRef:
+def _build_version(lineage: list[Version], cache: Path) -> WeightsRef:
     """Change the bytes of the last of `lineage` into those of the first, in the cache."""
-    (ref, manifest), (start, _) = lineage[0], lineage[-1]
+    (ref, manifest), (start_ref, _) = lineage[0], lineage[-1]
     with ExitStack() as stack:
-        for version, _ in lineage:
-            stack.enter_context(disk.lock_version(version))
-        work = stack.enter_context(disk.new_version(cache, ref.version))
-        _take(start, cache, work / disk.PAYLOAD)
-        disk.assembled(lineage, work / disk.PAYLOAD, "r+")
-        disk.write_manifest(work, describe(manifest.version, manifest.tensors))
+        for lineage_ref, _ in lineage:
+            stack.enter_context(disk.lock_version(lineage_ref))
+        work_directory = stack.enter_context(disk.new_version(cache, ref.version))
+        _take_payload(start_ref, cache, work_directory / disk.PAYLOAD)
+        disk.assembled(lineage, work_directory / disk.PAYLOAD, "r+")
+        disk.write_manifest(work_directory, describe(manifest.version, manifest.tensors))
     return disk.ref_to(cache, ref.version)
 
 
-def _take(start: WeightsRef, cache: Path, target: Path) -> None:
+def _take_payload(start_ref: WeightsRef, cache: Path, target: Path) -> None:
     """Move a whole payload out of the cache, or copy one into it; either way the cache is empty otherwise,
     for it need not have room for two."""
-    source = Path(start.path) / disk.PAYLOAD
-    with WeightsError.instead_of(FileNotFoundError, text=f"weights {start.path}: no usable {disk.PAYLOAD}"):
+    source = Path(start_ref.path) / disk.PAYLOAD
+    with WeightsError.instead_of(FileNotFoundError, text=f"weights {start_ref.path}: no usable {disk.PAYLOAD}"):
         if source.parent.parent == cache:
             source.rename(target)
-        for other in disk.published(cache):
-            shutil.rmtree(other.path, ignore_errors=True)
+        for cached_ref in disk.published(cache):
+            shutil.rmtree(cached_ref.path, ignore_errors=True)
         if not target.exists():
             shutil.copyfile(source, target)

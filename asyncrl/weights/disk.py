@@ -52,20 +52,20 @@ def new_version(directory: Path, version: PolicyVersion) -> Iterator[Path]:
     """A directory to fill, which becomes that of a version when the body succeeds. Publishing a version again
     replaces it. Raises OSError, naming a file, if it does not fit."""
     directory.mkdir(parents=True, exist_ok=True)
-    _clean(directory)
-    work = _temporary(directory)
-    target = Path(ref_to(directory, version).path)
-    work.mkdir()
+    _remove_leftovers(directory)
+    work_directory = _temporary_path(directory)
+    version_directory = Path(ref_to(directory, version).path)
+    work_directory.mkdir()
     try:
-        yield work
-        if target.exists():
-            target.rename(_temporary(directory))
-        work.rename(target)
+        yield work_directory
+        if version_directory.exists():
+            version_directory.rename(_temporary_path(directory))
+        work_directory.rename(version_directory)
     except OSError as error:
         error.filename = error.filename or str(directory)  # a full disk does not say where it is
         raise
     finally:
-        _clean(directory)
+        _remove_leftovers(directory)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -117,13 +117,13 @@ def read_arrays(ref: WeightsRef) -> tuple[Manifest, Arrays]:
     return lineage[0][1], assembled(lineage, Path(lineage[-1][0].path) / PAYLOAD, "c")
 
 
-def assembled(lineage: Sequence[tuple[WeightsRef, Manifest]], file: Path, mode: Literal["c", "r+"]) -> Arrays:
+def assembled(lineage: Sequence[tuple[WeightsRef, Manifest]], payload_file: Path, mode: Literal["c", "r+"]) -> Arrays:
     """Turn the bytes of the last of a lineage, in a file, into those of the first, and verify them; see
     `map_file`. Raises WeightsError."""
-    (ref, manifest), (_, origin) = lineage[0], lineage[-1]
-    arrays = ranges.map_file(file, origin.layout, mode)
-    for later, changes in reversed(lineage[:-1]):
-        _apply_delta(arrays, later, changes)
+    (ref, manifest), (_, whole_manifest) = lineage[0], lineage[-1]
+    arrays = ranges.map_file(payload_file, whole_manifest.layout, mode)
+    for delta_ref, delta_manifest in reversed(lineage[:-1]):
+        _apply_delta(arrays, delta_ref, delta_manifest)
     for entry in manifest.tensors:
         if ranges.entry(entry.spec, arrays[entry.name]) != entry:
             raise WeightsError(f"weights {ref.path}: tensor {entry.name} does not match its manifest entry")
@@ -135,12 +135,12 @@ def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
     manifest = read_manifest(ref)
     yield ref, manifest
     while (delta := manifest.delta) is not None:
-        base = ref_to(Path(ref.path).parent, delta.version)
-        manifest = read_manifest(base)
-        if base.version >= ref.version or manifest.checksum != delta.checksum:
-            raise WeightsError(f"weights {ref.path}: {base.path} is not the version it builds upon")
-        yield base, manifest
-        ref = base
+        base_ref = ref_to(Path(ref.path).parent, delta.version)
+        manifest = read_manifest(base_ref)
+        if base_ref.version >= ref.version or manifest.checksum != delta.checksum:
+            raise WeightsError(f"weights {ref.path}: {base_ref.path} is not the version it builds upon")
+        yield base_ref, manifest
+        ref = base_ref
 
 
 def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
@@ -150,14 +150,14 @@ def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
         data = (Path(ref.path) / DELTA).read_bytes()
         if len(data) != manifest.delta.size:
             raise WeightsError("it is cut off")
-        start = 0
-        for spec, changed in zip(manifest.layout, manifest.delta.ranges, strict=True):
-            at = 0
-            for count, size in changed:
-                target = arrays[spec.name][at : at + count]
-                codec.apply(target, data[start : start + size], ITEM_BYTES[spec.dtype])
-                start = start + size
-                at = at + count
+        delta_offset = 0
+        for spec, changed_ranges in zip(manifest.layout, manifest.delta.ranges, strict=True):
+            tensor_offset = 0
+            for count, size in changed_ranges:
+                target = arrays[spec.name][tensor_offset : tensor_offset + count]
+                codec.apply(target, data[delta_offset : delta_offset + size], ITEM_BYTES[spec.dtype])
+                delta_offset = delta_offset + size
+                tensor_offset = tensor_offset + count
     except (OSError, KeyError, ValueError, WeightsError) as error:
         raise WeightsError(f"weights {ref.path}: no usable {DELTA} ({error})") from error
 
@@ -172,8 +172,8 @@ def lock_version(ref: WeightsRef) -> Iterator[None]:
             descriptor = os.open(path, os.O_RDONLY)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a `prune` that is about to delete it
-            there = os.path.samestat(os.fstat(descriptor), path.stat())
-        if not there:
+            is_current = os.path.samestat(os.fstat(descriptor), path.stat())
+        if not is_current:
             raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} (it was replaced meanwhile)")
         yield
 
@@ -191,41 +191,41 @@ def published(directory: Path) -> list[WeightsRef]:
 def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
     """Delete all but the newest `keep` versions, held ones and what these build upon; return the deleted."""
     refs = published(directory)
-    old = refs[: max(0, len(refs) - keep)]
+    old_refs = refs[: max(0, len(refs) - keep)]
     with ExitStack() as stack:  # a version that is not held now cannot be held before it is deleted
-        held = [ref for ref in old if not stack.enter_context(_claimed(ref))]
-        needed = set[PolicyVersion]().union(*(_needs(ref) for ref in [*held, *refs[len(old) :]]))
-        doomed = [ref for ref in old if ref.version not in needed]
-        for ref in doomed:
+        locked_refs = [ref for ref in old_refs if not stack.enter_context(_claimed(ref))]
+        needed_versions = set[PolicyVersion]().union(*(_needed_versions(ref) for ref in [*locked_refs, *refs[len(old_refs) :]]))
+        deleted_refs = [ref for ref in old_refs if ref.version not in needed_versions]
+        for ref in deleted_refs:
             delete(ref)
-    return doomed
+    return deleted_refs
 
 
 def delete(ref: WeightsRef) -> None:
     """All at once for readers; what cannot be removed is tried again when the next version is written."""
-    aside = _temporary(Path(ref.path).parent)
+    aside_directory = _temporary_path(Path(ref.path).parent)
     with suppress(OSError):
-        Path(ref.path).rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+        Path(ref.path).rename(aside_directory)
+    shutil.rmtree(aside_directory, ignore_errors=True)
 
 
 def delete_damaged(ref: WeightsRef) -> None:
     """Delete what may be damaged of a version and what it builds upon: whole versions that do not match their
     checksums, and deltas, which cannot be checked alone."""
-    for version in _needs(ref):
-        part = ref_to(Path(ref.path).parent, version)
+    for version in _needed_versions(ref):
+        part_ref = ref_to(Path(ref.path).parent, version)
         with suppress(WeightsError):
-            if read_manifest(part).delta is None:
-                verify(part)
+            if read_manifest(part_ref).delta is None:
+                verify(part_ref)
                 continue
-        delete(part)
+        delete(part_ref)
 
 
-def bytes_needed(version_bytes: int, deltas: bool, caches: int, held: int = 0) -> int:
+def bytes_needed(version_bytes: int, deltas: bool, caches: int, served_adapters: int = 0) -> int:
     """Bytes that the versions kept at once may take, the one being written and one being read included. With
     deltas: two lineages, each a whole version and deltas of about as much, and readers' `caches`, if they are
     beside the versions. `held` by a server, of adapters: it maps copies in its reader's cache."""
-    return version_bytes * (KEEP + 2 + (2 + caches if deltas else 0) + caches * held)
+    return version_bytes * (KEEP + 2 + (2 + caches if deltas else 0) + caches * served_adapters)
 
 
 def space_needed(config: RunConfig, version_bytes: int) -> int:
@@ -234,41 +234,41 @@ def space_needed(config: RunConfig, version_bytes: int) -> int:
     return bytes_needed(version_bytes, deltas, config.engine.keepers, config.versions_held)
 
 
-def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:
+def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:
     """Chooses where a run publishes, by the key weights.directory: in shared memory when that has room for
     `needed_bytes` (all versions kept at once), in the run's own directory, or under an absolute path. `write`
     creates it. Raises ConfigError if `shm` is asked for and full, or `where` is something else."""
     on_disk = run_dir / "weights"
-    if where == "run":
+    if setting == "run":
         return on_disk
-    own = own_name(run_dir, run_name)
-    if where not in ("auto", "shm"):
-        if not Path(where).is_absolute():
-            raise ConfigError(f"weights.directory: {where!r} is none of auto, shm, run, an absolute path")
-        return Path(where) / own
-    shared = SHARED_MEMORY / f"asyncrl-{own}"
-    free = 0
+    unique_name = own_name(run_dir, run_name)
+    if setting not in ("auto", "shm"):
+        if not Path(setting).is_absolute():
+            raise ConfigError(f"weights.directory: {setting!r} is none of auto, shm, run, an absolute path")
+        return Path(setting) / unique_name
+    shared_directory = SHARED_MEMORY / f"asyncrl-{unique_name}"
+    free_bytes = 0
     if SHARED_MEMORY.is_dir():
-        free = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(shared)  # the run's own is written over
-    if free >= needed_bytes:
-        return shared
-    if where == "shm":
-        problem = f"{SHARED_MEMORY} has {free} bytes free and the weights need {needed_bytes}"
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(shared_directory)  # the run's own is written over
+    if free_bytes >= needed_bytes:
+        return shared_directory
+    if setting == "shm":
+        problem = f"{SHARED_MEMORY} has {free_bytes} bytes free and the weights need {needed_bytes}"
         raise ConfigError(f"{problem}; set weights.directory=run")
     return on_disk
 
 
 def own_name(run_dir: Path, run_name: str) -> str:
     """Runs may share a name, on a path that machines share even that of their directory."""
-    place = f"{socket.gethostname()}:{run_dir.resolve()}"
-    return f"{run_name}-{blake2s(place.encode(), digest_size=4).hexdigest()}"
+    origin = f"{socket.gethostname()}:{run_dir.resolve()}"
+    return f"{run_name}-{blake2s(origin.encode(), digest_size=4).hexdigest()}"
 
 
-def cache_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int, index: int) -> Path:
+def cache_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: int, index: int) -> Path:
     """Chooses where reader `index` makes deltas whole: on its own machine always, beside the versions unless
     these are on a path that machines may share."""
-    local = "auto" if Path(where).is_absolute() else where
-    return weights_directory(local, run_dir, run_name, needed_bytes) / f"cache-{index}"
+    local_setting = "auto" if Path(setting).is_absolute() else setting
+    return weights_directory(local_setting, run_dir, run_name, needed_bytes) / f"cache-{index}"
 
 
 def _bytes_in(directory: Path) -> int:
@@ -281,12 +281,12 @@ def _bytes_in(directory: Path) -> int:
     return total
 
 
-def _needs(ref: WeightsRef) -> set[PolicyVersion]:
+def _needed_versions(ref: WeightsRef) -> set[PolicyVersion]:
     """A version and those it builds upon, as far as they can be read."""
-    found = {ref.version}
+    versions = {ref.version}
     with suppress(WeightsError):
-        found |= {base.version for base, _ in lineage_of(ref)}
-    return found
+        versions |= {base.version for base, _ in lineage_of(ref)}
+    return versions
 
 
 @contextmanager
@@ -309,11 +309,11 @@ def _claimed(ref: WeightsRef) -> Iterator[bool]:
         yield claimed
 
 
-def _temporary(directory: Path) -> Path:
+def _temporary_path(directory: Path) -> Path:
     return directory / f"{_TEMPORARY}{uuid.uuid4().hex}"
 
 
-def _clean(directory: Path) -> None:
+def _remove_leftovers(directory: Path) -> None:
     """Remove what a crashed publish left behind."""
     for leftover in directory.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -13,9 +13,9 @@ import xxhash
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import PolicyVersion
 
-_KINDS = {8: "float64 int64 uint64 complex64", 4: "float32 int32 uint32", 2: "bfloat16 float16 int16 uint16"}
-_KINDS[1] = "bool int8 uint8 float8_e4m3fn float8_e5m2"
-ITEM_BYTES = {kind: size for size, kinds in _KINDS.items() for kind in kinds.split()}
+_DTYPES_BY_SIZE = {8: "float64 int64 uint64 complex64", 4: "float32 int32 uint32", 2: "bfloat16 float16 int16 uint16"}
+_DTYPES_BY_SIZE[1] = "bool int8 uint8 float8_e4m3fn float8_e5m2"
+ITEM_BYTES = {kind: size for size, kinds in _DTYPES_BY_SIZE.items() for kind in kinds.split()}
 _LABEL = re.compile(r"e(\d+)-v(\d+)")
 
 
@@ -48,8 +48,8 @@ class WeightsRef(msgspec.Struct, frozen=True):
 
 def version_of(label: str) -> PolicyVersion | None:
     """Return the version of a `PolicyVersion.label`; None for what this project did not name."""
-    found = _LABEL.fullmatch(label)
-    return PolicyVersion(int(found[1]), int(found[2])) if found else None
+    match = _LABEL.fullmatch(label)
+    return PolicyVersion(int(match[1]), int(match[2])) if match else None
 
 
 class TensorSpec(NamedTuple):
@@ -70,13 +70,13 @@ Layout = tuple[TensorSpec, ...]
 def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
     """Consecutive tensors of at most `bucket_bytes` together; a larger one alone."""
     start = 0
-    size = 0
+    bucket_size = 0
     for index, spec in enumerate(layout):
-        if index > start and size + spec.nbytes > bucket_bytes:
+        if index > start and bucket_size + spec.nbytes > bucket_bytes:
             yield slice(start, index)
             start = index
-            size = 0
-        size += spec.nbytes
+            bucket_size = 0
+        bucket_size += spec.nbytes
     if layout:
         yield slice(start, len(layout))
 
@@ -143,13 +143,13 @@ class AdapterSpec(msgspec.Struct, frozen=True):
         }
 
 
-_OF_AGENT = re.compile(r"(.*?\.lora_[AB])(?:\.([\w-]+))?\.weight")
+_AGENT_TENSOR = re.compile(r"(.*?\.lora_[AB])(?:\.([\w-]+))?\.weight")
 
 
 def alone(name: str, agent: str) -> str:
     """Name a tensor of an agent's adapter as in a file of its own; '': it is not of that agent."""
-    found = _OF_AGENT.fullmatch(name)
-    return f"{found[1]}.weight" if found and (found[2] or "") == agent else ""
+    match = _AGENT_TENSOR.fullmatch(name)
+    return f"{match[1]}.weight" if match and (match[2] or "") == agent else ""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

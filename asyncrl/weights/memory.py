@@ -18,7 +18,7 @@ class Released:
     """Storages that were given up. Whoever holds their tensors, as recordings of steps do, keeps them."""
 
     def __init__(self) -> None:
-        self._sizes: list[tuple[torch.UntypedStorage, int]] = []
+        self._released_sizes: list[tuple[torch.UntypedStorage, int]] = []
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give up what these tensors have; tied ones have it together."""
@@ -28,13 +28,13 @@ class Released:
             storage = tensor.untyped_storage()
             if size := storage.nbytes():
                 storage.resize_(0)
-                self._sizes.append((storage, size))
+                self._released_sizes.append((storage, size))
 
     def allocate(self) -> None:
         """Take as much memory again, with anything in it."""
-        for storage, size in self._sizes:
+        for storage, size in self._released_sizes:
             storage.resize_(size)
-        self._sizes.clear()
+        self._released_sizes.clear()
 
 
 def trim_heap() -> None:
@@ -63,8 +63,8 @@ def page_locked(size: int) -> torch.Tensor:
 
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(pages.ctypes.data, size, 0)) == 0:
-        unlocking = weakref.finalize(pages, runtime.cudaHostUnregister, pages.ctypes.data)
-        unlocking.atexit = False  # CUDA may have ended, and the process gives everything back
+        unlock_finalizer = weakref.finalize(pages, runtime.cudaHostUnregister, pages.ctypes.data)
+        unlock_finalizer.atexit = False  # CUDA may have ended, and the process gives everything back
     else:
         log.warning(
             "%.2f GB of main memory cannot be pinned: copies to and from a GPU are slower", size / 1e9
@@ -75,6 +75,6 @@ def page_locked(size: int) -> torch.Tensor:
 
 def _clear_cuda_error() -> None:
     """Take back CUDA's last error, which torch would raise after its next kernel, and cannot take back."""
-    major = (torch.version.cuda or "").partition(".")[0]
+    cuda_major = (torch.version.cuda or "").partition(".")[0]
     with suppress(OSError):  # a torch that has the library within itself
-        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
+        ctypes.CDLL(f"libcudart.so.{cuda_major}").cudaGetLastError()

@@ -23,11 +23,11 @@ FILES = (
     *("special_tokens_map.json", "chat_template.jinja"),
 )
 _NO_LINEAR = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
-SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-NOTES = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
+SERVED_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+IGNORED_KEYS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number, by model.dtype
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
-MANY = 64  # keys, or characters of JSON
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
+MAX_VALUE_SIZE = 64  # keys, or characters of JSON
 
 
 def weight_files(path: str) -> list[Path]:
@@ -36,8 +36,8 @@ def weight_files(path: str) -> list[Path]:
     directory = Path(path)
     if (directory / INDEX).is_file():
         return [directory / name for name in set(read_json(directory / INDEX).get("weight_map", {}).values())]
-    single = directory / "model.safetensors"
-    return [single] if single.is_file() else []
+    single_file = directory / "model.safetensors"
+    return [single_file] if single_file.is_file() else []
 
 
 def weight_bytes(path: str) -> int:
@@ -68,13 +68,13 @@ class StoredTensor(NamedTuple):
     @property
     def is_float(self) -> bool:
         """True for numbers as they are computed with; quantized ones are smaller or integers."""
-        return self.dtype in FLOATS
+        return self.dtype in FLOAT_DTYPES
 
 
 def stored_tensors(path: str) -> dict[str, StoredTensor]:
     """Return the tensors in the files of weights, by name. Only the headers are read. Raises ConfigError for
     a file that cannot be read, or is not as long as its header says."""
-    headers = (_header(file) for file in weight_files(path))
+    headers = (_read_header(file) for file in weight_files(path))
     entries = (entry for header in headers for entry in header.items() if entry[0] != "__metadata__")
     return {
         name: StoredTensor(tuple(tensor["shape"]), tensor["dtype"], end - start)
@@ -90,7 +90,7 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 def linear_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the matrices that adapters adapt: stacked experts are no linear layers."""
-    return {n: s for n, s in weight_shapes(path).items() if len(s) == 2 and not _NO_LINEAR.search(n)}
+    return {name: shape for name, shape in weight_shapes(path).items() if len(shape) == 2 and not _NO_LINEAR.search(name)}
 
 
 def adapter_count(config: RunConfig) -> int:
@@ -103,24 +103,24 @@ def served_modules(path: str) -> set[str]:
     """Return the kinds of layers that a model's adapters adapt, as servers name them. Empty where they know
     others, or none for a part of the model: experts."""
     modules = {name.split(".")[-2] for name in linear_shapes(path)}
-    return modules if modules <= SERVED and not any(".experts." in n for n in weight_shapes(path)) else set()
+    return modules if modules <= SERVED_MODULES and not any(".experts." in n for n in weight_shapes(path)) else set()
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _read_header(file: Path) -> dict[str, Any]:
     """Return the header of a safetensors file: {name: {dtype, shape, data_offsets}}. ConfigError if it has
     none, or if the file is shorter or longer than the header says."""
     try:
         size = file.stat().st_size
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > size:
+        with file.open("rb") as header_file:
+            (header_length,) = struct.unpack("<Q", header_file.read(8))
+            if header_length > size:
                 raise ValueError("it is cut off, or no safetensors file")
-            header: dict[str, Any] = json.loads(opened.read(length))
+            header: dict[str, Any] = json.loads(header_file.read(header_length))
 
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-        if size != expected:
-            raise ValueError(f"it has {size:,} bytes, and its header describes {expected:,}")
+        data_ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        expected_size = 8 + header_length + max(data_ends, default=0)
+        if size != expected_size:
+            raise ValueError(f"it has {size:,} bytes, and its header describes {expected_size:,}")
         return header
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file}: not readable as safetensors ({error}); fetch or save it anew") from None
@@ -129,23 +129,23 @@ def _header(file: Path) -> dict[str, Any]:
 def identity(path: str) -> dict[str, Any]:
     """The values in a model's files, or their hashes, which decide beside the weights what it reads, computes
     and writes. `config.json: rope_theta` → 10000.0."""
-    found: dict[str, Any] = {}
+    values_by_key: dict[str, Any] = {}
     for file in (Path(path) / name for name in FILES):
         if file.is_file():
             tree = read_json(file) if file.suffix == ".json" else {"text": file.read_text()}
-            found |= {f"{file.name}: {key}": value for key, value in _values(tree)}
-    return found
+            values_by_key |= {f"{file.name}: {key}": value for key, value in _leaf_values(tree)}
+    return values_by_key
 
 
-def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name in tree.keys() - NOTES:
+def _leaf_values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in tree.keys() - IGNORED_KEYS:
         value = tree[name]
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and len(value) <= MANY:
-            yield from _values(value, f"{key}.")
+        if isinstance(value, dict) and len(value) <= MAX_VALUE_SIZE:
+            yield from _leaf_values(value, f"{key}.")
             continue
         text = msgspec.json.encode(value, order="sorted")
-        yield key, value if len(text) <= MANY else xxhash.xxh3_64_hexdigest(text)
+        yield key, value if len(text) <= MAX_VALUE_SIZE else xxhash.xxh3_64_hexdigest(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:

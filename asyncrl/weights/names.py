@@ -42,8 +42,8 @@ class FilePiece(NamedTuple):
         """Its place in the parameter, of which `tensor` holds what follows the first `start` numbers."""
         if tuple(tensor.shape) == self.shape:
             return tensor
-        at = self.offset - start
-        return tensor.view(-1)[at : at + self.numel].view(self.shape)
+        position = self.offset - start
+        return tensor.view(-1)[position : position + self.numel].view(self.shape)
 
 
 def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> tuple[FilePiece, ...]:
@@ -53,35 +53,35 @@ def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) 
     tensors = dict(model.named_parameters()) if tensors is None else tensors
     mapping = get_model_conversion_mapping(model, add_legacy=False)[::-1]
     # A prefix that files may lack or have: which, `save_pretrained` does not know either.
-    reverse = [rule.reverse_transform() for rule in mapping if not isinstance(rule, PrefixChange)]
-    renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
-    found = {}
+    reverse_rules = [rule.reverse_transform() for rule in mapping if not isinstance(rule, PrefixChange)]
+    renamings = [rule for rule in reverse_rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in reverse_rules if isinstance(rule, WeightConverter)]
+    pieces_by_parameter = {}
     for parameter in sorted(tensors, key=dot_natural_key):  # some rules depend on the order
         name, pattern = rename_source_key(parameter, renamings, converters, reverse=True)
-        used = [rule for rule in converters if pattern in rule.source_patterns]
-        stacked = _stacked(name, used[0]) if used else (name,)
-        found[parameter] = tuple(_cut(stacked or (parameter,), parameter, tuple(tensors[parameter].shape)))
-    return tuple(piece for parameter in tensors for piece in found[parameter])
+        matching_rules = [rule for rule in converters if pattern in rule.source_patterns]
+        stacked_names = _stacked_names(name, matching_rules[0]) if matching_rules else (name,)
+        pieces_by_parameter[parameter] = tuple(_cut(stacked_names or (parameter,), parameter, tuple(tensors[parameter].shape)))
+    return tuple(piece for parameter in tensors for piece in pieces_by_parameter[parameter])
 
 
 def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Returns what `save_pretrained` writes beside the parameters, by the model's names: persistent buffers,
     one that modules share under the last of its names, if that is not tied to another."""
-    found = dict(model.named_buffers(remove_duplicate=False))
-    passing = {name for name, _ in model.named_non_persistent_buffers(remove_duplicate=False)}
-    names = sorted(found.keys() - passing - {*(model._keys_to_ignore_on_save or ())})
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    unsaved_names = {name for name, _ in model.named_non_persistent_buffers(remove_duplicate=False)}
+    names = sorted(buffers.keys() - unsaved_names - {*(model._keys_to_ignore_on_save or ())})
     names.sort(key=lambda name: name not in model.all_tied_weights_keys)
-    return {name: found[name] for name in {id(found[name]): name for name in names}.values()}
+    return {name: buffers[name] for name in {id(buffers[name]): name for name in names}.values()}
 
 
-def _stacked(name: str, rule: WeightConverter) -> tuple[str, ...]:
+def _stacked_names(name: str, rule: WeightConverter) -> tuple[str, ...]:
     """Returns the names of what lies side by side in each expert of a stack, with `*` for its number; () for
     another conversion. `rule` takes the stack apart, and has given it the first of the names."""
-    *joined, stack = rule.operations
+    *split_operations, stack = rule.operations
     if not isinstance(stack, SplitModulelist) or stack.dim != 0 or rule.target_patterns[0] not in name:
         return ()
-    if not all(isinstance(one, Chunk) and (one.dim, one.num_shards_attribute) == (1, None) for one in joined):
+    if not all(isinstance(operation, Chunk) and (operation.dim, operation.num_shards_attribute) == (1, None) for operation in split_operations):
         return ()
     return tuple(name.replace(rule.target_patterns[0], part) for part in rule.target_patterns)
 
@@ -90,8 +90,8 @@ def _cut(names: tuple[str, ...], parameter: str, shape: tuple[int, ...]) -> Iter
     if "*" not in names[0]:
         yield FilePiece(names[0], parameter, shape)
         return
-    experts, rows, *rest = shape
-    part = (rows // len(names), *rest)
+    experts, rows, *inner_shape = shape
+    piece_shape = (rows // len(names), *inner_shape)
     for index in range(experts * len(names)):
-        expert, which = divmod(index, len(names))
-        yield FilePiece(names[which].replace("*", str(expert)), parameter, part, index * math.prod(part))
+        expert, name_index = divmod(index, len(names))
+        yield FilePiece(names[name_index].replace("*", str(expert)), parameter, piece_shape, index * math.prod(piece_shape))

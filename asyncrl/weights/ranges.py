@@ -42,30 +42,30 @@ class RangeShare(msgspec.Struct, frozen=True, array_like=True):
         return sum(map(len, self.data))
 
 
-def share(spec: TensorSpec, own: np.ndarray, start: int = 0, data: memoryview = NOTHING) -> RangeShare:
+def share(spec: TensorSpec, tensor_bytes: np.ndarray, start: int = 0, data: memoryview = NOTHING) -> RangeShare:
     """The share that `own` bytes of a tensor are, [n] of uint8, from its byte `start` on."""
-    first = min(-start % GRID, own.size)
-    open_end = (own.size - first) % GRID if start + own.size < spec.nbytes else 0  # the last block is short
-    end = own.size - open_end
-    blocks = (xxhash.xxh3_64_digest(own[at : min(at + GRID, end)].data) for at in range(first, end, GRID))
-    cut = tuple(data[at : at + MOST] for at in range(0, len(data), MOST))
-    return RangeShare(own.size, own[:first].tobytes(), b"".join(blocks), own[end:].tobytes(), cut)
+    head_end = min(-start % GRID, tensor_bytes.size)
+    tail_size = (tensor_bytes.size - head_end) % GRID if start + tensor_bytes.size < spec.nbytes else 0  # the last block is short
+    end = tensor_bytes.size - tail_size
+    blocks = (xxhash.xxh3_64_digest(tensor_bytes[offset : min(offset + GRID, end)].data) for offset in range(head_end, end, GRID))
+    data_pieces = tuple(data[offset : offset + MOST] for offset in range(0, len(data), MOST))
+    return RangeShare(tensor_bytes.size, tensor_bytes[:head_end].tobytes(), b"".join(blocks), tensor_bytes[end:].tobytes(), data_pieces)
 
 
-def joined(spec: TensorSpec, shares: Iterable[RangeShare]) -> TensorEntry:
+def joined(spec: TensorSpec, range_parts: Iterable[RangeShare]) -> TensorEntry:
     """A tensor with its checksum, of shares that make it up in this order."""
     blocks = []
-    begun = b""
+    open_block = b""
     end = 0
-    for one in shares:
-        begun = begun + one.head
-        end = end + one.count
-        if begun and (len(begun) == GRID or end == spec.nbytes):
-            blocks.append(xxhash.xxh3_64_digest(begun))
-            begun = b""
-        blocks.append(one.blocks)
-        begun += one.tail
-    assert not begun and end == spec.nbytes, f"shares of {spec.name} are missing"
+    for range_part in range_parts:
+        open_block = open_block + range_part.head
+        end = end + range_part.count
+        if open_block and (len(open_block) == GRID or end == spec.nbytes):
+            blocks.append(xxhash.xxh3_64_digest(open_block))
+            open_block = b""
+        blocks.append(range_part.blocks)
+        open_block += range_part.tail
+    assert not open_block and end == spec.nbytes, f"shares of {spec.name} are missing"
     return TensorEntry(*spec, xxhash.xxh3_64_hexdigest(b"".join(blocks)))
 
 
@@ -79,36 +79,36 @@ def entry(spec: TensorSpec, data: np.ndarray) -> TensorEntry:
 # Its header follows from the layout alone, so a file with another header is not that version's.
 
 Arrays = dict[str, np.ndarray]  # by tensor: its bytes, [n] of uint8
-_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_DTYPE_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
 def write_file(file: Any, layout: Layout, data: Iterable[np.ndarray]) -> None:
     """Write all of a file, of the bytes of each tensor."""
     file.write(file_header(layout))
-    for _, one in zip(layout, data, strict=True):
-        file.write(one.data)
+    for _, tensor_bytes in zip(layout, data, strict=True):
+        file.write(tensor_bytes.data)
 
 
 def starts(layout: Layout) -> Iterator[tuple[str, int]]:
     """The tensors by name, and where in the file their bytes begin."""
-    at = len(file_header(layout))
+    offset = len(file_header(layout))
     for spec in layout:
-        yield spec.name, at
-        at += spec.nbytes
+        yield spec.name, offset
+        offset += spec.nbytes
 
 
 def map_file(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
     """The file's bytes by tensor, mapped into memory: writes stay in this process ("c") or go to the file
     ("r+"). Raises WeightsError for a file that does not hold exactly this layout."""
-    expected = file_header(layout)
+    expected_header = file_header(layout)
     with WeightsError.instead_of(OSError, ValueError, text=f"weights {path.parent}: no usable {path.name}"):
         data = np.memmap(path, np.uint8, mode)
-    size = len(expected) + sum(spec.nbytes for spec in layout)
-    if data[: len(expected)].tobytes() != expected or data.size != size:
+    size = len(expected_header) + sum(spec.nbytes for spec in layout)
+    if data[: len(expected_header)].tobytes() != expected_header or data.size != size:
         problem = f"{path.name} and its manifest name different tensors"
         raise WeightsError(f"weights {path.parent}: {problem}, or it is cut off")
-    places = dict(starts(layout))
-    return {spec.name: data[places[spec.name] :][: spec.nbytes] for spec in layout}
+    offsets = dict(starts(layout))
+    return {spec.name: data[offsets[spec.name] :][: spec.nbytes] for spec in layout}
 
 
 def file_header(layout: Layout) -> bytes:
@@ -118,8 +118,8 @@ def file_header(layout: Layout) -> bytes:
     for spec in layout:
         start = end
         end = end + spec.nbytes
-        code = _CODES.get(spec.dtype) or f"{spec.dtype[0].upper()}{8 * ITEM_BYTES[spec.dtype]}"
-        fields[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": (start, end)}
-    text = msgspec.json.encode(fields)
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return struct.pack("<Q", len(text)) + text
+        dtype_code = _DTYPE_CODES.get(spec.dtype) or f"{spec.dtype[0].upper()}{8 * ITEM_BYTES[spec.dtype]}"
+        fields[spec.name] = {"dtype": dtype_code, "shape": spec.shape, "data_offsets": (start, end)}
+    header_text = msgspec.json.encode(fields)
+    header_text = header_text.ljust(-(-len(header_text) // 8) * 8)
+    return struct.pack("<Q", len(header_text)) + header_text

@@ -44,11 +44,11 @@ from asyncrl.weights.snapshot import Buffers, Snapshot
 log = logging.getLogger("asyncrl.weights")
 
 Shards = Mapping[str, DTensor]  # parameters as FSDP2 shards them, along the first dimension
-PATIENCE = 1e7  # seconds for a collector to ask for something: one that ends is noticed at once
+IDLE_SECONDS = 1e7  # seconds for a collector to ask for something: one that ends is noticed at once
 ASK_BYTES = 4608  # of an Ask: a path takes most of them
 # tags: two collectors ask each other
-_QUESTION = 1
-_ANSWER = 2
+_QUESTION_TAG = 1
+_ANSWER_TAG = 2
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -90,20 +90,20 @@ class HostShards:
         self._group: dist.ProcessGroup | None = None
         if self.ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
-        held = {piece.name: _held(piece, shards[piece.parameter]) * dtype.itemsize for piece in pieces}
-        held |= {name: 0 if self.rank else buffer.nbytes for name, buffer in buffers.items()}
-        self._sizes = self._exchange([held[spec.name] for spec in self.layout])
-        own = self._sizes[self.rank]
-        lower = self._sizes[: self.rank]
-        self._at = list(accumulate(own, initial=0))  # where tensors begin in a buffer
-        self._before = [sum(of_tensor) for of_tensor in zip([0] * len(own), *lower, strict=True)]
-        pinned = any(shard.device.type == "cuda" for shard in shards.values())
-        self._buffers = Buffers(self._at[-1], pinned, 2 + deltas)
+        bytes_here = {piece.name: _count_held(piece, shards[piece.parameter]) * dtype.itemsize for piece in pieces}
+        bytes_here |= {name: 0 if self.rank else buffer.nbytes for name, buffer in buffers.items()}
+        self._sizes_by_rank = self._exchange_sizes([bytes_here[spec.name] for spec in self.layout])
+        own_sizes = self._sizes_by_rank[self.rank]
+        lower_sizes = self._sizes_by_rank[: self.rank]
+        self._buffer_offsets = list(accumulate(own_sizes, initial=0))  # where tensors begin in a buffer
+        self._offsets_in_tensor = [sum(tensor_sizes) for tensor_sizes in zip([0] * len(own_sizes), *lower_sizes, strict=True)]
+        page_locked = any(shard.device.type == "cuda" for shard in shards.values())
+        self._buffers = Buffers(self._buffer_offsets[-1], page_locked, 2 + deltas)
         self.received = 0  # bytes, by this collector
-        self._wire = threading.Lock()  # one bucket is collected at a time
-        self._collects = self.ranks > 1 and self.rank < collectors
+        self._collect_lock = threading.Lock()  # one bucket is collected at a time
+        self._is_collector = self.ranks > 1 and self.rank < collectors
         self._threads = [
-            threading.Thread(target=self._serve, args=(rank,), name="weight-shards", daemon=True)
+            threading.Thread(target=self._serve_collector, args=(rank,), name="weight-shards", daemon=True)
             for rank in range(min(collectors, self.ranks))
             if rank != self.rank
         ]
@@ -119,122 +119,122 @@ class HostShards:
     def copy(self, index: int, shards: Shards, buffers: Mapping[str, Tensor] = {}) -> None:
         """Copy this rank's shards, cast to the exported type, and on rank 0 the buffers. With adapters a
         collective, as reading a shard merges them."""
-        kept = [buffers[spec.name] for spec in self.layout if spec.name in buffers and not self.rank]
-        typed = [(one, one.dtype) for one in kept]
-        larger = [one for one in typed if one[1].itemsize > self._dtype.itemsize]
-        mine = ((_local(shard), self._dtype) for shard in shards.values())
-        self._buffers.copy(index, chain(larger, mine, typed[len(larger) :]))
+        own_buffers = [buffers[spec.name] for spec in self.layout if spec.name in buffers and not self.rank]
+        typed_buffers = [(buffer, buffer.dtype) for buffer in own_buffers]
+        larger_buffers = [buffer for buffer in typed_buffers if buffer[1].itemsize > self._dtype.itemsize]
+        own_shards = ((_local_part(shard), self._dtype) for shard in shards.values())
+        self._buffers.copy(index, chain(larger_buffers, own_shards, typed_buffers[len(larger_buffers) :]))
 
     def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
         """Return a collector: the copy just made as a version."""
-        return Snapshot(version, self.layout, seconds, partial(self._pinned, (index, self._buffers.copies)))
+        return Snapshot(version, self.layout, seconds, partial(self._hold_copy, (index, self._buffers.copies)))
 
     def close(self, timeout: float) -> None:
         """On all ranks: collectors end the threads of the others, and each waits for its own; `timeout`
         seconds at most."""
-        end = time.monotonic() + timeout
-        if self._collects and self._wire.acquire(timeout=timeout):
+        deadline = time.monotonic() + timeout
+        if self._is_collector and self._collect_lock.acquire(timeout=timeout):
             try:
-                self._ask(Ask(), max(0.001, end - time.monotonic()))
+                self._send_ask(Ask(), max(0.001, deadline - time.monotonic()))
             except RuntimeError as error:
                 log.info("a rank was gone before its thread was ended: %s", error)
             finally:
-                self._wire.release()
+                self._collect_lock.release()
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- a collector -----------------------------------------------------------------------------------
 
     @contextmanager
-    def _pinned(self, copy: tuple[int, int]) -> Iterator[Copied]:
+    def _hold_copy(self, copy: tuple[int, int]) -> Iterator[Copied]:
         with self._buffers.reading(*copy, wait=0) as memory:
             yield Copied(self, copy, memory)
 
     def shares(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangeShare]]:
         """Collects what all ranks have of each of the tensors; `memory`, `base`: of this rank."""
         if self.ranks == 1:
-            return [(one,) for one in self._shares(memory, base, ask)]
-        failed = WeightsError.instead_of(RuntimeError, text="a trainer rank did not deliver its shards")
-        with self._wire, failed:
-            self._ask(ask, self._deadline)
-            of_ranks = [
-                self._shares(memory, base, ask) if rank == self.rank else self._receive(rank)
+            return [(range_part,) for range_part in self._own_parts(memory, base, ask)]
+        rank_failure = WeightsError.instead_of(RuntimeError, text="a trainer rank did not deliver its shards")
+        with self._collect_lock, rank_failure:
+            self._send_ask(ask, self._deadline)
+            parts_by_rank = [
+                self._own_parts(memory, base, ask) if rank == self.rank else self._receive_parts(rank)
                 for rank in range(self.ranks)
             ]
-        return list(zip(*of_ranks, strict=True))
+        return list(zip(*parts_by_rank, strict=True))
 
-    def _ask(self, ask: Ask, timeout: float) -> None:
+    def _send_ask(self, ask: Ask, timeout: float) -> None:
         request = torch.frombuffer(bytearray(msgspec.json.encode(ask).ljust(ASK_BYTES)), dtype=torch.uint8)
         for rank in range(self.ranks):
             if rank != self.rank:
-                _wait(dist.isend(request, rank, group=self._group, tag=_QUESTION), timeout)
+                _wait_for(dist.isend(request, rank, group=self._group, tag=_QUESTION_TAG), timeout)
 
-    def _receive(self, rank: int) -> list[RangeShare]:
+    def _receive_parts(self, rank: int) -> list[RangeShare]:
         size = torch.empty(1, dtype=torch.int64)
-        _wait(dist.irecv(size, rank, group=self._group, tag=_ANSWER), self._deadline)
+        _wait_for(dist.irecv(size, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
         data = torch.empty(int(size), dtype=torch.uint8)
-        _wait(dist.irecv(data, rank, group=self._group, tag=_ANSWER), self._deadline)
+        _wait_for(dist.irecv(data, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
         self.received += data.numel()
         return msgspec.msgpack.decode(data.numpy().data, type=list[RangeShare])
 
     # -- the other ranks -------------------------------------------------------------------------------
 
-    def _serve(self, collector: int) -> None:
+    def _serve_collector(self, collector: int) -> None:
         """Give what it asks for, until it needs nothing more."""
         request = torch.empty(ASK_BYTES, dtype=torch.uint8)
         try:
             while True:
-                _wait(dist.irecv(request, collector, group=self._group, tag=_QUESTION), PATIENCE)
+                _wait_for(dist.irecv(request, collector, group=self._group, tag=_QUESTION_TAG), IDLE_SECONDS)
                 ask = msgspec.json.decode(request.numpy().tobytes(), type=Ask)
                 if ask.start == ask.stop:
                     return
-                self._give(collector, ask)
+                self._answer_ask(collector, ask)
         except Exception as error:  # one rank cannot go on: the supervisor restarts all
             log.exception("rank %d delivers no more weights: %s", self.rank, error)
 
-    def _give(self, collector: int, ask: Ask) -> None:
-        with ExitStack() as reading:
+    def _answer_ask(self, collector: int, ask: Ask) -> None:
+        with ExitStack() as copy_locks:
             memory, base = (
-                copy and reading.enter_context(self._buffers.reading(*copy, wait=self._deadline))
+                copy and copy_locks.enter_context(self._buffers.reading(*copy, wait=self._deadline))
                 for copy in (ask.copy, ask.base)
             )
             assert memory is not None, "every question names a copy"
             data = bytearray()
-            msgspec.msgpack.Encoder().encode_into(self._shares(memory, base, ask), data)
-        for one in (torch.tensor([len(data)]), torch.frombuffer(data, dtype=torch.uint8)):
-            _wait(dist.isend(one, collector, group=self._group, tag=_ANSWER), self._deadline)
+            msgspec.msgpack.Encoder().encode_into(self._own_parts(memory, base, ask), data)
+        for message in (torch.tensor([len(data)]), torch.frombuffer(data, dtype=torch.uint8)):
+            _wait_for(dist.isend(message, collector, group=self._group, tag=_ANSWER_TAG), self._deadline)
 
     # -- both ------------------------------------------------------------------------------------------
 
-    def _shares(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[RangeShare]:
+    def _own_parts(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[RangeShare]:
         """Give this rank's bytes, written into a file if it sees that, or what has changed in them."""
-        part = slice(ask.start, ask.stop)
-        sizes = self._sizes[self.rank][part]
+        tensor_range = slice(ask.start, ask.stop)
+        sizes = self._sizes_by_rank[self.rank][tensor_range]
         file = Path(ask.file)
-        sees = bool(ask.file) and ask.machine == socket.gethostname() and file.is_file()
-        old = [None] * len(sizes) if base is None else self.own_bytes(base, part).split(sizes)
-        new = self.own_bytes(memory, part).split(sizes)
-        found = []
-        for spec, own, before, start in zip(self.layout[part], new, old, self._before[part], strict=True):
-            data = own.numpy().data
-            if before is not None and len(data):
-                data = memoryview(codec.encode(before.numpy(), own.numpy(), ITEM_BYTES[spec.dtype]))
-            elif sees and len(data):
-                sees = _written(file, self.places[spec.name] + start, data)
-            found.append(share(spec, own.numpy(), start, NOTHING if sees else data))
-        return found
+        writes_file = bool(ask.file) and ask.machine == socket.gethostname() and file.is_file()
+        old_tensors = [None] * len(sizes) if base is None else self.own_bytes(base, tensor_range).split(sizes)
+        new_tensors = self.own_bytes(memory, tensor_range).split(sizes)
+        range_parts = []
+        for spec, tensor_bytes, old_bytes, start_byte in zip(self.layout[tensor_range], new_tensors, old_tensors, self._offsets_in_tensor[tensor_range], strict=True):
+            data = tensor_bytes.numpy().data
+            if old_bytes is not None and len(data):
+                data = memoryview(codec.encode(old_bytes.numpy(), tensor_bytes.numpy(), ITEM_BYTES[spec.dtype]))
+            elif writes_file and len(data):
+                writes_file = _write_range(file, self.places[spec.name] + start_byte, data)
+            range_parts.append(share(spec, tensor_bytes.numpy(), start_byte, NOTHING if writes_file else data))
+        return range_parts
 
     def own_bytes(self, memory: Tensor, part: slice) -> Tensor:
         """This rank's bytes of a part of the layout, [n] of uint8."""
-        return memory[self._at[part.start] : self._at[part.stop]]
+        return memory[self._buffer_offsets[part.start] : self._buffer_offsets[part.stop]]
 
-    def _exchange(self, mine: list[int]) -> list[list[int]]:
+    def _exchange_sizes(self, own_sizes: list[int]) -> list[list[int]]:
         """Return the sizes of all ranks' shards, by rank."""
         if self.ranks == 1:
-            return [mine]
-        everyone = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(self.ranks)]
-        dist.all_gather(everyone, torch.tensor(mine), group=self._group)
-        return [sizes.tolist() for sizes in everyone]
+            return [own_sizes]
+        all_sizes = [torch.zeros(len(own_sizes), dtype=torch.int64) for _ in range(self.ranks)]
+        dist.all_gather(all_sizes, torch.tensor(own_sizes), group=self._group)
+        return [sizes.tolist() for sizes in all_sizes]
 
 
 @dataclass(frozen=True)
@@ -245,20 +245,20 @@ class Copied:
     copy: tuple[int, int]
     memory: Tensor
 
-    def shares(self, part: slice, file: str = "", base: Copied | None = None) -> list[Sequence[RangeShare]]:
-        earlier, memory = (base.copy, base.memory) if base else (None, None)
-        ask = Ask(self.copy, part.start, part.stop, earlier, file, socket.gethostname())
-        return self.host.shares(self.memory, memory, ask)
+    def shares(self, tensor_range: slice, file: str = "", base: Copied | None = None) -> list[Sequence[RangeShare]]:
+        base_id, base_memory = (base.copy, base.memory) if base else (None, None)
+        ask = Ask(self.copy, tensor_range.start, tensor_range.stop, base_id, file, socket.gethostname())
+        return self.host.shares(self.memory, base_memory, ask)
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:
         return self.host.own_bytes(self.memory, part) if self.host.ranks == 1 else None
 
 
-def _written(file: Path, start: int, data: memoryview) -> bool:
+def _write_range(file: Path, start: int, data: memoryview) -> bool:
     """False: rank 0 tries it itself, and finds the error."""
-    with suppress(OSError), file.open("r+b") as opened:
-        opened.seek(start)
-        opened.write(data)
+    with suppress(OSError), file.open("r+b") as open_file:
+        open_file.seek(start)
+        open_file.write(data)
         return True
     return False
 
@@ -266,28 +266,28 @@ def _written(file: Path, start: int, data: memoryview) -> bool:
 def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype, buffers: Mapping[str, Tensor] = {}) -> Layout:
     """The whole tensors, as they are exported. In files and in buckets each must start at a multiple of
     its item size, so large items come first."""
-    kinds = [(piece.name, piece.shape, dtype) for piece in pieces]
-    kinds += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()]
-    specs = (TensorSpec(name, shape, str(kind).removeprefix("torch.")) for name, shape, kind in kinds)
+    described = [(piece.name, piece.shape, dtype) for piece in pieces]
+    described += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()]
+    specs = (TensorSpec(name, shape, str(tensor_dtype).removeprefix("torch.")) for name, shape, tensor_dtype in described)
     return tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))
 
 
-def _held(piece: FilePiece, shard: DTensor) -> int:
+def _count_held(piece: FilePiece, shard: DTensor) -> int:
     """Counts the numbers of a piece that lie on this rank."""
-    count = _local(shard).numel()
+    count = _local_part(shard).numel()
     (chunk,) = shard.__create_chunk_list__()
     start = chunk.offsets[0] * math.prod(shard.shape[1:])
     return max(0, min(start + count, piece.offset + piece.numel) - max(start, piece.offset))
 
 
-def _wait(work: dist.Work | None, timeout: float) -> None:
+def _wait_for(work: dist.Work | None, timeout: float) -> None:
     assert work is not None, "this rank is not in the group"
     work.wait(timedelta(seconds=timeout))
 
 
-def _local(shard: DTensor) -> Tensor:
+def _local_part(shard: DTensor) -> Tensor:
     """This rank's part, empty where there are more ranks than rows; of replicas the first one has them."""
     assert shard.placements == (Shard(0),), f"not sharded along the first dimension: {shard.placements}"
     mesh = shard.device_mesh  # the ranks of one replica, of which the first has the lowest
-    mine = shard.to_local().detach()
-    return mine if mesh.get_rank() < mesh.size() else mine[:0]
+    local_tensor = shard.to_local().detach()
+    return local_tensor if mesh.get_rank() < mesh.size() else local_tensor[:0]

@@ -32,7 +32,7 @@ from asyncrl.weights.ranges import RangeShare
 CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
 
 Tensors = dict[str, Tensor]
-NONE = np.empty(0, np.uint8)
+NO_ARRAY = np.empty(0, np.uint8)
 
 
 class Pinned(Protocol):
@@ -65,12 +65,12 @@ class Snapshot:
         return sum(spec.nbytes for spec in self.layout)
 
 
-def whole(shares: Iterable[RangeShare], memory: Tensor | None = None) -> Tensor:
+def whole(range_parts: Iterable[RangeShare], memory: Tensor | None = None) -> Tensor:
     """Copy the bytes of some shares one behind the other, [n] of uint8; into `memory`, if that is given."""
-    arrays = [np.frombuffer(data, np.uint8) for one in shares for data in one.data]
+    arrays = [np.frombuffer(data, np.uint8) for range_part in range_parts for data in range_part.data]
     size = sum(array.size for array in arrays)
     target = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
-    np.concatenate(arrays or [NONE], out=target.numpy())
+    np.concatenate(arrays or [NO_ARRAY], out=target.numpy())
     return target
 
 
@@ -81,15 +81,15 @@ class BucketBuffers:
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._buffers = list[Tensor]()
-        self._filled = 0
+        self._fill_count = 0
 
-    def fill(self, shares: Iterable[RangeShare], largest: int) -> Tensor:
+    def fill(self, range_parts: Iterable[RangeShare], largest_bucket: int) -> Tensor:
         """Return the bytes of some shares, at most `largest`, in place of those before the last ones."""
-        if not self._buffers or len(self._buffers[0]) < largest:
-            make = page_locked if self._pinned else partial(torch.empty, dtype=torch.uint8)
-            self._buffers = [make(largest), make(largest)]
-        self._filled += 1
-        return whole(shares, self._buffers[self._filled % 2])
+        if not self._buffers or len(self._buffers[0]) < largest_bucket:
+            allocate = page_locked if self._pinned else partial(torch.empty, dtype=torch.uint8)
+            self._buffers = [allocate(largest_bucket), allocate(largest_bucket)]
+        self._fill_count += 1
+        return whole(range_parts, self._buffers[self._fill_count % 2])
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
@@ -114,7 +114,7 @@ class Buffers:
     def __init__(self, size: int, pinned: bool, count: int = 2) -> None:
         self._size = size
         self._pinned = pinned
-        self._buffers = [self._buffer() for _ in range(count)]
+        self._buffers = [self._new_buffer() for _ in range(count)]
         self._changed = threading.Condition()
         self._claiming = False
         self.copies = 0
@@ -128,15 +128,15 @@ class Buffers:
     def claim(self, busy: Collection[int]) -> int:
         """The buffer to write next, the oldest that is not `busy`; it holds nothing from now on."""
         with self._changed:
-            free = [index for index in range(len(self._buffers)) if index not in busy]
-            if not free:  # the trainer does not wait
-                self._buffers.append(self._buffer())
-                free = [len(self._buffers) - 1]
-            oldest = min(free, key=lambda index: self._buffers[index].copied)
-            self._buffers[oldest].copied = 0
+            free_indices = [index for index in range(len(self._buffers)) if index not in busy]
+            if not free_indices:  # the trainer does not wait
+                self._buffers.append(self._new_buffer())
+                free_indices = [len(self._buffers) - 1]
+            oldest_index = min(free_indices, key=lambda index: self._buffers[index].copied)
+            self._buffers[oldest_index].copied = 0
             self._claiming = False
             self._changed.notify_all()
-            return oldest
+            return oldest_index
 
     def copy(self, index: int, tensors: Iterable[tuple[Tensor, torch.dtype]]) -> None:
         """Copy the tensors, cast to types in which they have `size` bytes in all, into a buffer that was
@@ -147,8 +147,8 @@ class Buffers:
         start = 0
         for tensor, dtype in tensors:
             size = tensor.numel() * dtype.itemsize
-            place = buffer.memory[start : start + size].view(dtype)
-            place.copy_(tensor.reshape(-1), non_blocking=True)
+            target = buffer.memory[start : start + size].view(dtype)
+            target.copy_(tensor.reshape(-1), non_blocking=True)
             start += size
         assert start == self._size, "other tensors than the buffers are for"
         if self._pinned:
@@ -166,13 +166,13 @@ class Buffers:
         """The memory of a copy that is made within `wait` seconds. Raises Superseded if it is not there. 0: a
         reader that other ranks have not heard of, which must not begin between `begin_claim` and `claim`."""
 
-        def there() -> bool:
+        def is_copied() -> bool:
             return index < len(self._buffers) and self._buffers[index].copied == copied
 
         with self._changed:
             if not wait and not self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS):
                 raise Superseded("ranks have not agreed on what to write next: nothing may be read so long")
-            if not self._changed.wait_for(there, wait):
+            if not self._changed.wait_for(is_copied, wait):
                 raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
             buffer = self._buffers[index]
             buffer.readers += 1
@@ -184,7 +184,7 @@ class Buffers:
             with self._changed:
                 buffer.readers -= 1
 
-    def _buffer(self) -> Buffer:
+    def _new_buffer(self) -> Buffer:
         if self._pinned:
             return Buffer(page_locked(self._size))
         return Buffer(torch.empty(self._size, dtype=torch.uint8))
@@ -210,7 +210,7 @@ class Publisher:
         self._announce = announce
         self.error: Exception | None = None
         self.full = ""
-        self._pending: Snapshot | None = None
+        self._pending_snapshot: Snapshot | None = None
         self._closing = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -221,7 +221,7 @@ class Publisher:
         if self.error is not None:
             raise self.error
         with self._wake:
-            self._pending = snapshot
+            self._pending_snapshot = snapshot
             self._wake.notify()
 
     def close(self, timeout: float) -> bool:
@@ -232,21 +232,21 @@ class Publisher:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _next(self) -> Snapshot | None:
+    def _next_snapshot(self) -> Snapshot | None:
         """None: there is none any more."""
         with self._wake:
-            self._wake.wait_for(lambda: self._pending is not None or self._closing)
-            snapshot = self._pending
-            self._pending = None
+            self._wake.wait_for(lambda: self._pending_snapshot is not None or self._closing)
+            snapshot = self._pending_snapshot
+            self._pending_snapshot = None
             return snapshot
 
     def _run(self) -> None:
-        while (snapshot := self._next()) is not None:
+        while (snapshot := self._next_snapshot()) is not None:
             try:
-                start = time.monotonic()
+                started_at = time.monotonic()
                 ref = self._write(snapshot)
                 self.full = ""
-                self._announce(ref, snapshot.seconds, time.monotonic() - start)
+                self._announce(ref, snapshot.seconds, time.monotonic() - started_at)
             except Superseded:
                 log.info("v%d was replaced by a newer version before it was written", snapshot.version.step)
             except Exception as error:
@@ -255,7 +255,7 @@ class Publisher:
                     with self._wake:
                         self.full = one_line(error)
                         if not self._wake.wait_for(lambda: self._closing, FULL_RETRY):
-                            self._pending = self._pending or snapshot
+                            self._pending_snapshot = self._pending_snapshot or snapshot
                     continue
                 log.exception("publishing v%d failed", snapshot.version.step)
                 self.error = error  # the owner raises it at its next submit

@@ -213,7 +213,7 @@ class Learning(Simulation):
             limit = state.command.max_new_tokens
             stops = self.parts.rules.chat.stop_ids
             sampling = Sampling(limit, stops, self.config.rollout.temperature)
-            runs[self.batcher.add(Request(name, state.command.ids, sampling, key))] = name
+            runs[self.batcher.add_request(Request(name, state.command.ids, sampling, key))] = name
         while len(found) < len(runs):
             for run in self.batcher.step():
                 name = runs[run]
@@ -352,7 +352,7 @@ class Learning(Simulation):
         self._sample_all()
         super()._publish()
         replace_weights(self.model, self.snapshots.popleft())
-        self.batcher.mark(len(self._published))
+        self.batcher.mark_version(len(self._published))
 
     def success(self, questions: Sequence[Sample], at_once: int = 256) -> float:
         """Share of the questions that the newest weights answer."""

@@ -35,7 +35,7 @@ from asyncrl.weights.ranges import write_file
 
 log = logging.getLogger("asyncrl.keeper")
 
-_NAME = re.compile(r"(e\d+-v\d+)(?:/[\w-]+)?@(.+)")
+_ADAPTER_NAME = re.compile(r"(e\d+-v\d+)(?:/[\w-]+)?@(.+)")
 
 
 def adapter_name(version: PolicyVersion, attachment: str, agent: str) -> str:
@@ -60,32 +60,32 @@ class AdapterLoader:
         self.api = api
         self.loaded: WeightsRef | None = None  # last
         self.sleeping = ServerSleep(api)
-        self._told: WeightsRef | None = None  # the one before: who sends requests has heard of it
+        self._previous_ref: WeightsRef | None = None  # the one before: who sends requests has heard of it
         self._config = config
         self._cache = cache
         self._attachment = attachment
-        self._based = based
+        self._has_base = based
         self._deadline = config.weights.deadline
-        self._loading = asyncio.Lock()
+        self._load_lock = asyncio.Lock()
         self._unloading: asyncio.Task[None] | None = None
 
     async def load(self, ref: WeightsRef) -> Manifest:
         """WeightsError: the version is missing, damaged or another model's; those before it stay."""
-        async with self._loading:
-            files = self._cache / uuid.uuid4().hex
+        async with self._load_lock:
+            adapter_files = self._cache / uuid.uuid4().hex
             try:
                 with disk.lock_version(ref):
-                    manifest = await to_its_end(partial(self._lay_out, ref, files))
-                if not self._based:
+                    manifest = await to_its_end(partial(self._write_peft_files, ref, adapter_files))
+                if not self._has_base:
                     with self.sleeping.waking():
                         await self._load_base()
-                loaded = await self.api.adapters()  # some, where this one's caller gave up a load
-                for agent, name in self._names(ref).items():
-                    if name not in loaded:
-                        await self.api.load_adapter(name, str(files.absolute() / agent), self._deadline)
+                loaded_names = await self.api.adapters()  # some, where this one's caller gave up a load
+                for agent, name in self._adapter_names(ref).items():
+                    if name not in loaded_names:
+                        await self.api.load_adapter(name, str(adapter_files.absolute() / agent), self._deadline)
             finally:
-                await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
-            self._told = self.loaded
+                await asyncio.to_thread(shutil.rmtree, adapter_files, ignore_errors=True)
+            self._previous_ref = self.loaded
             self.loaded = ref
             if self._unloading is None or self._unloading.done():
                 self._unloading = asyncio.create_task(self._unload_old())
@@ -93,25 +93,25 @@ class AdapterLoader:
 
     async def sleep(self) -> None:
         """Give up KV cache and base until the next load; adapters, and requests that name them, stay."""
-        async with self._loading:
-            self._based = False
+        async with self._load_lock:
+            self._has_base = False
             await self.sleeping.sleep()
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Return log-probs of ids[1:] with each adapter of the version that was loaded last, in turn, at
         temperature 1; NaN where the server has none."""
-        names = self._names(self.loaded).values() if self.loaded is not None else ("",)
+        names = self._adapter_names(self.loaded).values() if self.loaded is not None else ("",)
         scores = [await self.api.score(ids, self._deadline, name) for name in names]
         return tuple(chain.from_iterable(scores))
 
     async def label(self) -> str:
         """Tell what the server holds: the label of the version that was loaded last, if it is there."""
-        base = await self.api.weight_label()
+        base_label = await self.api.weight_label()
         ref = self.loaded
-        if base != BASE_LABEL or ref is None:
-            return base
-        names = set(self._names(ref).values())
-        return ref.label if names <= await self.api.adapters() else "no adapter of this run"
+        if base_label != BASE_LABEL or ref is None:
+            return base_label
+        adapter_names = set(self._adapter_names(ref).values())
+        return ref.label if adapter_names <= await self.api.adapters() else "no adapter of this run"
 
     async def close(self) -> None:
         if self._unloading is not None:
@@ -131,14 +131,14 @@ class AdapterLoader:
         else:
             await load()
             await self.api.flush_cache(wait=self._deadline)
-        self._based = True
+        self._has_base = True
 
-    def _names(self, ref: WeightsRef) -> dict[str, str]:
+    def _adapter_names(self, ref: WeightsRef) -> dict[str, str]:
         """Return the names of a version's adapters, by agent."""
         agents = self._config.adapters
         return {agent: adapter_name(ref.version, self._attachment, agent) for agent in agents}
 
-    def _lay_out(self, ref: WeightsRef, files: Path) -> Manifest:
+    def _write_peft_files(self, ref: WeightsRef, files: Path) -> Manifest:
         """Write PEFT's directories. The server may map their files for as long as it has the adapters: no
         links to those of the version, which other machines may delete."""
         manifest, arrays = disk.read_arrays(ref)
@@ -146,29 +146,29 @@ class AdapterLoader:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of adapters")
         with WeightsError.instead_of(OSError, text=f"weights {ref.path}: cannot be copied to {files}"):
             for agent, spec in manifest.adapters.items():
-                own = [one for one in manifest.layout if alone(one.name, agent)]
-                layout = tuple(one._replace(name=alone(one.name, agent)) for one in own)
+                agent_tensors = [tensor for tensor in manifest.layout if alone(tensor.name, agent)]
+                layout = tuple(tensor._replace(name=alone(tensor.name, agent)) for tensor in agent_tensors)
                 (files / agent).mkdir(parents=True, exist_ok=True)
-                settings = msgspec.json.encode(spec.peft(self._config.model.path))
-                (files / agent / "adapter_config.json").write_bytes(settings)
+                adapter_config = msgspec.json.encode(spec.peft(self._config.model.path))
+                (files / agent / "adapter_config.json").write_bytes(adapter_config)
                 with (files / agent / "adapter_model.safetensors").open("wb") as file:
-                    write_file(file, layout, (arrays[one.name] for one in own))
+                    write_file(file, layout, (arrays[tensor.name] for tensor in agent_tensors))
         return manifest
 
     async def _unload_old(self) -> None:
         """Unload what is outdated, and what earlier keepers have left. Their requests end soon."""
         try:
             for name in sorted(await self.api.adapters()):
-                found = _NAME.fullmatch(name)
-                if found and (found[2] != self._attachment or self._old(found[1])):
+                name_match = _ADAPTER_NAME.fullmatch(name)
+                if name_match and (name_match[2] != self._attachment or self._is_old(name_match[1])):
                     await self.api.unload_adapter(name, self._deadline)
         except AsyncrlError as error:  # the next load tries again
             log.warning("server %s keeps old adapters: %s", self.api.url, one_line(error))
 
-    def _old(self, label: str) -> bool:
+    def _is_old(self, label: str) -> bool:
         """Tell whether it is outdated by the version before the last: no request names it any more."""
         version = version_of(label)
-        if self._told is None or version is None:
+        if self._previous_ref is None or version is None:
             return False
-        told = self._told.version
-        return version < told and outdated(version, told, self._config)
+        previous_version = self._previous_ref.version
+        return version < previous_version and outdated(version, previous_version, self._config)

@@ -95,18 +95,18 @@ class ServedModels(msgspec.Struct, frozen=True):
 
 class ServerApi:
     def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:
-        self._http = HttpTransport(url, api_key, admin_key)
+        self._transport = HttpTransport(url, api_key, admin_key)
 
     @property
     def url(self) -> str:
-        return self._http.url
+        return self._transport.url
 
     # -- questions ------------------------------------------------------------------------------------
 
     async def ready(self) -> bool:
         """True if the server takes new requests: it has started and is not paused. Cheap, unlike `/health`,
         which samples a token, and which says nothing for 20 s during a pause."""
-        status = await self._http.status("/ready", GET_SECONDS)
+        status = await self._transport.status("/ready", GET_SECONDS)
         if status not in (200, 503):
             raise EngineError(f"server {self.url}: /ready answered {status}; is this an SGLang server?")
         return status == 200
@@ -145,7 +145,7 @@ class ServerApi:
 
     async def try_admin_key(self) -> None:
         """KeyRejected unless it opens what changes the server. Nothing is changed: no request is named."""
-        await self._command("/abort_request", {}, GET_SECONDS)
+        await self._send_command("/abort_request", {}, GET_SECONDS)
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -155,23 +155,23 @@ class ServerApi:
         """Open a stream of one request: the JSON payloads of its events. Leaving the context before the end
         cuts the connection, which aborts the request. ServerGone, also from the iterator: the connection was
         cut by the other side, or nothing came for `silence` seconds."""
-        return self._http.stream("/generate", {**body, "stream": True}, silence)
+        return self._transport.stream("/generate", {**body, "stream": True}, silence)
 
     def sleeps(self, asleep: bool) -> None:
         """While it does, its streams may be silent for ever."""
-        self._http.sleeps(asleep)
+        self._transport.sleeps(asleep)
 
     async def generate_whole(self, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> bytes:
         """The JSON answer to a request that is not streamed."""
-        return await self._http.call("POST", "/generate", seconds, body)
+        return await self._transport.call("POST", "/generate", seconds, body)
 
     async def score(self, ids: tuple[int, ...], seconds: float, adapter: str = "") -> tuple[float, ...]:
         """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has
         none. All are computed anew, not read from what other weights left in the cache. `adapter`: the name
         of the one to use."""
-        read = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter)
-        scored = read.input_token_logprobs[1:]
-        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored)
+        meta_info = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter)
+        scored_entries = meta_info.input_token_logprobs[1:]
+        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored_entries)
 
     async def read(
         self, ids: tuple[int, ...], seconds: float, start: int, *, salt: str, top: int = 0, adapter: str = ""
@@ -188,37 +188,37 @@ class ServerApi:
             "top_logprobs_num": top,
             "cache_salt": salt,
         }
-        read = decode(await self.generate_whole(body, seconds)).meta_info
-        told = [entry.id for entry in read.input_token_logprobs]
-        asked = ids[start:]
+        meta_info = decode(await self.generate_whole(body, seconds)).meta_info
+        scored_ids = [entry.id for entry in meta_info.input_token_logprobs]
+        expected_ids = ids[start:]
         # A server names the last id of its vocabulary 0, beside its own log-prob.
-        if len(told) != len(asked) or any(one not in (id, 0) for one, id in zip(told, asked, strict=True)):
+        if len(scored_ids) != len(expected_ids) or any(scored_id not in (expected_id, 0) for scored_id, expected_id in zip(scored_ids, expected_ids, strict=True)):
             raise EngineError(f"server {self.url} scored other ids than it was given")
-        return read
+        return meta_info
 
     # -- control --------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
         """Hold new requests. Running ones: `abort` ends them, `retract` frees their KV cache (it is computed
         again), `in_place` freezes them as they are. The caller must `resume`."""
-        await self._command("/pause_generation", {"mode": mode}, ADMIN_SECONDS)
+        await self._send_command("/pause_generation", {"mode": mode}, ADMIN_SECONDS)
 
     async def resume(self, seconds: float = ADMIN_SECONDS) -> None:
-        await self._command("/continue_generation", {}, seconds)
+        await self._send_command("/continue_generation", {}, seconds)
 
     async def flush_cache(self, wait: float = 0.0, seconds: float = ADMIN_SECONDS) -> None:
         """Empty the prefix cache, giving requests `wait` s to end. EngineError if any still runs."""
-        await self._command(f"/flush_cache?timeout={wait:g}", {}, wait + seconds)
+        await self._send_command(f"/flush_cache?timeout={wait:g}", {}, wait + seconds)
 
     async def release_memory(self) -> None:
         """Give up KV cache, prefixes and weights. It ends a server where requests run, also paused
         `in_place`, and where one waits for its grammar."""
-        await self._command("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN_SECONDS)
+        await self._send_command("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN_SECONDS)
 
     async def resume_memory(self, part: Literal["kv_cache", "weights"]) -> None:
         """Take the memory of a part again: without content, but for buffers that are no weights. It ends a
         server that has not given the part up."""
-        await self._command("/resume_memory_occupation", {"tags": [part]}, ADMIN_SECONDS)
+        await self._send_command("/resume_memory_occupation", {"tags": [part]}, ADMIN_SECONDS)
 
     # -- weights: WeightsError carries the server's text ------------------------------------------------
 
@@ -227,29 +227,29 @@ class ServerApi:
         samples until the next load. In a pause `in_place`, requests end when it does, without another token
         under the old label."""
         body = {"new_version": INVALID_LABEL, "abort_all_requests": True}
-        await self._weights("/update_weight_version", body, seconds)
+        await self._change_weights("/update_weight_version", body, seconds)
 
     async def update_from_disk(self, path: str, label: str, seconds: float = ADMIN_SECONDS) -> None:
         """Load a directory in Hugging Face layout. Unless paused, waits for every running request. The
         prefix cache is kept: where it cannot be emptied, an update that is to do so half fails (0.5.23) or
         ends the server (0.5.20)."""
         body = {"model_path": path, "weight_version": label, "flush_cache": False}
-        await self._weights("/update_weights_from_disk", body, seconds)
+        await self._change_weights("/update_weights_from_disk", body, seconds)
 
     async def load_adapter(self, name: str, path: str, seconds: float = ADMIN_SECONDS) -> None:
         """Load a directory in PEFT's layout, beside what runs."""
-        await self._weights("/load_lora_adapter", {"lora_name": name, "lora_path": path}, seconds)
+        await self._change_weights("/load_lora_adapter", {"lora_name": name, "lora_path": path}, seconds)
 
     async def unload_adapter(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
         """Waits for the requests that use it, and until then the server loads no other. It remembers the
         path: a request that names the adapter later loads it again, if there is still something there."""
-        await self._weights("/unload_lora_adapter", {"lora_name": name}, seconds)
+        await self._change_weights("/unload_lora_adapter", {"lora_name": name}, seconds)
 
     async def begin_update(self) -> None:
-        await self._weights("/begin_weight_update", {}, ADMIN_SECONDS)
+        await self._change_weights("/begin_weight_update", {}, ADMIN_SECONDS)
 
     async def end_update(self, seconds: float = ADMIN_SECONDS) -> None:
-        await self._weights("/end_weight_update", {}, seconds)
+        await self._change_weights("/end_weight_update", {}, seconds)
 
     async def init_group(
         self,
@@ -271,7 +271,7 @@ class ServerApi:
             "group_name": name,
             "backend": backend,
         }
-        await self._weights("/init_weights_update_group", body, seconds)
+        await self._change_weights("/init_weights_update_group", body, seconds)
 
     async def update_from_group(
         self,
@@ -294,30 +294,30 @@ class ServerApi:
         }
         if label is not None:
             body["weight_version"] = label
-        await self._weights("/update_weights_from_distributed", body, seconds)
+        await self._change_weights("/update_weights_from_distributed", body, seconds)
 
     async def destroy_group(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
-        await self._weights("/destroy_weights_update_group", {"group_name": name}, seconds)
+        await self._change_weights("/destroy_weights_update_group", {"group_name": name}, seconds)
 
     async def close(self) -> None:
-        await self._http.close()
+        await self._transport.close()
 
     # -- plumbing -------------------------------------------------------------------------------------
 
-    async def _get(self, path: str, kind: type[T], seconds: float) -> T:
-        content = await self._http.call("GET", path, seconds)
+    async def _get(self, path: str, answer_type: type[T], seconds: float) -> T:
+        content = await self._transport.call("GET", path, seconds)
         try:
-            return msgspec.json.decode(content, type=kind)
+            return msgspec.json.decode(content, type=answer_type)
         except UNDECODABLE as error:
-            what = f"server {self.url}: {path} answered what is not understood"
-            raise EngineError(f"{what}: {error}") from error
+            description = f"server {self.url}: {path} answered what is not understood"
+            raise EngineError(f"{description}: {error}") from error
 
-    async def _command(self, path: str, body: dict[str, Any], seconds: float) -> None:
-        await self._http.call("POST", path, seconds, body, admin=True)
+    async def _send_command(self, path: str, body: dict[str, Any], seconds: float) -> None:
+        await self._transport.call("POST", path, seconds, body, admin=True)
 
-    async def _weights(self, path: str, body: dict[str, Any], seconds: float) -> None:
+    async def _change_weights(self, path: str, body: dict[str, Any], seconds: float) -> None:
         """WeightsError also when the server says with status 200 that it failed."""
-        content = await self._http.call("POST", path, seconds, body, admin=True, failure=WeightsError)
+        content = await self._transport.call("POST", path, seconds, body, admin=True, failure=WeightsError)
         answer = msgspec.json.decode(content) if content else {}
         if isinstance(answer, dict) and not answer.get("success", True):
             raise WeightsError(f"server {self.url}: {path}: {error_text(content)}")
@@ -365,5 +365,5 @@ def protocol_of(version: str, url: str) -> UpdateProtocol:
     try:
         return PROTOCOLS[version]
     except KeyError:
-        known = ", ".join(PROTOCOLS)
-        raise ConfigError(f"server {url} runs SGLang {version}; supported are {known}") from None
+        supported_versions = ", ".join(PROTOCOLS)
+        raise ConfigError(f"server {url} runs SGLang {version}; supported are {supported_versions}") from None

@@ -62,25 +62,25 @@ class Push:
     async def load(self) -> Manifest:
         """Get it into the server, which gets the label with the last bucket. A failure leaves the server with
         some old and some new weights: WeightsError, or another AsyncrlError when it did not answer."""
-        last = len(self.buckets) - 1
+        last_index = len(self.buckets) - 1
         async with self.protocol.update(self.server):
             for index, specs in enumerate(self.buckets):
                 await self.connection.ask(messages.BucketRequest(index), messages.BucketReady)
-                with self._explained():
+                with self._explaining_nccl():
                     await self.server.update_from_group(
                         [spec.name for spec in specs],
                         [spec.dtype for spec in specs],
                         [spec.shape for spec in specs],
                         group=self.group,
-                        label=self.label if index == last else None,
+                        label=self.label if index == last_index else None,
                         seconds=self.deadline - asyncio.get_running_loop().time(),
                     )
-            sent = await self.connection.ask(messages.BucketRequest(last + 1), messages.Sent)
+            sent = await self.connection.ask(messages.BucketRequest(last_index + 1), messages.Sent)
         self.done = True
         return sent.manifest
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explaining_nccl(self) -> Iterator[None]:
         """Name both versions where the server's NCCL is another one. NCCL makes no group of two versions, but
         says why in the server's log only; the text of its error is all that tells the server's version."""
         try:
@@ -101,7 +101,7 @@ class Receiver:
 
     def __init__(self, server: ServerApi, index: int, ranks: int, protocol: UpdateProtocol) -> None:
         self._server = server
-        self._index = index
+        self._server_index = index
         self._ranks = ranks
         self._protocol = protocol
         self._connection: SenderConnection | None = None
@@ -115,15 +115,15 @@ class Receiver:
         deadline = asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout_at(deadline):
-                push = await self._prepare(ref, deadline)
+                push = await self._prepare_push(ref, deadline)
                 yield push
             if not push.done:
                 await self.close()
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
-                late = f"weights {ref.path}: {ref.label} did not arrive within {seconds:g} s"
-                raise WeightsError(late) from None  # the trainer may be the one that is late
+                problem = f"weights {ref.path}: {ref.label} did not arrive within {seconds:g} s"
+                raise WeightsError(problem) from None  # the trainer may be the one that is late
             raise
 
     async def close(self) -> None:
@@ -138,10 +138,10 @@ class Receiver:
             with suppress(AsyncrlError):
                 await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
 
-    async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
+    async def _prepare_push(self, ref: WeightsRef, deadline: float) -> Push:
         connection = await self._connect(self._sender(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
-        request = messages.VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds)
+        request = messages.VersionRequest(f"engine {self._server_index}", ref.version, self._ranks, seconds)
         plan = await connection.ask(request, messages.Plan)
         if plan.port:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
@@ -153,35 +153,35 @@ class Receiver:
     def _sender(self, paths: list[str]) -> str:
         """Return the source of this server's versions: its own machine, if there is a sender."""
         for path in paths:
-            where = urlsplit(path)
-            if where.scheme != "tcp" or not where.hostname or not where.port:
+            address = urlsplit(path)
+            if address.scheme != "tcp" or not address.hostname or not address.port:
                 raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
-        near = [path for path in paths if _is_here(path)] if _is_here(self._server.url) else []
-        near = near or paths
-        return near[self._index % len(near)]
+        local_paths = [path for path in paths if _is_local(path)] if _is_local(self._server.url) else []
+        local_paths = local_paths or paths
+        return local_paths[self._server_index % len(local_paths)]
 
     async def _connect(self, path: str) -> SenderConnection:
-        known = self._connection
-        if known is not None and (known.path != path or known.reader.at_eof()):
+        open_connection = self._connection
+        if open_connection is not None and (open_connection.path != path or open_connection.reader.at_eof()):
             await self.close()  # another trainer's, or one that has heard nothing from here for long
         if self._connection is None:
-            where = urlsplit(path)
+            address = urlsplit(path)
             with WeightsError.instead_of(OSError, text=f"weights {path}: no sender there"):
-                streams = await asyncio.open_connection(where.hostname, where.port)
+                streams = await asyncio.open_connection(address.hostname, address.port)
             self._connection = SenderConnection(path, *streams)
         return self._connection
 
     async def _join(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
         connection.group = plan.group
-        address = str(urlsplit(connection.path).hostname)
+        sender_host = str(urlsplit(connection.path).hostname)
         with WeightsError.instead_of(EngineError, text=f"weights {connection.path}: the server did not join"):
             await self._server.init_group(
-                address, plan.port, 1, 1 + self._ranks, plan.group, plan.backend, seconds=seconds
+                sender_host, plan.port, 1, 1 + self._ranks, plan.group, plan.backend, seconds=seconds
             )
 
 
-def _is_here(url: str) -> bool:
-    where = urlsplit(url)
+def _is_local(url: str) -> bool:
+    address = urlsplit(url)
     with suppress(OSError, ValueError):  # of a name that is not known, or no address
-        return is_here(f"tcp://{where.hostname}:{where.port or 80}")
+        return is_here(f"tcp://{address.hostname}:{address.port or 80}")
     return False

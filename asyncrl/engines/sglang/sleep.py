@@ -28,14 +28,14 @@ class ServerSleep:
         """Give up KV cache and weights, if it is awake. Raises EngineError, and sets `unknown`, if a step
         fails."""
         if not self.asleep:
-            with self._finished("falling asleep"):
+            with self._unknown_until_done("falling asleep"):
                 await self._api.pause("retract")  # a release while requests run would end the server
                 await self._api.release_memory()
                 self.asleep = True
 
     def waking(self) -> AbstractContextManager[None]:
         """The body wakes the server, if it sleeps. Where that fails, see `unknown`."""
-        return self._finished("waking") if self.asleep else nullcontext()
+        return self._unknown_until_done("waking") if self.asleep else nullcontext()
 
     @asynccontextmanager
     async def woken(self) -> AsyncIterator[None]:
@@ -47,7 +47,7 @@ class ServerSleep:
         self.asleep = False
 
     @contextmanager
-    def _finished(self, doing: str) -> Iterator[None]:
-        self.unknown = f"server {self._api.url}: {doing} was not finished; what it holds is not known"
+    def _unknown_until_done(self, activity: str) -> Iterator[None]:
+        self.unknown = f"server {self._api.url}: {activity} was not finished; what it holds is not known"
         yield
         self.unknown = ""

@@ -29,7 +29,7 @@ from asyncrl.errors import one_line
 log = logging.getLogger("asyncrl.engine")
 
 RECORD_AFTER = 300  # steps of a kind: a recording costs about as much as so many steps
-_RECORDING = threading.Lock()  # torch records one module at a time
+_RECORDING_LOCK = threading.Lock()  # torch records one module at a time
 
 
 class Kind(NamedTuple):
@@ -45,21 +45,21 @@ class RecordedStep:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._is_recorded = cache.ids.device.type == "cpu"
-        self._made: Counter[Kind] = Counter()
+        self._can_record = cache.ids.device.type == "cpu"
+        self._step_counts: Counter[Kind] = Counter()
         self._steps: dict[Kind, Callable[..., torch.Tensor]] = {}
 
     def __call__(self, plan: StepLayout) -> list[int]:
         """Compute a step; returns the slots whose turns ended with it."""
         kind = Kind(len(plan.layout.groups), plan.layout.decoding, plan.params.any_greedy)
-        tensors = _tensors(plan)
+        step_tensors = _tensors(plan)
         if kind not in self._steps:
             self._steps[kind] = _Step(self._cache, kind)
-        self._made[kind] += 1
-        if self._is_recorded and self._made[kind] == RECORD_AFTER:
-            self._steps[kind] = _recorded(self._steps[kind], tensors)
-        done = self._steps[kind](*tensors)
-        return [plan.slots[index] for index in done.tolist()]
+        self._step_counts[kind] += 1
+        if self._can_record and self._step_counts[kind] == RECORD_AFTER:
+            self._steps[kind] = _recorded(self._steps[kind], step_tensors)
+        ended_samples = self._steps[kind](*step_tensors)
+        return [plan.slots[index] for index in ended_samples.tolist()]
 
 
 class _Step(torch.nn.Module):
@@ -78,8 +78,8 @@ class _Step(torch.nn.Module):
         self,
         cells: torch.Tensor,
         positions: torch.Tensor,
-        keep: torch.Tensor,
-        live: torch.Tensor,
+        logit_indices: torch.Tensor,
+        is_live: torch.Tensor,
         seed: torch.Tensor,
         temperature: torch.Tensor,
         greedy: torch.Tensor,
@@ -91,18 +91,18 @@ class _Step(torch.nn.Module):
         indices of the samples that end their turn."""
         cache = self._cache
         kind = self._kind
-        split = tuple(SlotGroup(*groups[at : at + 3]) for at in range(0, 3 * kind.groups, 3))
-        layout = Layout(cells, positions, split, kind.decoding)
-        logits = cache.forward(layout, keep)
-        cells = cells[keep] + 1
-        positions = positions[keep] + 1
+        slot_groups = tuple(SlotGroup(*groups[first : first + 3]) for first in range(0, 3 * kind.groups, 3))
+        layout = Layout(cells, positions, slot_groups, kind.decoding)
+        logits = cache.forward(layout, logit_indices)
+        cells = cells[logit_indices] + 1
+        positions = positions[logit_indices] + 1
         params = Params(seed, temperature, greedy, kind.any_greedy)
         ids, logprobs = sample(logits, positions, params, cache.vocabulary)
         cache.ids.view(-1).index_copy_(0, cells, ids)
         cache.logprobs.view(-1).index_copy_(0, cells, logprobs)
         stopped = (ids[:, None] == stops).any(1)
-        done = (stopped | (positions + 1 >= limits) | logprobs.isnan()) & (live == 1)
-        return done.nonzero().flatten()
+        ended = (stopped | (positions + 1 >= limits) | logprobs.isnan()) & (is_live == 1)
+        return ended.nonzero().flatten()
 
 
 def _tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
@@ -119,10 +119,10 @@ def _recorded(
     step: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]
 ) -> Callable[..., torch.Tensor]:
     """The recorded step; the step itself if its code depends on values of tensors (mixtures of experts)."""
-    with _RECORDING, warnings.catch_warnings():
+    with _RECORDING_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]
-        told = get_verbosity()
+        previous_verbosity = get_verbosity()
         set_verbosity_error()  # the recording reads every attribute of the model, and some warn when read
         try:
             return torch.jit.trace(step, tensors, check_trace=False)
@@ -130,4 +130,4 @@ def _recorded(
             log.info("the engine's steps are issued by Python: %s", one_line(error.__cause__ or error))
             return step
         finally:
-            set_verbosity(told)
+            set_verbosity(previous_verbosity)

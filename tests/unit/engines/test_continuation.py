@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.base import NOTHING, Request, Sampling, beyond, extended, rest, together, unheard
+from asyncrl.engines.base import NOTHING, Request, Sampling, beyond, extended, rest, together, ignore_part
 from asyncrl.types import Generation, Routes, StopReason, VersionSpan
 
 STOP_ID = 9
@@ -19,7 +19,7 @@ def part(*ids: int, version: int = 0, stop: StopReason = StopReason.ABORT) -> Ge
 
 
 def unheard_of(request: Request) -> Request:
-    return msgspec.structs.replace(request, on_part=unheard)
+    return msgspec.structs.replace(request, on_part=ignore_part)
 
 
 def test_what_is_left_continues_the_tokens_within_the_limit() -> None:

@@ -28,7 +28,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(engine: TorchEngine) -> dict[recorded.Kind, bool]:
     """The kinds of steps so far, and whether they are recorded."""
-    steps = engine._batcher._forward._steps
+    steps = engine._batcher._recorded_step._steps
     return {kind: isinstance(step, torch.jit.ScriptModule) for kind, step in steps.items()}
 
 

@@ -131,7 +131,7 @@ async def test_a_recording_serves_after_a_sleep(tmp_path: Path, monkeypatch: pyt
     engine = serve(stepwise=True)
     new = tiny(seed=1)
     await engine.generate(ask(prompt(9), 12))
-    made = engine._batcher._forward._steps
+    made = engine._batcher._recorded_step._steps
     recordings = {kind: one for kind, one in made.items() if isinstance(one, torch.jit.ScriptModule)}
     assert recordings
     await engine.sleep()

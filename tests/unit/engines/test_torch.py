@@ -87,7 +87,7 @@ async def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
             await engine.generate(bad)
     first = asyncio.create_task(engine.generate(ask((1, 2))))
     before = engine.tokens
-    await generated(engine, engine._batcher.generated + 1)
+    await generated(engine, engine._batcher.generated_tokens + 1)
     assert before < engine.tokens < before + 12  # the turn is under way: a sign of life
     with pytest.raises(EngineError, match="still running"):
         await engine.generate(ask((1, 2)))

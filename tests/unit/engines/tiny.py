@@ -86,5 +86,5 @@ class Forwarded:
 
 async def generated(engine: TorchEngine, count: int) -> None:
     """Until a `stepwise` engine has sampled that many tokens. It gives way after every step, and so do we."""
-    while engine._batcher.generated < count:  # noqa: ASYNC110 (a step is an event of its own)
+    while engine._batcher.generated_tokens < count:  # noqa: ASYNC110 (a step is an event of its own)
         await asyncio.sleep(0)
