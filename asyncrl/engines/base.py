@@ -146,7 +146,12 @@ def rest(request: Request, sampled: Generation) -> Request:
     sampling = replace(request.sampling, max_new_tokens=remaining_tokens)
     watch = None if request.watch is None else _after(sampled.ids, request.watch)
     routes_from = request.routes_from if sampled.routes is None else sampled.routes.end
-    changes = {"ids": request.ids + sampled.ids, "sampling": sampling, "watch": watch, "routes_from": routes_from}
+    changes = {
+        "ids": request.ids + sampled.ids,
+        "sampling": sampling,
+        "watch": watch,
+        "routes_from": routes_from,
+    }
     return replace(request, **changes, on_part=lambda part: request.on_part(extended(request, sampled, part)))
 
 
@@ -174,7 +179,9 @@ def together(sampled: Generation, part: Generation) -> Generation:
 def beyond(sampled: Generation, generation: Generation) -> Generation:
     """Return the part of `whole` after `sampled`, without routes: the server that goes on tells them all."""
     count = len(sampled.ids)
-    clipped_spans = (replace(span, start=max(span.start, count)) for span in generation.spans if span.end > count)
+    clipped_spans = (
+        replace(span, start=max(span.start, count)) for span in generation.spans if span.end > count
+    )
     spans = tuple(shifted(span, -count) for span in clipped_spans)
     seconds = generation.seconds - sampled.seconds
     return Generation(generation.ids[count:], generation.logprobs[count:], spans, generation.stop, seconds)
@@ -185,7 +192,9 @@ def joined(first_routes: Routes | None, later_routes: Routes | None) -> Routes |
     those of the server that went on are of all of it."""
     if first_routes is None or later_routes is None:
         return first_routes or later_routes
-    return Routes(first_routes.start, first_routes.tokens + later_routes.tokens, first_routes.data + later_routes.data)
+    return Routes(
+        first_routes.start, first_routes.tokens + later_routes.tokens, first_routes.data + later_routes.data
+    )
 
 
 def ending(request: Request, ids: tuple[int, ...]) -> StopReason:

@@ -22,7 +22,17 @@ import msgspec
 from asyncrl.buffer.payloads import TurnPart, decode_part
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import last_words, rows_of
-from asyncrl.engines.base import NOTHING, Request, Sampling, Watch, beyond, extended, rest, together, ignore_part
+from asyncrl.engines.base import (
+    NOTHING,
+    Request,
+    Sampling,
+    Watch,
+    beyond,
+    extended,
+    rest,
+    together,
+    ignore_part,
+)
 from asyncrl.episodes.reward import EpisodeReward, shaped, transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput

@@ -21,17 +21,17 @@ import msgspec
 from asyncrl.observe.metrics import duration
 from asyncrl.observe.timeline import Timeline
 
-PERIOD = 2.0  # seconds after which a span that goes on is cut; also what a crash may lose
-GAP = 0.25  # seconds
-NAMES = 32  # at a time; what begins beyond them is recorded as OTHER
+FLUSH_SECONDS = 2.0  # seconds after which a span that goes on is cut; also what a crash may lose
+JOIN_GAP_SECONDS = 0.25  # seconds
+MAX_NAMES = 32  # at a time; what begins beyond them is recorded as OTHER
 OTHER = "other waits"
 MIN_SPAN_SECONDS = 0.001  # seconds together; less is left out
-AT_ONCE = 0.0001  # seconds; a call that ends sooner has waited for nothing, and is not counted
+INSTANT_SECONDS = 0.0001  # seconds; a call that ends sooner has waited for nothing, and is not counted
 
-Begun = tuple[str, float]
+StartedCall = tuple[str, float]
 
 
-class Joined(msgspec.Struct):
+class JoinedSpan(msgspec.Struct):
     """The span under way of one name, in monotonic seconds."""
 
     start: float
@@ -53,7 +53,7 @@ class Activity:
     def __init__(
         self,
         timeline: Timeline,
-        gap: float = GAP,
+        gap: float = JOIN_GAP_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -61,25 +61,25 @@ class Activity:
         self._gap = gap
         self._clock = clock
         self._wall = wall
-        self._span_by_name: dict[str, Joined] = {}
+        self._span_by_name: dict[str, JoinedSpan] = {}
         self._flushed_at = clock()
 
-    def begin(self, name: str) -> Begun:
+    def begin(self, name: str) -> StartedCall:
         """A task begins. Returns what to `end` it with."""
         now = self._clock()
-        if name not in self._span_by_name and len(self._span_by_name) >= NAMES:
+        if name not in self._span_by_name and len(self._span_by_name) >= MAX_NAMES:
             name = OTHER
         span = self._span_by_name.get(name)
         if span is None or (not span.running and now - span.changed > self._gap):
             if span is not None:
                 self._write_span(name, span, now)
-            span = self._span_by_name[name] = Joined(now, now)
+            span = self._span_by_name[name] = JoinedSpan(now, now)
         span.advance(now)
         span.running += 1
         span.calls += 1
         return name, now
 
-    def end(self, started_call: Begun) -> None:
+    def end(self, started_call: StartedCall) -> None:
         """A task ends."""
         name, began_at = started_call
         now = self._clock()
@@ -87,7 +87,7 @@ class Activity:
         span.advance(now)
         span.running -= 1
         call_seconds = now - began_at
-        if call_seconds < AT_ONCE and self._gap:
+        if call_seconds < INSTANT_SECONDS and self._gap:
             span.calls = max(span.calls - 1, 0)
             span.seconds = span.seconds - call_seconds
         span.longest = max(span.longest, call_seconds)
@@ -96,7 +96,7 @@ class Activity:
 
     def tick(self) -> None:
         """To be called now and then: every PERIOD seconds it writes what there is."""
-        if self._clock() - self._flushed_at >= PERIOD:
+        if self._clock() - self._flushed_at >= FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
@@ -105,12 +105,12 @@ class Activity:
         for name, span in list(self._span_by_name.items()):
             if span.running:
                 span.advance(now)
-                self._span_by_name[name] = Joined(now, now, span.running)
+                self._span_by_name[name] = JoinedSpan(now, now, span.running)
             else:
                 del self._span_by_name[name]
             self._write_span(name, span, now)
 
-    def _write_span(self, name: str, span: Joined, now: float) -> None:
+    def _write_span(self, name: str, span: JoinedSpan, now: float) -> None:
         if span.seconds >= MIN_SPAN_SECONDS or not self._gap:
             wall_offset = self._wall() - now
             start = span.start + wall_offset
@@ -134,7 +134,9 @@ class BusyTimer:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._all_turns, self._servers = (Activity(timeline, gap, clock, wall) for gap in (0.0, GAP))
+        self._all_turns, self._servers = (
+            Activity(timeline, gap, clock, wall) for gap in (0.0, JOIN_GAP_SECONDS)
+        )
         self._started_at = self._busy_since = clock()
         self._running_turns = 0
         self._busy_seconds = 0.0
@@ -198,7 +200,7 @@ class Notifier:
 
 
 ASLEEP = "the engine sleeps while the trainer has its devices"
-Entered = Callable[[], AbstractContextManager[None]]
+MakeContext = Callable[[], AbstractContextManager[None]]
 
 
 class Sleeps:
@@ -206,10 +208,10 @@ class Sleeps:
 
     def __init__(self, asleep: bool = False) -> None:
         self.asleep = asleep
-        self._open_states: dict[ExitStack, tuple[Entered, Entered]] = {}
+        self._open_states: dict[ExitStack, tuple[MakeContext, MakeContext]] = {}
 
     @contextmanager
-    def during(self, awake: Entered = nullcontext, asleep: Entered = nullcontext) -> Iterator[None]:
+    def during(self, awake: MakeContext = nullcontext, asleep: MakeContext = nullcontext) -> Iterator[None]:
         """The body waits for engines: within `awake()`, or within `asleep()` whenever they sleep."""
         with ExitStack() as state_stack:
             self._open_states[state_stack] = awake, asleep

@@ -9,14 +9,21 @@ from asyncrl.config import RunConfig
 from asyncrl.weights.model_files import weight_bytes
 
 READ_BYTES_PER_SECOND = 50e6  # bytes a second that the slowest disk gives
-CHECKPOINT_FACTOR = 12  # times the bytes of a model in bfloat16: float32 weights and moments, hashed, then loaded
+CHECKPOINT_FACTOR = (
+    12  # times the bytes of a model in bfloat16: float32 weights and moments, hashed, then loaded
+)
 
 
 def start_limit(config: RunConfig) -> float:
     """Seconds for a role to report in: `launch.start_timeout`, and the time to read models and checkpoint."""
     model_path = config.model.path
-    read_bytes = sum(map(weight_bytes, (model_path, config.critic.path or model_path, config.kl.reference or model_path)))
-    return config.launch.start_timeout + (read_bytes + CHECKPOINT_FACTOR * weight_bytes(model_path)) / READ_BYTES_PER_SECOND
+    read_bytes = sum(
+        map(weight_bytes, (model_path, config.critic.path or model_path, config.kl.reference or model_path))
+    )
+    return (
+        config.launch.start_timeout
+        + (read_bytes + CHECKPOINT_FACTOR * weight_bytes(model_path)) / READ_BYTES_PER_SECOND
+    )
 
 
 def silence_limit(config: RunConfig) -> float:

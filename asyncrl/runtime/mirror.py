@@ -36,7 +36,7 @@ from asyncrl.errors import (
     one_line,
 )
 from asyncrl.observe.timeline import Timeline
-from asyncrl.runtime.version_server import Arriving, VersionServer, travels
+from asyncrl.runtime.version_server import ArrivingVersion, VersionServer, versions_travel
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, Superseded, Unreachable, WeightsError, WeightsRef
@@ -49,10 +49,12 @@ from asyncrl.wire.sockets import COORDINATOR, ROLES, Endpoints, Gate, KeyPair, L
 log = logging.getLogger("asyncrl.weights")
 
 FETCH = "fetch_weights"  # a span of the timeline
-MAX_PENDING_PIECES = 16  # pieces that are asked for at once: bounds memory, and fills a line with up to 16 MB under way
-STALL_S = 10.0  # seconds without a sign of life of the source
-BARREN_S = 30.0  # seconds in which a source that waits itself may have nothing for us
-CLOSING_S = 0.5  # seconds after which a wait for it ends with the process
+MAX_PENDING_PIECES = (
+    16  # pieces that are asked for at once: bounds memory, and fills a line with up to 16 MB under way
+)
+STALL_SECONDS = 10.0  # seconds without a sign of life of the source
+BARREN_SECONDS = 30.0  # seconds in which a source that waits itself may have nothing for us
+CLOSING_SECONDS = 0.5  # seconds after which a wait for it ends with the process
 ENDING = "this process ends"
 MAX_SOURCES = 3  # sources
 SLACK_FACTOR = 4.0  # a fetch may take so many times as long as the last one made expect
@@ -74,12 +76,12 @@ class Mirror:
         self._role = role
         self._index = index
         self._timeline = timeline
-        self._versions_travel = travels(config) and bool(endpoints.versions)
+        self._versions_travel = versions_travel(config) and bool(endpoints.versions)
         self._sees_files = not self._versions_travel or is_here(endpoints.control)
         self._joined_later = not set(ROLES) <= endpoints.keys.keys()  # it knows no keys of others
         self._directory: Path | None = None
         self._fetch_lock = threading.Lock()
-        self._arriving_versions: dict[PolicyVersion, Arriving] = {}
+        self._arriving_versions: dict[PolicyVersion, ArrivingVersion] = {}
         self._server: VersionServer | None = None
         self._bytes_per_second = 0.0  # bytes a second, of the last fetch
         self._wanted_ref: WeightsRef | None = None
@@ -144,10 +146,12 @@ class Mirror:
                 if (local_ref := self._local(version)) is not None:
                     return local_ref
                 if self._directory is not None:
-                    disk.prune(self._directory, disk.KEEP - 1)
+                    disk.prune(self._directory, disk.KEPT_VERSIONS - 1)
                 return self._fetch_version(version, lock)
         except OSError as error:
-            advice = "; set weights.directory=run" if disk_full(error) and self._directory_setting != "run" else ""
+            advice = (
+                "; set weights.directory=run" if disk_full(error) and self._directory_setting != "run" else ""
+            )
             raise WeightsError(f"{version.label} cannot be written here: {error}{advice}") from error
         except (DeadlineError, ProtocolError) as error:
             log.warning("%s does not come to this machine: %s", version.label, error)
@@ -167,7 +171,7 @@ class Mirror:
                     break
                 if (touched := lock_path.stat().st_mtime_ns) != last_touched:
                     last_touched = touched
-                    give_up_at = time.monotonic() + BARREN_S + 3 * STALL_S
+                    give_up_at = time.monotonic() + BARREN_SECONDS + 3 * STALL_SECONDS
                 if time.monotonic() > give_up_at:
                     raise DeadlineError("another process of this machine fetches, and gets nothing")
                 time.sleep(0.02)
@@ -188,13 +192,15 @@ class Mirror:
         return None
 
     def _fetch_version(self, version: PolicyVersion, lock: Path) -> WeightsRef:
-        arriving = self._arriving_versions[version] = Arriving()  # others may ask for it as soon as it is opened
+        arriving = self._arriving_versions[version] = (
+            ArrivingVersion()
+        )  # others may ask for it as soon as it is opened
         try:
             return self._fetch_into(arriving, version, lock)
         finally:
             del self._arriving_versions[version]
 
-    def _fetch_into(self, arriving: Arriving, version: PolicyVersion, lock: Path) -> WeightsRef:
+    def _fetch_into(self, arriving: ArrivingVersion, version: PolicyVersion, lock: Path) -> WeightsRef:
         opened = self._open_version(version)
         with ProtocolError.instead_of(*UNDECODABLE, text="no usable manifest"):
             manifest = msgspec.json.decode(opened.manifest, type=Manifest)
@@ -229,7 +235,7 @@ class Mirror:
             raise ProtocolError(f"{type(answer).__name__} is no answer to OpenVersion")
         return answer
 
-    def _receive_payload(self, opened: OpenedVersion, arriving: Arriving, lock: Path) -> None:
+    def _receive_payload(self, opened: OpenedVersion, arriving: ArrivingVersion, lock: Path) -> None:
         """All bytes of a version. Where one source fails, the trainer's machine goes on."""
         with arriving.file.open("wb") as payload_file:
             if opened.size:
@@ -248,15 +254,20 @@ class Mirror:
                 log.warning("%s from %s: %s", opened.version.label, opened.address, one_line(error))
                 opened = self._open_version(opened.version, anew=True)
 
-    def _read_from(self, opened: OpenedVersion, arriving: Arriving, lock: Path, give_up_at: float) -> None:
+    def _read_from(
+        self, opened: OpenedVersion, arriving: ArrivingVersion, lock: Path, give_up_at: float
+    ) -> None:
         """Read what has not arrived so far, in order."""
-        wanted_offsets = iter(range(arriving.have, opened.size, PIECE))
+        wanted_offsets = iter(range(arriving.received_bytes, opened.size, PIECE))
         pending_sizes: dict[int, int] = {}  # sizes of pieces by where they begin
-        asked_end = arriving.have  # of what was asked for
-        barren_at = time.monotonic() + BARREN_S
+        asked_end = arriving.received_bytes  # of what was asked for
+        barren_at = time.monotonic() + BARREN_SECONDS
         with self._open_link(opened.address, opened.key) as link:
             while True:
-                while len(pending_sizes) < MAX_PENDING_PIECES and (offset := next(wanted_offsets, None)) is not None:
+                while (
+                    len(pending_sizes) < MAX_PENDING_PIECES
+                    and (offset := next(wanted_offsets, None)) is not None
+                ):
                     pending_sizes[offset] = min(PIECE, opened.size - offset)
                     link.send(ReadBytes(opened.version, offset, pending_sizes[offset]))
                     asked_end = offset + pending_sizes[offset]
@@ -264,17 +275,17 @@ class Mirror:
                     return
                 if time.monotonic() > give_up_at:
                     raise DeadlineError(f"it takes {SLACK_FACTOR:g} times as long as the last version")
-                if (piece := _piece(self._answer(link), pending_sizes)) is None:
+                if (piece := _received_piece(self._answer(link), pending_sizes)) is None:
                     if time.monotonic() > barren_at:
-                        raise DeadlineError(f"it has had nothing itself for {BARREN_S:g} s")
+                        raise DeadlineError(f"it has had nothing itself for {BARREN_SECONDS:g} s")
                     continue
                 offset, data = piece
-                barren_at = time.monotonic() + BARREN_S
+                barren_at = time.monotonic() + BARREN_SECONDS
                 with arriving.file.open("r+b") as file:
                     file.seek(offset)
                     file.write(data)
                 del pending_sizes[offset]
-                arriving.have = min(pending_sizes, default=asked_end)
+                arriving.received_bytes = min(pending_sizes, default=asked_end)
                 os.utime(lock)
 
     def _served_at(self) -> tuple[str, str]:
@@ -295,12 +306,12 @@ class Mirror:
     def _answer(self, link: Link) -> tuple[OpenedVersion | VersionBytes, list[bytes]]:
         """The next answer. DeadlineError: none comes, or this process ends. Superseded, WeightsError: the
         version is gone."""
-        give_up_at = time.monotonic() + STALL_S
+        give_up_at = time.monotonic() + STALL_SECONDS
         while not self._closing.is_set():
-            if (received := link.receive(CLOSING_S)) is not None:
+            if (received := link.receive(CLOSING_SECONDS)) is not None:
                 break
             if time.monotonic() > give_up_at:
-                raise DeadlineError(f"no answer for {STALL_S:g} s")
+                raise DeadlineError(f"no answer for {STALL_SECONDS:g} s")
         else:
             raise DeadlineError(ENDING)
         answer, frames = received
@@ -318,7 +329,7 @@ class Mirror:
             link.close()
 
 
-def _piece(
+def _received_piece(
     answer: tuple[OpenedVersion | VersionBytes, list[bytes]], pending_sizes: Mapping[int, int]
 ) -> tuple[int, bytes] | None:
     """A piece that was asked for, and where it begins; None: the source is waiting for it itself."""

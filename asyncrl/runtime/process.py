@@ -82,7 +82,7 @@ class MainMemory(NamedTuple):
     available: int
 
 
-class Files(NamedTuple):
+class CgroupFiles(NamedTuple):
     """Files in which a version of cgroups says what a group may use and uses. `cache`: what of it the kernel
     frees on demand, a line of memory.stat."""
 
@@ -92,9 +92,9 @@ class Files(NamedTuple):
     cache: str
 
 
-VERSIONS = {
-    "": Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": Files(
+CGROUP_VERSIONS = {
+    "": CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": CgroupFiles(
         "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     ),
 }
@@ -105,23 +105,28 @@ def main_memory(root: Path = Path("/")) -> MainMemory:
     machine = psutil.virtual_memory()
     total = int(machine.total)
     available = int(machine.available)
-    for limit, used in _limits(root):
+    for limit, used in _memory_limits(root):
         total = min(total, limit)
         available = min(available, max(0, limit - used))
     return MainMemory(total, available)
 
 
-def _limits(root: Path) -> Iterator[tuple[int, int]]:
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yields what each group of this process, and each around it, may use and uses. Inside a container a path
     may be that outside of it: the container's own group is the mount then."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if files := VERSIONS.get(controllers):
+            if files := CGROUP_VERSIONS.get(controllers):
                 inner_path = Path(path.lstrip("/"))
                 for group in (inner_path, *inner_path.parents):
                     with suppress(OSError, ValueError, KeyError):  # no such group, no limit
                         group_directory = root / files.mount / group
-                        limit, used = (int((group_directory / name).read_text()) for name in (files.limit, files.used))
-                        memory_stat = dict(line.split() for line in (group_directory / "memory.stat").read_text().splitlines())
+                        limit, used = (
+                            int((group_directory / name).read_text()) for name in (files.limit, files.used)
+                        )
+                        memory_stat = dict(
+                            line.split()
+                            for line in (group_directory / "memory.stat").read_text().splitlines()
+                        )
                         yield limit, used - int(memory_stat[files.cache])

@@ -35,21 +35,27 @@ from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 log = logging.getLogger("asyncrl.weights")
 
-TICK = 0.005  # seconds between two looks for pieces that others wait for
-DRAIN = 64  # requests before others' waits are looked at: readers may ask as fast as they are answered
-PENDING_S = 2.0  # seconds after which a reader is told that its piece has not come so far
+POLL_SECONDS = 0.005  # seconds between two looks for pieces that others wait for
+MAX_REQUESTS_PER_PASS = (
+    64  # requests before others' waits are looked at: readers may ask as fast as they are answered
+)
+PENDING_SECONDS = 2.0  # seconds after which a reader is told that its piece has not come so far
 UNUSED_SECONDS = 60.0  # seconds without a request after which a version may be deleted
-HELD = 2  # versions that may not: those that were asked for last
-LOCAL_DIRECTORIES = ("auto", "shm", "run")  # values of weights.directory that are another directory on each machine
+HELD_VERSIONS = 2  # versions that may not: those that were asked for last
+LOCAL_DIRECTORIES = (
+    "auto",
+    "shm",
+    "run",
+)  # values of weights.directory that are another directory on each machine
 REMEMBERED_CHAINS = 4  # newest versions whose readers are remembered
 
 
 @dataclass
-class Arriving:
+class ArrivingVersion:
     """A version that this process is receiving into a file. `have`: bytes that are there, from its start."""
 
     file: Path = Path()
-    have: int = 0
+    received_bytes: int = 0
 
 
 @dataclass
@@ -79,7 +85,7 @@ class VersionServer:
         gate: Gate,
         endpoint: str,
         directory: Callable[[], Path | None],
-        arriving: Mapping[PolicyVersion, Arriving] = {},
+        arriving: Mapping[PolicyVersion, ArrivingVersion] = {},
         address: str = "",
     ) -> None:
         self._hub = Hub(endpoint, ToVersionServer, gate, large=True)
@@ -104,8 +110,8 @@ class VersionServer:
     def _run(self) -> None:
         poller = Poller(self._hub)
         while not self._closing.is_set():
-            poller.wait(TICK if self._pending_reads else 0.1)
-            for _ in range(DRAIN):
+            poller.wait(POLL_SECONDS if self._pending_reads else 0.1)
+            for _ in range(MAX_REQUESTS_PER_PASS):
                 if (received := self._hub.receive()) is None:
                     break
                 peer, message, _ = received
@@ -113,7 +119,7 @@ class VersionServer:
             for _ in range(len(self._pending_reads)):
                 pending_read = self._pending_reads.popleft()
                 self._answer(pending_read.peer, pending_read.request, pending_read.told)
-            self._release_versions(time.monotonic() - UNUSED_SECONDS, HELD)
+            self._release_versions(time.monotonic() - UNUSED_SECONDS, HELD_VERSIONS)
 
     def _answer(self, peer: bytes, message: OpenVersion | ReadBytes, told_at: float) -> None:
         try:
@@ -125,7 +131,7 @@ class VersionServer:
             log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
             if lacks_resources(error):  # of this process: the version is there, and is asked for again
                 return
-            published_refs = disk.published(directory) if (directory := self._directory()) else ()
+            published_refs = disk.published_versions(directory) if (directory := self._directory()) else ()
             newer = any(ref.version > message.version for ref in published_refs)
             self._hub.send(peer, VersionGone(message.version, newer))
 
@@ -134,7 +140,7 @@ class VersionServer:
     def _opened(self, message: OpenVersion) -> OpenedVersion:
         version_directory = self._hold_version(message.version)
         manifest = (version_directory / disk.MANIFEST).read_bytes()
-        size = disk.payload(version_directory).stat().st_size
+        size = disk.payload_path(version_directory).stat().st_size
         return OpenedVersion(message.version, manifest, size, *self._choose_source(message))
 
     def _choose_source(self, message: OpenVersion) -> tuple[str, str]:
@@ -160,7 +166,7 @@ class VersionServer:
             self._hub.send(peer, VersionBytes(request.offset), (piece,))
             self.sent += len(piece)
             return
-        if time.monotonic() - told_at > PENDING_S:
+        if time.monotonic() - told_at > PENDING_SECONDS:
             self._hub.send(peer, VersionBytes(request.offset))
             told_at = time.monotonic()
         self._pending_reads.append(PendingRead(peer, request, told_at))
@@ -169,11 +175,11 @@ class VersionServer:
         """None: they have not come yet. WeightsError, or OSError: they never will."""
         arriving = self._arriving.get(request.version)
         if arriving is not None:
-            if arriving.have < request.offset + request.size:
+            if arriving.received_bytes < request.offset + request.size:
                 return None
             with suppress(FileNotFoundError):  # it is complete, and was renamed just now
                 return _read_at(arriving.file, request)
-        return _read_at(disk.payload(self._hold_version(request.version)), request)
+        return _read_at(disk.payload_path(self._hold_version(request.version)), request)
 
     def _hold_version(self, version: PolicyVersion) -> Path:
         """Its directory, which stays for as long as it is asked for. WeightsError when it is gone."""
@@ -189,7 +195,9 @@ class VersionServer:
 
     def _release_versions(self, unused_since: float, keep_count: int) -> None:
         """Let go of versions that nobody has asked for since then, and of all but the last `most`."""
-        newest_first = sorted(self._held_locks, key=lambda version: self._held_locks[version][1], reverse=True)
+        newest_first = sorted(
+            self._held_locks, key=lambda version: self._held_locks[version][1], reverse=True
+        )
         for position, version in enumerate(newest_first):
             lock_stack, asked_at = self._held_locks[version]
             if asked_at < unused_since or position >= keep_count:
@@ -202,7 +210,7 @@ def root(
 ) -> VersionServer | None:
     """The coordinator's, where versions are not on a path that all machines share. `newest`: the newest
     version, if that is known."""
-    if not travels(config) or not endpoints.versions:
+    if not versions_travel(config) or not endpoints.versions:
         return None
 
     def directory() -> Path | None:
@@ -213,7 +221,7 @@ def root(
     return VersionServer(gate, bound(address, config.launch.host), directory, address=address)
 
 
-def travels(config: RunConfig) -> bool:
+def versions_travel(config: RunConfig) -> bool:
     """Returns True when versions are files of the trainer's machine alone."""
     return config.weights.transport == "disk" and config.weights.directory in LOCAL_DIRECTORIES
 

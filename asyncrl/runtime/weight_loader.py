@@ -160,7 +160,9 @@ class WeightLoader:
                     verb = "loaded" if self._last is None else "probed"
                     raise WeightsError(f"{ref.label} was not {verb} within {self._deadline:g} s") from timeout
         details = {"error": failure.line} if failure.line else {}
-        self._timeline.record(LOAD, started_wall, time.time(), version=ref.version, engine=self.lane, **details)
+        self._timeline.record(
+            LOAD, started_wall, time.time(), version=ref.version, engine=self.lane, **details
+        )
         seconds = time.monotonic() - started_at
         postponed = isinstance(failure.error, Postponed)
         unproven = not self._proven
@@ -211,5 +213,14 @@ async def _compare_probe(engine: Loadable, probe: Probe) -> tuple[float, int, fl
     """(largest gap, tokens, the trainer's own noise) of the engine's log-probs of the probe against the
     trainer's. Of an engine that computes nothing there are none."""
     engine_logprobs = await engine.score(probe.ids)
-    gaps = [abs(engine_logprob - trainer_logprob) for engine_logprob, trainer_logprob in zip(engine_logprobs, probe.logprobs, strict=bool(engine_logprobs))]
-    return (max(gaps, default=0.0) if all(map(math.isfinite, gaps)) else math.inf), len(engine_logprobs), probe.noise
+    gaps = [
+        abs(engine_logprob - trainer_logprob)
+        for engine_logprob, trainer_logprob in zip(
+            engine_logprobs, probe.logprobs, strict=bool(engine_logprobs)
+        )
+    ]
+    return (
+        (max(gaps, default=0.0) if all(map(math.isfinite, gaps)) else math.inf),
+        len(engine_logprobs),
+        probe.noise,
+    )

@@ -78,13 +78,18 @@ class Adapters:
     def index(self, agent: str) -> int:
         """Find the place of an agent's adapter: its own, else that of all others, else behind the last."""
         adapter_agents = [*self._scale_by_agent]
-        return next((adapter_agents.index(name) for name in (agent, "") if name in adapter_agents), len(adapter_agents))
+        return next(
+            (adapter_agents.index(name) for name in (agent, "") if name in adapter_agents),
+            len(adapter_agents),
+        )
 
     def use(self, agents: Tensor | None) -> None:
         """From here on, tokens are computed with the adapters at these places, [tokens] in any shape. None:
         with the first one. All are computed for all, so that ranks agree on what has a gradient."""
         for adapter_index, agent in enumerate(self._scale_by_agent):
-            self._token_masks[agent] = float(adapter_index == 0) if agents is None else agents == adapter_index
+            self._token_masks[agent] = (
+                float(adapter_index == 0) if agents is None else agents == adapter_index
+            )
 
     def _add_adapters(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if not self._is_enabled:
@@ -93,7 +98,9 @@ class Adapters:
             low_rank = scale * linear(args[0], getattr(layer, named(A, agent)))  # scaled where it is small
             if len(self._scale_by_agent) > 1 or agent:  # tokens of others
                 token_mask = self._token_masks[agent]
-                low_rank = low_rank * (token_mask.view(*low_rank.shape[:-1], 1) if isinstance(token_mask, Tensor) else token_mask)
+                low_rank = low_rank * (
+                    token_mask.view(*low_rank.shape[:-1], 1) if isinstance(token_mask, Tensor) else token_mask
+                )
             output = output + linear(low_rank, getattr(layer, named(B, agent)))
         return output
 
@@ -118,7 +125,9 @@ class Adapters:
     def change(self, name: str, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         """Returns what adapters A, B of all agents add to the weight called `name`."""
         product = self._scale_by_agent[""] * (lora_b @ lora_a)
-        return product.t() if isinstance(self._adapted_layers[name], Conv1D) else product  # which keeps it transposed
+        return (
+            product.t() if isinstance(self._adapted_layers[name], Conv1D) else product
+        )  # which keeps it transposed
 
     def names(self, name: str) -> tuple[str, str] | None:
         """Returns the names of a weight's adapters for all agents; None if it has none."""

@@ -100,7 +100,9 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
     def _likely_cause(self) -> str:
         missing_names = set(self.missing)
         for wrapper, cause in WRAPPERS.items():
-            if any(wrapper in name and name.replace(wrapper, "") in missing_names for name in self.unexpected):
+            if any(
+                wrapper in name and name.replace(wrapper, "") in missing_names for name in self.unexpected
+            ):
                 return f"names in the files contain {wrapper!r}: {cause}"
         if any(_ADAPTER.search(name) for name in self.unexpected):
             return "these are weights of an adapter (LoRA); name its base model, or merge it into that first"

@@ -26,7 +26,7 @@ import zstandard
 from asyncrl.errors import UNDECODABLE
 from asyncrl.weights.manifest import WeightsError
 
-BLOCK = 1 << 22  # numbers; memory in use beside the tensors is a few times this
+BLOCK_NUMBERS = 1 << 22  # numbers; memory in use beside the tensors is a few times this
 DENSE_FRACTION = 0.25  # share of changed numbers above which a block is dense
 COMPRESSION_LEVEL = 1  # of zstandard; higher levels take longer and save nothing here
 WIDE_GAP = 255  # see above
@@ -44,13 +44,13 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(list[Block])
 
 
-def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes:
+def encode_changes(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes:
     """The changes from `old` to `new`, two byte arrays of equal length that hold numbers of `item` bytes."""
     pairs = zip(_split_blocks(old, item_bytes), _split_blocks(new, item_bytes), strict=True)
     return msgspec.msgpack.encode([_encode_block(before, after) for before, after in pairs])
 
 
-def apply(target: np.ndarray, piece: bytes, item_bytes: int) -> None:
+def apply_changes(target: np.ndarray, piece: bytes, item_bytes: int) -> None:
     """Apply what `encode` returned to the bytes `target`, in place. WeightsError when the piece cannot be
     read; a piece with wrong values is noticed only by the checksum of the whole version."""
     try:
@@ -63,7 +63,7 @@ def apply(target: np.ndarray, piece: bytes, item_bytes: int) -> None:
 
 def _split_blocks(data: np.ndarray, item_bytes: int) -> Iterator[np.ndarray]:
     words = data.view(f"<u{item_bytes}")
-    return (words[start : start + BLOCK] for start in range(0, len(words), BLOCK))
+    return (words[start : start + BLOCK_NUMBERS] for start in range(0, len(words), BLOCK_NUMBERS))
 
 
 def _encode_block(old: np.ndarray, new: np.ndarray) -> Block:
@@ -77,7 +77,11 @@ def _encode_block(old: np.ndarray, new: np.ndarray) -> Block:
     gaps = np.diff(changed_positions, prepend=0)
     wide_gaps = gaps[gaps >= WIDE_GAP].astype("<u4")
     narrow_gaps = np.minimum(gaps, WIDE_GAP).astype(np.uint8)
-    data = narrow_gaps.tobytes() + wide_gaps.tobytes() + _byte_planes(old[changed_positions] ^ new[changed_positions])
+    data = (
+        narrow_gaps.tobytes()
+        + wide_gaps.tobytes()
+        + _byte_planes(old[changed_positions] ^ new[changed_positions])
+    )
     return Block("sparse", changed, len(wide_gaps), _compress(data))
 
 

@@ -46,19 +46,19 @@ from torch import Tensor
 from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective_messages as messages
-from asyncrl.weights.group import ServerGroup, background
-from asyncrl.weights.manifest import Postponed, Superseded, TensorEntry, WeightsRef, describe, split
+from asyncrl.weights.group import ServerGroup, run_in_background
+from asyncrl.weights.manifest import Postponed, Superseded, TensorEntry, WeightsRef, build_manifest, split
 from asyncrl.weights.pause import TrainingPause
-from asyncrl.weights.ranges import joined
+from asyncrl.weights.ranges import join_parts
 from asyncrl.weights.snapshot import BucketBuffers, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
 
 IDLE_SECONDS = 3600.0  # in which a keeper that asks for nothing is given up: it dials again when it needs to
 REFUSAL_SECONDS = 5.0  # for a refusal to be sent
-PAUSE_PART = 0.5  # of a request's time, for training to pause: then the keeper hears in time to ask again
+PAUSE_FRACTION = 0.5  # of a request's time, for training to pause: then the keeper hears in time to ask again
 OFFER_SECONDS = 5.0  # between the first rank's offer of a version and the last one's
-PAUSE = 1.0  # seconds until the sender listens again after it could not take a connection
+RETRY_SECONDS = 1.0  # seconds until the sender listens again after it could not take a connection
 
 
 class Sender:
@@ -90,7 +90,7 @@ class Sender:
         self._listener = socket.create_server((host, 0))
         self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self.connections: set[EngineConnection] = set()
-        background(self._accept_keepers)
+        run_in_background(self._accept_keepers)
 
     def offer(self, snapshot: Snapshot) -> WeightsRef:
         """From now on engines that ask get this version. A push under way goes on with the older one."""
@@ -99,7 +99,7 @@ class Sender:
             self._offer_condition.notify_all()
         return WeightsRef(snapshot.version, self.address)
 
-    def latest(self, version: PolicyVersion, seconds: float) -> Snapshot | None:
+    def latest_snapshot(self, version: PolicyVersion, seconds: float) -> Snapshot | None:
         """Holds the version that is offered. `version` has been announced: by another rank perhaps, a little
         before it is offered here."""
 
@@ -127,11 +127,11 @@ class Sender:
             except OSError as error:  # closed, or out of file descriptors, or a keeper has left already
                 if not self._closing_event.is_set():
                     log.warning("weights: cannot accept a keeper, next try soon: %s", one_line(error))
-                self._closing_event.wait(PAUSE)
+                self._closing_event.wait(RETRY_SECONDS)
                 continue
             engine_connection = EngineConnection(self, connection)
             self.connections.add(engine_connection)
-            background(engine_connection.serve)
+            run_in_background(engine_connection.serve)
 
 
 class EngineConnection:
@@ -179,34 +179,41 @@ class EngineConnection:
 
     def _push_in_turn(self, request: messages.VersionRequest, deadline: float) -> None:
         # Waits, before it is this engine's turn.
-        self._sender.latest(request.version, messages.seconds_left(deadline))
+        self._sender.latest_snapshot(request.version, messages.seconds_left(deadline))
         if not self._sender.turn.acquire(timeout=messages.seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
         try:
-            snapshot = self._sender.latest(request.version, 0)
+            snapshot = self._sender.latest_snapshot(request.version, 0)
             if snapshot is not None and snapshot.version == request.version:
                 self._push_snapshot(snapshot, request, deadline)
                 return
         finally:
             self._sender.turn.release()
         offered_label = snapshot.version.label if snapshot else "nothing"
-        self._send_refusal(f"the sender has {offered_label}", snapshot is not None and snapshot.version > request.version)
+        self._send_refusal(
+            f"the sender has {offered_label}", snapshot is not None and snapshot.version > request.version
+        )
 
     def _push_snapshot(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
         bucket_slices = list(split(snapshot.layout, self._sender.bucket_bytes))
         entries: list[TensorEntry] = []
         last_broadcast: Future[None] | None = None
-        with closing(self._flatten_buckets(snapshot, bucket_slices, entries)) as flat_buckets, ExitStack() as pause_stack:
+        with (
+            closing(self._flatten_buckets(snapshot, bucket_slices, entries)) as flat_buckets,
+            ExitStack() as pause_stack,
+        ):
             first_bucket = next(flat_buckets)  # raises Superseded before the engine has done anything
             group, port = self._join_group(1 + request.ranks, deadline)
             buckets = tuple(snapshot.layout[bucket_slice] for bucket_slice in bucket_slices)
             if port and self._sender.pause is not None:  # Postponed, so far without the engine, too
-                pause_seconds = PAUSE_PART * messages.seconds_left(deadline)
+                pause_seconds = PAUSE_FRACTION * messages.seconds_left(deadline)
                 pause_stack.enter_context(self._sender.pause.entered(pause_seconds))
 
             plan = messages.Plan(buckets, group.name, port, group.backend, group.nccl_version)
             messages.send_answer(self._socket, plan, deadline)
-            for index, bucket_bytes in enumerate(chain((first_bucket,), flat_buckets)):  # read while the last one is under way
+            for index, bucket_bytes in enumerate(
+                chain((first_bucket,), flat_buckets)
+            ):  # read while the last one is under way
                 self._await_arrival(index, last_broadcast, deadline)
                 messages.send_answer(self._socket, messages.BucketReady(index), deadline)
                 # A server makes its part of the communicator in its first broadcast only. Training goes on as
@@ -214,7 +221,7 @@ class EngineConnection:
                 last_broadcast = group.broadcast(bucket_bytes, then=pause_stack.close)
             self._await_arrival(len(bucket_slices), last_broadcast, deadline)
         messages.send_answer(
-            self._socket, messages.Sent(describe(snapshot.version, tuple(entries))), deadline
+            self._socket, messages.Sent(build_manifest(snapshot.version, tuple(entries))), deadline
         )
 
     def _join_group(self, ranks: int, deadline: float) -> tuple[ServerGroup, int]:
@@ -233,17 +240,22 @@ class EngineConnection:
     ) -> Generator[Tensor]:
         """Each bucket as the bytes of its tensors, one behind the other, which `entries` get. It is kept
         until the next but one is asked for. An error in reading it is the trainer's, not the engine's."""
-        largest_bucket = max((sum(spec.nbytes for spec in snapshot.layout[bucket_slice]) for bucket_slice in bucket_slices), default=0)
+        largest_bucket = max(
+            (sum(spec.nbytes for spec in snapshot.layout[bucket_slice]) for bucket_slice in bucket_slices),
+            default=0,
+        )
         try:
             with snapshot.pin() as held_copy:
                 for bucket_slice in bucket_slices:
                     parts_by_tensor = held_copy.shares(bucket_slice)
-                    entries += map(joined, snapshot.layout[bucket_slice], parts_by_tensor)
+                    entries += map(join_parts, snapshot.layout[bucket_slice], parts_by_tensor)
                     contiguous_bytes = held_copy.contiguous_bytes(bucket_slice)
                     if contiguous_bytes is not None:
                         yield contiguous_bytes
                     else:
-                        yield self._sender.bucket_buffers.fill(chain.from_iterable(parts_by_tensor), largest_bucket)
+                        yield self._sender.bucket_buffers.fill(
+                            chain.from_iterable(parts_by_tensor), largest_bucket
+                        )
         except (Superseded, GeneratorExit):
             raise
         except Exception as error:

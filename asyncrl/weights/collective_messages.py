@@ -72,16 +72,18 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 Question = VersionRequest | BucketRequest
 Answer = Plan | BucketReady | Sent | Refused
-_question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_question_decoder: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: Question) -> Answer:
+async def ask_question(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: Question
+) -> Answer:
     """A keeper's question, answered. Raises OSError, EOFError when the sender is gone, ProtocolError."""
     writer.write(_frame_message(question))
     await writer.drain()
     size = _checked_size(await reader.readexactly(_LENGTH.size), MAX_ANSWER_BYTES)
-    return _decoded(await reader.readexactly(size), _answer)
+    return _decode_message(await reader.readexactly(size), _answer_decoder)
 
 
 def send_answer(connection: socket.socket, answer: Answer, deadline: float) -> None:
@@ -94,7 +96,7 @@ def receive_question(connection: socket.socket, kind: type[T], deadline: float) 
     """A keeper's next question, waited for until `deadline`. Raises EOFError when the keeper
     left, TimeoutError, ProtocolError when it is another one."""
     size = _checked_size(_read_exactly(connection, _LENGTH.size, deadline), MAX_QUESTION_BYTES)
-    question = _decoded(_read_exactly(connection, size, deadline), _question)
+    question = _decode_message(_read_exactly(connection, size, deadline), _question_decoder)
     if not isinstance(question, kind):
         raise ProtocolError(f"weights: a {type(question).__name__} where a {kind.__name__} is due")
     return question
@@ -128,6 +130,6 @@ def _checked_size(header: bytes, limit: int) -> int:
     return size
 
 
-def _decoded(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+def _decode_message(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     with ProtocolError.instead_of(*UNDECODABLE, text="weights: a message that is not understood"):
         return decoder.decode(data)

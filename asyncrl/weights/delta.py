@@ -18,11 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import AdapterSpec, Delta, Manifest, WeightsError, WeightsRef, describe, split
-from asyncrl.weights.ranges import file_header, joined
+from asyncrl.weights.manifest import (
+    AdapterSpec,
+    Delta,
+    Manifest,
+    WeightsError,
+    WeightsRef,
+    build_manifest,
+    split,
+)
+from asyncrl.weights.ranges import file_header, join_parts
 
 if TYPE_CHECKING:  # readers do not import torch
-    from asyncrl.weights.snapshot import Pinned, Snapshot
+    from asyncrl.weights.snapshot import HeldCopy, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
 
@@ -45,7 +53,7 @@ class VersionWriter:
         self.bucket_bytes = bucket_bytes
         self.full_every = full_every
         self._adapters = dict(adapters or {})
-        self._base_copy: tuple[Manifest, Pinned] | None = None  # of the last version
+        self._base_copy: tuple[Manifest, HeldCopy] | None = None  # of the last version
         self._base_lock = ExitStack()  # it
         self._delta_count = self._delta_bytes = 0  # since the last whole version
 
@@ -66,11 +74,17 @@ class VersionWriter:
                 self._base_copy = (manifest, held_copy)
                 self._base_lock = copy_lock.pop_all()
         delta = manifest.delta
-        self._delta_count, self._delta_bytes = (self._delta_count + 1, self._delta_bytes + delta.size) if delta else (0, 0)
+        self._delta_count, self._delta_bytes = (
+            (self._delta_count + 1, self._delta_bytes + delta.size) if delta else (0, 0)
+        )
         return disk.ref_to(self.directory, snapshot.version)
 
     def _write_payload(
-        self, work_directory: Path, snapshot: Snapshot, held_copy: Pinned, base_copy: tuple[Manifest, Pinned] | None
+        self,
+        work_directory: Path,
+        snapshot: Snapshot,
+        held_copy: HeldCopy,
+        base_copy: tuple[Manifest, HeldCopy] | None,
     ) -> Manifest:
         """Have ranks write their bytes, or write what has changed in them."""
         entries = []
@@ -79,16 +93,28 @@ class VersionWriter:
         with payload_path.open("wb") as file:
             offset = file.write(b"" if base_copy else file_header(snapshot.layout))
             for bucket_slice in split(snapshot.layout, self.bucket_bytes):
-                parts_by_tensor = held_copy.shares(bucket_slice, base=base_copy[1]) if base_copy else held_copy.shares(bucket_slice, str(payload_path))
+                parts_by_tensor = (
+                    held_copy.shares(bucket_slice, base=base_copy[1])
+                    if base_copy
+                    else held_copy.shares(bucket_slice, str(payload_path))
+                )
                 for spec, range_parts in zip(snapshot.layout[bucket_slice], parts_by_tensor, strict=True):
-                    entries.append(joined(spec, range_parts))
-                    changed_ranges.append(tuple((range_part.count, range_part.size) for range_part in range_parts if range_part.count))
+                    entries.append(join_parts(spec, range_parts))
+                    changed_ranges.append(
+                        tuple(
+                            (range_part.count, range_part.size)
+                            for range_part in range_parts
+                            if range_part.count
+                        )
+                    )
                     for range_part in range_parts:
                         file.seek(offset)
                         file.writelines(range_part.data)
                         offset += range_part.size if base_copy else range_part.count
-        delta = Delta(base_copy[0].version, base_copy[0].checksum, tuple(changed_ranges)) if base_copy else None
-        return describe(snapshot.version, tuple(entries), delta, self._adapters)
+        delta = (
+            Delta(base_copy[0].version, base_copy[0].checksum, tuple(changed_ranges)) if base_copy else None
+        )
+        return build_manifest(snapshot.version, tuple(entries), delta, self._adapters)
 
 
 def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
@@ -110,7 +136,7 @@ def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
 
 def _cached_version(cache: Path) -> Version | None:
     """Returns the version that the cache holds, unread."""
-    for ref in reversed(disk.published(cache)):
+    for ref in reversed(disk.published_versions(cache)):
         with suppress(WeightsError):
             return ref, disk.read_manifest(ref)
     return None
@@ -133,8 +159,8 @@ def _build_version(lineage: list[Version], cache: Path) -> WeightsRef:
             stack.enter_context(disk.lock_version(lineage_ref))
         work_directory = stack.enter_context(disk.new_version(cache, ref.version))
         _take_payload(start_ref, cache, work_directory / disk.PAYLOAD)
-        disk.assembled(lineage, work_directory / disk.PAYLOAD, "r+")
-        disk.write_manifest(work_directory, describe(manifest.version, manifest.tensors))
+        disk.assemble_arrays(lineage, work_directory / disk.PAYLOAD, "r+")
+        disk.write_manifest(work_directory, build_manifest(manifest.version, manifest.tensors))
     return disk.ref_to(cache, ref.version)
 
 
@@ -142,10 +168,12 @@ def _take_payload(start_ref: WeightsRef, cache: Path, target: Path) -> None:
     """Move a whole payload out of the cache, or copy one into it; either way the cache is empty otherwise,
     for it need not have room for two."""
     source = Path(start_ref.path) / disk.PAYLOAD
-    with WeightsError.instead_of(FileNotFoundError, text=f"weights {start_ref.path}: no usable {disk.PAYLOAD}"):
+    with WeightsError.instead_of(
+        FileNotFoundError, text=f"weights {start_ref.path}: no usable {disk.PAYLOAD}"
+    ):
         if source.parent.parent == cache:
             source.rename(target)
-        for cached_ref in disk.published(cache):
+        for cached_ref in disk.published_versions(cache):
             shutil.rmtree(cached_ref.path, ignore_errors=True)
         if not target.exists():
             shutil.copyfile(source, target)

@@ -42,7 +42,7 @@ PAYLOAD = "model.safetensors"
 DELTA = "delta.bin"
 MANIFEST = "manifest.json"
 SHARED_MEMORY = Path("/dev/shm")
-KEEP = 3  # versions: engines that load one do not see it deleted, and those that come late find one
+KEPT_VERSIONS = 3  # versions: engines that load one do not see it deleted, and those that come late find one
 _TEMPORARY = ".writing-"
 log = logging.getLogger("asyncrl.weights")
 
@@ -76,7 +76,7 @@ def ref_to(directory: Path, version: PolicyVersion) -> WeightsRef:
     return WeightsRef(version, str(directory / f"e{version.epoch:04d}-v{version.step:08d}"))
 
 
-def payload(directory: Path) -> Path:
+def payload_path(directory: Path) -> Path:
     """Return the file of a version beside its manifest."""
     delta = directory / DELTA
     return delta if delta.exists() else directory / PAYLOAD
@@ -94,7 +94,7 @@ def read_manifest(ref: WeightsRef) -> Manifest:
     return manifest
 
 
-def read(ref: WeightsRef) -> tuple[Manifest, dict[str, torch.Tensor]]:
+def read_tensors(ref: WeightsRef) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """Return a version's manifest and tensors (on the CPU), every checksum verified. Raises WeightsError."""
     import torch
 
@@ -105,7 +105,7 @@ def read(ref: WeightsRef) -> tuple[Manifest, dict[str, torch.Tensor]]:
     }
 
 
-def verify(ref: WeightsRef) -> Manifest:
+def verify_version(ref: WeightsRef) -> Manifest:
     """Check every byte of a version. Raises WeightsError."""
     return read_arrays(ref)[0]
 
@@ -114,10 +114,12 @@ def read_arrays(ref: WeightsRef) -> tuple[Manifest, Arrays]:
     """A version's manifest and the bytes of its tensors, verified; a delta is applied to what it changes, in
     this process's memory. Raises WeightsError."""
     lineage = list(lineage_of(ref))
-    return lineage[0][1], assembled(lineage, Path(lineage[-1][0].path) / PAYLOAD, "c")
+    return lineage[0][1], assemble_arrays(lineage, Path(lineage[-1][0].path) / PAYLOAD, "c")
 
 
-def assembled(lineage: Sequence[tuple[WeightsRef, Manifest]], payload_file: Path, mode: Literal["c", "r+"]) -> Arrays:
+def assemble_arrays(
+    lineage: Sequence[tuple[WeightsRef, Manifest]], payload_file: Path, mode: Literal["c", "r+"]
+) -> Arrays:
     """Turn the bytes of the last of a lineage, in a file, into those of the first, and verify them; see
     `map_file`. Raises WeightsError."""
     (ref, manifest), (_, whole_manifest) = lineage[0], lineage[-1]
@@ -125,7 +127,7 @@ def assembled(lineage: Sequence[tuple[WeightsRef, Manifest]], payload_file: Path
     for delta_ref, delta_manifest in reversed(lineage[:-1]):
         _apply_delta(arrays, delta_ref, delta_manifest)
     for entry in manifest.tensors:
-        if ranges.entry(entry.spec, arrays[entry.name]) != entry:
+        if ranges.tensor_entry(entry.spec, arrays[entry.name]) != entry:
             raise WeightsError(f"weights {ref.path}: tensor {entry.name} does not match its manifest entry")
     return arrays
 
@@ -155,7 +157,7 @@ def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
             tensor_offset = 0
             for count, size in changed_ranges:
                 target = arrays[spec.name][tensor_offset : tensor_offset + count]
-                codec.apply(target, data[delta_offset : delta_offset + size], ITEM_BYTES[spec.dtype])
+                codec.apply_changes(target, data[delta_offset : delta_offset + size], ITEM_BYTES[spec.dtype])
                 delta_offset = delta_offset + size
                 tensor_offset = tensor_offset + count
     except (OSError, KeyError, ValueError, WeightsError) as error:
@@ -178,7 +180,7 @@ def lock_version(ref: WeightsRef) -> Iterator[None]:
         yield
 
 
-def published(directory: Path) -> list[WeightsRef]:
+def published_versions(directory: Path) -> list[WeightsRef]:
     """Return the complete versions in a directory, oldest first by (epoch, version)."""
     refs = []
     for path in directory.glob("e*-v*"):
@@ -188,20 +190,22 @@ def published(directory: Path) -> list[WeightsRef]:
     return sorted(refs, key=lambda ref: ref.version)
 
 
-def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
+def prune(directory: Path, keep: int = KEPT_VERSIONS) -> list[WeightsRef]:
     """Delete all but the newest `keep` versions, held ones and what these build upon; return the deleted."""
-    refs = published(directory)
+    refs = published_versions(directory)
     old_refs = refs[: max(0, len(refs) - keep)]
     with ExitStack() as stack:  # a version that is not held now cannot be held before it is deleted
         locked_refs = [ref for ref in old_refs if not stack.enter_context(_claimed(ref))]
-        needed_versions = set[PolicyVersion]().union(*(_needed_versions(ref) for ref in [*locked_refs, *refs[len(old_refs) :]]))
+        needed_versions = set[PolicyVersion]().union(
+            *(_needed_versions(ref) for ref in [*locked_refs, *refs[len(old_refs) :]])
+        )
         deleted_refs = [ref for ref in old_refs if ref.version not in needed_versions]
         for ref in deleted_refs:
-            delete(ref)
+            delete_version(ref)
     return deleted_refs
 
 
-def delete(ref: WeightsRef) -> None:
+def delete_version(ref: WeightsRef) -> None:
     """All at once for readers; what cannot be removed is tried again when the next version is written."""
     aside_directory = _temporary_path(Path(ref.path).parent)
     with suppress(OSError):
@@ -216,16 +220,16 @@ def delete_damaged(ref: WeightsRef) -> None:
         part_ref = ref_to(Path(ref.path).parent, version)
         with suppress(WeightsError):
             if read_manifest(part_ref).delta is None:
-                verify(part_ref)
+                verify_version(part_ref)
                 continue
-        delete(part_ref)
+        delete_version(part_ref)
 
 
 def bytes_needed(version_bytes: int, deltas: bool, caches: int, served_adapters: int = 0) -> int:
     """Bytes that the versions kept at once may take, the one being written and one being read included. With
     deltas: two lineages, each a whole version and deltas of about as much, and readers' `caches`, if they are
     beside the versions. `held` by a server, of adapters: it maps copies in its reader's cache."""
-    return version_bytes * (KEEP + 2 + (2 + caches if deltas else 0) + caches * served_adapters)
+    return version_bytes * (KEPT_VERSIONS + 2 + (2 + caches if deltas else 0) + caches * served_adapters)
 
 
 def space_needed(config: RunConfig, version_bytes: int) -> int:
@@ -249,7 +253,9 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
     shared_directory = SHARED_MEMORY / f"asyncrl-{unique_name}"
     free_bytes = 0
     if SHARED_MEMORY.is_dir():
-        free_bytes = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(shared_directory)  # the run's own is written over
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(
+            shared_directory
+        )  # the run's own is written over
     if free_bytes >= needed_bytes:
         return shared_directory
     if setting == "shm":

@@ -29,7 +29,7 @@ Backend = Literal["gloo", "nccl"]
 POLL_SECONDS = 0.005  # seconds between two looks at whether rank 0 is listening
 
 
-def background(task: Callable[[], T]) -> Future[T]:
+def run_in_background(task: Callable[[], T]) -> Future[T]:
     """Run on a thread of its own that keeps no process from ending: for calls that nothing can interrupt."""
     future: Future[T] = Future()
     threading.Thread(target=fulfil, args=(future, task), name="weights-group", daemon=True).start()
@@ -63,7 +63,7 @@ class ServerGroup:
         # On all interfaces. Rank 0 itself does not wait for other ranks here.
         self._rendezvous_store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self._rendezvous_store.port
-        self._group_future = background(self._make)
+        self._group_future = run_in_background(self._make)
 
     @property
     def nccl_version(self) -> str:
@@ -89,7 +89,7 @@ class ServerGroup:
             self._send_data(group_future.result(), data)
             then()
 
-        return background(send)
+        return run_in_background(send)
 
     def close(self) -> None:
         """Never waits. Ranks that wait for a broadcast get an error; one that joins late still finds rank 0,
@@ -136,4 +136,4 @@ class ServerGroup:
 
 def _abort_group(group_future: Future[Any]) -> None:
     if group_future.exception() is None:
-        background(group_future.result().abort)
+        run_in_background(group_future.result().abort)

@@ -13,7 +13,11 @@ import xxhash
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import PolicyVersion
 
-_DTYPES_BY_SIZE = {8: "float64 int64 uint64 complex64", 4: "float32 int32 uint32", 2: "bfloat16 float16 int16 uint16"}
+_DTYPES_BY_SIZE = {
+    8: "float64 int64 uint64 complex64",
+    4: "float32 int32 uint32",
+    2: "bfloat16 float16 int16 uint16",
+}
 _DTYPES_BY_SIZE[1] = "bool int8 uint8 float8_e4m3fn float8_e5m2"
 ITEM_BYTES = {kind: size for size, kinds in _DTYPES_BY_SIZE.items() for kind in kinds.split()}
 _LABEL = re.compile(r"e(\d+)-v(\d+)")
@@ -168,7 +172,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(entry.spec for entry in self.tensors)
 
 
-def describe(
+def build_manifest(
     version: PolicyVersion,
     tensors: tuple[TensorEntry, ...],
     delta: Delta | None = None,

@@ -14,7 +14,7 @@ import torch
 log = logging.getLogger("asyncrl.weights")
 
 
-class Released:
+class ReleasedStorages:
     """Storages that were given up. Whoever holds their tensors, as recordings of steps do, keeps them."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
 MODEL = "model"  # in the store's meta: `identity` of the model that a run was begun with
-FILES = (
+IDENTITY_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja"),
 )
@@ -90,7 +90,11 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 def linear_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the matrices that adapters adapt: stacked experts are no linear layers."""
-    return {name: shape for name, shape in weight_shapes(path).items() if len(shape) == 2 and not _NO_LINEAR.search(name)}
+    return {
+        name: shape
+        for name, shape in weight_shapes(path).items()
+        if len(shape) == 2 and not _NO_LINEAR.search(name)
+    }
 
 
 def adapter_count(config: RunConfig) -> int:
@@ -103,7 +107,11 @@ def served_modules(path: str) -> set[str]:
     """Return the kinds of layers that a model's adapters adapt, as servers name them. Empty where they know
     others, or none for a part of the model: experts."""
     modules = {name.split(".")[-2] for name in linear_shapes(path)}
-    return modules if modules <= SERVED_MODULES and not any(".experts." in n for n in weight_shapes(path)) else set()
+    return (
+        modules
+        if modules <= SERVED_MODULES and not any(".experts." in n for n in weight_shapes(path))
+        else set()
+    )
 
 
 def _read_header(file: Path) -> dict[str, Any]:
@@ -130,7 +138,7 @@ def identity(path: str) -> dict[str, Any]:
     """The values in a model's files, or their hashes, which decide beside the weights what it reads, computes
     and writes. `config.json: rope_theta` → 10000.0."""
     values_by_key: dict[str, Any] = {}
-    for file in (Path(path) / name for name in FILES):
+    for file in (Path(path) / name for name in IDENTITY_FILES):
         if file.is_file():
             tree = read_json(file) if file.suffix == ".json" else {"text": file.read_text()}
             values_by_key |= {f"{file.name}: {key}": value for key, value in _leaf_values(tree)}

@@ -61,7 +61,9 @@ def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) 
         name, pattern = rename_source_key(parameter, renamings, converters, reverse=True)
         matching_rules = [rule for rule in converters if pattern in rule.source_patterns]
         stacked_names = _stacked_names(name, matching_rules[0]) if matching_rules else (name,)
-        pieces_by_parameter[parameter] = tuple(_cut(stacked_names or (parameter,), parameter, tuple(tensors[parameter].shape)))
+        pieces_by_parameter[parameter] = tuple(
+            _cut_pieces(stacked_names or (parameter,), parameter, tuple(tensors[parameter].shape))
+        )
     return tuple(piece for parameter in tensors for piece in pieces_by_parameter[parameter])
 
 
@@ -81,12 +83,15 @@ def _stacked_names(name: str, rule: WeightConverter) -> tuple[str, ...]:
     *split_operations, stack = rule.operations
     if not isinstance(stack, SplitModulelist) or stack.dim != 0 or rule.target_patterns[0] not in name:
         return ()
-    if not all(isinstance(operation, Chunk) and (operation.dim, operation.num_shards_attribute) == (1, None) for operation in split_operations):
+    if not all(
+        isinstance(operation, Chunk) and (operation.dim, operation.num_shards_attribute) == (1, None)
+        for operation in split_operations
+    ):
         return ()
     return tuple(name.replace(rule.target_patterns[0], part) for part in rule.target_patterns)
 
 
-def _cut(names: tuple[str, ...], parameter: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
+def _cut_pieces(names: tuple[str, ...], parameter: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
     if "*" not in names[0]:
         yield FilePiece(names[0], parameter, shape)
         return
@@ -94,4 +99,9 @@ def _cut(names: tuple[str, ...], parameter: str, shape: tuple[int, ...]) -> Iter
     piece_shape = (rows // len(names), *inner_shape)
     for index in range(experts * len(names)):
         expert, name_index = divmod(index, len(names))
-        yield FilePiece(names[name_index].replace("*", str(expert)), parameter, piece_shape, index * math.prod(piece_shape))
+        yield FilePiece(
+            names[name_index].replace("*", str(expert)),
+            parameter,
+            piece_shape,
+            index * math.prod(piece_shape),
+        )

@@ -21,12 +21,12 @@ import xxhash
 
 from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorEntry, TensorSpec, WeightsError
 
-GRID = 1 << 16  # bytes of a block
-MOST = 1 << 30  # bytes that msgpack is given at once: it takes less than 4 GiB
-NOTHING = memoryview(b"")
+GRID_BYTES = 1 << 16  # bytes of a block
+MAX_FIELD_BYTES = 1 << 30  # bytes that msgpack is given at once: it takes less than 4 GiB
+NO_BYTES = memoryview(b"")
 
 
-class RangeShare(msgspec.Struct, frozen=True, array_like=True):
+class RangePart(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive bytes of one tensor: how many, the checksums of the blocks within them, the bytes of blocks
     that others have a part of, and what goes into a version's file for them, cut into MOST bytes each."""
 
@@ -42,17 +42,32 @@ class RangeShare(msgspec.Struct, frozen=True, array_like=True):
         return sum(map(len, self.data))
 
 
-def share(spec: TensorSpec, tensor_bytes: np.ndarray, start: int = 0, data: memoryview = NOTHING) -> RangeShare:
+def make_range_part(
+    spec: TensorSpec, tensor_bytes: np.ndarray, start: int = 0, data: memoryview = NO_BYTES
+) -> RangePart:
     """The share that `own` bytes of a tensor are, [n] of uint8, from its byte `start` on."""
-    head_end = min(-start % GRID, tensor_bytes.size)
-    tail_size = (tensor_bytes.size - head_end) % GRID if start + tensor_bytes.size < spec.nbytes else 0  # the last block is short
+    head_end = min(-start % GRID_BYTES, tensor_bytes.size)
+    tail_size = (
+        (tensor_bytes.size - head_end) % GRID_BYTES if start + tensor_bytes.size < spec.nbytes else 0
+    )  # the last block is short
     end = tensor_bytes.size - tail_size
-    blocks = (xxhash.xxh3_64_digest(tensor_bytes[offset : min(offset + GRID, end)].data) for offset in range(head_end, end, GRID))
-    data_pieces = tuple(data[offset : offset + MOST] for offset in range(0, len(data), MOST))
-    return RangeShare(tensor_bytes.size, tensor_bytes[:head_end].tobytes(), b"".join(blocks), tensor_bytes[end:].tobytes(), data_pieces)
+    blocks = (
+        xxhash.xxh3_64_digest(tensor_bytes[offset : min(offset + GRID_BYTES, end)].data)
+        for offset in range(head_end, end, GRID_BYTES)
+    )
+    data_pieces = tuple(
+        data[offset : offset + MAX_FIELD_BYTES] for offset in range(0, len(data), MAX_FIELD_BYTES)
+    )
+    return RangePart(
+        tensor_bytes.size,
+        tensor_bytes[:head_end].tobytes(),
+        b"".join(blocks),
+        tensor_bytes[end:].tobytes(),
+        data_pieces,
+    )
 
 
-def joined(spec: TensorSpec, range_parts: Iterable[RangeShare]) -> TensorEntry:
+def join_parts(spec: TensorSpec, range_parts: Iterable[RangePart]) -> TensorEntry:
     """A tensor with its checksum, of shares that make it up in this order."""
     blocks = []
     open_block = b""
@@ -60,7 +75,7 @@ def joined(spec: TensorSpec, range_parts: Iterable[RangeShare]) -> TensorEntry:
     for range_part in range_parts:
         open_block = open_block + range_part.head
         end = end + range_part.count
-        if open_block and (len(open_block) == GRID or end == spec.nbytes):
+        if open_block and (len(open_block) == GRID_BYTES or end == spec.nbytes):
             blocks.append(xxhash.xxh3_64_digest(open_block))
             open_block = b""
         blocks.append(range_part.blocks)
@@ -69,9 +84,9 @@ def joined(spec: TensorSpec, range_parts: Iterable[RangeShare]) -> TensorEntry:
     return TensorEntry(*spec, xxhash.xxh3_64_hexdigest(b"".join(blocks)))
 
 
-def entry(spec: TensorSpec, data: np.ndarray) -> TensorEntry:
+def tensor_entry(spec: TensorSpec, data: np.ndarray) -> TensorEntry:
     """Return a tensor with the checksum of its bytes, [n] of uint8."""
-    return joined(spec, (share(spec, data),))
+    return join_parts(spec, (make_range_part(spec, data),))
 
 
 # -- a safetensors file, written range by range and read in place ----------------------------------------
@@ -89,7 +104,7 @@ def write_file(file: Any, layout: Layout, data: Iterable[np.ndarray]) -> None:
         file.write(tensor_bytes.data)
 
 
-def starts(layout: Layout) -> Iterator[tuple[str, int]]:
+def tensor_offsets(layout: Layout) -> Iterator[tuple[str, int]]:
     """The tensors by name, and where in the file their bytes begin."""
     offset = len(file_header(layout))
     for spec in layout:
@@ -107,7 +122,7 @@ def map_file(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
     if data[: len(expected_header)].tobytes() != expected_header or data.size != size:
         problem = f"{path.name} and its manifest name different tensors"
         raise WeightsError(f"weights {path.parent}: {problem}, or it is cut off")
-    offsets = dict(starts(layout))
+    offsets = dict(tensor_offsets(layout))
     return {spec.name: data[offsets[spec.name] :][: spec.nbytes] for spec in layout}
 
 

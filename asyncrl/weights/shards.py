@@ -38,7 +38,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec
 from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorSpec, WeightsError
 from asyncrl.weights.names import FilePiece
-from asyncrl.weights.ranges import NOTHING, RangeShare, share, starts
+from asyncrl.weights.ranges import NO_BYTES, RangePart, make_range_part, tensor_offsets
 from asyncrl.weights.snapshot import Buffers, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
@@ -84,19 +84,23 @@ class HostShards:
         self.layout = layout_of(pieces, dtype, buffers)
         self._dtype = dtype
         self._deadline = deadline
-        self.places = dict(starts(self.layout))
+        self.places = dict(tensor_offsets(self.layout))
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         self._group: dist.ProcessGroup | None = None
         if self.ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
-        bytes_here = {piece.name: _count_held(piece, shards[piece.parameter]) * dtype.itemsize for piece in pieces}
+        bytes_here = {
+            piece.name: _count_held(piece, shards[piece.parameter]) * dtype.itemsize for piece in pieces
+        }
         bytes_here |= {name: 0 if self.rank else buffer.nbytes for name, buffer in buffers.items()}
         self._sizes_by_rank = self._exchange_sizes([bytes_here[spec.name] for spec in self.layout])
         own_sizes = self._sizes_by_rank[self.rank]
         lower_sizes = self._sizes_by_rank[: self.rank]
         self._buffer_offsets = list(accumulate(own_sizes, initial=0))  # where tensors begin in a buffer
-        self._offsets_in_tensor = [sum(tensor_sizes) for tensor_sizes in zip([0] * len(own_sizes), *lower_sizes, strict=True)]
+        self._offsets_in_tensor = [
+            sum(tensor_sizes) for tensor_sizes in zip([0] * len(own_sizes), *lower_sizes, strict=True)
+        ]
         page_locked = any(shard.device.type == "cuda" for shard in shards.values())
         self._buffers = Buffers(self._buffer_offsets[-1], page_locked, 2 + deltas)
         self.received = 0  # bytes, by this collector
@@ -127,7 +131,9 @@ class HostShards:
 
     def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
         """Return a collector: the copy just made as a version."""
-        return Snapshot(version, self.layout, seconds, partial(self._hold_copy, (index, self._buffers.copies)))
+        return Snapshot(
+            version, self.layout, seconds, partial(self._hold_copy, (index, self._buffers.copies))
+        )
 
     def close(self, timeout: float) -> None:
         """On all ranks: collectors end the threads of the others, and each waits for its own; `timeout`
@@ -146,11 +152,11 @@ class HostShards:
     # -- a collector -----------------------------------------------------------------------------------
 
     @contextmanager
-    def _hold_copy(self, copy: tuple[int, int]) -> Iterator[Copied]:
+    def _hold_copy(self, copy: tuple[int, int]) -> Iterator[HeldShards]:
         with self._buffers.reading(*copy, wait=0) as memory:
-            yield Copied(self, copy, memory)
+            yield HeldShards(self, copy, memory)
 
-    def shares(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangeShare]]:
+    def shares(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangePart]]:
         """Collects what all ranks have of each of the tensors; `memory`, `base`: of this rank."""
         if self.ranks == 1:
             return [(range_part,) for range_part in self._own_parts(memory, base, ask)]
@@ -169,13 +175,13 @@ class HostShards:
             if rank != self.rank:
                 _wait_for(dist.isend(request, rank, group=self._group, tag=_QUESTION_TAG), timeout)
 
-    def _receive_parts(self, rank: int) -> list[RangeShare]:
+    def _receive_parts(self, rank: int) -> list[RangePart]:
         size = torch.empty(1, dtype=torch.int64)
         _wait_for(dist.irecv(size, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
         data = torch.empty(int(size), dtype=torch.uint8)
         _wait_for(dist.irecv(data, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
         self.received += data.numel()
-        return msgspec.msgpack.decode(data.numpy().data, type=list[RangeShare])
+        return msgspec.msgpack.decode(data.numpy().data, type=list[RangePart])
 
     # -- the other ranks -------------------------------------------------------------------------------
 
@@ -206,7 +212,7 @@ class HostShards:
 
     # -- both ------------------------------------------------------------------------------------------
 
-    def _own_parts(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[RangeShare]:
+    def _own_parts(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[RangePart]:
         """Give this rank's bytes, written into a file if it sees that, or what has changed in them."""
         tensor_range = slice(ask.start, ask.stop)
         sizes = self._sizes_by_rank[self.rank][tensor_range]
@@ -215,13 +221,23 @@ class HostShards:
         old_tensors = [None] * len(sizes) if base is None else self.own_bytes(base, tensor_range).split(sizes)
         new_tensors = self.own_bytes(memory, tensor_range).split(sizes)
         range_parts = []
-        for spec, tensor_bytes, old_bytes, start_byte in zip(self.layout[tensor_range], new_tensors, old_tensors, self._offsets_in_tensor[tensor_range], strict=True):
+        for spec, tensor_bytes, old_bytes, start_byte in zip(
+            self.layout[tensor_range],
+            new_tensors,
+            old_tensors,
+            self._offsets_in_tensor[tensor_range],
+            strict=True,
+        ):
             data = tensor_bytes.numpy().data
             if old_bytes is not None and len(data):
-                data = memoryview(codec.encode(old_bytes.numpy(), tensor_bytes.numpy(), ITEM_BYTES[spec.dtype]))
+                data = memoryview(
+                    codec.encode_changes(old_bytes.numpy(), tensor_bytes.numpy(), ITEM_BYTES[spec.dtype])
+                )
             elif writes_file and len(data):
                 writes_file = _write_range(file, self.places[spec.name] + start_byte, data)
-            range_parts.append(share(spec, tensor_bytes.numpy(), start_byte, NOTHING if writes_file else data))
+            range_parts.append(
+                make_range_part(spec, tensor_bytes.numpy(), start_byte, NO_BYTES if writes_file else data)
+            )
         return range_parts
 
     def own_bytes(self, memory: Tensor, part: slice) -> Tensor:
@@ -238,14 +254,16 @@ class HostShards:
 
 
 @dataclass(frozen=True)
-class Copied:
+class HeldShards:
     """A `Pinned` copy of all ranks. `copy`: index of the buffer, and number; `memory`: of this rank."""
 
     host: HostShards
     copy: tuple[int, int]
     memory: Tensor
 
-    def shares(self, tensor_range: slice, file: str = "", base: Copied | None = None) -> list[Sequence[RangeShare]]:
+    def shares(
+        self, tensor_range: slice, file: str = "", base: HeldShards | None = None
+    ) -> list[Sequence[RangePart]]:
         base_id, base_memory = (base.copy, base.memory) if base else (None, None)
         ask = Ask(self.copy, tensor_range.start, tensor_range.stop, base_id, file, socket.gethostname())
         return self.host.shares(self.memory, base_memory, ask)
@@ -268,7 +286,10 @@ def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype, buffers: Mapping[
     its item size, so large items come first."""
     described = [(piece.name, piece.shape, dtype) for piece in pieces]
     described += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()]
-    specs = (TensorSpec(name, shape, str(tensor_dtype).removeprefix("torch.")) for name, shape, tensor_dtype in described)
+    specs = (
+        TensorSpec(name, shape, str(tensor_dtype).removeprefix("torch."))
+        for name, shape, tensor_dtype in described
+    )
     return tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))
 
 

@@ -27,7 +27,7 @@ from asyncrl.errors import disk_full, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Layout, Superseded, WeightsRef
 from asyncrl.weights.memory import page_locked
-from asyncrl.weights.ranges import RangeShare
+from asyncrl.weights.ranges import RangePart
 
 CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
 
@@ -35,10 +35,10 @@ Tensors = dict[str, Tensor]
 NO_ARRAY = np.empty(0, np.uint8)
 
 
-class Pinned(Protocol):
+class HeldCopy(Protocol):
     """A copy of the weights that is not written over."""
 
-    def shares(self, part: slice, file: str = "", base: Self | None = None) -> list[Sequence[RangeShare]]:
+    def shares(self, part: slice, file: str = "", base: Self | None = None) -> list[Sequence[RangePart]]:
         """Return what each rank has of the tensors of a part of the layout, in order: its bytes, which it
         may have written into the safetensors `file` instead, or what has changed since a `base`. Memory is
         that of the copy, not to be written to. Raises WeightsError when a rank does not deliver."""
@@ -58,14 +58,14 @@ class Snapshot:
     version: PolicyVersion
     layout: Layout
     seconds: float
-    pin: Callable[[], AbstractContextManager[Pinned]]
+    pin: Callable[[], AbstractContextManager[HeldCopy]]
 
     @property
     def total_bytes(self) -> int:
         return sum(spec.nbytes for spec in self.layout)
 
 
-def whole(range_parts: Iterable[RangeShare], memory: Tensor | None = None) -> Tensor:
+def whole(range_parts: Iterable[RangePart], memory: Tensor | None = None) -> Tensor:
     """Copy the bytes of some shares one behind the other, [n] of uint8; into `memory`, if that is given."""
     arrays = [np.frombuffer(data, np.uint8) for range_part in range_parts for data in range_part.data]
     size = sum(array.size for array in arrays)
@@ -83,7 +83,7 @@ class BucketBuffers:
         self._buffers = list[Tensor]()
         self._fill_count = 0
 
-    def fill(self, range_parts: Iterable[RangeShare], largest_bucket: int) -> Tensor:
+    def fill(self, range_parts: Iterable[RangePart], largest_bucket: int) -> Tensor:
         """Return the bytes of some shares, at most `largest`, in place of those before the last ones."""
         if not self._buffers or len(self._buffers[0]) < largest_bucket:
             allocate = page_locked if self._pinned else partial(torch.empty, dtype=torch.uint8)
@@ -190,7 +190,7 @@ class Buffers:
         return Buffer(torch.empty(self._size, dtype=torch.uint8))
 
 
-FULL_RETRY = 5.0  # seconds after which a write is tried again that the full disk made fail
+FULL_RETRY_SECONDS = 5.0  # seconds after which a write is tried again that the full disk made fail
 
 log = logging.getLogger("asyncrl.weights")
 
@@ -254,7 +254,7 @@ class Publisher:
                     log.warning("v%d is not written: %s", snapshot.version.step, error)
                     with self._wake:
                         self.full = one_line(error)
-                        if not self._wake.wait_for(lambda: self._closing, FULL_RETRY):
+                        if not self._wake.wait_for(lambda: self._closing, FULL_RETRY_SECONDS):
                             self._pending_snapshot = self._pending_snapshot or snapshot
                     continue
                 log.exception("publishing v%d failed", snapshot.version.step)

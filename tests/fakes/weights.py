@@ -14,7 +14,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import ITEM_BYTES, AdapterSpec, Layout, TensorSpec, WeightsRef, split
-from asyncrl.weights.ranges import RangeShare, share
+from asyncrl.weights.ranges import RangePart, make_range_part
 from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, whole
 
 BUCKET_BYTES = 256 << 20
@@ -29,15 +29,15 @@ class PinnedTensors:
 
     def shares(
         self, part: slice, file: str = "", base: PinnedTensors | None = None
-    ) -> list[Sequence[RangeShare]]:
-        found: list[Sequence[RangeShare]] = []
+    ) -> list[Sequence[RangePart]]:
+        found: list[Sequence[RangePart]] = []
         for spec in self.layout[part]:
             own = as_bytes(self.kept[spec.name])
             data = own.data
             if base is not None and own.size:
                 old = as_bytes(base.kept[spec.name])
-                data = memoryview(codec.encode(old, own, ITEM_BYTES[spec.dtype]))
-            found.append([share(spec, own, 0, data)])
+                data = memoryview(codec.encode_changes(old, own, ITEM_BYTES[spec.dtype]))
+            found.append([make_range_part(spec, own, 0, data)])
         return found
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:

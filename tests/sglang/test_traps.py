@@ -15,7 +15,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang.http import INVALID_LABEL, protocol_of
 from asyncrl.engines.sglang.server import attach, loader
-from asyncrl.engines.sglang.stream import decode
+from asyncrl.engines.sglang.stream import decode_event
 from asyncrl.errors import EngineError
 from asyncrl.launch.servers import check_urls
 from asyncrl.types import StopReason, VersionSpan
@@ -84,7 +84,7 @@ async def test_requests_of_a_pause_whose_clients_left_never_run(server: SGLangSe
 
     async def cached(engine: Kept, ids: tuple[int, ...]) -> int:
         """How much of a prompt is in the cache: all but the last id, when a request with it has run."""
-        return decode(await engine.api.generate_whole(raw(ids, 1))).meta_info.cached_tokens
+        return decode_event(await engine.api.generate_whole(raw(ids, 1))).meta_info.cached_tokens
 
     async with kept(server) as engine:
         await engine.load(refs[0])

@@ -132,7 +132,7 @@ async def engine(given: Given) -> None:
                 await server.load(local)
                 label = await server.api.weight_label()
             else:
-                label = (await asyncio.to_thread(disk.verify, local)).version.label
+                label = (await asyncio.to_thread(disk.verify_version, local)).version.label
         say((time.monotonic(), label))
     if given.server:
         await process.stop()

@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     lines = []
-    for mode in args.modes:
+    for mode in args.pause_modes:
         name = mode.replace(", ", "-")
         given = [f"total_steps={args.steps}", *COMMON, *MODES[mode], *args.overrides]
         result = train(name, args.run_dir, given)

@@ -43,7 +43,7 @@ def adapter_name(version: PolicyVersion, attachment: str, agent: str) -> str:
     return f"{version.label}{agent and f'/{agent}'}@{attachment}"
 
 
-def outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig) -> bool:
+def is_outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig) -> bool:
     """No request may go on with this version at a server that has the newest."""
     lag = newest.step - version.step
     return version.epoch != newest.epoch or lag > config.buffer.usual_staleness
@@ -67,7 +67,7 @@ class AdapterLoader:
         self._has_base = based
         self._deadline = config.weights.deadline
         self._load_lock = asyncio.Lock()
-        self._unloading: asyncio.Task[None] | None = None
+        self._unload_task: asyncio.Task[None] | None = None
 
     async def load(self, ref: WeightsRef) -> Manifest:
         """WeightsError: the version is missing, damaged or another model's; those before it stay."""
@@ -82,13 +82,15 @@ class AdapterLoader:
                 loaded_names = await self.api.adapters()  # some, where this one's caller gave up a load
                 for agent, name in self._adapter_names(ref).items():
                     if name not in loaded_names:
-                        await self.api.load_adapter(name, str(adapter_files.absolute() / agent), self._deadline)
+                        await self.api.load_adapter(
+                            name, str(adapter_files.absolute() / agent), self._deadline
+                        )
             finally:
                 await asyncio.to_thread(shutil.rmtree, adapter_files, ignore_errors=True)
             self._previous_ref = self.loaded
             self.loaded = ref
-            if self._unloading is None or self._unloading.done():
-                self._unloading = asyncio.create_task(self._unload_old())
+            if self._unload_task is None or self._unload_task.done():
+                self._unload_task = asyncio.create_task(self._unload_old())
             return manifest
 
     async def sleep(self) -> None:
@@ -114,9 +116,9 @@ class AdapterLoader:
         return ref.label if adapter_names <= await self.api.adapters() else "no adapter of this run"
 
     async def close(self) -> None:
-        if self._unloading is not None:
-            self._unloading.cancel()
-            await asyncio.wait([self._unloading])
+        if self._unload_task is not None:
+            self._unload_task.cancel()
+            await asyncio.wait([self._unload_task])
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
 
@@ -171,4 +173,4 @@ class AdapterLoader:
         if self._previous_ref is None or version is None:
             return False
         previous_version = self._previous_ref.version
-        return version < previous_version and outdated(version, previous_version, self._config)
+        return version < previous_version and is_outdated(version, previous_version, self._config)

@@ -20,9 +20,9 @@ import numpy as np
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import NOTHING, EngineLost, EngineRefused, Request, check_request
-from asyncrl.engines.sglang.adapters import adapter_name, outdated
+from asyncrl.engines.sglang.adapters import adapter_name, is_outdated
 from asyncrl.engines.sglang.http import ServerApi, ServerGone
-from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode
+from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode_event
 from asyncrl.errors import EngineError
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, TokenScores
 from asyncrl.wire.messages.worker import EngineUse
@@ -62,8 +62,12 @@ class SGLangClient:
         adapter is outdated end, as far as they are; not before their first token, or none might come."""
         self._acked_version = version
         if self._uses_adapters:
-            started_calls = [(call, stream) for call, stream in self._calls.items() if stream and stream.tokens]
-            self._cut_calls(call for call, stream in started_calls if outdated(stream.acked, version, self._config))
+            started_calls = [
+                (call, stream) for call, stream in self._calls.items() if stream and stream.tokens
+            ]
+            self._cut_calls(
+                call for call, stream in started_calls if is_outdated(stream.acked, version, self._config)
+            )
 
     def sleeps(self, asleep: bool) -> None:
         """Tell whether the server sleeps: then streams may be silent."""
@@ -95,7 +99,7 @@ class SGLangClient:
         except TimeoutError as error:
             if self._is_closed or stream is None:
                 raise self._engine_lost("it is no longer used", stream) from error
-            return _part(stream)
+            return _good_part(stream)
         finally:
             self._calls.pop(call, None)
         if sampled.stop is StopReason.ABORT:
@@ -123,9 +127,13 @@ class SGLangClient:
         self.use.cached_tokens += meta_info.cached_tokens
         top_entries = [candidates or () for candidates in meta_info.input_top_logprobs[1:]]
         return TokenScores(
-            logprobs=np.array([token.logprob for token in meta_info.input_token_logprobs[1:]], "<f4").tobytes(),
+            logprobs=np.array(
+                [token.logprob for token in meta_info.input_token_logprobs[1:]], "<f4"
+            ).tobytes(),
             ids=np.array([[token.id for token in candidates] for candidates in top_entries], "<i4").tobytes(),
-            top=np.array([[token.logprob for token in candidates] for candidates in top_entries], "<f4").tobytes(),
+            top=np.array(
+                [[token.logprob for token in candidates] for candidates in top_entries], "<f4"
+            ).tobytes(),
         )
 
     @asynccontextmanager
@@ -164,7 +172,7 @@ class SGLangClient:
                 async for payload in events:
                     tokens_before = len(stream.tokens)
                     retracted_before = stream.retracted
-                    stream.add(decode(payload))
+                    stream.add(decode_event(payload))
                     self.use.tokens += len(stream.tokens) - tokens_before  # at once: a sign of life
                     if not self._updates_retract:
                         self.use.retracted += stream.retracted - retracted_before
@@ -211,17 +219,21 @@ class SGLangClient:
             raise self._engine_lost(f"the server took the request back ({finish.message})", stream)
         if finish.type == "length":
             sampled_part = f"{len(sampled.ids)} of {stream.request.sampling.max_new_tokens} tokens"
-            raise EngineError(f"server {self.api.url} cut a turn to {sampled_part}: raise its --context-length")
+            raise EngineError(
+                f"server {self.api.url} cut a turn to {sampled_part}: raise its --context-length"
+            )
         if isinstance(finish.matched, str):  # the server reports NaN in this way
             raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
         if not sampled.ids:  # asked again at once it may do so for ever; losses are counted
             raise self._engine_lost("the server ended the request before its first token", stream)
 
     def _engine_lost(self, reason: object, stream: StreamedTurn | None) -> EngineLost:
-        return EngineLost(f"server {self.api.url}: {reason}", NOTHING if stream is None else _part(stream))
+        return EngineLost(
+            f"server {self.api.url}: {reason}", NOTHING if stream is None else _good_part(stream)
+        )
 
 
-def _part(stream: StreamedTurn) -> Generation:
+def _good_part(stream: StreamedTurn) -> Generation:
     """Return what is known to be good of a request that was cut."""
     with suppress(ForeignWeights):
         return stream.generation()

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.engines.sglang.stream import BASE_LABEL, MetaInfo, decode
+from asyncrl.engines.sglang.stream import BASE_LABEL, MetaInfo, decode_event
 from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
@@ -120,10 +120,10 @@ class ServerApi:
         return True
 
     async def server_info(self) -> ServerInfo:
-        return await self._get("/server_info", ServerInfo, ADMIN_SECONDS)
+        return await self._get_struct("/server_info", ServerInfo, ADMIN_SECONDS)
 
     async def model_info(self) -> ModelInfo:
-        return await self._get("/model_info", ModelInfo, GET_SECONDS)
+        return await self._get_struct("/model_info", ModelInfo, GET_SECONDS)
 
     async def weight_label(self) -> str:
         """The label of the last update, or what the server was started with ("default")."""
@@ -133,14 +133,14 @@ class ServerApi:
         """Share of the KV memory that requests hold, in [0, 1], of the fullest data-parallel rank. None where
         the server does not say so, or not at once."""
         try:
-            answer = await self._get("/v1/loads?include=core", Loads, LOAD_SECONDS)
+            answer = await self._get_struct("/v1/loads?include=core", Loads, LOAD_SECONDS)
         except EngineError:
             return None
         return max((min(1.0, max(0.0, load.token_usage)) for load in answer.loads), default=None)
 
     async def adapters(self) -> set[str]:
         """Return the names of those that are loaded."""
-        models = await self._get("/v1/models", ServedModels, GET_SECONDS)
+        models = await self._get_struct("/v1/models", ServedModels, GET_SECONDS)
         return {model.id for model in models.data if model.parent is not None}
 
     async def try_admin_key(self) -> None:
@@ -188,11 +188,14 @@ class ServerApi:
             "top_logprobs_num": top,
             "cache_salt": salt,
         }
-        meta_info = decode(await self.generate_whole(body, seconds)).meta_info
+        meta_info = decode_event(await self.generate_whole(body, seconds)).meta_info
         scored_ids = [entry.id for entry in meta_info.input_token_logprobs]
         expected_ids = ids[start:]
         # A server names the last id of its vocabulary 0, beside its own log-prob.
-        if len(scored_ids) != len(expected_ids) or any(scored_id not in (expected_id, 0) for scored_id, expected_id in zip(scored_ids, expected_ids, strict=True)):
+        if len(scored_ids) != len(expected_ids) or any(
+            scored_id not in (expected_id, 0)
+            for scored_id, expected_id in zip(scored_ids, expected_ids, strict=True)
+        ):
             raise EngineError(f"server {self.url} scored other ids than it was given")
         return meta_info
 
@@ -213,7 +216,9 @@ class ServerApi:
     async def release_memory(self) -> None:
         """Give up KV cache, prefixes and weights. It ends a server where requests run, also paused
         `in_place`, and where one waits for its grammar."""
-        await self._send_command("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN_SECONDS)
+        await self._send_command(
+            "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN_SECONDS
+        )
 
     async def resume_memory(self, part: Literal["kv_cache", "weights"]) -> None:
         """Take the memory of a part again: without content, but for buffers that are no weights. It ends a
@@ -304,7 +309,7 @@ class ServerApi:
 
     # -- plumbing -------------------------------------------------------------------------------------
 
-    async def _get(self, path: str, answer_type: type[T], seconds: float) -> T:
+    async def _get_struct(self, path: str, answer_type: type[T], seconds: float) -> T:
         content = await self._transport.call("GET", path, seconds)
         try:
             return msgspec.json.decode(content, type=answer_type)
@@ -331,7 +336,7 @@ class UpdateProtocol:
     """The protocol of one version. `modes`: what it can do with requests under way at an update. `sessions`:
     it accepts broadcast weights within a session only, of which there is one at a time."""
 
-    modes: tuple[PauseMode, ...]
+    pause_modes: tuple[PauseMode, ...]
     sessions: bool
 
     @asynccontextmanager
@@ -355,9 +360,13 @@ class UpdateProtocol:
 
 
 # It cannot empty its cache while retracted requests wait.
-OLD = UpdateProtocol(("in_place", "abort"), sessions=False)
-NEW = UpdateProtocol(("in_place", "retract", "abort"), sessions=True)
-PROTOCOLS: Mapping[str, UpdateProtocol] = {"0.5.20": OLD, "0.5.22": NEW, "0.5.23": NEW}
+WITHOUT_SESSIONS = UpdateProtocol(("in_place", "abort"), sessions=False)
+WITH_SESSIONS = UpdateProtocol(("in_place", "retract", "abort"), sessions=True)
+PROTOCOLS: Mapping[str, UpdateProtocol] = {
+    "0.5.20": WITHOUT_SESSIONS,
+    "0.5.22": WITH_SESSIONS,
+    "0.5.23": WITH_SESSIONS,
+}
 
 
 def protocol_of(version: str, url: str) -> UpdateProtocol:

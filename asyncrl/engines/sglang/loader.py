@@ -62,21 +62,21 @@ class ServerLoader:
         self._cache = cache
         self._receiver = receiver
         self._model_shapes = model_shapes
-        self._loading = asyncio.Lock()
+        self._load_lock = asyncio.Lock()
         self._end_of_pause: asyncio.Future[None] | None = None
         self._preparation: asyncio.Future[tuple[WeightsRef, Manifest]] | None = None
 
     async def load(self, ref: WeightsRef) -> Manifest:
         """WeightsError: the old weights stay if the version is missing, damaged or another model's, else see
         `broken`."""
-        async with self._loading:  # versions are applied in the order of the calls
+        async with self._load_lock:  # versions are applied in the order of the calls
             await self._await_leftovers()
             is_broadcast = ref.path.startswith("tcp://")
             return await (self._load_broadcast(ref) if is_broadcast else self._load_files(ref))
 
     async def sleep(self) -> None:
         """Give up KV cache and weights until the next load; requests under way go on after that."""
-        async with self._loading:
+        async with self._load_lock:
             await self._await_leftovers()
             await self.sleeping.sleep()
 
@@ -115,7 +115,7 @@ class ServerLoader:
         """Return the version as whole and verified files, and its manifest as published."""
         manifest = disk.read_manifest(ref)
         if manifest.delta is None:
-            return ref, disk.verify(ref)
+            return ref, disk.verify_version(ref)
         return materialise(ref, self._cache), manifest
 
     async def _load_broadcast(self, ref: WeightsRef) -> Manifest:
@@ -132,7 +132,9 @@ class ServerLoader:
         return manifests[0]
 
     def _check_layout(self, ref: WeightsRef, layout: Layout) -> None:
-        differences = self._model_shapes.differences(layout) if self._model_shapes is not None else ""
+        differences = (
+            self._model_shapes.describe_differences(layout) if self._model_shapes is not None else ""
+        )
         if differences:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of the server's model: {differences}")
 
@@ -199,7 +201,11 @@ class ServerLoader:
 
 
 NAMES_SHOWN = 3  # names in a message
-COMPUTED_BUFFERS = ("inv_freq", ".masked_bias", "position_ids")  # computed, and yet in the files of older models
+COMPUTED_BUFFERS = (
+    "inv_freq",
+    ".masked_bias",
+    "position_ids",
+)  # computed, and yet in the files of older models
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,7 @@ class Shapes:
     def of(cls, layout: Layout) -> Shapes:
         return cls({spec.name: tuple(spec.shape) for spec in layout})
 
-    def differences(self, layout: Layout) -> str:
+    def describe_differences(self, layout: Layout) -> str:
         """Says what is wrong with a version for this model; empty: nothing."""
         given_shapes = Shapes.of(layout).shapes
         missing = self.shapes.keys() - given_shapes.keys() - self.optional
@@ -225,7 +231,11 @@ class Shapes:
             for name, shape in self.shapes.items()
             if given_shapes.get(name, shape) != shape
         ]
-        parts = [_named("lacks", missing), _named("has unknown", unknown), "; ".join(mismatched[:NAMES_SHOWN])]
+        parts = [
+            _describe_tensors("lacks", missing),
+            _describe_tensors("has unknown", unknown),
+            "; ".join(mismatched[:NAMES_SHOWN]),
+        ]
         return "; ".join(part for part in parts if part)
 
 
@@ -234,11 +244,13 @@ def shapes_of(path: str, tied: bool) -> Shapes | None:
     a version must use too. None without such files. `tied`: the output embedding is the input's. Raises
     ConfigError."""
     shapes = weight_shapes(path)
-    optional = {name for name in shapes if name.endswith(COMPUTED_BUFFERS)} | ({"lm_head.weight"} if tied else set())
+    optional = {name for name in shapes if name.endswith(COMPUTED_BUFFERS)} | (
+        {"lm_head.weight"} if tied else set()
+    )
     return Shapes(shapes, frozenset(optional)) if shapes else None
 
 
-def _named(verb: str, names: Iterable[str]) -> str:
+def _describe_tensors(verb: str, names: Iterable[str]) -> str:
     sorted_names = sorted(names)
     remainder = f" and {len(sorted_names) - NAMES_SHOWN} more" if len(sorted_names) > NAMES_SHOWN else ""
     return f"{verb} {', '.join(sorted_names[:NAMES_SHOWN])}{remainder}" if sorted_names else ""

@@ -31,7 +31,7 @@ STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at mos
 Arguments = dict[str, str | int | float | bool | list[str]]
 
 
-def arguments(
+def server_command(
     config: RunConfig, index: int, host: str, port: int, gpus: int, scorer: str = "", tokens: int = 0
 ) -> list[str]:
     """Return the command line of the engine `index`, or of that server of all scorers', on a machine where
@@ -98,7 +98,9 @@ def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
     for index, (name, _) in enumerate(config.scorer_places):
         if not config.scorers[name].urls:
             first_gpu = base_gpu(config, index, gpus, name)
-            gpus_by_server[f"scorer-{index}"] = [*range(first_gpu, min(first_gpu + config.scorers[name].tp, gpus))]
+            gpus_by_server[f"scorer-{index}"] = [
+                *range(first_gpu, min(first_gpu + config.scorers[name].tp, gpus))
+            ]
     return gpus_by_server
 
 
@@ -175,7 +177,7 @@ class ServerProcess:
         try:
             port = int(reserved_socket.getsockname()[1])
             kv_tokens = kept_tokens(directory, index) if config.shifts and not scorer else 0
-            command = arguments(config, index, host, port, torch.cuda.device_count(), scorer, kv_tokens)
+            command = server_command(config, index, host, port, torch.cuda.device_count(), scorer, kv_tokens)
             if shutil.which(command[0]) is None:
                 raise EngineError(
                     f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"

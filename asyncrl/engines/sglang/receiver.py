@@ -37,7 +37,7 @@ class SenderConnection:
     async def ask(self, question: messages.Question, kind: type[T]) -> T:
         """Raises Postponed, WeightsError when the sender refuses or is gone, ProtocolError."""
         with WeightsError.instead_of(OSError, EOFError, text=f"weights {self.path}: the sender is gone"):
-            answer = await messages.ask(self.reader, self.writer, question)
+            answer = await messages.ask_question(self.reader, self.writer, question)
         if isinstance(answer, messages.Refused):
             raise (Postponed if answer.postponed else WeightsError)(f"weights {self.path}: {answer.reason}")
         if not isinstance(answer, kind):

@@ -23,8 +23,8 @@ from asyncrl.weights.model_files import published_bytes, read_json
 
 log = logging.getLogger("asyncrl.keeper")
 
-CHECK_SECONDS = 0.2
-SIZES = (
+POLL_SECONDS = 0.2
+COMPARED_SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -78,7 +78,7 @@ async def attach(
     server = ServerApi(url, api_key, admin_key)
     try:
         while not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
-            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         attached = await _described_server(config, server, scorer)
         if not scorer:  # which nobody pauses
             if not fresh and not await server.ready():
@@ -86,7 +86,7 @@ async def attach(
                 attached = replace(attached, model=await server.model_info())
             await server.resume()
         while not await server.ready():  # noqa: ASYNC110
-            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
     except BaseException:
         await server.close()
         raise
@@ -106,9 +106,14 @@ def loader(config: RunConfig, index: int, server: Attached, attachment: str = ""
     api = server.api
     served_model = server.model
     if config.adapters_apart:
-        has_base = served_model.weight_version == BASE_LABEL and Path(served_model.model_path).resolve() == Path(model_path).resolve()
+        has_base = (
+            served_model.weight_version == BASE_LABEL
+            and Path(served_model.model_path).resolve() == Path(model_path).resolve()
+        )
         return AdapterLoader(api, config, cache, attachment, has_base)
-    model_shapes = shapes_of(model_path, bool(_model_config(model_path).get_text_config().tie_word_embeddings))
+    model_shapes = shapes_of(
+        model_path, bool(_model_config(model_path).get_text_config().tie_word_embeddings)
+    )
     receiver = Receiver(api, index, server.info.tp_size, protocol_of(server.info.version, api.url))
     weights = structs.replace(config.weights, mode=config.update_mode)
     return ServerLoader(api, weights, cache, receiver, model_shapes)
@@ -128,9 +133,11 @@ def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, mod
 def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
     """ConfigError where the model that `key` names has other tokens than the policy, by their tokenizer.json,
     or else by the sizes in config.json; what is not on this machine is not compared."""
-    own_tokenizer, other_tokenizer = (Path(directory) / "tokenizer.json" for directory in (config.model.path, path))
+    own_tokenizer, other_tokenizer = (
+        Path(directory) / "tokenizer.json" for directory in (config.model.path, path)
+    )
     if other_tokenizer.is_file():
-        same_vocabulary = _tokens(own_tokenizer) == _tokens(other_tokenizer)
+        same_vocabulary = _tokens_with_ids(own_tokenizer) == _tokens_with_ids(other_tokenizer)
     elif (Path(path) / "config.json").is_file():
         same_vocabulary = vocabulary_of(path) == vocabulary_of(config.model.path)
     else:
@@ -143,10 +150,12 @@ def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
         )
 
 
-def _tokens(path: Path) -> tuple[Any, list[tuple[int, str]]]:
+def _tokens_with_ids(path: Path) -> tuple[Any, list[tuple[int, str]]]:
     """Return the tokens of a tokenizer.json with their ids."""
     tokenizer = read_json(path)
-    return tokenizer["model"]["vocab"], [(token["id"], token["content"]) for token in tokenizer["added_tokens"]]
+    return tokenizer["model"]["vocab"], [
+        (token["id"], token["content"]) for token in tokenizer["added_tokens"]
+    ]
 
 
 async def _described_server(config: RunConfig, server: ServerApi, scorer: str) -> Attached:
@@ -158,18 +167,20 @@ async def _described_server(config: RunConfig, server: ServerApi, scorer: str) -
     if scorer:
         await asyncio.to_thread(check_scorer, config, scorer, server.url, attached.info, attached.model)
     else:
-        await asyncio.to_thread(check, config, server.url, attached.info, attached.model)
+        await asyncio.to_thread(check_engine_server, config, server.url, attached.info, attached.model)
     return attached
 
 
-def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:
+def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:
     """ConfigError that says what differs from what the run needs."""
-    modes = protocol_of(info.version, url).modes
+    modes = protocol_of(info.version, url).pause_modes
     if config.weights.mode not in modes:
         supported_modes = f"its version {info.version} knows {', '.join(modes)}"
         raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {supported_modes}")
     if config.shifts and not ("retract" in modes and info.enable_memory_saver and info.max_total_num_tokens):
-        missing_feature = "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
+        missing_feature = (
+            "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
+        )
         missing_feature = missing_feature if "retract" in modes else "a newer SGLang (0.5.22)"
         raise ConfigError(f"server {url} cannot sleep, as engine.colocated needs: it lacks {missing_feature}")
     if config.weights.transport != "disk" and info.dp_size != 1:
@@ -218,7 +229,8 @@ def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
         "--dp-size 1": info.dp_size != 1,
         f"--max-lora-rank {rank}": info.max_lora_rank is not None and info.max_lora_rank < rank,
         f"--max-loras-per-batch {adapters_used}": info.max_loras_per_batch < adapters_used,
-        f"--max-loaded-loras {adapters_loaded}": info.max_loaded_loras is not None and info.max_loaded_loras < adapters_loaded,
+        f"--max-loaded-loras {adapters_loaded}": info.max_loaded_loras is not None
+        and info.max_loaded_loras < adapters_loaded,
     }
     if missing := [argument for argument, lacking in is_lacking.items() if lacking]:
         raise ConfigError(
@@ -238,8 +250,15 @@ def _differences(own_config: Any, url: str, info: ServerInfo, model: ModelInfo) 
         log.warning("server %s: sizes are not compared with its own: %s", url, error)
     else:
         own_text_config = own_config.get_text_config()
-        compared_values += [(size, getattr(own_text_config, size, None), getattr(their_text_config, size, None)) for size in SIZES]
-    return [f"{subject} {actual} instead of {expected}" for subject, expected, actual in compared_values if actual != expected]
+        compared_values += [
+            (size, getattr(own_text_config, size, None), getattr(their_text_config, size, None))
+            for size in COMPARED_SIZES
+        ]
+    return [
+        f"{subject} {actual} instead of {expected}"
+        for subject, expected, actual in compared_values
+        if actual != expected
+    ]
 
 
 def _model_config(path: str) -> Any:

@@ -88,7 +88,7 @@ class StreamEvent(msgspec.Struct, frozen=True):
 _decode = msgspec.json.Decoder(StreamEvent).decode
 
 
-def decode(payload: bytes) -> StreamEvent:
+def decode_event(payload: bytes) -> StreamEvent:
     """EngineError for what is not an event, and for one that reports an error. (JSON has no NaN: a server
     whose logits are not finite numbers sends null for a log-prob, which is not an event.)"""
     try:
@@ -97,7 +97,9 @@ def decode(payload: bytes) -> StreamEvent:
     except UNDECODABLE as error:  # no `instead_of`, which takes longer than the rest
         raise EngineError(f"a server's answer is not understood ({one_line(error)})") from None
     if event.error:
-        raise _server_failure(server_error.get("code") if isinstance(server_error, dict) else None, error_text(payload))
+        raise _server_failure(
+            server_error.get("code") if isinstance(server_error, dict) else None, error_text(payload)
+        )
     return event
 
 
@@ -117,7 +119,7 @@ class StreamedTurn:
         self.prompt_tokens = self.cached_tokens = self.retracted = 0
         self.acked = acked
         self._in_place = in_place
-        self._adapter = adapter
+        self._has_adapter = adapter
         self._started = time.perf_counter()
         self._seen_labels: set[str] = set()
         self._label_spans: tuple[LabelSpan, ...] | None = None
@@ -189,7 +191,7 @@ class StreamedTurn:
 
     def spans(self) -> tuple[VersionSpan, ...]:
         """Returns the version that sampled each token, as spans. Raises ForeignWeights."""
-        if self._adapter:
+        if self._has_adapter:
             for label in self._seen_labels:
                 if label != BASE_LABEL:
                     raise _foreign_weights(label)
@@ -200,7 +202,7 @@ class StreamedTurn:
             # A request that did not finish has no record, only the label that the server's front end had when
             # it passed on each event; tokens sampled just before an update may reach it just after. So all
             # count as of the oldest version that may have sampled them.
-            versions = {self.acked, *map(_version, self._seen_labels)}
+            versions = {self.acked, *map(_version_of_label, self._seen_labels)}
             stamps = [(0, min(versions), len(versions) == 1)]
         # In place, the request reads KV of its own and, by its salt, of others from `acked` on.
         kv_versions = [min(version, self.acked) if self._in_place else version for _, version, _ in stamps]
@@ -217,7 +219,7 @@ class StreamedTurn:
         after it, though the version before sampled it. The record does not say whether there was one: the
         first token after an update may be of either version, and so may a request's first token if it is
         newer than acked."""
-        labelled_spans = [(span.start, _version(span.version)) for span in spans]
+        labelled_spans = [(span.start, _version_of_label(span.version)) for span in spans]
         if not self._in_place:
             return [(start, version, True) for start, version in labelled_spans]
         stamps: list[Stamp] = []
@@ -236,7 +238,7 @@ def _server_failure(status: int | None, text: str) -> EngineError:
     return _ERRORS.get(status, EngineError)(f"the server ended a request with {status}: {text}")
 
 
-def _version(label: str) -> PolicyVersion:
+def _version_of_label(label: str) -> PolicyVersion:
     version = version_of(label)
     if version is None:
         raise _foreign_weights(label)

@@ -74,7 +74,9 @@ class HttpTransport:
         """The status of an answer to a request that needs no key."""
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         with self._as_server_gone(f"GET {path}", f"{seconds:g} s"):
-            async with self._open_session().get(self.url + path, headers=_CLOSE_CONNECTION, timeout=timeout) as response:
+            async with self._open_session().get(
+                self.url + path, headers=_CLOSE_CONNECTION, timeout=timeout
+            ) as response:
                 return response.status
 
     @asynccontextmanager
@@ -84,7 +86,9 @@ class HttpTransport:
         read_timeout = None if self._server_asleep else silence
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_timeout)
         with self._as_server_gone(f"POST {path}", f"{silence:g} s"):
-            response = await self._open_session().post(self.url + path, json=body, headers=self._api_headers, timeout=timeout)
+            response = await self._open_session().post(
+                self.url + path, json=body, headers=self._api_headers, timeout=timeout
+            )
         try:
             self._open_streams[response] = silence
             if response.status != 200:
@@ -106,7 +110,7 @@ class HttpTransport:
         self, path: str, response: aiohttp.ClientResponse, silence: float
     ) -> AsyncIterator[bytes]:
         """Payloads up to `[DONE]`; a stream that ends without it was cut."""
-        events = Events()
+        events = EventSplitter()
         with self._as_server_gone(f"the stream of {path}", f"{silence:g} s"):
             async for chunk in response.content.iter_any():
                 for payload in events.feed(chunk):
@@ -119,7 +123,7 @@ class HttpTransport:
         if self._http_session is None:
             # Not limited here: the engine bounds its streams, and an abort must not queue behind them.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
-            self._http_session = aiohttp.ClientSession(connector=connector, json_serialize=_json)
+            self._http_session = aiohttp.ClientSession(connector=connector, json_serialize=_encode_json)
         return self._http_session
 
     @contextmanager
@@ -146,7 +150,7 @@ class HttpTransport:
         return failure(description)
 
 
-class Events:
+class EventSplitter:
     """Splits a byte stream into the payloads of server-sent events, wherever it was cut."""
 
     def __init__(self) -> None:
@@ -181,5 +185,5 @@ def _bearer_headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _json(body: Any) -> str:
+def _encode_json(body: Any) -> str:
     return msgspec.json.encode(body).decode()

@@ -22,13 +22,15 @@ from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.recorded import RecordedStep
-from asyncrl.engines.torch.slots import KVCache, Prefixes, Slot, Slots, Source
-from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build, reordered
+from asyncrl.engines.torch.slots import KVCache, PrefixIndex, Slot, Slots, PrefixSource
+from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build_layout, reordered_slots
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
 from asyncrl.weights.adapters import Adapters
 
-_MAX_PADDING_RATIO = 4  # a prompt waits for a later step rather than be padded to more than 4 times its length
+_MAX_PADDING_RATIO = (
+    4  # a prompt waits for a later step rather than be padded to more than 4 times its length
+)
 
 
 class Run:
@@ -39,7 +41,7 @@ class Run:
         self.ids = request.ids  # to prefill: after a sleep, with what it had sampled
         self.limit = max_length  # length at which it ends
         self.slot: Slot | None = None
-        self.source: Source | None = None  # of a longer prefix than its slot holds, to be copied
+        self.source: PrefixSource | None = None  # of a longer prefix than its slot holds, to be copied
         self.filled = 0  # leading ids whose KV is in the cache
         self.heard: list[int] = []  # sampled ids that its watch has heard of
         self.decoding = False
@@ -60,7 +62,9 @@ class Run:
 class Batcher:
     """Owns the KV cache and decides what each step computes."""
 
-    def __init__(self, model: PreTrainedModel, slot_count: int, max_len: int, token_budget: int, version: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, slot_count: int, max_len: int, token_budget: int, version: int
+    ) -> None:
         self.version = version
         self._swap_count = 0  # of weights: two may have one version number
         self.token_budget = token_budget
@@ -69,11 +73,13 @@ class Batcher:
         self.cache = KVCache(model, slot_count, max_len)
         self._recorded_step = RecordedStep(self.cache)
         self.slots = Slots(slot_count)
-        self._prefix_index = Prefixes()
+        self._prefix_index = PrefixIndex()
         self._waiting_runs: deque[Run] = deque()
         self._filling_runs: list[Run] = []
         self._decoding_runs: dict[int, Run] = {}  # by slot
-        self._slot_lengths = np.zeros(slot_count, dtype=np.int64)  # ids of decoding slots; the last one has no KV yet
+        self._slot_lengths = np.zeros(
+            slot_count, dtype=np.int64
+        )  # ids of decoding slots; the last one has no KV yet
         self._slot_sampling = SlotSampling(slot_count)
         self._steady_plan: StepLayout | None = None  # the last plan, while it only needs to be advanced
         # asleep since then; seconds before that
@@ -82,7 +88,9 @@ class Batcher:
 
     def add_request(self, request: Request) -> Run:
         max_length = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)
-        run = self.runs_by_session[request.session] = Run(request, max_length, self.version, self._awake_time())
+        run = self.runs_by_session[request.session] = Run(
+            request, max_length, self.version, self._awake_time()
+        )
         self._waiting_runs.append(run)
         return run
 
@@ -118,7 +126,7 @@ class Batcher:
         self._filling_runs = [*self._decoding_runs.values(), *self._filling_runs]
         self._decoding_runs = {}
         self._steady_plan = None
-        self._prefix_index = Prefixes()
+        self._prefix_index = PrefixIndex()
         self._slot_lengths[:] = 0
         for slot in self.slots.all:
             slot.held = ()
@@ -142,13 +150,13 @@ class Batcher:
     def step(self) -> list[Run]:
         """Sample one token for every decoding slot and prefill what fits; returns the runs to `end`."""
         self._admit_waiting()
-        if self._steady_plan and self._steady_plan.further and not self._filling_runs:
+        if self._steady_plan and self._steady_plan.steps_left and not self._filling_runs:
             plan = self._steady_plan.advance()
             chunks = {}
         else:
             self._reorder_slots()
             chunks = self._plan_chunks()
-            plan = build(self.cache, self._slot_sampling, self._slot_lengths, list(chunks.values()))
+            plan = build_layout(self.cache, self._slot_sampling, self._slot_lengths, list(chunks.values()))
         ended_slots = self._recorded_step(plan)
         self._steady_plan = plan
         self._slot_lengths += self._slot_lengths > 0
@@ -159,7 +167,9 @@ class Batcher:
 
     def watched(self, run: Run) -> bool:
         """Tell the run's watch of its new id; whether the run ends with it."""
-        if (watch := run.request.watch) is None or (sampled_count := self._sampled_count(run)) == len(run.heard):
+        if (watch := run.request.watch) is None or (sampled_count := self._sampled_count(run)) == len(
+            run.heard
+        ):
             return False
         run.heard.append(int(self.cache.ids[run.index, run.prompt + sampled_count - 1]))
         return watch(run.heard)
@@ -174,7 +184,7 @@ class Batcher:
         self._leave(run, (run.request.ids + ids)[: -1 if run.decoding else run.filled] if all_finite else ())
         if not all_finite:
             if not self.asleep:
-                self.cache.wipe(run.index)
+                self.cache.wipe_slot(run.index)
             raise EngineError(f"session {run.request.session!r}: the model's logits are not finite numbers")
         if stop is None:
             stop = StopReason.STOP if ids[-1] in run.request.sampling.stop_ids else StopReason.LENGTH
@@ -184,18 +194,23 @@ class Batcher:
         """Return what a run has sampled."""
         sampled_count = self._sampled_count(run)
         spans = run.spans + tuple(
-            VersionSpan(start, end, version, run.slot.born if run.slot else version)
+            VersionSpan(start, end, version, run.slot.oldest_version if run.slot else version)
             for (start, version), (end, _) in pairwise([*run.marks, (sampled_count, 0)])
             if start < end
         )
-        return Generation(*self._sampled_tokens(run, sampled_count), spans, StopReason.ABORT, self._awake_time() - run.started)
+        return Generation(
+            *self._sampled_tokens(run, sampled_count),
+            spans,
+            StopReason.ABORT,
+            self._awake_time() - run.started,
+        )
 
     def _reorder_slots(self) -> None:
         """Move slots so that long rows lie together: attention reads a range as far as its longest row."""
         lengths = self._slot_lengths.copy()
         for run in self._filling_runs:  # they decode soon
             lengths[run.index] = len(run.ids)
-        source_slots = reordered(lengths)
+        source_slots = reordered_slots(lengths)
         if source_slots is None:
             return
         moved_slots = np.flatnonzero(source_slots != np.arange(len(source_slots)))
@@ -266,12 +281,15 @@ class Batcher:
         (source_slot, length), own_slot = run.source, run.slot
         prefix = run.ids[:length]
         assert own_slot is not None
-        if self._adapter_index(source_slot.agent) == self._adapter_index(own_slot.agent) and source_slot.held[:length] == prefix:
+        if (
+            self._adapter_index(source_slot.agent) == self._adapter_index(own_slot.agent)
+            and source_slot.held[:length] == prefix
+        ):
             if source_slot.swap == self._swap_count:
                 self.cache.copy(source_slot.index, own_slot.index, length)
                 run.filled = length
                 own_slot.held = prefix
-                own_slot.born = source_slot.born
+                own_slot.oldest_version = source_slot.oldest_version
                 own_slot.swap = source_slot.swap
         else:
             runs_ahead = takewhile(lambda earlier_run: earlier_run is not run, self._filling_runs)
@@ -284,7 +302,7 @@ class Batcher:
         """The chunk's KV is in the cache; after the last one the slot decodes."""
         assert run.slot is not None
         if chunk.start == 0:
-            run.slot.born = self.version
+            run.slot.oldest_version = self.version
             run.slot.swap = self._swap_count
         run.filled = chunk.end
         run.slot.held = run.ids[: chunk.end]

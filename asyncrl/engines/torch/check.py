@@ -16,15 +16,15 @@ from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
 from asyncrl.types import Generation
 
 # tokens of a turn; of a slot; of a step's prompts
-NEW = 24
+NEW_TOKENS = 24
 SLOT_TOKENS = 112
-CHUNK = 24
+CHUNK_TOKENS = 24
 
 
 def check_served(model_path: str) -> None:
     """ConfigError for an architecture that the slots of the embedded engine compute otherwise."""
     config = AutoConfig.from_pretrained(model_path)
-    known_result = remembered(config, "engine", lambda model: {"decoding": decodes(model)})
+    known_result = remembered(config, "engine", lambda model: {"decoding": decoding_problem(model)})
     if known_result and (problem := known_result["decoding"]):
         architecture = (config.architectures or [type(config).__name__])[0]
         raise ConfigError(
@@ -32,20 +32,23 @@ def check_served(model_path: str) -> None:
         )
 
 
-def decodes(model: PreTrainedModel) -> str:
+def decoding_problem(model: PreTrainedModel) -> str:
     """Says what is wrong with turns of three sessions, with prompts in chunks, a prefix that two share, and a
     second turn; '' for nothing."""
     plain_model = copy.deepcopy(model)
     generator = np.random.default_rng(0)
     vocabulary_size = model.config.get_text_config().vocab_size
-    shared_prefix, *endings = (generator.integers(min(RESERVED, vocabulary_size - 1), vocabulary_size, length).tolist() for length in (33, 9, 14, 12, 5))
+    shared_prefix, *endings = (
+        generator.integers(min(RESERVED, vocabulary_size - 1), vocabulary_size, length).tolist()
+        for length in (33, 9, 14, 12, 5)
+    )
     prompts = {"a": shared_prefix + endings[0], "b": shared_prefix + endings[1], "c": endings[2]}
     try:
-        batcher = Batcher(model, len(prompts), SLOT_TOKENS, CHUNK, version=0)
-        turns = _turns(batcher, prompts)
+        batcher = Batcher(model, len(prompts), SLOT_TOKENS, CHUNK_TOKENS, version=0)
+        turns = _sample_turns(batcher, prompts)
         prompts["d"] = prompts["c"] + [*turns["c"].ids] + endings[3]
-        turns["d"] = _turns(batcher, {"c": prompts["d"]})["c"]
-        gap = max(_gap(plain_model, prompts[name], turn) for name, turn in turns.items())
+        turns["d"] = _sample_turns(batcher, {"c": prompts["d"]})["c"]
+        gap = max(_logprob_gap(plain_model, prompts[name], turn) for name, turn in turns.items())
     except Exception as error:
         if passes(error):
             raise
@@ -53,10 +56,10 @@ def decodes(model: PreTrainedModel) -> str:
     return "" if gap < AGREE else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward"
 
 
-def _turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generation]:
+def _sample_turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generation]:
     """A turn of each session, sampled together."""
     runs = {
-        batcher.add_request(Request(name, tuple(ids), Sampling(NEW, stop_ids=()), key)): name
+        batcher.add_request(Request(name, tuple(ids), Sampling(NEW_TOKENS, stop_ids=()), key)): name
         for key, (name, ids) in enumerate(prompts.items())
     }
     turns: dict[str, Generation] = {}
@@ -66,7 +69,7 @@ def _turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generat
 
 
 @torch.no_grad()
-def _gap(plain_model: PreTrainedModel, prompt: list[int], turn: Generation) -> float:
+def _logprob_gap(plain_model: PreTrainedModel, prompt: list[int], turn: Generation) -> float:
     ids = torch.tensor([[*prompt, *turn.ids]])
     logprobs = plain_model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     expected_logprobs = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]

@@ -27,7 +27,7 @@ from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.checkpoint_match import load_pretrained
 from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
-from asyncrl.weights.memory import Released, trim_heap
+from asyncrl.weights.memory import ReleasedStorages, trim_heap
 from asyncrl.weights.names import pieces
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class TorchEngine:
     ) -> None:
         self._model = model.eval()
         self._read_base_model = read_base_model
-        self._vocabulary_size = _vocabulary(model)
+        self._vocabulary_size = _vocabulary_size_of(model)
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
         self._turn_futures: dict[Run, asyncio.Future[Generation]] = {}
         self._pending_changes: list[Callable[[], None]] = []  # to be made after the step under way
@@ -63,7 +63,7 @@ class TorchEngine:
         self._load_lock = asyncio.Lock()
         self._break_error: EngineError | None = None
         self._adapters: Adapters | None = None  # from the first version of some on
-        self._released = Released()
+        self._released = ReleasedStorages()
         self._awake_event = asyncio.Event()  # or broken
         self._awake_event.set()
 
@@ -118,7 +118,7 @@ class TorchEngine:
         async with self._load_lock:  # versions are applied in the order of the calls
             if self._break_error is not None:
                 raise self._break_error
-            manifest, tensors = await asyncio.to_thread(disk.read, ref)
+            manifest, tensors = await asyncio.to_thread(disk.read_tensors, ref)
             apply_version = partial(self._apply_tensors, manifest.adapters, tensors)
             if self.asleep:
                 base_model = await asyncio.to_thread(self._read_base_model) if manifest.adapters else None
@@ -164,10 +164,14 @@ class TorchEngine:
         logits = output.logits[:, :-1].flatten(0, 1)
         labels = tokens[:, len(ids) - count :].reshape(-1, 1)
         chunk_scores = []
-        for chunk_logits, chunk_labels in zip(logits.split(LOGITS_CHUNK_TOKENS), labels.split(LOGITS_CHUNK_TOKENS), strict=True):
+        for chunk_logits, chunk_labels in zip(
+            logits.split(LOGITS_CHUNK_TOKENS), labels.split(LOGITS_CHUNK_TOKENS), strict=True
+        ):
             logprobs = chunk_logits.float().log_softmax(-1)
             chunk_scores.append((logprobs.gather(1, chunk_labels), *logprobs.topk(top)))
-        label_logprobs, top_logprobs, top_ids = (torch.cat(column).cpu().numpy() for column in zip(*chunk_scores, strict=True))
+        label_logprobs, top_logprobs, top_ids = (
+            torch.cat(column).cpu().numpy() for column in zip(*chunk_scores, strict=True)
+        )
         typed_columns = (label_logprobs, "<f4"), (top_ids, "<i4"), (top_logprobs, "<f4")
         return TokenScores(*(values.astype(dtype).tobytes() for values, dtype in typed_columns))
 
@@ -226,7 +230,7 @@ class TorchEngine:
         }
         if parameters.keys() != tensors.keys():
             raise WeightsError("the version's tensors are not those of its adapters")
-        copy_all(parameters, tensors)
+        copy_tensors(parameters, tensors)
 
     def _swap_version(self, apply_version: Callable[[], None], version: int) -> None:
         apply_version()
@@ -238,7 +242,7 @@ class TorchEngine:
         try:
             self._released.allocate()
             if base_model is not None:
-                copy_all(dict(self._model.named_parameters()), dict(base_model.named_parameters()))
+                copy_tensors(dict(self._model.named_parameters()), dict(base_model.named_parameters()))
             apply_version()
         except Exception as error:
             self._free_memory()
@@ -301,7 +305,9 @@ class TorchEngine:
         with them, tell watches, make changes."""
         self._is_stepping = True
         try:
-            ended_runs = await asyncio.get_running_loop().run_in_executor(self._step_thread, self._in_thread)
+            ended_runs = await asyncio.get_running_loop().run_in_executor(
+                self._step_thread, self._step_until_needed
+            )
             stop_reasons: dict[Run, StopReason | None] = dict.fromkeys(ended_runs)
             stop_reasons |= {run: StopReason.TEXT for run in self._turn_futures if self._batcher.watched(run)}
             for run, stop in stop_reasons.items():
@@ -316,7 +322,7 @@ class TorchEngine:
                 except Exception as error:  # those after it are made: their callers wait for them
                     self._break(_breaking_error(error))
 
-    def _in_thread(self) -> list[Run]:
+    def _step_until_needed(self) -> list[Run]:
         """Compute steps until one needs the loop: each return to it costs as much as several rows of a step.
         Returns the turns that ended."""
         any_watch = any(run.request.watch for run in self._turn_futures)
@@ -353,7 +359,7 @@ def _breaking_error(error: Exception) -> EngineError:
     return EngineError(f"the engine broke: {one_line(error)}")
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
+def _vocabulary_size_of(model: PreTrainedModel) -> int:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape[0]
@@ -363,17 +369,23 @@ def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor])
     """Copy published tensors into the model, in place and cast to its types. Tied weights may be published
     under any of their names, or several. Raises WeightsError, changing nothing, if names or shapes differ."""
     model_state = model.state_dict()
-    model_tensors = {piece.name: piece.within(model_state[piece.parameter]) for piece in pieces(model, model_state)}
+    model_tensors = {
+        piece.name: piece.within(model_state[piece.parameter]) for piece in pieces(model, model_state)
+    }
     unknown = sorted(tensors.keys() - model_tensors.keys())
     given_pointers = {model_tensors[name].data_ptr() for name in tensors.keys() & model_tensors.keys()}
     unsaved_names = model._keys_to_ignore_on_save or ()
-    missing = sorted(n for n, tensor in model_tensors.items() if tensor.data_ptr() not in given_pointers and n not in unsaved_names)
+    missing = sorted(
+        n
+        for n, tensor in model_tensors.items()
+        if tensor.data_ptr() not in given_pointers and n not in unsaved_names
+    )
     if unknown or missing:
         raise WeightsError(f"weights are not this model's: unknown {unknown[:3]}, missing {missing[:3]}")
-    copy_all(model_tensors, tensors)
+    copy_tensors(model_tensors, tensors)
 
 
-def copy_all(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+def copy_tensors(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy tensors into those of the same names. Raises WeightsError, changing nothing, if shapes differ."""
     for name, tensor in tensors.items():
         if tensor.shape != targets[name].shape:

@@ -32,7 +32,7 @@ RECORD_AFTER = 300  # steps of a kind: a recording costs about as much as so man
 _RECORDING_LOCK = threading.Lock()  # torch records one module at a time
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """The values of a plan beside its tensors: a recording is valid for one of these."""
 
     groups: int
@@ -46,18 +46,18 @@ class RecordedStep:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._can_record = cache.ids.device.type == "cpu"
-        self._step_counts: Counter[Kind] = Counter()
-        self._steps: dict[Kind, Callable[..., torch.Tensor]] = {}
+        self._step_counts: Counter[StepKind] = Counter()
+        self._steps: dict[StepKind, Callable[..., torch.Tensor]] = {}
 
     def __call__(self, plan: StepLayout) -> list[int]:
         """Compute a step; returns the slots whose turns ended with it."""
-        kind = Kind(len(plan.layout.groups), plan.layout.decoding, plan.params.any_greedy)
-        step_tensors = _tensors(plan)
+        kind = StepKind(len(plan.layout.groups), plan.layout.decoding, plan.params.any_greedy)
+        step_tensors = _step_tensors(plan)
         if kind not in self._steps:
             self._steps[kind] = _Step(self._cache, kind)
         self._step_counts[kind] += 1
         if self._can_record and self._step_counts[kind] == RECORD_AFTER:
-            self._steps[kind] = _recorded(self._steps[kind], step_tensors)
+            self._steps[kind] = _record_step(self._steps[kind], step_tensors)
         ended_samples = self._steps[kind](*step_tensors)
         return [plan.slots[index] for index in ended_samples.tolist()]
 
@@ -66,7 +66,7 @@ class _Step(torch.nn.Module):
     """The steps of one kind. The tensors that they change are registered as buffers: otherwise a recording
     would copy them as constants."""
 
-    def __init__(self, cache: KVCache, kind: Kind) -> None:
+    def __init__(self, cache: KVCache, kind: StepKind) -> None:
         super().__init__()
         self.model = cache.model
         self._cache = cache
@@ -105,7 +105,7 @@ class _Step(torch.nn.Module):
         return ended.nonzero().flatten()
 
 
-def _tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
+def _step_tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
     layout = plan.layout
     params = plan.params
     return (
@@ -115,7 +115,7 @@ def _tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _recorded(
+def _record_step(
     step: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]
 ) -> Callable[..., torch.Tensor]:
     """The recorded step; the step itself if its code depends on values of tensors (mixtures of experts)."""

@@ -26,7 +26,7 @@ class Params(NamedTuple):
     any_greedy: bool
 
 
-def mixed(key: int) -> int:
+def mix_key(key: int) -> int:
     """splitmix64 of a request's key, as a signed 64-bit number."""
     bits = (key + _GOLDEN) & _MASK
     bits = ((bits ^ (bits >> 30)) * _MULTIPLIERS[0]) & _MASK
@@ -37,10 +37,10 @@ def mixed(key: int) -> int:
 def uniform(seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """[n] float64 in [0, 1 - 2^-52]: splitmix64 of seed + position, its upper 52 bits."""
     mixed_bits = seed + (positions + 1) * _signed(_GOLDEN)  # int64 arithmetic wraps like uint64
-    mixed_bits = (mixed_bits ^ _shift(mixed_bits, 30)) * _signed(_MULTIPLIERS[0])
-    mixed_bits = (mixed_bits ^ _shift(mixed_bits, 27)) * _signed(_MULTIPLIERS[1])
-    mixed_bits = mixed_bits ^ _shift(mixed_bits, 31)
-    return _shift(mixed_bits, 12).double() * 2.0**-52
+    mixed_bits = (mixed_bits ^ _shift_right(mixed_bits, 30)) * _signed(_MULTIPLIERS[0])
+    mixed_bits = (mixed_bits ^ _shift_right(mixed_bits, 27)) * _signed(_MULTIPLIERS[1])
+    mixed_bits = mixed_bits ^ _shift_right(mixed_bits, 31)
+    return _shift_right(mixed_bits, 12).double() * 2.0**-52
 
 
 def sample(
@@ -72,11 +72,17 @@ def _draw_indices(weights: torch.Tensor, uniforms: torch.Tensor, vocabulary: int
     cumulative_inside = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(-1, dtype=torch.float64)
     inner_index = torch.searchsorted(cumulative_inside, target - weight_before, right=True)
     total = cumulative_inside[:, -1:].contiguous()
-    last_weighted = torch.searchsorted(cumulative_inside, total)  # with weight: the two sums may differ by rounding
-    return (block * WEIGHTS_PER_BLOCK + torch.minimum(inner_index, last_weighted)).squeeze(1).clamp(max=vocabulary - 1)
+    last_weighted = torch.searchsorted(
+        cumulative_inside, total
+    )  # with weight: the two sums may differ by rounding
+    return (
+        (block * WEIGHTS_PER_BLOCK + torch.minimum(inner_index, last_weighted))
+        .squeeze(1)
+        .clamp(max=vocabulary - 1)
+    )
 
 
-def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift of int64."""
     return (values >> bits) & (_MASK >> bits)
 

@@ -25,7 +25,7 @@ from asyncrl.weights.adapters import Adapters
 
 ATTENTION = "asyncrl_slots"
 _LENGTH_BUCKET = 32  # attention lengths are rounded up to this
-BLOCK = 32  # ids; a prompt is known by its whole blocks
+PREFIX_BLOCK = 32  # ids; a prompt is known by its whole blocks
 
 
 class SlotGroup(NamedTuple):
@@ -57,7 +57,9 @@ class KVCache:
         self.device = model.device
         self.ids = torch.zeros(slot_count, self.columns, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(slot_count, self.columns, dtype=torch.float32, device=self.device)
-        self.agents = torch.zeros(slot_count, dtype=torch.long, device=self.device)  # places of their adapters
+        self.agents = torch.zeros(
+            slot_count, dtype=torch.long, device=self.device
+        )  # places of their adapters
         self.adapters: Adapters | None = None
         self.keys: dict[int, torch.Tensor] = {}  # layer -> [kv_heads, slots, columns, head_dim]
         self.values: dict[int, torch.Tensor] = {}
@@ -110,16 +112,22 @@ class KVCache:
         start = 0
         for group, bias in zip(self._current_layout.groups, self._group_biases, strict=True):
             end = start + group.positions.numel()
-            slot_selection = slice(start, end) if len(group_outputs) < self._current_layout.decoding else group.slots
-            key = _read(keys, group, slot_selection)
-            value = _read(values, group, slot_selection)
-            group_outputs.append(_attend_group(query[0, :, start:end], key, value, bias, self.share[layer], scale))
+            slot_selection = (
+                slice(start, end) if len(group_outputs) < self._current_layout.decoding else group.slots
+            )
+            key = _group_states(keys, group, slot_selection)
+            value = _group_states(values, group, slot_selection)
+            group_outputs.append(
+                _attend_group(query[0, :, start:end], key, value, bias, self.share[layer], scale)
+            )
             start = end
         return (group_outputs[0] if len(group_outputs) == 1 else torch.cat(group_outputs))[None]
 
     def move(self, source_slots: np.ndarray, target_slots: np.ndarray, length: int) -> None:
         """Slots `tos` get the first `length` positions of `froms`, the same slots in another order."""
-        source_indices, target_indices = (torch.from_numpy(slots).to(self.device) for slots in (source_slots, target_slots))
+        source_indices, target_indices = (
+            torch.from_numpy(slots).to(self.device) for slots in (source_slots, target_slots)
+        )
         for token_table in (self.ids, self.logprobs):
             token_table[target_indices, :length] = token_table[source_indices, :length]
         self.agents[target_indices] = self.agents[source_indices]
@@ -131,7 +139,7 @@ class KVCache:
         for pool in self.pools:
             pool[:, target, :length] = pool[:, source, :length]
 
-    def wipe(self, slot: int) -> None:
+    def wipe_slot(self, slot: int) -> None:
         """Zero a slot and all scratch cells after values that are not finite: no mask stops a NaN."""
         for pool in self.pools:
             pool[:, slot].zero_()
@@ -155,7 +163,11 @@ class KVCache:
         with torch.no_grad():
             probe_input = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             output = self.model(
-                input_ids=probe_input, position_ids=probe_input, attention_mask=self._no_mask, use_cache=False, slots=probe
+                input_ids=probe_input,
+                position_ids=probe_input,
+                attention_mask=self._no_mask,
+                use_cache=False,
+                slots=probe,
             )
         if not self.keys:
             name = type(self.model).__name__
@@ -179,7 +191,7 @@ class _Probe:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def _read(pool: torch.Tensor, group: SlotGroup, slot_selection: slice | torch.Tensor) -> torch.Tensor:
+def _group_states(pool: torch.Tensor, group: SlotGroup, slot_selection: slice | torch.Tensor) -> torch.Tensor:
     """The keys or values of a group's slots: [r, kv_heads, reach, d]."""
     return pool[:, :, : group.columns.shape[0]][:, slot_selection].transpose(0, 1)
 
@@ -197,7 +209,9 @@ def _attend_group(
     slot_count = bias.shape[0]
     width = bias.shape[2]
     folded = (
-        query.view(key.shape[1], query_group_size, slot_count, width, query.shape[2]).permute(2, 0, 1, 3, 4).flatten(2, 3)
+        query.view(key.shape[1], query_group_size, slot_count, width, query.shape[2])
+        .permute(2, 0, 1, 3, 4)
+        .flatten(2, 3)
     )
     bias = bias[:, :, None].expand(-1, -1, query_group_size, -1, -1).flatten(2, 3)
     attended = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
@@ -220,7 +234,9 @@ def _attention(
     if isinstance(slots, _Probe):
         unknown_arguments = unknown(kwargs)
         if unknown_arguments:
-            raise ConfigError(f"the embedded engine has no {', '.join(unknown_arguments)} attention; use another engine")
+            raise ConfigError(
+                f"the embedded engine has no {', '.join(unknown_arguments)} attention; use another engine"
+            )
     return slots.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
 
 
@@ -234,14 +250,16 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 class Slot:
     """The host's record of one slot of the KV cache."""
 
-    __slots__ = ("agent", "born", "busy", "held", "index", "session", "swap", "used")
+    __slots__ = ("agent", "oldest_version", "busy", "held", "index", "session", "swap", "used")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.session: str | None = None
         self.agent = ""  # whose adapter computes it
         self.held: tuple[int, ...] = ()  # ids whose KV the slot holds
-        self.born = 0  # policy version that wrote position 0: KV is written in order, so the oldest of all
+        self.oldest_version = (
+            0  # policy version that wrote position 0: KV is written in order, so the oldest of all
+        )
         self.swap = 0  # how often weights had been swapped then
         self.busy = False
         self.used = 0
@@ -305,14 +323,14 @@ class Slots:
         slot.held = ()
 
 
-class Source(NamedTuple):
+class PrefixSource(NamedTuple):
     """The KV of the leading `length` ids is, or will be, in `slot`."""
 
     slot: Slot
     length: int
 
 
-class Prefixes:
+class PrefixIndex:
     """Finds the slot that has computed the beginning of a prompt: members of a group, and prompts with the
     same examples in front, are prefilled once and copied. It knows the last slot of each block."""
 
@@ -320,7 +338,7 @@ class Prefixes:
         self._slot_by_block: dict[int, Slot] = {}  # by the hash of all ids up to a block's end
         self._blocks_by_slot: dict[Slot, list[int]] = {}
 
-    def enter(self, slot: Slot, ids: Sequence[int], adapter_index: int) -> Source | None:
+    def enter(self, slot: Slot, ids: Sequence[int], adapter_index: int) -> PrefixSource | None:
         """`slot` is given a prompt. Returns the longest beginning of it that another slot was given before
         for the same adapter; by its hash, so they are to be compared."""
         for block_hash in self._blocks_by_slot.pop(slot, ()):
@@ -329,11 +347,13 @@ class Prefixes:
         source = None
         block_hashes = []
         prefix_hash = adapter_index
-        for end in range(BLOCK, len(ids), BLOCK):  # the last id is computed in any case, for its logits
-            prefix_hash = hash((prefix_hash, tuple(ids[end - BLOCK : end])))
+        for end in range(
+            PREFIX_BLOCK, len(ids), PREFIX_BLOCK
+        ):  # the last id is computed in any case, for its logits
+            prefix_hash = hash((prefix_hash, tuple(ids[end - PREFIX_BLOCK : end])))
             block_hashes.append(prefix_hash)
             if prefix_hash in self._slot_by_block:
-                source = Source(self._slot_by_block[prefix_hash], end)
+                source = PrefixSource(self._slot_by_block[prefix_hash], end)
         self._slot_by_block |= dict.fromkeys(block_hashes, slot)
         self._blocks_by_slot[slot] = block_hashes
         return source

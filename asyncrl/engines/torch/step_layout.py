@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from asyncrl.engines.base import Sampling
-from asyncrl.engines.torch.sampler import Params, mixed
+from asyncrl.engines.torch.sampler import Params, mix_key
 from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
 
-_SHORT = 256  # slots are ordered by length: up to this one, up to twice of it, and so on
-_WORTH = 4096  # cells that a step reads needlessly, for which slots are moved or cut into groups
+_SHORT_LENGTH = 256  # slots are ordered by length: up to this one, up to twice of it, and so on
+_WORTHWHILE_CELLS = 4096  # cells that a step reads needlessly, for which slots are moved or cut into groups
 
 
 class Chunk(NamedTuple):
@@ -35,13 +35,13 @@ class StepLayout(NamedTuple):
     params: Params
     stops: torch.Tensor  # [samples, most stop ids of a request], -1 where there are fewer
     limits: torch.Tensor  # [samples] length at which the slot ends
-    further: int  # how many times it can be advanced: 0 with chunks
+    steps_left: int  # how many times it can be advanced: 0 with chunks
 
     def advance(self) -> StepLayout:
         """Return the same decoding slots one token further."""
         self.layout.cells.add_(self.live)
         self.layout.positions.add_(self.live)  # those of its groups are views of them
-        return self._replace(further=self.further - 1)
+        return self._replace(steps_left=self.steps_left - 1)
 
 
 class SlotSampling:
@@ -56,7 +56,7 @@ class SlotSampling:
 
     def set(self, slot: int, key: int, sampling: Sampling, limit: int) -> None:
         is_greedy = sampling.temperature == 0
-        self.seed[slot], self.limits[slot] = mixed(key), limit
+        self.seed[slot], self.limits[slot] = mix_key(key), limit
         self.greedy[slot], self.temperature[slot] = is_greedy, 1.0 if is_greedy else sampling.temperature
         missing_columns = len(sampling.stop_ids) - self.stops.shape[1]
         if missing_columns > 0:
@@ -78,15 +78,15 @@ class SlotSampling:
         )
 
 
-def reordered(lengths: np.ndarray) -> np.ndarray | None:
+def reordered_slots(lengths: np.ndarray) -> np.ndarray | None:
     """`lengths` [slots] counts the ids of slots that decode, or soon will, and is 0 for others. Slots are
     read in place, each as far as the longest one at or behind it: long rows belong in front, others at the
     end. Returns the slot [slots] whose content each slot should get, or None while the order is good."""
     # k where the length is at most _SHORT · 2^k; -1 where it is 0.
-    length_classes = np.ceil(np.log2(np.maximum(lengths, _SHORT) / _SHORT)).astype(np.int64)
+    length_classes = np.ceil(np.log2(np.maximum(lengths, _SHORT_LENGTH) / _SHORT_LENGTH)).astype(np.int64)
     length_classes[lengths == 0] = -1
-    cells = _SHORT * 2.0**length_classes * (length_classes >= 0)
-    if (_largest_behind(cells) - cells).sum() < _WORTH:
+    cells = _SHORT_LENGTH * 2.0**length_classes * (length_classes >= 0)
+    if (_largest_behind(cells) - cells).sum() < _WORTHWHILE_CELLS:
         return None
     sorted_classes = np.sort(length_classes)[::-1]
     misplaced = np.flatnonzero(length_classes != sorted_classes)
@@ -100,15 +100,19 @@ def _largest_behind(values: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(values[::-1])[::-1]
 
 
-def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: list[Chunk]) -> StepLayout:
+def build_layout(
+    cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: list[Chunk]
+) -> StepLayout:
     """Lay out one token for every decoding slot, and the chunks. `lengths` [slots] counts the known ids of
     decoding slots, the last of which is the one to forward, and is 0 for others."""
-    decoding_spans = _decoding(lengths, cache.scratch)
+    decoding_spans = _decoding_spans(lengths, cache.scratch)
     decoding_count = sum(len(span.slots) for span in decoding_spans)
     spans = list(decoding_spans)
     is_decoding = (lengths[:decoding_count] > 0).astype(np.int64)
     last_chunks = [chunk for chunk in chunks if chunk.last]
-    sampled_slots = np.concatenate([np.arange(decoding_count), np.array([chunk.slot for chunk in last_chunks], dtype=np.int64)])
+    sampled_slots = np.concatenate(
+        [np.arange(decoding_count), np.array([chunk.slot for chunk in last_chunks], dtype=np.int64)]
+    )
     last_indices: list[int] = []
     if chunks:
         chunk_starts = np.array([[chunk.start] for chunk in chunks])
@@ -118,9 +122,13 @@ def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: l
         longest = max(chunk.end for chunk in chunks)
         spans.append(_Span(np.array([chunk.slot for chunk in chunks]), prompt_positions, longest))
         width = prompt_positions.shape[1]
-        last_indices = [decoding_count + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
+        last_indices = [
+            decoding_count + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last
+        ]
     layout = _pack_spans(cache, spans, len(decoding_spans))
-    room_left = [len(g.columns) - s.longest for g, s in zip(layout.groups, spans, strict=True) if len(s.slots)]
+    room_left = [
+        len(g.columns) - s.longest for g, s in zip(layout.groups, spans, strict=True) if len(s.slots)
+    ]
     return StepLayout(
         layout=layout,
         keep=_tensor(np.array([*range(decoding_count), *last_indices], dtype=np.int64), cache.device),
@@ -129,7 +137,7 @@ def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: l
         params=sampling.params(sampled_slots, cache.device),
         stops=_tensor(sampling.stops[sampled_slots], cache.device),
         limits=_tensor(sampling.limits[sampled_slots], cache.device),
-        further=0 if chunks else min(room_left),
+        steps_left=0 if chunks else min(room_left),
     )
 
 
@@ -141,7 +149,7 @@ class _Span(NamedTuple):
     longest: int  # ids that its tokens attend to
 
 
-def _decoding(lengths: np.ndarray, scratch: int) -> list[_Span]:
+def _decoding_spans(lengths: np.ndarray, scratch: int) -> list[_Span]:
     """The slots up to the last one that decodes, in one group or in four."""
     used_lengths = np.trim_zeros(lengths, "b")
     if not len(used_lengths):
@@ -149,7 +157,9 @@ def _decoding(lengths: np.ndarray, scratch: int) -> list[_Span]:
     reach_lengths = _largest_behind(used_lengths)
     half, saved_cells = _best_cut(reach_lengths)
     cut_points = [0]
-    if saved_cells >= _WORTH:  # four, of which some may be empty: each number of groups is a kind of step to record
+    if (
+        saved_cells >= _WORTHWHILE_CELLS
+    ):  # four, of which some may be empty: each number of groups is a kind of step to record
         cut_points = [0, _best_cut(reach_lengths[:half])[0], half, half + _best_cut(reach_lengths[half:])[0]]
     positions = np.where(used_lengths > 0, used_lengths - 1, scratch)[:, None]
     return [

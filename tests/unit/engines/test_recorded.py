@@ -26,7 +26,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "RECORD_AFTER", 2)
 
 
-def made(engine: TorchEngine) -> dict[recorded.Kind, bool]:
+def made(engine: TorchEngine) -> dict[recorded.StepKind, bool]:
     """The kinds of steps so far, and whether they are recorded."""
     steps = engine._batcher._recorded_step._steps
     return {kind: isinstance(step, torch.jit.ScriptModule) for kind, step in steps.items()}
@@ -38,8 +38,8 @@ def made(engine: TorchEngine) -> dict[recorded.Kind, bool]:
 async def test_a_recording_serves_other_batches(
     family: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(step_layout, "_WORTH", 32)
-    monkeypatch.setattr(step_layout, "_SHORT", 8)
+    monkeypatch.setattr(step_layout, "_WORTHWHILE_CELLS", 32)
+    monkeypatch.setattr(step_layout, "_SHORT_LENGTH", 8)
 
     async def stream(engine: TorchEngine, index: int) -> None:
         ids = prompt(1 + 5 * index % 30, index)
@@ -88,10 +88,10 @@ async def test_a_model_whose_code_looks_at_values_is_played_from_its_code(caplog
 def test_steps_on_a_gpu_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any device but a CPU."""
     recording = Mock()
-    monkeypatch.setattr(recorded, "_recorded", recording)
+    monkeypatch.setattr(recorded, "_record_step", recording)
     cache: Any = SimpleNamespace(ids=torch.empty(1, device="meta"))
     steps = recorded.RecordedStep(cache)
-    kind = recorded.Kind(groups=0, decoding=0, any_greedy=False)
+    kind = recorded.StepKind(groups=0, decoding=0, any_greedy=False)
     steps._steps[kind] = lambda *tensors: torch.tensor([1])
     layout = SimpleNamespace(groups=(), decoding=0, cells=None, positions=None)
     params = SimpleNamespace(seed=None, temperature=None, greedy=None, any_greedy=False)

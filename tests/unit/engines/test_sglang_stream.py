@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engines.base import EngineBusy, EngineRefused, Request, Sampling
-from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, StreamEvent, decode
+from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, StreamEvent, decode_event
 from asyncrl.errors import EngineError
 from asyncrl.types import PolicyVersion, Routes, StopReason, VersionSpan
 
@@ -24,7 +24,7 @@ def event(ids: list[int], total: int, label: str = "e0-v3", **meta: Any) -> Stre
     entries = [[-0.5 * token, token, None] for token in ids]
     known = {"id": "x", "finish_reason": None, "weight_version": label, "completion_tokens": total}
     body = {"text": "", "output_ids": ids, "meta_info": known | {"output_token_logprobs": entries} | meta}
-    return decode(msgspec.json.encode(body))
+    return decode_event(msgspec.json.encode(body))
 
 
 def spans(*labels: tuple[str, int, int]) -> list[dict[str, Any]]:
@@ -79,13 +79,13 @@ def test_tokens_that_are_missing_or_no_numbers_are_errors():
     with pytest.raises(EngineError, match="Expected `float`, got `null`"):
         event([1], 1, output_token_logprobs=[[None, 1, None]])
     with pytest.raises(EngineRefused, match="400: too long"):
-        decode(b'{"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}')
+        decode_event(b'{"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}')
     for error in (b'{"message": "no room", "code": 500}', b'"no room"'):
         with pytest.raises(EngineError, match="no room") as failed:
-            decode(b'{"error": ' + error + b"}")
+            decode_event(b'{"error": ' + error + b"}")
         assert type(failed.value) is EngineError
     with pytest.raises(EngineError, match="not understood"):
-        decode(b"<html>")
+        decode_event(b"<html>")
 
 
 def test_a_full_queue_is_busy_unless_there_are_tokens():

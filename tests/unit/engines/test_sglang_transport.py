@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.engines.base import EngineBusy, EngineRefused
 from asyncrl.engines.sglang.http import KeyRejected, ServerApi, ServerGone
-from asyncrl.engines.sglang.transport import Events
+from asyncrl.engines.sglang.transport import EventSplitter
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import DONE, Script, event, scripted
@@ -138,7 +138,7 @@ async def test_ready_is_a_question_to_servers_of_this_kind_only():
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_events_are_found_wherever_the_stream_was_cut(size: int):
     stream = event([1], 1) + b": a comment\n\n" + event([2], 2) + DONE
-    events = Events()
+    events = EventSplitter()
     found = [
         payload
         for start in range(0, len(stream), size)

@@ -54,13 +54,13 @@ class Stepped:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        step = self.engine._in_thread
+        step = self.engine._step_until_needed
 
         def counted() -> object:
             self.steps += 1
             return step()
 
-        self.engine._in_thread = counted  # type: ignore[method-assign, assignment]
+        self.engine._step_until_needed = counted  # type: ignore[method-assign, assignment]
 
     async def turns(self, name: str, ids: tuple[int, ...], count: int = 1) -> list[Generation]:
         found = []

@@ -266,7 +266,7 @@ async def test_a_part_that_cannot_be_read_hangs_nobody(monkeypatch: pytest.Monke
     engine = serve(slots=2, stepwise=True)
     task = asyncio.create_task(engine.generate(replace(ask(prompt(4), 80), part_seconds=1e-6)))
     await generated(engine, 8)
-    monkeypatch.setattr(engine._batcher, "so_far", lambda _: 1 / 0)
+    monkeypatch.setattr(engine._batcher, "sampled_so_far", lambda _: 1 / 0)
     with pytest.raises((EngineError, ZeroDivisionError)):
         await asyncio.wait_for(task, 60)
     await engine.close()
@@ -339,7 +339,7 @@ async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monke
     steps = 0
     returns = []
     step = engine._batcher.step
-    in_thread = engine._in_thread
+    in_thread = engine._step_until_needed
 
     def counted() -> list[Run]:
         nonlocal steps
@@ -357,7 +357,7 @@ async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monke
             returns.append(steps)
 
     monkeypatch.setattr(engine._batcher, "step", counted)
-    monkeypatch.setattr(engine, "_in_thread", returning)
+    monkeypatch.setattr(engine, "_step_until_needed", returning)
     turn = asyncio.create_task(engine.generate(ask(prompt(9), 60)))
     await asyncio.to_thread(fifth.wait, 30)
     score = asyncio.create_task(engine.score(prompt(7)))

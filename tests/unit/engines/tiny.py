@@ -46,7 +46,7 @@ def serve(
     """`stepwise`: the engine goes back to its loop after every step, so that a test can see each."""
     engine = TorchEngine(model or tiny(), tiny, slots, max_len, budget)
     if stepwise:
-        engine._in_thread = engine._batcher.step  # type: ignore[method-assign]
+        engine._step_until_needed = engine._batcher.step  # type: ignore[method-assign]
     return engine
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.engines.sglang.process import arguments
+from asyncrl.engines.sglang.process import server_command
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import Inputs
 from asyncrl.launch.placement import dealt, describe, environment, processes_of
@@ -103,7 +103,7 @@ def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
     assert count == 1 or len(set(together)) == len(together)
     assert [world._device("auto", rank).index for rank in range(ranks)] == trainer
     for index, gpus in enumerate(servers):
-        command = arguments(settings, index, "h", 1, count)
+        command = server_command(settings, index, "h", 1, count)
         assert command[command.index("--base-gpu-id") + 1] == str(gpus[0])
     units = processes_of(settings)
     for place in (place for unit in units for place in unit.places):

@@ -277,7 +277,7 @@ def deltas_of_ranks(world: World, folder: Path) -> Any:
     other ranks are first on rank 0's machine, then on others."""
     policy = policy_of(world, folder)
     received = list[int]()
-    ranges.GRID = 64
+    ranges.GRID_BYTES = 64
     for machine in ("here", f"machine-{world.rank}"):
         directory = folder / f"versions-on-{machine}"
         socket.gethostname = lambda name=machine: name
@@ -289,7 +289,7 @@ def deltas_of_ranks(world: World, folder: Path) -> Any:
             snapshot = taken(host, world, policy, version, kept)
             if world.rank == 0 and version != 4:
                 before = host.received
-                read = disk.read(writer.write(snapshot))[1]
+                read = disk.read_tensors(writer.write(snapshot))[1]
                 wanted = {name: tensor.bfloat16() for name, tensor in wanted.items()} | kept
                 assert read.keys() == wanted.keys()
                 assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())

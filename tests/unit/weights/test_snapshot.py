@@ -14,7 +14,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import snapshot
 from asyncrl.weights.manifest import Superseded, WeightsRef
 from asyncrl.weights.memory import page_locked
-from asyncrl.weights.ranges import RangeShare
+from asyncrl.weights.ranges import RangePart
 from asyncrl.weights.snapshot import BucketBuffers, Buffers, Publisher, Snapshot
 from tests.fakes.weights import snapshot_of
 
@@ -88,8 +88,8 @@ def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: p
     monkeypatch.setattr(snapshot, "page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte())
     buckets = BucketBuffers(pinned=True)
 
-    def shares(*values: bytes) -> list[RangeShare]:
-        return [RangeShare(len(data), b"", b"", b"", (memoryview(data),)) for data in values]
+    def shares(*values: bytes) -> list[RangePart]:
+        return [RangePart(len(data), b"", b"", b"", (memoryview(data),)) for data in values]
 
     first = buckets.fill(shares(b"ab", b"", b"c"), 10)
     second = buckets.fill(shares(b"0123456789"), 10)
@@ -234,7 +234,7 @@ def test_a_version_that_is_gone_is_passed_over():
 
 
 def test_a_full_disk_is_waited_for_and_the_newest_version_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "FULL_RETRY", 0.0)
+    monkeypatch.setattr(snapshot, "FULL_RETRY_SECONDS", 0.0)
     slow = Slow()
     slow.fails = OSError(errno.ENOSPC, "no space left on device")
     slow.go.release()
