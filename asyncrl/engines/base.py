@@ -139,12 +139,12 @@ NOTHING = Generation((), (), (), StopReason.ABORT)
 """The empty beginning of a turn."""
 
 
-def rest(request: Request, sampled: Generation) -> Request:
+def remaining_request(request: Request, sampled: Generation) -> Request:
     """Returns the request that continues a turn of which a lost server has `sampled` a part: of 10 tokens,
     4 of them sampled, it asks for 6 after the prompt and those 4; `extended` puts both together."""
     remaining_tokens = request.sampling.max_new_tokens - len(sampled.ids)
     sampling = replace(request.sampling, max_new_tokens=remaining_tokens)
-    watch = None if request.watch is None else _after(sampled.ids, request.watch)
+    watch = None if request.watch is None else _watch_after(sampled.ids, request.watch)
     routes_from = request.routes_from if sampled.routes is None else sampled.routes.end
     changes = {
         "ids": request.ids + sampled.ids,
@@ -152,42 +152,44 @@ def rest(request: Request, sampled: Generation) -> Request:
         "watch": watch,
         "routes_from": routes_from,
     }
-    return replace(request, **changes, on_part=lambda part: request.on_part(extended(request, sampled, part)))
+    return replace(
+        request, **changes, on_part=lambda part: request.on_part(with_part(request, sampled, part))
+    )
 
 
-def _after(sampled: tuple[int, ...], watch: Watch) -> Watch:
+def _watch_after(sampled: tuple[int, ...], watch: Watch) -> Watch:
     """The same watch, of what follows the ids that it has heard of."""
     return (lambda ids: watch((*sampled, *ids))) if sampled else watch
 
 
-def extended(request: Request, sampled: Generation, part: Generation) -> Generation:
+def with_part(request: Request, sampled: Generation, part: Generation) -> Generation:
     """`sampled` and the part after it, as if one engine had sampled both."""
-    generation = together(sampled, part)
-    stop = ending(request, generation.ids) if part.stop is StopReason.ABORT else part.stop
+    generation = concat(sampled, part)
+    stop = end_reason(request, generation.ids) if part.stop is StopReason.ABORT else part.stop
     return replace(generation, stop=stop)
 
 
-def together(sampled: Generation, part: Generation) -> Generation:
+def concat(sampled: Generation, part: Generation) -> Generation:
     """Join `sampled` and the part after it, which stopped as that did."""
-    spans = sampled.spans + tuple(shifted(span, len(sampled.ids)) for span in part.spans)
+    spans = sampled.spans + tuple(shift_span(span, len(sampled.ids)) for span in part.spans)
     both = sampled.ids + part.ids, sampled.logprobs + part.logprobs
     seconds = sampled.seconds + part.seconds
-    routes = joined(sampled.routes, part.routes)
+    routes = concat_routes(sampled.routes, part.routes)
     return Generation(*both, spans, part.stop, seconds, routes)
 
 
-def beyond(sampled: Generation, generation: Generation) -> Generation:
+def suffix_after(sampled: Generation, generation: Generation) -> Generation:
     """Return the part of `whole` after `sampled`, without routes: the server that goes on tells them all."""
     count = len(sampled.ids)
     clipped_spans = (
         replace(span, start=max(span.start, count)) for span in generation.spans if span.end > count
     )
-    spans = tuple(shifted(span, -count) for span in clipped_spans)
+    spans = tuple(shift_span(span, -count) for span in clipped_spans)
     seconds = generation.seconds - sampled.seconds
     return Generation(generation.ids[count:], generation.logprobs[count:], spans, generation.stop, seconds)
 
 
-def joined(first_routes: Routes | None, later_routes: Routes | None) -> Routes | None:
+def concat_routes(first_routes: Routes | None, later_routes: Routes | None) -> Routes | None:
     """The routes of a turn's beginning, and of what follows it. A server that is lost has told none: then
     those of the server that went on are of all of it."""
     if first_routes is None or later_routes is None:
@@ -197,13 +199,13 @@ def joined(first_routes: Routes | None, later_routes: Routes | None) -> Routes |
     )
 
 
-def ending(request: Request, ids: tuple[int, ...]) -> StopReason:
+def end_reason(request: Request, ids: tuple[int, ...]) -> StopReason:
     """Returns the reason why the request ends after it has sampled `ids`; ABORT: it does not end there."""
     if ids and ids[-1] in request.sampling.stop_ids:
         return StopReason.STOP
     return StopReason.LENGTH if len(ids) >= request.sampling.max_new_tokens else StopReason.ABORT
 
 
-def shifted(span: VersionSpan, tokens: int) -> VersionSpan:
+def shift_span(span: VersionSpan, tokens: int) -> VersionSpan:
     """Return the same span of a text with `tokens` more in front."""
     return VersionSpan(span.start + tokens, span.end + tokens, span.version, span.kv_version)

@@ -27,11 +27,11 @@ from asyncrl.engines.base import (
     Request,
     Sampling,
     Watch,
-    beyond,
-    extended,
-    rest,
-    together,
+    concat,
     ignore_part,
+    remaining_request,
+    suffix_after,
+    with_part,
 )
 from asyncrl.episodes.reward import EpisodeReward, shaped, transcript
 from asyncrl.observe.held_out import answer_of
@@ -147,8 +147,8 @@ class EpisodeRun:
         request = Request(session, ids, sampling, key, watch, routed, agent, seconds, on_part)
         durable = self._durable_part(row, prompt)
         with self.sampler.sleeps.during(asleep=self.paused):
-            sampled = await self.sampler.generate(rest(request, durable), self._oldest)
-            whole = extended(request, durable, sampled)
+            sampled = await self.sampler.generate(remaining_request(request, durable), self._oldest)
+            whole = with_part(request, durable, sampled)
             return await self._read(session, taught or ids, whole) if trains else whole
 
     async def _read(self, session: str, prefix: tuple[int, ...], sampled: Generation) -> Generation:
@@ -165,7 +165,7 @@ class EpisodeRun:
         """Take over the parts of turns that no earlier attempt has ended."""
         for part in map(decode_part, frames):
             durable = self._durable_part(part.session, part.prompt)
-            self._open[part.session] = part.prompt, together(durable, part.sampled)
+            self._open[part.session] = part.prompt, concat(durable, part.sampled)
 
     def _durable_part(self, row: int, prompt: bytes) -> Generation:
         known, durable = self._open.get(row, (b"", NOTHING))
@@ -178,7 +178,7 @@ class EpisodeRun:
         count = len(durable.ids)
         goes_on = sampled.stop is StopReason.ABORT and sampled.ids[:count] == durable.ids
         if goes_on and len(sampled.ids) > count:
-            frame = _encode(TurnPart(row, prompt, count, beyond(durable, sampled)))
+            frame = _encode(TurnPart(row, prompt, count, suffix_after(durable, sampled)))
             await self.post(Sampled(0, self.attempt, self.seconds), frame)
             self._open[row] = prompt, sampled
 

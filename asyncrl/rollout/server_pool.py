@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, Sampling, extended, rest
+from asyncrl.engines.base import (
+    NOTHING,
+    EngineBusy,
+    EngineLost,
+    Request,
+    Sampling,
+    remaining_request,
+    with_part,
+)
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.runtime.activity import ASLEEP, FRESHER, BusyTimer, Notifier, Sleeps, Waits
 from asyncrl.types import Generation, StopReason, TokenScores
@@ -145,7 +153,9 @@ class ServerPool:
         turn = ServerTurn(request, oldest, asyncio.get_running_loop().time() + self._patience)
         while turn.sampled.stop is StopReason.ABORT:  # a server samples what is left, or as much as it can
             async with self._server(turn) as server:
-                self._append(turn, server, await server.client.generate(rest(request, turn.sampled)))
+                self._append(
+                    turn, server, await server.client.generate(remaining_request(request, turn.sampled))
+                )
         return turn.sampled
 
     async def score(self, request: Request) -> tuple[float, ...]:
@@ -231,7 +241,7 @@ class ServerPool:
             server.running -= 1
 
     def _append(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
-        turn.sampled = extended(turn.request, turn.sampled, part)
+        turn.sampled = with_part(turn.request, turn.sampled, part)
         turn.losses = 0 if part.ids else turn.losses + 1
         turn.deadline = asyncio.get_running_loop().time() + self._patience
         turn.full.clear()

@@ -13,7 +13,7 @@ import time
 import msgspec
 import numpy as np
 
-from asyncrl.engines.base import EngineBusy, EngineRefused, Request, ending
+from asyncrl.engines.base import EngineBusy, EngineRefused, Request, end_reason
 from asyncrl.engines.sglang.transport import error_text
 from asyncrl.errors import UNDECODABLE, EngineError, one_line
 from asyncrl.types import Generation, PolicyVersion, Routes, StopReason, VersionSpan
@@ -185,7 +185,7 @@ class StreamedTurn:
         ids = tuple(token.id for token in self.tokens)
         logprobs = tuple(token.logprob for token in self.tokens)
         seconds = time.perf_counter() - self._started
-        stop = StopReason.TEXT if self._ended_by_watch else ending(self.request, ids)
+        stop = StopReason.TEXT if self._ended_by_watch else end_reason(self.request, ids)
         routes = self._routes and self._routes.until(len(self.request.ids) + len(ids) - 1)
         return Generation(ids, logprobs, self.spans(), stop, seconds, routes)
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.recorded import RecordedStep
-from asyncrl.engines.torch.slots import KVCache, PrefixIndex, Slot, Slots, PrefixSource
+from asyncrl.engines.torch.slots import KVCache, PrefixIndex, PrefixSource, Slot, Slots
 from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build_layout, reordered_slots
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan

@@ -250,7 +250,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 class Slot:
     """The host's record of one slot of the KV cache."""
 
-    __slots__ = ("agent", "oldest_version", "busy", "held", "index", "session", "swap", "used")
+    __slots__ = ("agent", "busy", "held", "index", "oldest_version", "session", "swap", "used")
 
     def __init__(self, index: int) -> None:
         self.index = index

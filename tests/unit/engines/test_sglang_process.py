@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.engines.sglang.process import ServerProcess, server_command, base_gpu, reserve_port
+from asyncrl.engines.sglang.process import ServerProcess, base_gpu, reserve_port, server_command
 from asyncrl.errors import EngineError
 
 SLEEP = "import time; time.sleep(600)"

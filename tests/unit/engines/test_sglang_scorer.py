@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
-from asyncrl.engines.sglang.process import server_command, base_gpu
+from asyncrl.engines.sglang.process import base_gpu, server_command
 from asyncrl.engines.sglang.server import check_scorer
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.launch.servers import check_servers

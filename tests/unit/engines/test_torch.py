@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from asyncrl.engines.base import Watch, engines, extended, rest
+from asyncrl.engines.base import Watch, engines, remaining_request, with_part
 from asyncrl.engines.torch.batch import Run
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.errors import ConfigError, EngineError
@@ -141,7 +141,7 @@ async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_hav
         assert part.stop is StopReason.ABORT
     last = next(part for part in parts if len(part.ids) == sizes[-1] // 2)
     other = serve()
-    after = extended(request, last, await other.generate(rest(request, last)))
+    after = with_part(request, last, await other.generate(remaining_request(request, last)))
     await other.close()
     assert after.ids == whole.ids and after.stop is StopReason.LENGTH
     torch.testing.assert_close(torch.tensor(after.logprobs), torch.tensor(whole.logprobs), **ROUNDING)

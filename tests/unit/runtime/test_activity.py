@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.runtime.activity import (
+    FLUSH_SECONDS,
     INSTANT_SECONDS,
     JOIN_GAP_SECONDS,
     MAX_NAMES,
     OTHER,
-    FLUSH_SECONDS,
     Activity,
     Waits,
 )
