@@ -28,7 +28,8 @@ def check_served(model_path: str) -> None:
     if known_result and (problem := known_result["decoding"]):
         architecture = (config.architectures or [type(config).__name__])[0]
         raise ConfigError(
-            f"engine.name=torch: the embedded engine cannot serve {architecture}: {problem}; use engine=sglang"
+            f"engine.name=torch: the embedded engine cannot serve {architecture}: {problem}; "
+            "use engine=sglang"
         )
 
 
