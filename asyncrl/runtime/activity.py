@@ -64,7 +64,7 @@ class Activity:
         self._span_by_name: dict[str, JoinedSpan] = {}
         self._flushed_at = clock()
 
-    def begin(self, name: str) -> StartedCall:
+    def begin_call(self, name: str) -> StartedCall:
         """A task begins. Returns what to `end` it with."""
         now = self._clock()
         if name not in self._span_by_name and len(self._span_by_name) >= MAX_NAMES:
@@ -79,7 +79,7 @@ class Activity:
         span.calls += 1
         return name, now
 
-    def end(self, started_call: StartedCall) -> None:
+    def end_call(self, started_call: StartedCall) -> None:
         """A task ends."""
         name, began_at = started_call
         now = self._clock()
@@ -134,7 +134,7 @@ class BusyTimer:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._all_turns, self._servers = (
+        self._all_turns, self._server_turns = (
             Activity(timeline, gap, clock, wall) for gap in (0.0, JOIN_GAP_SECONDS)
         )
         self._started_at = self._busy_since = clock()
@@ -147,14 +147,14 @@ class BusyTimer:
         if not self._running_turns:
             self._busy_since = self._clock()
         self._running_turns += 1
-        decode_call = self._all_turns.begin(DECODE)
-        server_call = self._servers.begin(f"{DECODE} on {server}") if server else None
+        decode_call = self._all_turns.begin_call(DECODE)
+        server_call = self._server_turns.begin_call(f"{DECODE} on {server}") if server else None
         try:
             yield
         finally:
             if server_call:
-                self._servers.end(server_call)
-            self._all_turns.end(decode_call)
+                self._server_turns.end_call(server_call)
+            self._all_turns.end_call(decode_call)
             self._running_turns -= 1
             if not self._running_turns:
                 self._busy_seconds += self._clock() - self._busy_since
@@ -162,12 +162,12 @@ class BusyTimer:
     def tick(self) -> None:
         """To be called now and then: what is not written yet, a crash loses."""
         self._all_turns.tick()
-        self._servers.tick()
+        self._server_turns.tick()
 
     def flush(self) -> None:
         """Write the spans so far."""
         self._all_turns.flush()
-        self._servers.flush()
+        self._server_turns.flush()
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -236,7 +236,7 @@ class Waits:
     def __init__(self, clock: Callable[[], float] = time.monotonic, activity: Activity | None = None) -> None:
         self._clock = clock
         self._activity = activity
-        self._open: dict[int, tuple[float, str, float]] = {}  # since when, for what, until when
+        self._open_waits: dict[int, tuple[float, str, float]] = {}  # since when, for what, until when
         self._numbers = itertools.count()
 
     @contextmanager
@@ -245,28 +245,28 @@ class Waits:
         name in the timeline, where `name` has numbers that change."""
         number = next(self._numbers)
         now = self._clock()
-        self._open[number] = (now, name, now + seconds)
-        started_call = self._activity.begin(span or name) if self._activity else None
+        self._open_waits[number] = (now, name, now + seconds)
+        started_call = self._activity.begin_call(span or name) if self._activity else None
         try:
             yield
         finally:
-            del self._open[number]
+            del self._open_waits[number]
             if self._activity and started_call:
-                self._activity.end(started_call)
+                self._activity.end_call(started_call)
 
     def longest(self) -> str:
         """The oldest wait if it is longer than MIN_REPORTED, with the number of such waits; else ''."""
-        if not self._open:
+        if not self._open_waits:
             return ""
-        since, name, _ = next(iter(self._open.values()))
+        since, name, _ = next(iter(self._open_waits.values()))
         seconds = self._clock() - since
         if seconds < MIN_REPORTED:
             return ""
-        same_waits = sum(wait_name == name for _, wait_name, _ in self._open.values())
+        same_waits = sum(wait_name == name for _, wait_name, _ in self._open_waits.values())
         return f"{name} ({duration(seconds)}{f', {same_waits} episodes' if same_waits > 1 else ''})"
 
     @property
     def in_time(self) -> bool:
         """A wait with a deadline of its own is not over that: however long it is, it is no stall."""
         now = self._clock()
-        return any(now < until for _, _, until in self._open.values())
+        return any(now < until for _, _, until in self._open_waits.values())

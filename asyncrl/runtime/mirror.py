@@ -86,7 +86,7 @@ class Mirror:
         self._bytes_per_second = 0.0  # bytes a second, of the last fetch
         self._wanted_ref: WeightsRef | None = None
         self._prefetch_task: asyncio.Task[None] | None = None
-        self._closing = threading.Event()
+        self._closing_event = threading.Event()
 
     @asynccontextmanager
     async def local_copy(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
@@ -115,7 +115,7 @@ class Mirror:
     def close(self) -> None:
         """A fetch under way ends with an error. What was brought is deleted by the parent of the last process
         of this machine."""
-        self._closing.set()
+        self._closing_event.set()
         if self._prefetch_task is not None:
             self._prefetch_task.cancel()
         with self._fetch_lock:  # its thread looks every CLOSING_S
@@ -143,7 +143,7 @@ class Mirror:
             with self._machine_lock() as lock, self._fetch_lock:
                 if self._directory is None and (directory_name := lock.read_text()):
                     self._directory = Path(directory_name)
-                if (local_ref := self._local(version)) is not None:
+                if (local_ref := self._local_version(version)) is not None:
                     return local_ref
                 if self._directory is not None:
                     disk.prune(self._directory, disk.KEPT_VERSIONS - 1)
@@ -165,7 +165,7 @@ class Mirror:
         last_touched = 0
         give_up_at = math.inf
         with lock_path.open("a") as file:
-            while not self._closing.is_set():
+            while not self._closing_event.is_set():
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
@@ -180,7 +180,7 @@ class Mirror:
             os.utime(lock_path)
             yield lock_path
 
-    def _local(self, version: PolicyVersion) -> WeightsRef | None:
+    def _local_version(self, version: PolicyVersion) -> WeightsRef | None:
         """The version, with what it builds upon, if all is here."""
         if self._directory is None:
             return None
@@ -204,7 +204,7 @@ class Mirror:
         opened = self._open_version(version)
         with ProtocolError.instead_of(*UNDECODABLE, text="no usable manifest"):
             manifest = msgspec.json.decode(opened.manifest, type=Manifest)
-        if manifest.delta is not None and self._local(manifest.delta.version) is None:
+        if manifest.delta is not None and self._local_version(manifest.delta.version) is None:
             self._fetch_version(manifest.delta.version, lock)
         started_at = time.monotonic()
         started_wall = time.time()
@@ -230,7 +230,7 @@ class Mirror:
         address, key = self._served_at()
         with self._open_link(self._endpoints.versions, self._endpoints.keys[COORDINATOR].public) as link:
             link.send(OpenVersion(version, address, key, anew))
-            answer, _ = self._answer(link)
+            answer, _ = self._await_answer(link)
         if not isinstance(answer, OpenedVersion):
             raise ProtocolError(f"{type(answer).__name__} is no answer to OpenVersion")
         return answer
@@ -248,7 +248,7 @@ class Mirror:
                 self._read_from(opened, arriving, lock, give_up_at)
                 return
             except AsyncrlError as error:
-                if not tries_left or time.monotonic() > give_up_at or self._closing.is_set():
+                if not tries_left or time.monotonic() > give_up_at or self._closing_event.is_set():
                     self._bytes_per_second = 0.0  # it need not be what it was
                     raise
                 log.warning("%s from %s: %s", opened.version.label, opened.address, one_line(error))
@@ -275,7 +275,7 @@ class Mirror:
                     return
                 if time.monotonic() > give_up_at:
                     raise DeadlineError(f"it takes {SLACK_FACTOR:g} times as long as the last version")
-                if (piece := _received_piece(self._answer(link), pending_sizes)) is None:
+                if (piece := _received_piece(self._await_answer(link), pending_sizes)) is None:
                     if time.monotonic() > barren_at:
                         raise DeadlineError(f"it has had nothing itself for {BARREN_SECONDS:g} s")
                     continue
@@ -303,11 +303,11 @@ class Mirror:
             self._gate = gate
         return self._server.address, self._server.key
 
-    def _answer(self, link: Link) -> tuple[OpenedVersion | VersionBytes, list[bytes]]:
+    def _await_answer(self, link: Link) -> tuple[OpenedVersion | VersionBytes, list[bytes]]:
         """The next answer. DeadlineError: none comes, or this process ends. Superseded, WeightsError: the
         version is gone."""
         give_up_at = time.monotonic() + STALL_SECONDS
-        while not self._closing.is_set():
+        while not self._closing_event.is_set():
             if (received := link.receive(CLOSING_SECONDS)) is not None:
                 break
             if time.monotonic() > give_up_at:

@@ -62,7 +62,7 @@ class ArrivingVersion:
 class Chain:
     """Holds the readers of a version. `end`: address and key of the one that nobody reads it from so far."""
 
-    end: tuple[str, str]
+    last_member: tuple[str, str]
     members: set[str] = field(default_factory=set)
 
 
@@ -72,7 +72,7 @@ class PendingRead:
 
     peer: bytes
     request: ReadBytes
-    told: float
+    told_at: float
 
 
 class VersionServer:
@@ -96,35 +96,35 @@ class VersionServer:
         self._chains: dict[PolicyVersion, Chain] = {}
         self._held_locks: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
         self._pending_reads: deque[PendingRead] = deque()
-        self.sent = 0  # bytes
-        self._closing = threading.Event()
+        self.sent_bytes = 0  # bytes
+        self._closing_event = threading.Event()
         self._thread = vital_thread("versions", self._run)
 
     def close(self) -> None:
         """Readers have deadlines of their own."""
-        self._closing.set()
+        self._closing_event.set()
         self._thread.join()
         self._release_versions(math.inf, 0)
         self._hub.close()
 
     def _run(self) -> None:
         poller = Poller(self._hub)
-        while not self._closing.is_set():
+        while not self._closing_event.is_set():
             poller.wait(POLL_SECONDS if self._pending_reads else 0.1)
             for _ in range(MAX_REQUESTS_PER_PASS):
                 if (received := self._hub.receive()) is None:
                     break
                 peer, message, _ = received
-                self._answer(peer, message, time.monotonic())
+                self._answer_request(peer, message, time.monotonic())
             for _ in range(len(self._pending_reads)):
                 pending_read = self._pending_reads.popleft()
-                self._answer(pending_read.peer, pending_read.request, pending_read.told)
+                self._answer_request(pending_read.peer, pending_read.request, pending_read.told_at)
             self._release_versions(time.monotonic() - UNUSED_SECONDS, HELD_VERSIONS)
 
-    def _answer(self, peer: bytes, message: OpenVersion | ReadBytes, told_at: float) -> None:
+    def _answer_request(self, peer: bytes, message: OpenVersion | ReadBytes, told_at: float) -> None:
         try:
             if isinstance(message, OpenVersion):
-                self._hub.send(peer, self._opened(message))
+                self._hub.send(peer, self._open_answer(message))
             else:
                 self._send_piece(peer, message, told_at)
         except (WeightsError, OSError) as error:
@@ -137,7 +137,7 @@ class VersionServer:
 
     # -- who reads from whom ---------------------------------------------------------------------------
 
-    def _opened(self, message: OpenVersion) -> OpenedVersion:
+    def _open_answer(self, message: OpenVersion) -> OpenedVersion:
         version_directory = self._hold_version(message.version)
         manifest = (version_directory / disk.MANIFEST).read_bytes()
         size = disk.payload_path(version_directory).stat().st_size
@@ -152,8 +152,8 @@ class VersionServer:
             del self._chains[old_version]
         if message.anew or not message.address or message.address in chain.members:
             return root_source
-        source = chain.end
-        chain.end = (message.address, message.key)
+        source = chain.last_member
+        chain.last_member = (message.address, message.key)
         chain.members.add(message.address)
         return source
 
@@ -164,7 +164,7 @@ class VersionServer:
         piece = self._piece_bytes(request)
         if piece is not None:
             self._hub.send(peer, VersionBytes(request.offset), (piece,))
-            self.sent += len(piece)
+            self.sent_bytes += len(piece)
             return
         if time.monotonic() - told_at > PENDING_SECONDS:
             self._hub.send(peer, VersionBytes(request.offset))

@@ -41,7 +41,7 @@ class LoadFailures:
     def __init__(self) -> None:
         self._failure_count = 0
         self._failing_since = math.inf
-        self._last = ""
+        self._last_error = ""
         self._process_failed = True  # each time
 
     def add(self, answer: Loaded) -> None:
@@ -51,7 +51,7 @@ class LoadFailures:
             self._process_failed = True
             return
         self._failure_count = self._failure_count + 1
-        self._last = answer.error
+        self._last_error = answer.error
         self._process_failed &= answer.process_failed
         self._failing_since = min(self._failing_since, time.monotonic())
 
@@ -62,7 +62,7 @@ class LoadFailures:
             patience = min(patience, PROCESS_PATIENCE)
         if self._failure_count < LOAD_TRIES or time.monotonic() - self._failing_since < patience:
             return ""
-        return f"{self._failure_count} loads in a row failed; the last one: {self._last}"
+        return f"{self._failure_count} loads in a row failed; the last one: {self._last_error}"
 
 
 class WeightLoader:
@@ -83,9 +83,9 @@ class WeightLoader:
         self._engine = engine
         self._mirror = mirror
         self._offered_version: tuple[WeightsRef, Probe | None] | None = None
-        self._proven = False  # the engine has compared a probe
+        self._has_probed = False  # the engine has compared a probe
         self._loading_version: tuple[WeightsRef, Probe | None] | None = None
-        self._last: tuple[WeightsRef, Manifest] | None = None
+        self._last_loaded: tuple[WeightsRef, Manifest] | None = None
         self._sleeps_asked = 0  # asked for, and not over
 
     def offer(self, ref: WeightsRef, probe: Probe | None = None) -> None:
@@ -107,7 +107,7 @@ class WeightLoader:
     @property
     def version(self) -> PolicyVersion:
         """The one that was loaded last, and no load has failed since; else NO_VERSION."""
-        return self._last[0].version if self._last is not None else NO_VERSION
+        return self._last_loaded[0].version if self._last_loaded is not None else NO_VERSION
 
     async def next(self) -> Loaded:
         """Load the version offered last, and check it. There must be one. Failures are in the answer."""
@@ -115,7 +115,7 @@ class WeightLoader:
         offered = self._loading_version = self._offered_version
         self._offered_version = None
         try:
-            return await self._load(*offered)
+            return await self._load_version(*offered)
         finally:
             self._loading_version = None
             self.changed.notify()
@@ -131,7 +131,7 @@ class WeightLoader:
         try:
             while self._loading_version is not None:
                 await self.changed.wait()
-            self._last = None
+            self._last_loaded = None
             with EngineError.instead_of(TimeoutError, text="the engine did not fall asleep in time"):
                 async with asyncio.timeout(self._deadline):
                     await give_up()
@@ -139,7 +139,7 @@ class WeightLoader:
             self._sleeps_asked -= 1
             self.changed.notify()
 
-    async def _load(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
+    async def _load_version(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
         checksum = ""
         probe_result = (0.0, 0, 0.0)
         started_at = time.monotonic()
@@ -154,10 +154,10 @@ class WeightLoader:
                         manifest = await self._swap_version(engine, ref, local)
                         if probe is not None:
                             probe_result = await _compare_probe(engine, probe)
-                            self._proven = True
+                            self._has_probed = True
                         checksum = manifest.checksum
                 except TimeoutError as timeout:
-                    verb = "loaded" if self._last is None else "probed"
+                    verb = "loaded" if self._last_loaded is None else "probed"
                     raise WeightsError(f"{ref.label} was not {verb} within {self._deadline:g} s") from timeout
         details = {"error": failure.line} if failure.line else {}
         self._timeline.record(
@@ -165,7 +165,7 @@ class WeightLoader:
         )
         seconds = time.monotonic() - started_at
         postponed = isinstance(failure.error, Postponed)
-        unproven = not self._proven
+        unproven = not self._has_probed
         return Loaded(
             ref,
             self.lane,
@@ -181,16 +181,16 @@ class WeightLoader:
 
     def _local_copy(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
         """The files of a version, where they are needed."""
-        if self._mirror is None or (self._last is not None and self._last[0] == ref):
+        if self._mirror is None or (self._last_loaded is not None and self._last_loaded[0] == ref):
             return nullcontext(ref)
         return self._mirror.local_copy(ref)
 
     async def _swap_version(self, engine: Loadable, ref: WeightsRef, files: WeightsRef) -> Manifest:
         """Load a version; one that is in use already is only confirmed again."""
-        if self._last is None or self._last[0] != ref:
-            self._last = None  # until it is in: after a failure the engine may hold anything
-            self._last = ref, await engine.load(files)
-        return self._last[1]
+        if self._last_loaded is None or self._last_loaded[0] != ref:
+            self._last_loaded = None  # until it is in: after a failure the engine may hold anything
+            self._last_loaded = ref, await engine.load(files)
+        return self._last_loaded[1]
 
 
 async def slept(order: Sleep, falling: Awaitable[Any]) -> Slept:

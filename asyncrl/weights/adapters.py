@@ -75,7 +75,7 @@ class Adapters:
     def agents(self) -> tuple[str, ...]:
         return tuple(self._scale_by_agent)
 
-    def index(self, agent: str) -> int:
+    def adapter_index(self, agent: str) -> int:
         """Find the place of an agent's adapter: its own, else that of all others, else behind the last."""
         adapter_agents = [*self._scale_by_agent]
         return next(

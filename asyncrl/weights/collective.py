@@ -80,9 +80,9 @@ class Sender:
         self.bucket_bytes = bucket_bytes
         self.seconds = seconds
         self.device = device
-        self.pause = pause
+        self.training_pause = pause
         self.bucket_buffers = BucketBuffers(pinned=device.type == "cuda")  # of who has the turn
-        self.turn = threading.Lock()  # of one engine at a time
+        self.push_lock = threading.Lock()  # of one engine at a time
         self._latest_snapshot: Snapshot | None = None
         self._offer_condition = threading.Condition()
         self.error: Exception | None = None
@@ -131,7 +131,7 @@ class Sender:
                 continue
             engine_connection = EngineConnection(self, connection)
             self.connections.add(engine_connection)
-            run_in_background(engine_connection.serve)
+            run_in_background(engine_connection.serve_engine)
 
 
 class EngineConnection:
@@ -143,7 +143,7 @@ class EngineConnection:
         self._group: ServerGroup | None = None
         self._engine = "an engine"
 
-    def serve(self) -> None:
+    def serve_engine(self) -> None:
         """Until the engine leaves, or a push fails."""
         if self._sender.device.type == "cuda":
             torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would pin its buckets
@@ -180,7 +180,7 @@ class EngineConnection:
     def _push_in_turn(self, request: messages.VersionRequest, deadline: float) -> None:
         # Waits, before it is this engine's turn.
         self._sender.latest_snapshot(request.version, messages.seconds_left(deadline))
-        if not self._sender.turn.acquire(timeout=messages.seconds_left(deadline)):
+        if not self._sender.push_lock.acquire(timeout=messages.seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
         try:
             snapshot = self._sender.latest_snapshot(request.version, 0)
@@ -188,7 +188,7 @@ class EngineConnection:
                 self._push_snapshot(snapshot, request, deadline)
                 return
         finally:
-            self._sender.turn.release()
+            self._sender.push_lock.release()
         offered_label = snapshot.version.label if snapshot else "nothing"
         self._send_refusal(
             f"the sender has {offered_label}", snapshot is not None and snapshot.version > request.version
@@ -205,9 +205,9 @@ class EngineConnection:
             first_bucket = next(flat_buckets)  # raises Superseded before the engine has done anything
             group, port = self._join_group(1 + request.ranks, deadline)
             buckets = tuple(snapshot.layout[bucket_slice] for bucket_slice in bucket_slices)
-            if port and self._sender.pause is not None:  # Postponed, so far without the engine, too
+            if port and self._sender.training_pause is not None:  # Postponed, so far without the engine, too
                 pause_seconds = PAUSE_FRACTION * messages.seconds_left(deadline)
-                pause_stack.enter_context(self._sender.pause.entered(pause_seconds))
+                pause_stack.enter_context(self._sender.training_pause.entered(pause_seconds))
 
             plan = messages.Plan(buckets, group.name, port, group.backend, group.nccl_version)
             messages.send_answer(self._socket, plan, deadline)
@@ -245,7 +245,7 @@ class EngineConnection:
             default=0,
         )
         try:
-            with snapshot.pin() as held_copy:
+            with snapshot.hold_copy() as held_copy:
                 for bucket_slice in bucket_slices:
                     parts_by_tensor = held_copy.shares(bucket_slice)
                     entries += map(join_parts, snapshot.layout[bucket_slice], parts_by_tensor)
@@ -253,7 +253,7 @@ class EngineConnection:
                     if contiguous_bytes is not None:
                         yield contiguous_bytes
                     else:
-                        yield self._sender.bucket_buffers.fill(
+                        yield self._sender.bucket_buffers.fill_next(
                             chain.from_iterable(parts_by_tensor), largest_bucket
                         )
         except (Superseded, GeneratorExit):

@@ -65,7 +65,7 @@ class VersionWriter:
         if base_copy is None or is_full or base_copy[0].layout != snapshot.layout:
             base_copy = None
         with ExitStack() as copy_lock:
-            held_copy = copy_lock.enter_context(snapshot.pin())
+            held_copy = copy_lock.enter_context(snapshot.hold_copy())
             with disk.new_version(self.directory, snapshot.version) as work_directory:
                 manifest = self._write_payload(work_directory, snapshot, held_copy, base_copy)
                 disk.write_manifest(work_directory, manifest)

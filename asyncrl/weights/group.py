@@ -63,7 +63,7 @@ class ServerGroup:
         # On all interfaces. Rank 0 itself does not wait for other ranks here.
         self._rendezvous_store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self._rendezvous_store.port
-        self._group_future = run_in_background(self._make)
+        self._group_future = run_in_background(self._make_group)
 
     @property
     def nccl_version(self) -> str:
@@ -117,7 +117,7 @@ class ServerGroup:
                 )
             time.sleep(POLL_SECONDS)
 
-    def _make(self) -> Any:
+    def _make_group(self) -> Any:
         # A client of its own: a store answers one call at a time, also those that wait.
         store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=default_pg_timeout)
         nested_store = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))

@@ -84,7 +84,7 @@ class HostShards:
         self.layout = layout_of(pieces, dtype, buffers)
         self._dtype = dtype
         self._deadline = deadline
-        self.places = dict(tensor_offsets(self.layout))
+        self.file_offsets = dict(tensor_offsets(self.layout))
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         self._group: dist.ProcessGroup | None = None
@@ -103,7 +103,7 @@ class HostShards:
         ]
         page_locked = any(shard.device.type == "cuda" for shard in shards.values())
         self._buffers = Buffers(self._buffer_offsets[-1], page_locked, 2 + deltas)
-        self.received = 0  # bytes, by this collector
+        self.received_bytes = 0  # bytes, by this collector
         self._collect_lock = threading.Lock()  # one bucket is collected at a time
         self._is_collector = self.ranks > 1 and self.rank < collectors
         self._threads = [
@@ -118,7 +118,7 @@ class HostShards:
 
     def claim(self, gather: Callable[[list[int]], list[list[int]]]) -> int:
         """The buffer that all ranks copy into next. A collective: `gather` gives the lists of all ranks."""
-        return self._buffers.claim({index for busy in gather(self._buffers.begin_claim()) for index in busy})
+        return self._buffers.claim_buffer({index for busy in gather(self._buffers.begin_claim()) for index in busy})
 
     def copy(self, index: int, shards: Shards, buffers: Mapping[str, Tensor] = {}) -> None:
         """Copy this rank's shards, cast to the exported type, and on rank 0 the buffers. With adapters a
@@ -127,12 +127,12 @@ class HostShards:
         typed_buffers = [(buffer, buffer.dtype) for buffer in own_buffers]
         larger_buffers = [buffer for buffer in typed_buffers if buffer[1].itemsize > self._dtype.itemsize]
         own_shards = ((_local_part(shard), self._dtype) for shard in shards.values())
-        self._buffers.copy(index, chain(larger_buffers, own_shards, typed_buffers[len(larger_buffers) :]))
+        self._buffers.copy_tensors(index, chain(larger_buffers, own_shards, typed_buffers[len(larger_buffers) :]))
 
     def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
         """Return a collector: the copy just made as a version."""
         return Snapshot(
-            version, self.layout, seconds, partial(self._hold_copy, (index, self._buffers.copies))
+            version, self.layout, seconds, partial(self._hold_copy, (index, self._buffers.copy_count))
         )
 
     def close(self, timeout: float) -> None:
@@ -156,7 +156,7 @@ class HostShards:
         with self._buffers.reading(*copy, wait=0) as memory:
             yield HeldShards(self, copy, memory)
 
-    def shares(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangePart]]:
+    def collect_parts(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangePart]]:
         """Collects what all ranks have of each of the tensors; `memory`, `base`: of this rank."""
         if self.ranks == 1:
             return [(range_part,) for range_part in self._own_parts(memory, base, ask)]
@@ -180,7 +180,7 @@ class HostShards:
         _wait_for(dist.irecv(size, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
         data = torch.empty(int(size), dtype=torch.uint8)
         _wait_for(dist.irecv(data, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
-        self.received += data.numel()
+        self.received_bytes += data.numel()
         return msgspec.msgpack.decode(data.numpy().data, type=list[RangePart])
 
     # -- the other ranks -------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class HostShards:
                     codec.encode_changes(old_bytes.numpy(), tensor_bytes.numpy(), ITEM_BYTES[spec.dtype])
                 )
             elif writes_file and len(data):
-                writes_file = _write_range(file, self.places[spec.name] + start_byte, data)
+                writes_file = _write_range(file, self.file_offsets[spec.name] + start_byte, data)
             range_parts.append(
                 make_range_part(spec, tensor_bytes.numpy(), start_byte, NO_BYTES if writes_file else data)
             )
@@ -266,7 +266,7 @@ class HeldShards:
     ) -> list[Sequence[RangePart]]:
         base_id, base_memory = (base.copy, base.memory) if base else (None, None)
         ask = Ask(self.copy, tensor_range.start, tensor_range.stop, base_id, file, socket.gethostname())
-        return self.host.shares(self.memory, base_memory, ask)
+        return self.host.collect_parts(self.memory, base_memory, ask)
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:
         return self.host.own_bytes(self.memory, part) if self.host.ranks == 1 else None

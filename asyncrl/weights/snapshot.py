@@ -58,7 +58,7 @@ class Snapshot:
     version: PolicyVersion
     layout: Layout
     seconds: float
-    pin: Callable[[], AbstractContextManager[HeldCopy]]
+    hold_copy: Callable[[], AbstractContextManager[HeldCopy]]
 
     @property
     def total_bytes(self) -> int:
@@ -79,14 +79,14 @@ class BucketBuffers:
     other is sent. They are made at the first bucket, and kept. `pinned`: a GPU copies from them directly."""
 
     def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+        self._page_locked = pinned
         self._buffers = list[Tensor]()
         self._fill_count = 0
 
-    def fill(self, range_parts: Iterable[RangePart], largest_bucket: int) -> Tensor:
+    def fill_next(self, range_parts: Iterable[RangePart], largest_bucket: int) -> Tensor:
         """Return the bytes of some shares, at most `largest`, in place of those before the last ones."""
         if not self._buffers or len(self._buffers[0]) < largest_bucket:
-            allocate = page_locked if self._pinned else partial(torch.empty, dtype=torch.uint8)
+            allocate = page_locked if self._page_locked else partial(torch.empty, dtype=torch.uint8)
             self._buffers = [allocate(largest_bucket), allocate(largest_bucket)]
         self._fill_count += 1
         return whole(range_parts, self._buffers[self._fill_count % 2])
@@ -113,11 +113,11 @@ class Buffers:
 
     def __init__(self, size: int, pinned: bool, count: int = 2) -> None:
         self._size = size
-        self._pinned = pinned
+        self._page_locked = pinned
         self._buffers = [self._new_buffer() for _ in range(count)]
         self._changed = threading.Condition()
         self._claiming = False
-        self.copies = 0
+        self.copy_count = 0
 
     def begin_claim(self) -> list[int]:
         """Return those that are being read. Nobody begins to read one until `claim`."""
@@ -125,7 +125,7 @@ class Buffers:
             self._claiming = True
             return [index for index, buffer in enumerate(self._buffers) if buffer.readers]
 
-    def claim(self, busy: Collection[int]) -> int:
+    def claim_buffer(self, busy: Collection[int]) -> int:
         """The buffer to write next, the oldest that is not `busy`; it holds nothing from now on."""
         with self._changed:
             free_indices = [index for index in range(len(self._buffers)) if index not in busy]
@@ -138,7 +138,7 @@ class Buffers:
             self._changed.notify_all()
             return oldest_index
 
-    def copy(self, index: int, tensors: Iterable[tuple[Tensor, torch.dtype]]) -> None:
+    def copy_tensors(self, index: int, tensors: Iterable[tuple[Tensor, torch.dtype]]) -> None:
         """Copy the tensors, cast to types in which they have `size` bytes in all, into a buffer that was
         claimed. Those of larger types come first."""
         buffer = self._buffers[index]
@@ -151,14 +151,14 @@ class Buffers:
             target.copy_(tensor.reshape(-1), non_blocking=True)
             start += size
         assert start == self._size, "other tensors than the buffers are for"
-        if self._pinned:
+        if self._page_locked:
             # From a GPU all this is only enqueued, in front of the next change of the weights on the stream.
             # Not run so far, for lack of a GPU.
             buffer.event = torch.cuda.Event()
             buffer.event.record()
         with self._changed:
-            self.copies += 1
-            buffer.copied = self.copies
+            self.copy_count += 1
+            buffer.copied = self.copy_count
             self._changed.notify_all()
 
     @contextmanager
@@ -185,7 +185,7 @@ class Buffers:
                 buffer.readers -= 1
 
     def _new_buffer(self) -> Buffer:
-        if self._pinned:
+        if self._page_locked:
             return Buffer(page_locked(self._size))
         return Buffer(torch.empty(self._size, dtype=torch.uint8))
 
@@ -206,7 +206,7 @@ class Publisher:
     def __init__(
         self, write: Callable[[Snapshot], WeightsRef], announce: Callable[[WeightsRef, float, float], None]
     ) -> None:
-        self._write = write
+        self._write_version = write
         self._announce = announce
         self.error: Exception | None = None
         self.full = ""
@@ -244,7 +244,7 @@ class Publisher:
         while (snapshot := self._next_snapshot()) is not None:
             try:
                 started_at = time.monotonic()
-                ref = self._write(snapshot)
+                ref = self._write_version(snapshot)
                 self.full = ""
                 self._announce(ref, snapshot.seconds, time.monotonic() - started_at)
             except Superseded:

@@ -132,7 +132,7 @@ class Bench:
             async def push(snapshot: Snapshot) -> None:
                 pushing = receiver.push(sender.offer(snapshot), DEADLINE)
                 async with pushing as ready, self.paused():
-                    await ready.load()
+                    await ready.load_buckets()
 
             name = f"broadcast, {bucket_bytes // MB} MB"
             joins = self.row(f"{name}, first", [await self.once(push)])

@@ -217,7 +217,7 @@ class Learning(Simulation):
         while len(found) < len(runs):
             for run in self.batcher.step():
                 name = runs[run]
-                event = commands.TurnGenerated(self.batcher.end(run))
+                event = commands.TurnGenerated(self.batcher.end_run(run))
                 found[name] = machine.advance(self.parts.rules, asked[name][0], event)
         return found
 
@@ -268,7 +268,7 @@ class Learning(Simulation):
         self._held = self._held - 1
         self._turns[episode.uid], self.landed[episode.uid] = play.turns, turns
         del self.plays[episode.uid]
-        self.batcher.slots.release(episode.uid)
+        self.batcher.slots.release_session(episode.uid)
         self._do(play.tools.close())
         stats = EpisodeStats(len(turns), longest_row=episode.tokens, prompt=len(turns[0].context))
         self.buffer.finish(episode, play.state.command.result, stats, self.now)
@@ -345,7 +345,7 @@ class Learning(Simulation):
             for name, state in self._with_turns(asked).items():
                 states[name] = self._replied(state, tools)
         for name in states:
-            self.batcher.slots.release(name)
+            self.batcher.slots.release_session(name)
         return list(states.values())
 
     def _publish(self) -> None:

@@ -128,7 +128,7 @@ class AdapterLoader:
         path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
         load = partial(self.api.update_from_disk, path, BASE_LABEL, self._deadline)
         if self.sleeping.asleep:
-            async with self.sleeping.woken():
+            async with self.sleeping.waking_load():
                 await load()
         else:
             await load()

@@ -43,7 +43,7 @@ class SGLangClient:
         self, api: ServerApi, config: RunConfig, vocabulary: int, use: EngineUse | None = None, salt: str = ""
     ) -> None:
         self.api = api
-        self.use = use or EngineUse(api.url)
+        self.usage = use or EngineUse(api.url)
         self._config = config
         self._vocabulary = vocabulary
         self._salt = salt
@@ -54,7 +54,7 @@ class SGLangClient:
         self._acked_version = NO_VERSION
         self._free_requests = asyncio.Semaphore(MAX_REQUESTS)
         # Without a deadline until `close`, or until the version of their adapter is outdated.
-        self._calls: dict[asyncio.Timeout, StreamedTurn | None] = {}  # None: waits for room
+        self._open_calls: dict[asyncio.Timeout, StreamedTurn | None] = {}  # None: waits for room
         self._is_closed = False
 
     def mark(self, version: PolicyVersion) -> None:
@@ -63,15 +63,15 @@ class SGLangClient:
         self._acked_version = version
         if self._uses_adapters:
             started_calls = [
-                (call, stream) for call, stream in self._calls.items() if stream and stream.tokens
+                (call, stream) for call, stream in self._open_calls.items() if stream and stream.tokens
             ]
             self._cut_calls(
-                call for call, stream in started_calls if is_outdated(stream.acked, version, self._config)
+                call for call, stream in started_calls if is_outdated(stream.acked_version, version, self._config)
             )
 
     def sleeps(self, asleep: bool) -> None:
         """Tell whether the server sleeps: then streams may be silent."""
-        self.api.sleeps(asleep)
+        self.api.set_asleep(asleep)
 
     async def generate(self, request: Request) -> Generation:
         """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost when another
@@ -84,10 +84,10 @@ class SGLangClient:
         stream = None
         try:
             async with asyncio.timeout(None) as call:
-                self._calls[call] = None
+                self._open_calls[call] = None
                 async with self._free_requests:
                     stream = StreamedTurn(request, self._acked_version, self._in_place, self._uses_adapters)
-                    self._calls[call] = stream
+                    self._open_calls[call] = stream
                     await self._read_stream(request, stream)
                 sampled = stream.generation()
         except (ServerGone, ForeignWeights) as error:
@@ -101,7 +101,7 @@ class SGLangClient:
                 raise self._engine_lost("it is no longer used", stream) from error
             return _good_part(stream)
         finally:
-            self._calls.pop(call, None)
+            self._open_calls.pop(call, None)
         if sampled.stop is StopReason.ABORT:
             self._explain_abort(stream, sampled)
         return sampled
@@ -110,7 +110,7 @@ class SGLangClient:
         """Samples a turn, as `Engine.generate` does. Raises EngineBusy, and EngineLost when another server
         may have an answer."""
         adapter = self._adapter_name_of(next(iter(self._config.adapters), ""))
-        async with self._asking():
+        async with self._request_slot():
             return await self.api.score(ids, self._config.engine.request_timeout, adapter)
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
@@ -120,11 +120,11 @@ class SGLangClient:
             raise EngineError(f"token {max(ids)} is beyond the scorer's vocabulary of {self._vocabulary}")
         start = len(ids) - count - 1
         seconds = self._config.engine.request_timeout
-        async with self._asking():
+        async with self._request_slot():
             meta_info = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
-        self.use.requests += 1
-        self.use.prompt_tokens += meta_info.prompt_tokens
-        self.use.cached_tokens += meta_info.cached_tokens
+        self.usage.requests += 1
+        self.usage.prompt_tokens += meta_info.prompt_tokens
+        self.usage.cached_tokens += meta_info.cached_tokens
         top_entries = [candidates or () for candidates in meta_info.input_top_logprobs[1:]]
         return TokenScores(
             logprobs=np.array(
@@ -137,7 +137,7 @@ class SGLangClient:
         )
 
     @asynccontextmanager
-    async def _asking(self) -> AsyncIterator[None]:
+    async def _request_slot(self) -> AsyncIterator[None]:
         """The body asks the server for a whole answer."""
         try:
             async with self._free_requests:
@@ -148,7 +148,7 @@ class SGLangClient:
     async def close(self) -> None:
         """Cut all requests: they are lost, with what was streamed."""
         self._is_closed = True
-        self._cut_calls(self._calls)
+        self._cut_calls(self._open_calls)
         await self.api.close()
 
     def _cut_calls(self, calls: Iterable[asyncio.Timeout]) -> None:
@@ -171,20 +171,20 @@ class SGLangClient:
             async with self.api.generate(self._request_body(request), silence) as events:
                 async for payload in events:
                     tokens_before = len(stream.tokens)
-                    retracted_before = stream.retracted
-                    stream.add(decode_event(payload))
-                    self.use.tokens += len(stream.tokens) - tokens_before  # at once: a sign of life
+                    retracted_before = stream.retractions
+                    stream.add_event(decode_event(payload))
+                    self.usage.tokens += len(stream.tokens) - tokens_before  # at once: a sign of life
                     if not self._updates_retract:
-                        self.use.retracted += stream.retracted - retracted_before
-                    if stream.watched():
+                        self.usage.retracted += stream.retractions - retracted_before
+                    if stream.ends_by_watch():
                         break  # which aborts the request
                     if clock() >= next_part_at:
                         await request.on_part(stream.generation())
                         next_part_at = clock() + request.part_seconds
         finally:
-            self.use.requests += 1
-            self.use.prompt_tokens += stream.prompt_tokens
-            self.use.cached_tokens += stream.cached_tokens
+            self.usage.requests += 1
+            self.usage.prompt_tokens += stream.prompt_tokens
+            self.usage.cached_tokens += stream.cached_tokens
 
     def _request_body(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
@@ -212,7 +212,7 @@ class SGLangClient:
 
     def _explain_abort(self, stream: StreamedTurn, sampled: Generation) -> None:
         """Raises unless the server ended the request at an end-of-sequence id of its own."""
-        finish = stream.finish
+        finish = stream.finish_reason
         if finish is None:
             raise self._engine_lost("the stream ended, but not the request", stream)
         if finish.type == "abort":

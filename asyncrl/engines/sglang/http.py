@@ -157,9 +157,9 @@ class ServerApi:
         cut by the other side, or nothing came for `silence` seconds."""
         return self._transport.stream("/generate", {**body, "stream": True}, silence)
 
-    def sleeps(self, asleep: bool) -> None:
+    def set_asleep(self, asleep: bool) -> None:
         """While it does, its streams may be silent for ever."""
-        self._transport.sleeps(asleep)
+        self._transport.set_asleep(asleep)
 
     async def generate_whole(self, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> bytes:
         """The JSON answer to a request that is not streamed."""
@@ -337,12 +337,12 @@ class UpdateProtocol:
     it accepts broadcast weights within a session only, of which there is one at a time."""
 
     pause_modes: tuple[PauseMode, ...]
-    sessions: bool
+    needs_session: bool
 
     @asynccontextmanager
-    async def update(self, server: ServerApi) -> AsyncIterator[None]:
+    async def update_session(self, server: ServerApi) -> AsyncIterator[None]:
         """To be entered around the calls that change weights through a process group."""
-        if not self.sessions:
+        if not self.needs_session:
             yield
             return
         try:
@@ -360,8 +360,8 @@ class UpdateProtocol:
 
 
 # It cannot empty its cache while retracted requests wait.
-WITHOUT_SESSIONS = UpdateProtocol(("in_place", "abort"), sessions=False)
-WITH_SESSIONS = UpdateProtocol(("in_place", "retract", "abort"), sessions=True)
+WITHOUT_SESSIONS = UpdateProtocol(("in_place", "abort"), needs_session=False)
+WITH_SESSIONS = UpdateProtocol(("in_place", "retract", "abort"), needs_session=True)
 PROTOCOLS: Mapping[str, UpdateProtocol] = {
     "0.5.20": WITHOUT_SESSIONS,
     "0.5.22": WITH_SESSIONS,

@@ -107,8 +107,8 @@ class ServerLoader:
             async def load() -> None:
                 await self.api.update_from_disk(path, ref.label, self._deadline)
 
-            await self._replace(ref, load)
-        self._model_shapes = self._model_shapes or Shapes.of(manifest.layout)
+            await self._replace_weights(ref, load)
+        self._model_shapes = self._model_shapes or Shapes.from_layout(manifest.layout)
         return manifest
 
     def _verified_whole(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
@@ -125,10 +125,10 @@ class ServerLoader:
             self._check_layout(ref, layout)
 
             async def load() -> None:
-                manifests.append(await push.load())
+                manifests.append(await push.load_buckets())
 
-            await self._replace(ref, load)
-        self._model_shapes = self._model_shapes or Shapes.of(layout)
+            await self._replace_weights(ref, load)
+        self._model_shapes = self._model_shapes or Shapes.from_layout(layout)
         return manifests[0]
 
     def _check_layout(self, ref: WeightsRef, layout: Layout) -> None:
@@ -138,7 +138,7 @@ class ServerLoader:
         if differences:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of the server's model: {differences}")
 
-    async def _replace(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
+    async def _replace_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
         self.broken = f"the load of {ref.label} was not finished"
         try:
             with self.sleeping.waking():
@@ -151,7 +151,7 @@ class ServerLoader:
 
     async def _swap_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
         try:
-            swap_context = self.sleeping.woken if self.sleeping.asleep else self._requests_held
+            swap_context = self.sleeping.waking_load if self.sleeping.asleep else self._requests_held
             async with asyncio.timeout(self._deadline), swap_context():
                 await load()
                 if not self.sleeping.asleep:  # else the cache went with its memory
@@ -218,12 +218,12 @@ class Shapes:
     optional: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, layout: Layout) -> Shapes:
+    def from_layout(cls, layout: Layout) -> Shapes:
         return cls({spec.name: tuple(spec.shape) for spec in layout})
 
     def describe_differences(self, layout: Layout) -> str:
         """Says what is wrong with a version for this model; empty: nothing."""
-        given_shapes = Shapes.of(layout).shapes
+        given_shapes = Shapes.from_layout(layout).shapes
         missing = self.shapes.keys() - given_shapes.keys() - self.optional
         unknown = given_shapes.keys() - self.shapes.keys() - self.optional
         mismatched = [

@@ -194,7 +194,7 @@ class ServerProcess:
         return cls(process, f"http://{host}:{port}", reserved_socket, key_file)
 
     @property
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Return its exit code; None while it runs."""
         return self._process.returncode
 
@@ -210,7 +210,7 @@ class ServerProcess:
     async def stop(self) -> None:
         """Terminate it; what is left of it and its children after STOP_SECONDS is killed."""
         self.ready()
-        if self.code is None:
+        if self.exit_code is None:
             self._process.terminate()
             await self.ended()
 

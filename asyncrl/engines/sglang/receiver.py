@@ -34,7 +34,7 @@ class SenderConnection:
     writer: asyncio.StreamWriter
     group: str = ""
 
-    async def ask(self, question: messages.Question, kind: type[T]) -> T:
+    async def ask_sender(self, question: messages.Question, kind: type[T]) -> T:
         """Raises Postponed, WeightsError when the sender refuses or is gone, ProtocolError."""
         with WeightsError.instead_of(OSError, EOFError, text=f"weights {self.path}: the sender is gone"):
             answer = await messages.ask_question(self.reader, self.writer, question)
@@ -57,15 +57,15 @@ class Push:
     group: str
     protocol: UpdateProtocol
     trainer_nccl: str  # version; "" for gloo
-    done: bool = field(default=False, init=False)
+    is_done: bool = field(default=False, init=False)
 
-    async def load(self) -> Manifest:
+    async def load_buckets(self) -> Manifest:
         """Get it into the server, which gets the label with the last bucket. A failure leaves the server with
         some old and some new weights: WeightsError, or another AsyncrlError when it did not answer."""
         last_index = len(self.buckets) - 1
-        async with self.protocol.update(self.server):
+        async with self.protocol.update_session(self.server):
             for index, specs in enumerate(self.buckets):
-                await self.connection.ask(messages.BucketRequest(index), messages.BucketReady)
+                await self.connection.ask_sender(messages.BucketRequest(index), messages.BucketReady)
                 with self._explaining_nccl():
                     await self.server.update_from_group(
                         [spec.name for spec in specs],
@@ -75,8 +75,8 @@ class Push:
                         label=self.label if index == last_index else None,
                         seconds=self.deadline - asyncio.get_running_loop().time(),
                     )
-            sent = await self.connection.ask(messages.BucketRequest(last_index + 1), messages.Sent)
-        self.done = True
+            sent = await self.connection.ask_sender(messages.BucketRequest(last_index + 1), messages.Sent)
+        self.is_done = True
         return sent.manifest
 
     @contextmanager
@@ -117,7 +117,7 @@ class Receiver:
             async with asyncio.timeout_at(deadline):
                 push = await self._prepare_push(ref, deadline)
                 yield push
-            if not push.done:
+            if not push.is_done:
                 await self.close()
         except BaseException as error:
             await self.close()
@@ -139,18 +139,18 @@ class Receiver:
                 await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
 
     async def _prepare_push(self, ref: WeightsRef, deadline: float) -> Push:
-        connection = await self._connect(self._sender(ref.path.split(",")))
+        connection = await self._connect(self._sender_path(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
         request = messages.VersionRequest(f"engine {self._server_index}", ref.version, self._ranks, seconds)
-        plan = await connection.ask(request, messages.Plan)
+        plan = await connection.ask_sender(request, messages.Plan)
         if plan.port:
-            await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
+            await self._join_group(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
         ready = ref.label, plan.buckets, connection, self._server, deadline, plan.group
         return Push(*ready, self._protocol, plan.nccl)
 
-    def _sender(self, paths: list[str]) -> str:
+    def _sender_path(self, paths: list[str]) -> str:
         """Return the source of this server's versions: its own machine, if there is a sender."""
         for path in paths:
             address = urlsplit(path)
@@ -171,7 +171,7 @@ class Receiver:
             self._connection = SenderConnection(path, *streams)
         return self._connection
 
-    async def _join(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
+    async def _join_group(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
         connection.group = plan.group
         sender_host = str(urlsplit(connection.path).hostname)
         with WeightsError.instead_of(EngineError, text=f"weights {connection.path}: the server did not join"):

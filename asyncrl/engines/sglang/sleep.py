@@ -38,7 +38,7 @@ class ServerSleep:
         return self._unknown_until_done("waking") if self.asleep else nullcontext()
 
     @asynccontextmanager
-    async def woken(self) -> AsyncIterator[None]:
+    async def waking_load(self) -> AsyncIterator[None]:
         """The body loads whole weights into a server that sleeps, which then goes on."""
         await self._api.resume_memory("weights")
         yield

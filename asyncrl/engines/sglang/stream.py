@@ -115,9 +115,9 @@ class StreamedTurn:
     def __init__(self, request: Request, acked: PolicyVersion, in_place: bool, adapter: bool = False) -> None:
         self.request = request
         self.tokens: list[OutputToken] = []
-        self.finish: FinishReason | None = None
-        self.prompt_tokens = self.cached_tokens = self.retracted = 0
-        self.acked = acked
+        self.finish_reason: FinishReason | None = None
+        self.prompt_tokens = self.cached_tokens = self.retractions = 0
+        self.acked_version = acked
         self._in_place = in_place
         self._has_adapter = adapter
         self._started = time.perf_counter()
@@ -127,18 +127,18 @@ class StreamedTurn:
         self._ended_by_watch = False  # by the watch
         self._routes: Routes | None = None
 
-    def add(self, event: StreamEvent) -> None:
+    def add_event(self, event: StreamEvent) -> None:
         """Take in the next event. Raises EngineError when tokens are missing, and when the server refuses the
         request: EngineBusy if its queue is full, EngineRefused if it will never serve it."""
         meta = event.meta_info
-        self.finish = meta.finish_reason
-        finish = self.finish
+        self.finish_reason = meta.finish_reason
+        finish = self.finish_reason
         if finish and finish.status_code is not None and finish.message != ABORTED and not self.tokens:
             raise _server_failure(finish.status_code, finish.message)
         self._extend_tokens(meta.output_token_logprobs, meta.completion_tokens)
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
-        self.retracted = max(self.retracted, meta.num_retractions)
+        self.retractions = max(self.retractions, meta.num_retractions)
         self._seen_labels.add(meta.weight_version)
         self._label_spans = meta.weight_versions
         if meta.routed_experts:
@@ -166,7 +166,7 @@ class StreamedTurn:
             lost_tokens = total_tokens - len(self.tokens) - len(new_tokens)
             raise EngineError(f"the server's stream lost {lost_tokens} of {total_tokens} tokens")
 
-    def watched(self) -> bool:
+    def ends_by_watch(self) -> bool:
         """Tell the request's watch of the new ids; whether the turn ends with one of them. Those after it are
         forgotten."""
         watch = self.request.watch
@@ -187,25 +187,25 @@ class StreamedTurn:
         seconds = time.perf_counter() - self._started
         stop = StopReason.TEXT if self._ended_by_watch else end_reason(self.request, ids)
         routes = self._routes and self._routes.until(len(self.request.ids) + len(ids) - 1)
-        return Generation(ids, logprobs, self.spans(), stop, seconds, routes)
+        return Generation(ids, logprobs, self.version_spans(), stop, seconds, routes)
 
-    def spans(self) -> tuple[VersionSpan, ...]:
+    def version_spans(self) -> tuple[VersionSpan, ...]:
         """Returns the version that sampled each token, as spans. Raises ForeignWeights."""
         if self._has_adapter:
             for label in self._seen_labels:
                 if label != BASE_LABEL:
                     raise _foreign_weights(label)
-            stamps = [(0, self.acked, True)]
+            stamps = [(0, self.acked_version, True)]
         elif self._label_spans is not None:
             stamps = self._recorded_stamps(self._label_spans)
         else:
             # A request that did not finish has no record, only the label that the server's front end had when
             # it passed on each event; tokens sampled just before an update may reach it just after. So all
             # count as of the oldest version that may have sampled them.
-            versions = {self.acked, *map(_version_of_label, self._seen_labels)}
+            versions = {self.acked_version, *map(_version_of_label, self._seen_labels)}
             stamps = [(0, min(versions), len(versions) == 1)]
         # In place, the request reads KV of its own and, by its salt, of others from `acked` on.
-        kv_versions = [min(version, self.acked) if self._in_place else version for _, version, _ in stamps]
+        kv_versions = [min(version, self.acked_version) if self._in_place else version for _, version, _ in stamps]
         token_count = len(self.tokens)  # fewer than the record is of where the watch ended the turn
         span_ends = [min(start, token_count) for start, _, _ in stamps[1:]] + [token_count]
         return tuple(
@@ -223,7 +223,7 @@ class StreamedTurn:
         if not self._in_place:
             return [(start, version, True) for start, version in labelled_spans]
         stamps: list[Stamp] = []
-        previous_version = self.acked
+        previous_version = self.acked_version
         stamped_until = 0
         for start, version in labelled_spans:
             if version > previous_version and start >= stamped_until:

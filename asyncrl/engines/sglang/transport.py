@@ -40,7 +40,7 @@ class HttpTransport:
         self._open_streams: dict[aiohttp.ClientResponse, float] = {}  # and how long each may be silent
         self._server_asleep = False
 
-    def sleeps(self, asleep: bool) -> None:
+    def set_asleep(self, asleep: bool) -> None:
         """While the server sleeps, its streams may be silent for ever."""
         self._server_asleep = asleep
         for response, silence in self._open_streams.items():

@@ -38,23 +38,23 @@ class Run:
 
     def __init__(self, request: Request, max_length: int, version: int, started_at: float) -> None:
         self.request = request
-        self.ids = request.ids  # to prefill: after a sleep, with what it had sampled
-        self.limit = max_length  # length at which it ends
+        self.prefill_ids = request.ids  # to prefill: after a sleep, with what it had sampled
+        self.max_length = max_length  # length at which it ends
         self.slot: Slot | None = None
-        self.source: PrefixSource | None = None  # of a longer prefix than its slot holds, to be copied
-        self.filled = 0  # leading ids whose KV is in the cache
-        self.heard: list[int] = []  # sampled ids that its watch has heard of
+        self.prefix_source: PrefixSource | None = None  # of a longer prefix than its slot holds, to be copied
+        self.filled_length = 0  # leading ids whose KV is in the cache
+        self.watched_ids: list[int] = []  # sampled ids that its watch has heard of
         self.decoding = False
-        self.spans: tuple[VersionSpan, ...] = ()  # of what it had sampled before the last sleep
-        self.marks = [(0, version)]  # (ids sampled before, version in use from there on)
-        self.started = started_at
+        self.earlier_spans: tuple[VersionSpan, ...] = ()  # of what it had sampled before the last sleep
+        self.version_marks = [(0, version)]  # (ids sampled before, version in use from there on)
+        self.started_at = started_at
 
     @property
-    def prompt(self) -> int:
+    def prompt_length(self) -> int:
         return len(self.request.ids)
 
     @property
-    def index(self) -> int:
+    def slot_index(self) -> int:
         assert self.slot is not None
         return self.slot.index
 
@@ -97,19 +97,19 @@ class Batcher:
     def use_adapters(self, adapters: Adapters) -> None:
         """From the next step on, each slot is computed with the adapter of its agent, too."""
         self.cache.adapters = adapters
-        for slot in self.slots.all:
-            self.cache.agents[slot.index] = self._adapter_index(slot.agent)
+        for slot in self.slots.every_slot:
+            self.cache.adapter_indices[slot.index] = self._adapter_index(slot.agent)
         self._recorded_step = RecordedStep(self.cache)  # recordings are of the model without them
 
     def _adapter_index(self, agent: str) -> int:
-        return self.cache.adapters.index(agent) if self.cache.adapters else 0
+        return self.cache.adapters.adapter_index(agent) if self.cache.adapters else 0
 
     def mark_version(self, version: int) -> None:
         """From the next step on, tokens are sampled by other weights."""
         self.version = version
         self._swap_count += 1
         for run in self.runs_by_session.values():
-            run.marks.append((self._sampled_count(run), version))
+            run.version_marks.append((self._sampled_count(run), version))
 
     @property
     def asleep(self) -> bool:
@@ -119,19 +119,19 @@ class Batcher:
         """The KV is lost: what has sampled already is prefilled again with that, after `wake`."""
         for run in self._decoding_runs.values():
             sampled = self.sampled_so_far(run)
-            run.ids = run.request.ids + sampled.ids
+            run.prefill_ids = run.request.ids + sampled.ids
             run.decoding = False
-            run.spans = sampled.spans
-            run.marks = [(len(sampled.ids), self.version)]
+            run.earlier_spans = sampled.spans
+            run.version_marks = [(len(sampled.ids), self.version)]
         self._filling_runs = [*self._decoding_runs.values(), *self._filling_runs]
         self._decoding_runs = {}
         self._steady_plan = None
         self._prefix_index = PrefixIndex()
         self._slot_lengths[:] = 0
-        for slot in self.slots.all:
-            slot.held = ()
+        for slot in self.slots.every_slot:
+            slot.held_ids = ()
         for run in self._filling_runs:
-            run.filled = 0
+            run.filled_length = 0
             self._find_prefix_source(run)
         self._asleep_since = time.perf_counter()
 
@@ -165,26 +165,26 @@ class Batcher:
         self.generated_tokens += len(self._decoding_runs)
         return [self._decoding_runs[slot] for slot in ended_slots]
 
-    def watched(self, run: Run) -> bool:
+    def ends_by_watch(self, run: Run) -> bool:
         """Tell the run's watch of its new id; whether the run ends with it."""
         if (watch := run.request.watch) is None or (sampled_count := self._sampled_count(run)) == len(
-            run.heard
+            run.watched_ids
         ):
             return False
-        run.heard.append(int(self.cache.ids[run.index, run.prompt + sampled_count - 1]))
-        return watch(run.heard)
+        run.watched_ids.append(int(self.cache.ids[run.slot_index, run.prompt_length + sampled_count - 1]))
+        return watch(run.watched_ids)
 
-    def end(self, run: Run, stop: StopReason | None = None) -> Generation:
+    def end_run(self, run: Run, stop: StopReason | None = None) -> Generation:
         """Take a run out of the batch with what it has sampled. `stop` says why if it was not done. Raises
         EngineError if its log-probs are not finite; it is out all the same."""
         generation = self.sampled_so_far(run)
         del self.runs_by_session[run.request.session]
         ids = generation.ids
         all_finite = all(map(math.isfinite, generation.logprobs))
-        self._leave(run, (run.request.ids + ids)[: -1 if run.decoding else run.filled] if all_finite else ())
+        self._remove_run(run, (run.request.ids + ids)[: -1 if run.decoding else run.filled_length] if all_finite else ())
         if not all_finite:
             if not self.asleep:
-                self.cache.wipe_slot(run.index)
+                self.cache.wipe_slot(run.slot_index)
             raise EngineError(f"session {run.request.session!r}: the model's logits are not finite numbers")
         if stop is None:
             stop = StopReason.STOP if ids[-1] in run.request.sampling.stop_ids else StopReason.LENGTH
@@ -193,82 +193,82 @@ class Batcher:
     def sampled_so_far(self, run: Run) -> Generation:
         """Return what a run has sampled."""
         sampled_count = self._sampled_count(run)
-        spans = run.spans + tuple(
+        spans = run.earlier_spans + tuple(
             VersionSpan(start, end, version, run.slot.oldest_version if run.slot else version)
-            for (start, version), (end, _) in pairwise([*run.marks, (sampled_count, 0)])
+            for (start, version), (end, _) in pairwise([*run.version_marks, (sampled_count, 0)])
             if start < end
         )
         return Generation(
             *self._sampled_tokens(run, sampled_count),
             spans,
             StopReason.ABORT,
-            self._awake_time() - run.started,
+            self._awake_time() - run.started_at,
         )
 
     def _reorder_slots(self) -> None:
         """Move slots so that long rows lie together: attention reads a range as far as its longest row."""
         lengths = self._slot_lengths.copy()
         for run in self._filling_runs:  # they decode soon
-            lengths[run.index] = len(run.ids)
+            lengths[run.slot_index] = len(run.prefill_ids)
         source_slots = reordered_slots(lengths)
         if source_slots is None:
             return
         moved_slots = np.flatnonzero(source_slots != np.arange(len(source_slots)))
-        longest_prefix = max(self._used_positions(self.slots.all[slot]) for slot in moved_slots)
-        self.cache.move(source_slots[moved_slots], moved_slots, longest_prefix)
+        longest_prefix = max(self._used_positions(self.slots.every_slot[slot]) for slot in moved_slots)
+        self.cache.move_slots(source_slots[moved_slots], moved_slots, longest_prefix)
         self._slot_lengths = self._slot_lengths[source_slots]
-        self._slot_sampling.move(source_slots)
-        self.slots.move(source_slots.tolist())
-        self._decoding_runs = {run.index: run for run in self._decoding_runs.values()}
+        self._slot_sampling.reorder_slots(source_slots)
+        self.slots.reorder_slots(source_slots.tolist())
+        self._decoding_runs = {run.slot_index: run for run in self._decoding_runs.values()}
 
     def _used_positions(self, used_slot: Slot) -> int:
         """The number of leading positions of a slot that hold something."""
         run = self.runs_by_session.get(used_slot.session or "")
-        return run.prompt + self._sampled_count(run) if run and run.slot is used_slot else len(used_slot.held)
+        return run.prompt_length + self._sampled_count(run) if run and run.slot is used_slot else len(used_slot.held_ids)
 
     def _sampled_count(self, run: Run) -> int:
-        return (int(self._slot_lengths[run.index]) if run.decoding else len(run.ids)) - run.prompt
+        return (int(self._slot_lengths[run.slot_index]) if run.decoding else len(run.prefill_ids)) - run.prompt_length
 
     def _sampled_tokens(self, run: Run, sampled_count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         if sampled_count == 0:
             return (), ()
-        sampled_range = slice(run.prompt, run.prompt + sampled_count)
-        ids = self.cache.ids[run.index, sampled_range]
-        logprobs = self.cache.logprobs[run.index, sampled_range]
+        sampled_range = slice(run.prompt_length, run.prompt_length + sampled_count)
+        ids = self.cache.ids[run.slot_index, sampled_range]
+        logprobs = self.cache.logprobs[run.slot_index, sampled_range]
         return tuple(ids.tolist()), tuple(logprobs.tolist())
 
     def _admit_waiting(self) -> None:
         """Give slots to waiting requests, in order."""
-        while self._waiting_runs and (slot := self.slots.acquire(self._waiting_runs[0].request.session)):
+        while self._waiting_runs and (slot := self.slots.acquire_slot(self._waiting_runs[0].request.session)):
             run = self._waiting_runs.popleft()
             request = run.request
             adapter_index = self._adapter_index(request.agent)
             if adapter_index != self._adapter_index(slot.agent):
-                slot.held = ()
-            slot.agent, self.cache.agents[slot.index] = request.agent, adapter_index
+                slot.held_ids = ()
+            slot.agent, self.cache.adapter_indices[slot.index] = request.agent, adapter_index
             run.slot = slot
-            run.filled = slot.keep(request.ids)
+            run.filled_length = slot.keep_prefix(request.ids)
             self._find_prefix_source(run)
-            new_ids = torch.tensor(request.ids[run.filled :], device=self.cache.device)
-            self.cache.ids[slot.index, run.filled : run.prompt] = new_ids
-            self._slot_sampling.set(slot.index, request.key, request.sampling, run.limit)
+            new_ids = torch.tensor(request.ids[run.filled_length :], device=self.cache.device)
+            self.cache.ids[slot.index, run.filled_length : run.prompt_length] = new_ids
+            self._slot_sampling.set_slot(slot.index, request.key, request.sampling, run.max_length)
             self._filling_runs.append(run)
 
     def _find_prefix_source(self, run: Run) -> None:
         assert run.slot is not None
-        prefix_source = self._prefix_index.enter(run.slot, run.ids, self._adapter_index(run.request.agent))
-        run.source = prefix_source if prefix_source and prefix_source.length > run.filled else None
+        prefix_source = self._prefix_index.enter(run.slot, run.prefill_ids, self._adapter_index(run.request.agent))
+        run.prefix_source = prefix_source if prefix_source and prefix_source.length > run.filled_length else None
 
     def _plan_chunks(self) -> dict[Run, Chunk]:
         """Tokens to prefill in this step. They are padded to the first one's length, and padding counts."""
         chunks: dict[Run, Chunk] = {}
         ready_runs = [run for run in self._filling_runs if not self._awaits_prefix(run)]
-        width = min(len(ready_runs[0].ids) - ready_runs[0].filled, self.token_budget) if ready_runs else 1
+        width = min(len(ready_runs[0].prefill_ids) - ready_runs[0].filled_length, self.token_budget) if ready_runs else 1
         for run in ready_runs:
-            chunk_size = min(len(run.ids) - run.filled, width)
+            chunk_size = min(len(run.prefill_ids) - run.filled_length, width)
             if chunk_size * _MAX_PADDING_RATIO >= width:
-                end = run.filled + chunk_size
-                chunks[run] = Chunk(run.index, run.filled, end, end == len(run.ids))
+                end = run.filled_length + chunk_size
+                chunks[run] = Chunk(run.slot_index, run.filled_length, end, end == len(run.prefill_ids))
             if (len(chunks) + 1) * width > self.token_budget:
                 break
         return chunks
@@ -276,26 +276,26 @@ class Batcher:
     def _awaits_prefix(self, run: Run) -> bool:
         """True if a request ahead is still computing the run's prefix. Copies the prefix once it is there, if
         the present weights computed all of it: its tokens are then as exact as without."""
-        if run.source is None:
+        if run.prefix_source is None:
             return False
-        (source_slot, length), own_slot = run.source, run.slot
-        prefix = run.ids[:length]
+        (source_slot, length), own_slot = run.prefix_source, run.slot
+        prefix = run.prefill_ids[:length]
         assert own_slot is not None
         if (
             self._adapter_index(source_slot.agent) == self._adapter_index(own_slot.agent)
-            and source_slot.held[:length] == prefix
+            and source_slot.held_ids[:length] == prefix
         ):
-            if source_slot.swap == self._swap_count:
-                self.cache.copy(source_slot.index, own_slot.index, length)
-                run.filled = length
-                own_slot.held = prefix
+            if source_slot.swap_count == self._swap_count:
+                self.cache.copy_prefix(source_slot.index, own_slot.index, length)
+                run.filled_length = length
+                own_slot.held_ids = prefix
                 own_slot.oldest_version = source_slot.oldest_version
-                own_slot.swap = source_slot.swap
+                own_slot.swap_count = source_slot.swap_count
         else:
             runs_ahead = takewhile(lambda earlier_run: earlier_run is not run, self._filling_runs)
-            if any(other.slot is source_slot and other.ids[:length] == prefix for other in runs_ahead):
+            if any(other.slot is source_slot and other.prefill_ids[:length] == prefix for other in runs_ahead):
                 return True
-        run.source = None
+        run.prefix_source = None
         return False
 
     def _note_filled(self, run: Run, chunk: Chunk) -> None:
@@ -303,24 +303,24 @@ class Batcher:
         assert run.slot is not None
         if chunk.start == 0:
             run.slot.oldest_version = self.version
-            run.slot.swap = self._swap_count
-        run.filled = chunk.end
-        run.slot.held = run.ids[: chunk.end]
-        if chunk.last:
+            run.slot.swap_count = self._swap_count
+        run.filled_length = chunk.end
+        run.slot.held_ids = run.prefill_ids[: chunk.end]
+        if chunk.is_last:
             self._filling_runs.remove(run)
             run.decoding = True
-            slot_index = run.index
-            self._decoding_runs[slot_index], self._slot_lengths[slot_index] = run, len(run.ids) + 1
+            slot_index = run.slot_index
+            self._decoding_runs[slot_index], self._slot_lengths[slot_index] = run, len(run.prefill_ids) + 1
 
-    def _leave(self, run: Run, kept_ids: tuple[int, ...]) -> None:
+    def _remove_run(self, run: Run, kept_ids: tuple[int, ...]) -> None:
         """The run is over; the KV of `held` stays for the session's next turn: all but the last sampled id,
         which was never fed back."""
         if run.slot is None:
             self._waiting_runs.remove(run)
             return
         if run.decoding:
-            del self._decoding_runs[run.index]
+            del self._decoding_runs[run.slot_index]
         else:
             self._filling_runs.remove(run)
-        run.decoding, self._slot_lengths[run.index], self._steady_plan = False, 0, None
-        self.slots.rest(run.slot, kept_ids)
+        run.decoding, self._slot_lengths[run.slot_index], self._steady_plan = False, 0, None
+        self.slots.finish_turn(run.slot, kept_ids)

@@ -65,7 +65,7 @@ def _sample_turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, 
     }
     turns: dict[str, Generation] = {}
     while len(turns) < len(runs):
-        turns |= {runs[run]: batcher.end(run) for run in batcher.step()}
+        turns |= {runs[run]: batcher.end_run(run) for run in batcher.step()}
     return turns
 
 

@@ -63,7 +63,7 @@ class TorchEngine:
         self._load_lock = asyncio.Lock()
         self._break_error: EngineError | None = None
         self._adapters: Adapters | None = None  # from the first version of some on
-        self._released = ReleasedStorages()
+        self._released_memory = ReleasedStorages()
         self._awake_event = asyncio.Event()  # or broken
         self._awake_event.set()
 
@@ -210,7 +210,7 @@ class TorchEngine:
         run = self._batcher.runs_by_session.get(session)
         if run in self._turn_futures:
             self._answer_turn(run, StopReason.ABORT)
-        self._batcher.slots.release(session)
+        self._batcher.slots.release_session(session)
 
     def _apply_tensors(self, specs: Mapping[str, AdapterSpec], tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsError, changing nothing."""
@@ -240,7 +240,7 @@ class TorchEngine:
     def _wake_with(self, base_model: PreTrainedModel | None, apply_version: Callable[[], None]) -> None:
         """Raises what `replace` does, or WeightsError where a GPU has too little memory, and sleeps on."""
         try:
-            self._released.allocate()
+            self._released_memory.allocate()
             if base_model is not None:
                 copy_tensors(dict(self._model.named_parameters()), dict(base_model.named_parameters()))
             apply_version()
@@ -261,8 +261,8 @@ class TorchEngine:
         """Give up all that every version brings, and the KV."""
         kept_names = self._model._keys_to_ignore_on_save or ()
         named_parameters = self._model.named_parameters()
-        self._released.release(parameter for name, parameter in named_parameters if name not in kept_names)
-        self._released.release(self._batcher.cache.pools)
+        self._released_memory.release(parameter for name, parameter in named_parameters if name not in kept_names)
+        self._released_memory.release(self._batcher.cache.pools)
         torch.cuda.empty_cache()
         trim_heap()
 
@@ -293,14 +293,14 @@ class TorchEngine:
         while self._break_error is None:
             if self._turn_futures and not self.asleep:
                 try:
-                    await self._steps()
+                    await self._run_steps()
                 except Exception as error:
                     self._break(_breaking_error(error))
             else:
                 self._wake_event.clear()
                 await self._wake_event.wait()
 
-    async def _steps(self) -> None:
+    async def _run_steps(self) -> None:
         """More ids for every running turn, until there is something to do here: answer the turns that end
         with them, tell watches, make changes."""
         self._is_stepping = True
@@ -309,7 +309,7 @@ class TorchEngine:
                 self._step_thread, self._step_until_needed
             )
             stop_reasons: dict[Run, StopReason | None] = dict.fromkeys(ended_runs)
-            stop_reasons |= {run: StopReason.TEXT for run in self._turn_futures if self._batcher.watched(run)}
+            stop_reasons |= {run: StopReason.TEXT for run in self._turn_futures if self._batcher.ends_by_watch(run)}
             for run, stop in stop_reasons.items():
                 self._answer_turn(run, stop)
         finally:
@@ -334,7 +334,7 @@ class TorchEngine:
     def _answer_turn(self, run: Run, stop: StopReason | None = None) -> None:
         """Answer a request; its log-probs may make that an error."""
         try:
-            generation = self._batcher.end(run, stop)
+            generation = self._batcher.end_run(run, stop)
         except EngineError as error:
             future = self._turn_futures.pop(run)
             if not future.done():

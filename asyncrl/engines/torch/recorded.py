@@ -47,18 +47,18 @@ class RecordedStep:
         self._cache = cache
         self._can_record = cache.ids.device.type == "cpu"
         self._step_counts: Counter[StepKind] = Counter()
-        self._steps: dict[StepKind, Callable[..., torch.Tensor]] = {}
+        self._step_functions: dict[StepKind, Callable[..., torch.Tensor]] = {}
 
     def __call__(self, plan: StepLayout) -> list[int]:
         """Compute a step; returns the slots whose turns ended with it."""
-        kind = StepKind(len(plan.layout.groups), plan.layout.decoding, plan.params.any_greedy)
+        kind = StepKind(len(plan.layout.groups), plan.layout.decoding_groups, plan.params.any_greedy)
         step_tensors = _step_tensors(plan)
-        if kind not in self._steps:
-            self._steps[kind] = _Step(self._cache, kind)
+        if kind not in self._step_functions:
+            self._step_functions[kind] = _Step(self._cache, kind)
         self._step_counts[kind] += 1
         if self._can_record and self._step_counts[kind] == RECORD_AFTER:
-            self._steps[kind] = _record_step(self._steps[kind], step_tensors)
-        ended_samples = self._steps[kind](*step_tensors)
+            self._step_functions[kind] = _record_step(self._step_functions[kind], step_tensors)
+        ended_samples = self._step_functions[kind](*step_tensors)
         return [plan.slots[index] for index in ended_samples.tolist()]
 
 
@@ -71,7 +71,7 @@ class _Step(torch.nn.Module):
         self.model = cache.model
         self._cache = cache
         self._kind = kind
-        for index, state in enumerate((cache.ids, cache.logprobs, cache.agents, *cache.pools)):
+        for index, state in enumerate((cache.ids, cache.logprobs, cache.adapter_indices, *cache.pools)):
             self.register_buffer(f"state_{index}", state)
 
     def forward(
@@ -109,7 +109,7 @@ def _step_tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
     layout = plan.layout
     params = plan.params
     return (
-        *(layout.cells, layout.positions, plan.keep, plan.live),
+        *(layout.cells, layout.positions, plan.logit_indices, plan.is_live),
         *(params.seed, params.temperature, params.greedy, plan.stops, plan.limits),
         *(tensor for group in layout.groups for tensor in group),
     )

@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     cells: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
     groups: tuple[SlotGroup, ...]
-    decoding: int  # so many groups, the first ones, decode: slots 0, 1, …, read in place. Others are gathered
+    decoding_groups: int  # so many groups, the first ones, decode: slots 0, 1, …, read in place. Others are gathered
 
 
 class KVCache:
@@ -51,19 +51,19 @@ class KVCache:
 
     def __init__(self, model: PreTrainedModel, slot_count: int, max_len: int) -> None:
         self.model = model
-        self.slots = slot_count
+        self.slot_count = slot_count
         self.max_len = max_len
         self.columns = max_len + 1
         self.device = model.device
         self.ids = torch.zeros(slot_count, self.columns, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(slot_count, self.columns, dtype=torch.float32, device=self.device)
-        self.agents = torch.zeros(
+        self.adapter_indices = torch.zeros(
             slot_count, dtype=torch.long, device=self.device
         )  # places of their adapters
         self.adapters: Adapters | None = None
         self.keys: dict[int, torch.Tensor] = {}  # layer -> [kv_heads, slots, columns, head_dim]
         self.values: dict[int, torch.Tensor] = {}
-        self.share: dict[int, int] = {}  # layer -> query heads of one KV head
+        self.query_group_sizes: dict[int, int] = {}  # layer -> query heads of one KV head
         self._all_columns = torch.arange(self.columns, device=self.device)
         self._current_layout: Layout
         self._group_biases: list[torch.Tensor] = []
@@ -77,7 +77,7 @@ class KVCache:
     def pools(self) -> tuple[torch.Tensor, ...]:
         return (*self.keys.values(), *self.values.values())
 
-    def reach(self, length: int) -> torch.Tensor:
+    def columns_for(self, length: int) -> torch.Tensor:
         """[reach] The columns 0, 1, … that sequences of at most `length` tokens attend to; reach is rounded
         up, so that kernels see few shapes."""
         return self._all_columns[: min(-(-length // _LENGTH_BUCKET) * _LENGTH_BUCKET, self.max_len)]
@@ -88,7 +88,7 @@ class KVCache:
         self._current_layout = layout
         self._group_biases = [self._attention_bias(group) for group in layout.groups]
         if self.adapters is not None:
-            self.adapters.use(self.agents[layout.cells // self.columns])
+            self.adapters.use(self.adapter_indices[layout.cells // self.columns])
         output = self.model(
             input_ids=self.ids.view(-1)[layout.cells][None],
             position_ids=layout.positions[None],
@@ -113,28 +113,28 @@ class KVCache:
         for group, bias in zip(self._current_layout.groups, self._group_biases, strict=True):
             end = start + group.positions.numel()
             slot_selection = (
-                slice(start, end) if len(group_outputs) < self._current_layout.decoding else group.slots
+                slice(start, end) if len(group_outputs) < self._current_layout.decoding_groups else group.slots
             )
             key = _group_states(keys, group, slot_selection)
             value = _group_states(values, group, slot_selection)
             group_outputs.append(
-                _attend_group(query[0, :, start:end], key, value, bias, self.share[layer], scale)
+                _attend_group(query[0, :, start:end], key, value, bias, self.query_group_sizes[layer], scale)
             )
             start = end
         return (group_outputs[0] if len(group_outputs) == 1 else torch.cat(group_outputs))[None]
 
-    def move(self, source_slots: np.ndarray, target_slots: np.ndarray, length: int) -> None:
+    def move_slots(self, source_slots: np.ndarray, target_slots: np.ndarray, length: int) -> None:
         """Slots `tos` get the first `length` positions of `froms`, the same slots in another order."""
         source_indices, target_indices = (
             torch.from_numpy(slots).to(self.device) for slots in (source_slots, target_slots)
         )
         for token_table in (self.ids, self.logprobs):
             token_table[target_indices, :length] = token_table[source_indices, :length]
-        self.agents[target_indices] = self.agents[source_indices]
+        self.adapter_indices[target_indices] = self.adapter_indices[source_indices]
         for pool in self.pools:
             pool[:, target_indices, :length] = pool[:, source_indices, :length]
 
-    def copy(self, source: int, target: int, length: int) -> None:
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
         """The KV of a slot's first `length` positions to another slot."""
         for pool in self.pools:
             pool[:, target, :length] = pool[:, source, :length]
@@ -185,9 +185,9 @@ class _Probe:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
         for pools, states in ((self.cache.keys, key), (self.cache.values, value)):
-            shape = (states.shape[1], self.cache.slots, self.cache.columns, states.shape[3])
+            shape = (states.shape[1], self.cache.slot_count, self.cache.columns, states.shape[3])
             pools[layer] = torch.zeros(shape, dtype=states.dtype, device=states.device)
-        self.cache.share[layer] = query.shape[1] // key.shape[1]
+        self.cache.query_group_sizes[layer] = query.shape[1] // key.shape[1]
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -250,27 +250,36 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 class Slot:
     """The host's record of one slot of the KV cache."""
 
-    __slots__ = ("agent", "busy", "held", "index", "oldest_version", "session", "swap", "used")
+    __slots__ = (
+        "agent",
+        "held_ids",
+        "index",
+        "is_busy",
+        "last_used",
+        "oldest_version",
+        "session",
+        "swap_count",
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.session: str | None = None
         self.agent = ""  # whose adapter computes it
-        self.held: tuple[int, ...] = ()  # ids whose KV the slot holds
+        self.held_ids: tuple[int, ...] = ()  # ids whose KV the slot holds
         self.oldest_version = (
             0  # policy version that wrote position 0: KV is written in order, so the oldest of all
         )
-        self.swap = 0  # how often weights had been swapped then
-        self.busy = False
-        self.used = 0
+        self.swap_count = 0  # how often weights had been swapped then
+        self.is_busy = False
+        self.last_used = 0
 
-    def keep(self, ids: Sequence[int]) -> int:
+    def keep_prefix(self, ids: Sequence[int]) -> int:
         """Returns the number of leading ids that need no prefill: the common prefix with what is held, short
         of the last id (whose logits are needed). Forgets the rest."""
-        common_length = min(len(self.held), len(ids) - 1)
-        if self.held[:common_length] != tuple(ids[:common_length]):
-            common_length = next(i for i in range(common_length) if self.held[i] != ids[i])
-        self.held = self.held[:common_length]
+        common_length = min(len(self.held_ids), len(ids) - 1)
+        if self.held_ids[:common_length] != tuple(ids[:common_length]):
+            common_length = next(i for i in range(common_length) if self.held_ids[i] != ids[i])
+        self.held_ids = self.held_ids[:common_length]
         return common_length
 
 
@@ -278,39 +287,39 @@ class Slots:
     """Slots by session. An idle session keeps its slot until it is needed: least recently used first."""
 
     def __init__(self, count: int) -> None:
-        self.all = [Slot(index) for index in range(count)]
+        self.every_slot = [Slot(index) for index in range(count)]
         self._slot_by_session: dict[str, Slot] = {}
         self._use_counter = 0
 
-    def acquire(self, session: str) -> Slot | None:
+    def acquire_slot(self, session: str) -> Slot | None:
         """The session's own slot, a free one, or that of an idle session; None when all are busy.
         Free slots are taken from below, which keeps the slots in use together."""
         slot = self._slot_by_session.get(session)
         if slot is None:
-            idle_slots = [slot for slot in self.all if not slot.busy]
+            idle_slots = [slot for slot in self.every_slot if not slot.is_busy]
             if not idle_slots:
                 return None
-            slot = min(idle_slots, key=lambda slot: slot.used if slot.session else -1)
+            slot = min(idle_slots, key=lambda slot: slot.last_used if slot.session else -1)
             self._clear_slot(slot)
             slot.session = session
             self._slot_by_session[session] = slot
-        slot.busy = True
+        slot.is_busy = True
         return slot
 
-    def move(self, sources: Sequence[int]) -> None:
+    def reorder_slots(self, sources: Sequence[int]) -> None:
         """Slot number i becomes the one that was number sources[i]."""
-        self.all = [self.all[source] for source in sources]
-        for index, slot in enumerate(self.all):
+        self.every_slot = [self.every_slot[source] for source in sources]
+        for index, slot in enumerate(self.every_slot):
             slot.index = index
 
-    def rest(self, slot: Slot, held_ids: tuple[int, ...]) -> None:
+    def finish_turn(self, slot: Slot, held_ids: tuple[int, ...]) -> None:
         """The slot's turn is over and the KV of these ids may be used by the next one."""
         self._use_counter += 1
-        slot.busy = False
-        slot.held = held_ids
-        slot.used = self._use_counter
+        slot.is_busy = False
+        slot.held_ids = held_ids
+        slot.last_used = self._use_counter
 
-    def release(self, session: str) -> None:
+    def release_session(self, session: str) -> None:
         """Forget a session that is not busy."""
         slot = self._slot_by_session.get(session)
         if slot is not None:
@@ -320,7 +329,7 @@ class Slots:
         if slot.session is not None:
             del self._slot_by_session[slot.session]
         slot.session = None
-        slot.held = ()
+        slot.held_ids = ()
 
 
 class PrefixSource(NamedTuple):

@@ -22,16 +22,16 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     end: int
-    last: bool
+    is_last: bool
 
 
 class StepLayout(NamedTuple):
     """Describes one step: the tokens to forward, and how to sample from the logits of some of them."""
 
     layout: Layout
-    keep: torch.Tensor  # [samples] indices of the tokens sampled from
+    logit_indices: torch.Tensor  # [samples] indices of the tokens sampled from
     slots: list[int]  # [samples]
-    live: torch.Tensor  # [samples] int64: 1, or 0 on a slot that sits out
+    is_live: torch.Tensor  # [samples] int64: 1, or 0 on a slot that sits out
     params: Params
     stops: torch.Tensor  # [samples, most stop ids of a request], -1 where there are fewer
     limits: torch.Tensor  # [samples] length at which the slot ends
@@ -39,8 +39,8 @@ class StepLayout(NamedTuple):
 
     def advance(self) -> StepLayout:
         """Return the same decoding slots one token further."""
-        self.layout.cells.add_(self.live)
-        self.layout.positions.add_(self.live)  # those of its groups are views of them
+        self.layout.cells.add_(self.is_live)
+        self.layout.positions.add_(self.is_live)  # those of its groups are views of them
         return self._replace(steps_left=self.steps_left - 1)
 
 
@@ -54,7 +54,7 @@ class SlotSampling:
         self.limits = np.zeros(slot_count, dtype=np.int64)
         self.stops = np.full((slot_count, 1), -1, dtype=np.int64)
 
-    def set(self, slot: int, key: int, sampling: Sampling, limit: int) -> None:
+    def set_slot(self, slot: int, key: int, sampling: Sampling, limit: int) -> None:
         is_greedy = sampling.temperature == 0
         self.seed[slot], self.limits[slot] = mix_key(key), limit
         self.greedy[slot], self.temperature[slot] = is_greedy, 1.0 if is_greedy else sampling.temperature
@@ -64,12 +64,12 @@ class SlotSampling:
         self.stops[slot] = -1
         self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
-    def move(self, source_slots: np.ndarray) -> None:
+    def reorder_slots(self, source_slots: np.ndarray) -> None:
         """Slot number i becomes the one that was number sources[i]."""
         for name, values in vars(self).items():
             setattr(self, name, values[source_slots])
 
-    def params(self, slots: np.ndarray, device: torch.device) -> Params:
+    def slot_params(self, slots: np.ndarray, device: torch.device) -> Params:
         return Params(
             seed=_tensor(self.seed[slots], device),
             temperature=_tensor(self.temperature[slots], device),
@@ -109,7 +109,7 @@ def build_layout(
     decoding_count = sum(len(span.slots) for span in decoding_spans)
     spans = list(decoding_spans)
     is_decoding = (lengths[:decoding_count] > 0).astype(np.int64)
-    last_chunks = [chunk for chunk in chunks if chunk.last]
+    last_chunks = [chunk for chunk in chunks if chunk.is_last]
     sampled_slots = np.concatenate(
         [np.arange(decoding_count), np.array([chunk.slot for chunk in last_chunks], dtype=np.int64)]
     )
@@ -123,7 +123,7 @@ def build_layout(
         spans.append(_Span(np.array([chunk.slot for chunk in chunks]), prompt_positions, longest))
         width = prompt_positions.shape[1]
         last_indices = [
-            decoding_count + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last
+            decoding_count + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.is_last
         ]
     layout = _pack_spans(cache, spans, len(decoding_spans))
     room_left = [
@@ -131,10 +131,10 @@ def build_layout(
     ]
     return StepLayout(
         layout=layout,
-        keep=_tensor(np.array([*range(decoding_count), *last_indices], dtype=np.int64), cache.device),
+        logit_indices=_tensor(np.array([*range(decoding_count), *last_indices], dtype=np.int64), cache.device),
         slots=sampled_slots.tolist(),
-        live=_tensor(np.concatenate([is_decoding, np.ones(len(last_chunks), dtype=np.int64)]), cache.device),
-        params=sampling.params(sampled_slots, cache.device),
+        is_live=_tensor(np.concatenate([is_decoding, np.ones(len(last_chunks), dtype=np.int64)]), cache.device),
+        params=sampling.slot_params(sampled_slots, cache.device),
         stops=_tensor(sampling.stops[sampled_slots], cache.device),
         limits=_tensor(sampling.limits[sampled_slots], cache.device),
         steps_left=0 if chunks else min(room_left),
@@ -184,7 +184,7 @@ def _pack_spans(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
     start = 0
     for slots, positions, longest in spans:
         group_positions = flat_positions[start : start + positions.size].view(positions.shape)
-        groups.append(SlotGroup(_tensor(slots, cache.device), group_positions, cache.reach(longest)))
+        groups.append(SlotGroup(_tensor(slots, cache.device), group_positions, cache.columns_for(longest)))
         start += positions.size
     return Layout(_tensor(cells, cache.device), flat_positions, tuple(groups), decoding)
 
