@@ -247,7 +247,7 @@ class EngineConnection:
         try:
             with snapshot.hold_copy() as held_copy:
                 for bucket_slice in bucket_slices:
-                    parts_by_tensor = held_copy.shares(bucket_slice)
+                    parts_by_tensor = held_copy.collect_parts(bucket_slice)
                     entries += map(join_parts, snapshot.layout[bucket_slice], parts_by_tensor)
                     contiguous_bytes = held_copy.contiguous_bytes(bucket_slice)
                     if contiguous_bytes is not None:

@@ -94,9 +94,9 @@ class VersionWriter:
             offset = file.write(b"" if base_copy else file_header(snapshot.layout))
             for bucket_slice in split(snapshot.layout, self.bucket_bytes):
                 parts_by_tensor = (
-                    held_copy.shares(bucket_slice, base=base_copy[1])
+                    held_copy.collect_parts(bucket_slice, base=base_copy[1])
                     if base_copy
-                    else held_copy.shares(bucket_slice, str(payload_path))
+                    else held_copy.collect_parts(bucket_slice, str(payload_path))
                 )
                 for spec, range_parts in zip(snapshot.layout[bucket_slice], parts_by_tensor, strict=True):
                     entries.append(join_parts(spec, range_parts))

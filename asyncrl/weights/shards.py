@@ -261,7 +261,7 @@ class HeldShards:
     copy: tuple[int, int]
     memory: Tensor
 
-    def shares(
+    def collect_parts(
         self, tensor_range: slice, file: str = "", base: HeldShards | None = None
     ) -> list[Sequence[RangePart]]:
         base_id, base_memory = (base.copy, base.memory) if base else (None, None)

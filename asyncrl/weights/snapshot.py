@@ -38,7 +38,7 @@ NO_ARRAY = np.empty(0, np.uint8)
 class HeldCopy(Protocol):
     """A copy of the weights that is not written over."""
 
-    def shares(self, part: slice, file: str = "", base: Self | None = None) -> list[Sequence[RangePart]]:
+    def collect_parts(self, part: slice, file: str = "", base: Self | None = None) -> list[Sequence[RangePart]]:
         """Return what each rank has of the tensors of a part of the layout, in order: its bytes, which it
         may have written into the safetensors `file` instead, or what has changed since a `base`. Memory is
         that of the copy, not to be written to. Raises WeightsError when a rank does not deliver."""

@@ -256,7 +256,7 @@ class Batcher:
 
     def _find_prefix_source(self, run: Run) -> None:
         assert run.slot is not None
-        prefix_source = self._prefix_index.enter(run.slot, run.prefill_ids, self._adapter_index(run.request.agent))
+        prefix_source = self._prefix_index.enter_prompt(run.slot, run.prefill_ids, self._adapter_index(run.request.agent))
         run.prefix_source = prefix_source if prefix_source and prefix_source.length > run.filled_length else None
 
     def _plan_chunks(self) -> dict[Run, Chunk]:

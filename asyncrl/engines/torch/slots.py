@@ -347,7 +347,7 @@ class PrefixIndex:
         self._slot_by_block: dict[int, Slot] = {}  # by the hash of all ids up to a block's end
         self._blocks_by_slot: dict[Slot, list[int]] = {}
 
-    def enter(self, slot: Slot, ids: Sequence[int], adapter_index: int) -> PrefixSource | None:
+    def enter_prompt(self, slot: Slot, ids: Sequence[int], adapter_index: int) -> PrefixSource | None:
         """`slot` is given a prompt. Returns the longest beginning of it that another slot was given before
         for the same adapter; by its hash, so they are to be compared."""
         for block_hash in self._blocks_by_slot.pop(slot, ()):
