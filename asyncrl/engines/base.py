@@ -123,6 +123,7 @@ def check_request(request: Request, vocabulary: int, max_len: int) -> None:
     prompt_length = len(request.ids)
     sampling = request.sampling
     problem = ""
+
     if prompt_length == 0:
         problem = "no ids"
     elif min(request.ids) < 0 or max(request.ids) >= vocabulary:
@@ -131,6 +132,7 @@ def check_request(request: Request, vocabulary: int, max_len: int) -> None:
         problem = f"{prompt_length} ids leave no room for a token within max_len {max_len}"
     elif sampling.max_new_tokens < 1 or sampling.temperature < 0:
         problem = f"sampling parameters out of range: {sampling}"
+
     if problem:
         raise EngineRefused(f"session {request.session!r}: {problem}")
 
@@ -152,6 +154,7 @@ def remaining_request(request: Request, sampled: Generation) -> Request:
         "watch": watch,
         "routes_from": routes_from,
     }
+
     return replace(
         request, **changes, on_part=lambda part: request.on_part(with_part(request, sampled, part))
     )

@@ -69,14 +69,17 @@ class Activity:
         now = self._clock()
         if name not in self._span_by_name and len(self._span_by_name) >= MAX_NAMES:
             name = OTHER
+
         span = self._span_by_name.get(name)
         if span is None or (not span.running and now - span.changed > self._gap):
             if span is not None:
                 self._write_span(name, span, now)
             span = self._span_by_name[name] = JoinedSpan(now, now)
+
         span.advance(now)
         span.running += 1
         span.calls += 1
+
         return name, now
 
     def end_call(self, started_call: StartedCall) -> None:
@@ -86,10 +89,12 @@ class Activity:
         span = self._span_by_name[name]
         span.advance(now)
         span.running -= 1
+
         call_seconds = now - began_at
         if call_seconds < INSTANT_SECONDS and self._gap:
             span.calls = max(span.calls - 1, 0)
             span.seconds = span.seconds - call_seconds
+
         span.longest = max(span.longest, call_seconds)
         if not span.running and not self._gap:
             self._write_span(name, self._span_by_name.pop(name), now)
@@ -146,6 +151,7 @@ class BusyTimer:
         """The body samples a turn, on a server of this name or an engine of its own."""
         if not self._running_turns:
             self._busy_since = self._clock()
+
         self._running_turns += 1
         decode_call = self._all_turns.begin_call(DECODE)
         server_call = self._server_turns.begin_call(f"{DECODE} on {server}") if server else None
@@ -154,6 +160,7 @@ class BusyTimer:
         finally:
             if server_call:
                 self._server_turns.end_call(server_call)
+
             self._all_turns.end_call(decode_call)
             self._running_turns -= 1
             if not self._running_turns:
@@ -246,6 +253,7 @@ class Waits:
         number = next(self._numbers)
         now = self._clock()
         self._open_waits[number] = (now, name, now + seconds)
+
         started_call = self._activity.begin_call(span or name) if self._activity else None
         try:
             yield
@@ -258,10 +266,12 @@ class Waits:
         """The oldest wait if it is longer than MIN_REPORTED, with the number of such waits; else ''."""
         if not self._open_waits:
             return ""
+
         since, name, _ = next(iter(self._open_waits.values()))
         seconds = self._clock() - since
         if seconds < MIN_REPORTED:
             return ""
+
         same_waits = sum(wait_name == name for _, wait_name, _ in self._open_waits.values())
         return f"{name} ({duration(seconds)}{f', {same_waits} episodes' if same_waits > 1 else ''})"
 

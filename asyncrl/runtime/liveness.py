@@ -113,6 +113,7 @@ class Contact:
         missed_seconds = now - self._last_tick_at - self.interval
         if missed_seconds > self.seconds / 4:
             self._last_message_at += missed_seconds
+
         self._last_tick_at = now
         silent_seconds = now - self._last_message_at
         if silent_seconds > self.give_up:
@@ -121,4 +122,5 @@ class Contact:
             return ContactState.EXPIRED
         if silent_seconds > min(self.seconds / 2, QUIET_SECONDS) or not self.welcomed:
             return ContactState.QUIET
+
         return ContactState.FINE

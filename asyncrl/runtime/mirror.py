@@ -72,18 +72,21 @@ class Mirror:
         self._name = config.name
         self._run_dir = Path(config.run_dir) / config.name
         self._lock_path = self._run_dir / f"mirror-{socket.gethostname()}"  # machines may share the directory
+
         self._endpoints = endpoints
         self._role = role
         self._index = index
         self._timeline = timeline
         self._versions_travel = versions_travel(config) and bool(endpoints.versions)
         self._sees_files = not self._versions_travel or is_here(endpoints.control)
+
         self._joined_later = not set(ROLES) <= endpoints.keys.keys()  # it knows no keys of others
         self._directory: Path | None = None
         self._fetch_lock = threading.Lock()
         self._arriving_versions: dict[PolicyVersion, ArrivingVersion] = {}
         self._server: VersionServer | None = None
         self._bytes_per_second = 0.0  # bytes a second, of the last fetch
+
         self._wanted_ref: WeightsRef | None = None
         self._prefetch_task: asyncio.Task[None] | None = None
         self._closing_event = threading.Event()
@@ -96,6 +99,7 @@ class Mirror:
         if not self._is_elsewhere(ref):
             yield ref
             return
+
         local_ref = await asyncio.to_thread(self._fetch_once, ref.version)
         with disk.lock_version(local_ref):
             try:
@@ -169,14 +173,17 @@ class Mirror:
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
+
                 if (touched := lock_path.stat().st_mtime_ns) != last_touched:
                     last_touched = touched
                     give_up_at = time.monotonic() + BARREN_SECONDS + 3 * STALL_SECONDS
+
                 if time.monotonic() > give_up_at:
                     raise DeadlineError("another process of this machine fetches, and gets nothing")
                 time.sleep(0.02)
             else:
                 raise DeadlineError(ENDING)
+
             os.utime(lock_path)
             yield lock_path
 
@@ -184,11 +191,13 @@ class Mirror:
         """The version, with what it builds upon, if all is here."""
         if self._directory is None:
             return None
+
         ref = disk.ref_to(self._directory, version)
         with suppress(WeightsError):
             for _ in disk.lineage_of(ref):
                 pass
             return ref
+
         return None
 
     def _fetch_version(self, version: PolicyVersion, lock: Path) -> WeightsRef:
@@ -204,25 +213,31 @@ class Mirror:
         opened = self._open_version(version)
         with ProtocolError.instead_of(*UNDECODABLE, text="no usable manifest"):
             manifest = msgspec.json.decode(opened.manifest, type=Manifest)
+
         if manifest.delta is not None and self._local_version(manifest.delta.version) is None:
             self._fetch_version(manifest.delta.version, lock)
+
         started_at = time.monotonic()
         started_wall = time.time()
+
         if (directory := self._directory) is None:
             size = sum(spec.nbytes for spec in manifest.layout)
             needed_bytes = disk.bytes_needed(size, manifest.delta is not None, caches=0)
             parent = disk.weights_directory(self._directory_setting, self._run_dir, self._name, needed_bytes)
             directory = self._directory = parent / self._lock_path.name
             lock.write_text(str(directory))
+
         with disk.new_version(directory, version) as work_directory:
             arriving.file = work_directory / (disk.DELTA if manifest.delta else disk.PAYLOAD)
             self._receive_payload(opened, arriving, lock)
             (work_directory / disk.MANIFEST).write_bytes(opened.manifest)
+
         size = opened.size
         seconds = time.monotonic() - started_at
         self._bytes_per_second = size / seconds
         self._timeline.record(FETCH, started_wall, time.time(), version=version, bytes=size)
         log.info("%s: %d bytes in %.2f s", version.label, size, seconds)
+
         return disk.ref_to(directory, version)
 
     def _open_version(self, version: PolicyVersion, anew: bool = False) -> OpenedVersion:
@@ -240,6 +255,7 @@ class Mirror:
         with arriving.file.open("wb") as payload_file:
             if opened.size:
                 os.posix_fallocate(payload_file.fileno(), 0, opened.size)  # a full disk shows now
+
         expected_seconds = opened.size / self._bytes_per_second if self._bytes_per_second else math.inf
         give_up_at = time.monotonic() + self._deadline + SLACK_FACTOR * expected_seconds
         for tries_left in reversed(range(MAX_SOURCES)):
@@ -251,6 +267,7 @@ class Mirror:
                 if not tries_left or time.monotonic() > give_up_at or self._closing_event.is_set():
                     self._bytes_per_second = 0.0  # it need not be what it was
                     raise
+
                 log.warning("%s from %s: %s", opened.version.label, opened.address, one_line(error))
                 opened = self._open_version(opened.version, anew=True)
 
@@ -260,6 +277,7 @@ class Mirror:
         """Read what has not arrived so far, in order."""
         wanted_offsets = iter(range(arriving.received_bytes, opened.size, PIECE))
         pending_sizes: dict[int, int] = {}  # sizes of pieces by where they begin
+
         asked_end = arriving.received_bytes  # of what was asked for
         barren_at = time.monotonic() + BARREN_SECONDS
         with self._open_link(opened.address, opened.key) as link:
@@ -271,19 +289,24 @@ class Mirror:
                     pending_sizes[offset] = min(PIECE, opened.size - offset)
                     link.send(ReadBytes(opened.version, offset, pending_sizes[offset]))
                     asked_end = offset + pending_sizes[offset]
+
                 if not pending_sizes:
                     return
                 if time.monotonic() > give_up_at:
                     raise DeadlineError(f"it takes {SLACK_FACTOR:g} times as long as the last version")
+
                 if (piece := _received_piece(self._await_answer(link), pending_sizes)) is None:
                     if time.monotonic() > barren_at:
                         raise DeadlineError(f"it has had nothing itself for {BARREN_SECONDS:g} s")
                     continue
+
                 offset, data = piece
                 barren_at = time.monotonic() + BARREN_SECONDS
+
                 with arriving.file.open("r+b") as file:
                     file.seek(offset)
                     file.write(data)
+
                 del pending_sizes[offset]
                 arriving.received_bytes = min(pending_sizes, default=asked_end)
                 os.utime(lock)
@@ -292,6 +315,7 @@ class Mirror:
         """Gives the address where others read from this process, and the key."""
         if self._joined_later:
             return "", ""
+
         if self._server is None:
             address = f"tcp://{local_address(self._endpoints.control)}:*"
             gate = Gate(self._endpoints, owner=self._role)
@@ -300,7 +324,9 @@ class Mirror:
             except BaseException:
                 gate.close()
                 raise
+
             self._gate = gate
+
         return self._server.address, self._server.key
 
     def _await_answer(self, link: Link) -> tuple[OpenedVersion | VersionBytes, list[bytes]]:
@@ -314,9 +340,11 @@ class Mirror:
                 raise DeadlineError(f"no answer for {STALL_SECONDS:g} s")
         else:
             raise DeadlineError(ENDING)
+
         answer, frames = received
         if isinstance(answer, VersionGone):
             raise (Superseded if answer.newer else WeightsError)(f"{answer.version.label} is gone")
+
         return answer, frames
 
     @contextmanager
@@ -340,4 +368,5 @@ def _received_piece(
         return None
     if len(frames) != 1 or len(frames[0]) != pending_sizes[message.offset]:
         raise ProtocolError(f"a piece of {sum(map(len, frames))} bytes")
+
     return message.offset, frames[0]

@@ -25,11 +25,13 @@ class DeferredModule(ModuleType):
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") and attribute not in ("__path__", "__version__"):
             raise AttributeError(attribute)  # code that looks through all modules asks for these
+
         name = self.__name__
         if sys.modules.get(name) is self:
             del sys.modules[name]
             with quick_imports():
                 import_module(name)
+
         return getattr(sys.modules[name], attribute)
 
 

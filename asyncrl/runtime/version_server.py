@@ -94,6 +94,7 @@ class VersionServer:
         self._directory = directory
         self._arriving = arriving
         self._chains: dict[PolicyVersion, Chain] = {}
+
         self._held_locks: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
         self._pending_reads: deque[PendingRead] = deque()
         self.sent_bytes = 0  # bytes
@@ -116,6 +117,7 @@ class VersionServer:
                     break
                 peer, message, _ = received
                 self._answer_request(peer, message, time.monotonic())
+
             for _ in range(len(self._pending_reads)):
                 pending_read = self._pending_reads.popleft()
                 self._answer_request(pending_read.peer, pending_read.request, pending_read.told_at)
@@ -131,6 +133,7 @@ class VersionServer:
             log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
             if lacks_resources(error):  # of this process: the version is there, and is asked for again
                 return
+
             published_refs = disk.published_versions(directory) if (directory := self._directory()) else ()
             newer = any(ref.version > message.version for ref in published_refs)
             self._hub.send(peer, VersionGone(message.version, newer))
@@ -150,11 +153,14 @@ class VersionServer:
         chain = self._chains.setdefault(message.version, Chain(root_source))
         for old_version in sorted(self._chains)[:-REMEMBERED_CHAINS]:
             del self._chains[old_version]
+
         if message.anew or not message.address or message.address in chain.members:
             return root_source
+
         source = chain.last_member
         chain.last_member = (message.address, message.key)
         chain.members.add(message.address)
+
         return source
 
     # -- pieces ----------------------------------------------------------------------------------------
@@ -166,9 +172,11 @@ class VersionServer:
             self._hub.send(peer, VersionBytes(request.offset), (piece,))
             self.sent_bytes += len(piece)
             return
+
         if time.monotonic() - told_at > PENDING_SECONDS:
             self._hub.send(peer, VersionBytes(request.offset))
             told_at = time.monotonic()
+
         self._pending_reads.append(PendingRead(peer, request, told_at))
 
     def _piece_bytes(self, request: ReadBytes) -> bytes | None:
@@ -186,10 +194,12 @@ class VersionServer:
         directory = self._directory()
         if directory is None:
             raise WeightsError("no version is known here so far")
+
         ref = disk.ref_to(directory, version)
         lock_stack, _ = self._held_locks.get(version) or (ExitStack(), 0.0)
         if version not in self._held_locks:
             lock_stack.enter_context(disk.lock_version(ref))
+
         self._held_locks[version] = lock_stack, time.monotonic()
         return Path(ref.path)
 

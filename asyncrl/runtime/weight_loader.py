@@ -50,6 +50,7 @@ class LoadFailures:
             self._failing_since = math.inf
             self._process_failed = True
             return
+
         self._failure_count = self._failure_count + 1
         self._last_error = answer.error
         self._process_failed &= answer.process_failed
@@ -82,6 +83,7 @@ class WeightLoader:
         self._deadline = deadline
         self._engine = engine
         self._mirror = mirror
+
         self._offered_version: tuple[WeightsRef, Probe | None] | None = None
         self._has_probed = False  # the engine has compared a probe
         self._loading_version: tuple[WeightsRef, Probe | None] | None = None
@@ -114,6 +116,7 @@ class WeightLoader:
         assert self._offered_version is not None
         offered = self._loading_version = self._offered_version
         self._offered_version = None
+
         try:
             return await self._load_version(*offered)
         finally:
@@ -131,6 +134,7 @@ class WeightLoader:
         try:
             while self._loading_version is not None:
                 await self.changed.wait()
+
             self._last_loaded = None
             with EngineError.instead_of(TimeoutError, text="the engine did not fall asleep in time"):
                 async with asyncio.timeout(self._deadline):
@@ -148,6 +152,7 @@ class WeightLoader:
             async with self._local_copy(ref) as local:
                 started_at = time.monotonic()
                 started_wall = time.time()
+
                 try:
                     async with asyncio.timeout(self._deadline):
                         engine = await self._engine()
@@ -159,6 +164,7 @@ class WeightLoader:
                 except TimeoutError as timeout:
                     verb = "loaded" if self._last_loaded is None else "probed"
                     raise WeightsError(f"{ref.label} was not {verb} within {self._deadline:g} s") from timeout
+
         details = {"error": failure.line} if failure.line else {}
         self._timeline.record(
             LOAD, started_wall, time.time(), version=ref.version, engine=self.lane, **details
@@ -166,6 +172,7 @@ class WeightLoader:
         seconds = time.monotonic() - started_at
         postponed = isinstance(failure.error, Postponed)
         unproven = not self._has_probed
+
         return Loaded(
             ref,
             self.lane,
@@ -219,6 +226,7 @@ async def _compare_probe(engine: Loadable, probe: Probe) -> tuple[float, int, fl
             engine_logprobs, probe.logprobs, strict=bool(engine_logprobs)
         )
     ]
+
     return (
         (max(gaps, default=0.0) if all(map(math.isfinite, gaps)) else math.inf),
         len(engine_logprobs),

@@ -52,6 +52,7 @@ class Adapters:
         }
         if not self._adapted_layers:
             raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
+
         model.requires_grad_(False)
         for layer in self._adapted_layers.values():
             out_size, in_size = layer.weight.shape[:: -1 if isinstance(layer, Conv1D) else 1]
@@ -60,7 +61,9 @@ class Adapters:
                 lora_b = layer.weight.new_empty(out_size, rank)
                 layer.register_parameter(named(A, agent), nn.Parameter(lora_a))
                 layer.register_parameter(named(B, agent), nn.Parameter(lora_b))
+
             layer.register_forward_hook(self._add_adapters)
+
         transposed = any(isinstance(layer, Conv1D) for layer in self._adapted_layers.values())
         layers = tuple(name.removesuffix(".weight") for name in self._adapted_layers)
         self.specs = {agent: AdapterSpec(*size, layers, transposed) for agent, size in sizes.items()}
@@ -94,6 +97,7 @@ class Adapters:
     def _add_adapters(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if not self._is_enabled:
             return output
+
         for agent, scale in self._scale_by_agent.items():
             low_rank = scale * linear(args[0], getattr(layer, named(A, agent)))  # scaled where it is small
             if len(self._scale_by_agent) > 1 or agent:  # tokens of others
@@ -101,7 +105,9 @@ class Adapters:
                 low_rank = low_rank * (
                     token_mask.view(*low_rank.shape[:-1], 1) if isinstance(token_mask, Tensor) else token_mask
                 )
+
             output = output + linear(low_rank, getattr(layer, named(B, agent)))
+
         return output
 
     @contextmanager

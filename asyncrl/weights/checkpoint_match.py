@@ -74,11 +74,13 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
                 "random numbers"
             )
             return f"{lacking}; {self._likely_cause()}"
+
         if self.mismatched:
             return (
                 f"{'; '.join(self.mismatched[:NAMES_SHOWN])}: config.json and the files are of different "
                 "models; correct config.json, or fetch the model anew"
             )
+
         if self.unexpected_bytes > MAX_UNEXPECTED * self.total_bytes:
             percent = 100 * self.unexpected_bytes / self.total_bytes
             return (
@@ -86,6 +88,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
                 f"{percent:.0f}% of their bytes: config.json is of another model; correct it, or fetch the "
                 "model anew"
             )
+
         return ""
 
     @property
@@ -104,18 +107,23 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
                 wrapper in name and name.replace(wrapper, "") in missing_names for name in self.unexpected
             ):
                 return f"names in the files contain {wrapper!r}: {cause}"
+
         if any(_ADAPTER.search(name) for name in self.unexpected):
             return "these are weights of an adapter (LoRA); name its base model, or merge it into that first"
+
         if prefix := self._other_prefix():
             return (
                 f"names in the files have another prefix: {prefix}; save the model with save_pretrained(...)"
             )
+
         if all(map(_HEAD.match, self.missing)) and "Classification" in self.model_class:
             return "the model has no trained head; give one that was trained for classification"
+
         if self.unexpected:
             return (
                 f"the files have {_describe_names(self.unexpected)} instead; correct config.json or the files"
             )
+
         return "a file was not saved or not fetched; fetch or save the model anew"
 
     def _other_prefix(self) -> str:
@@ -150,6 +158,7 @@ def compare_checkpoint(path: str, label: str, auto_class: AutoClass) -> Checkpoi
     tensors = stored_tensors(path)
     if not tensors:
         return CheckpointMatch(not_compared="it has no safetensors files")
+
     model_config = read_json(Path(path) / "config.json")
     tensor_table = sorted((name, *tensor) for name, tensor in tensors.items())
     source_code = Path(__file__).read_bytes()
@@ -160,6 +169,7 @@ def compare_checkpoint(path: str, label: str, auto_class: AutoClass) -> Checkpoi
     match = _compare(path, label, auto_class, tensors)
     if not match.not_compared and match.of_transformers:
         keep_result(result_key, match)
+
     return match
 
 
@@ -175,11 +185,14 @@ def load_pretrained(auto_class: AutoClass, path: str, label: str, **options: Any
         model, info = getattr(transformers, auto_class).from_pretrained(
             path, local_files_only=True, output_loading_info=True, **options
         )
+
     if missing := sorted(info["missing_keys"]):
         problem = CheckpointMatch(type(model).__name__, missing, sorted(info["unexpected_keys"])).problem
         raise ConfigError(f"{label}: {problem}")
+
     for name, tensor in model.state_dict().items():
         check_finite(tensor, name, label)
+
     return model
 
 
@@ -235,9 +248,11 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
     unexpected: set[str] = set(info["unexpected_keys"])
     if auto_class == "AutoModel":  # a backbone, whatever heads the files have
         unexpected = {name for name in unexpected if not _HEAD.match(name)}
+
     drafts = _draft_tensors(unexpected, model.state_dict())
     unexpected -= drafts
     renamed = _model_names(model, tensors)
+
     return CheckpointMatch(
         model_class=model_class,
         missing=sorted(info["missing_keys"]),
@@ -266,6 +281,7 @@ def _describe_undeclared_quantization(
     transformers would take the codes for weights."""
     if getattr(model.config, "quantization_config", None):
         return
+
     state = model.state_dict()
     for name, tensor in sorted(tensors.items()):
         expected = state.get(renamed[name])
@@ -282,6 +298,7 @@ def _model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state = model.state_dict()
+
     return {
         name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0]
         for name in names
@@ -312,9 +329,11 @@ def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]
             drafts.add(name)
         elif parts and parts["layer"] not in layers:
             suffixes_beyond[parts["layer"]].add(parts["suffix"])
+
     for layer, its_suffixes in suffixes_beyond.items():
         if its_suffixes - suffixes:
             drafts |= {f"{layer}.{suffix}" for suffix in its_suffixes}
+
     return drafts
 
 
@@ -327,6 +346,7 @@ def _quiet_transformers() -> Iterator[None]:
     level = logger.level
     transformers_logging.disable_progress_bar()
     logger.setLevel(logging.CRITICAL)
+
     try:
         yield
     finally:

@@ -73,6 +73,7 @@ def _encode_block(old: np.ndarray, new: np.ndarray) -> Block:
         return Block("same")
     if changed > DENSE_FRACTION * len(old):
         return Block("dense", changed, 0, _compress(_byte_planes(old ^ new)))
+
     changed_positions = np.flatnonzero(differs)
     gaps = np.diff(changed_positions, prepend=0)
     wide_gaps = gaps[gaps >= WIDE_GAP].astype("<u4")
@@ -82,6 +83,7 @@ def _encode_block(old: np.ndarray, new: np.ndarray) -> Block:
         + wide_gaps.tobytes()
         + _byte_planes(old[changed_positions] ^ new[changed_positions])
     )
+
     return Block("sparse", changed, len(wide_gaps), _compress(data))
 
 

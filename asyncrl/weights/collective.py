@@ -83,12 +83,14 @@ class Sender:
         self.training_pause = pause
         self.bucket_buffers = BucketBuffers(pinned=device.type == "cuda")  # of who has the turn
         self.push_lock = threading.Lock()  # of one engine at a time
+
         self._latest_snapshot: Snapshot | None = None
         self._offer_condition = threading.Condition()
         self.error: Exception | None = None
         self._closing_event = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
+
         self.connections: set[EngineConnection] = set()
         run_in_background(self._accept_keepers)
 
@@ -127,8 +129,10 @@ class Sender:
             except OSError as error:  # closed, or out of file descriptors, or a keeper has left already
                 if not self._closing_event.is_set():
                     log.warning("weights: cannot accept a keeper, next try soon: %s", one_line(error))
+
                 self._closing_event.wait(RETRY_SECONDS)
                 continue
+
             engine_connection = EngineConnection(self, connection)
             self.connections.add(engine_connection)
             run_in_background(engine_connection.serve_engine)
@@ -147,6 +151,7 @@ class EngineConnection:
         """Until the engine leaves, or a push fails."""
         if self._sender.device.type == "cuda":
             torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would pin its buckets
+
         seconds = self._sender.seconds  # for who has just dialled to say what for
         try:
             while (request := self._next_request(time.monotonic() + seconds)) is not None:
@@ -182,6 +187,7 @@ class EngineConnection:
         self._sender.latest_snapshot(request.version, messages.seconds_left(deadline))
         if not self._sender.push_lock.acquire(timeout=messages.seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
+
         try:
             snapshot = self._sender.latest_snapshot(request.version, 0)
             if snapshot is not None and snapshot.version == request.version:
@@ -189,6 +195,7 @@ class EngineConnection:
                 return
         finally:
             self._sender.push_lock.release()
+
         offered_label = snapshot.version.label if snapshot else "nothing"
         self._send_refusal(
             f"the sender has {offered_label}", snapshot is not None and snapshot.version > request.version
@@ -205,12 +212,14 @@ class EngineConnection:
             first_bucket = next(flat_buckets)  # raises Superseded before the engine has done anything
             group, port = self._join_group(1 + request.ranks, deadline)
             buckets = tuple(snapshot.layout[bucket_slice] for bucket_slice in bucket_slices)
+
             if port and self._sender.training_pause is not None:  # Postponed, so far without the engine, too
                 pause_seconds = PAUSE_FRACTION * messages.seconds_left(deadline)
                 pause_stack.enter_context(self._sender.training_pause.entered(pause_seconds))
 
             plan = messages.Plan(buckets, group.name, port, group.backend, group.nccl_version)
             messages.send_answer(self._socket, plan, deadline)
+
             for index, bucket_bytes in enumerate(
                 chain((first_bucket,), flat_buckets)
             ):  # read while the last one is under way
@@ -219,7 +228,9 @@ class EngineConnection:
                 # A server makes its part of the communicator in its first broadcast only. Training goes on as
                 # soon as that is sent, and not after the next bucket has been collected from all ranks.
                 last_broadcast = group.broadcast(bucket_bytes, then=pause_stack.close)
+
             self._await_arrival(len(bucket_slices), last_broadcast, deadline)
+
         messages.send_answer(
             self._socket, messages.Sent(build_manifest(snapshot.version, tuple(entries))), deadline
         )
@@ -230,9 +241,11 @@ class EngineConnection:
             return self._group, 0
         if self._group is not None:
             self._group.close()
+
         name = f"asyncrl-{uuid.uuid4().hex}"
         self._group = ServerGroup(name, ranks, self._sender.device, self._sender.seconds)
         self._group.await_listening(deadline)
+
         return self._group, self._group.port
 
     def _flatten_buckets(
@@ -249,6 +262,7 @@ class EngineConnection:
                 for bucket_slice in bucket_slices:
                     parts_by_tensor = held_copy.collect_parts(bucket_slice)
                     entries += map(join_parts, snapshot.layout[bucket_slice], parts_by_tensor)
+
                     contiguous_bytes = held_copy.contiguous_bytes(bucket_slice)
                     if contiguous_bytes is not None:
                         yield contiguous_bytes

@@ -115,6 +115,7 @@ def _read_exactly(connection: socket.socket, size: int, deadline: float) -> byte
         if not chunk:
             raise EOFError("the keeper closed the connection")
         received += chunk
+
     return received
 
 

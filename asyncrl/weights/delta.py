@@ -55,6 +55,7 @@ class VersionWriter:
         self._adapters = dict(adapters or {})
         self._base_copy: tuple[Manifest, HeldCopy] | None = None  # of the last version
         self._base_lock = ExitStack()  # it
+
         self._delta_count = self._delta_bytes = 0  # since the last whole version
 
     def write(self, snapshot: Snapshot) -> WeightsRef:
@@ -64,15 +65,18 @@ class VersionWriter:
         is_full = self._delta_count + 1 >= self.full_every or self._delta_bytes >= snapshot.total_bytes
         if base_copy is None or is_full or base_copy[0].layout != snapshot.layout:
             base_copy = None
+
         with ExitStack() as copy_lock:
             held_copy = copy_lock.enter_context(snapshot.hold_copy())
             with disk.new_version(self.directory, snapshot.version) as work_directory:
                 manifest = self._write_payload(work_directory, snapshot, held_copy, base_copy)
                 disk.write_manifest(work_directory, manifest)
+
             if self.full_every > 1:
                 self._base_lock.close()
                 self._base_copy = (manifest, held_copy)
                 self._base_lock = copy_lock.pop_all()
+
         delta = manifest.delta
         self._delta_count, self._delta_bytes = (
             (self._delta_count + 1, self._delta_bytes + delta.size) if delta else (0, 0)
@@ -89,6 +93,7 @@ class VersionWriter:
         """Have ranks write their bytes, or write what has changed in them."""
         entries = []
         changed_ranges = []
+
         payload_path = work_directory / (disk.DELTA if base_copy else disk.PAYLOAD)
         with payload_path.open("wb") as file:
             offset = file.write(b"" if base_copy else file_header(snapshot.layout))
@@ -107,10 +112,12 @@ class VersionWriter:
                             if range_part.count
                         )
                     )
+
                     for range_part in range_parts:
                         file.seek(offset)
                         file.writelines(range_part.data)
                         offset += range_part.size if base_copy else range_part.count
+
         delta = (
             Delta(base_copy[0].version, base_copy[0].checksum, tuple(changed_ranges)) if base_copy else None
         )
@@ -131,6 +138,7 @@ def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
             return _build_version(shorter_lineage, cache)
         except WeightsError as error:
             log.warning("%s is made from the last whole version: %s", ref.label, error)
+
     return _build_version(lineage, cache)
 
 
@@ -161,6 +169,7 @@ def _build_version(lineage: list[Version], cache: Path) -> WeightsRef:
         _take_payload(start_ref, cache, work_directory / disk.PAYLOAD)
         disk.assemble_arrays(lineage, work_directory / disk.PAYLOAD, "r+")
         disk.write_manifest(work_directory, build_manifest(manifest.version, manifest.tensors))
+
     return disk.ref_to(cache, ref.version)
 
 
@@ -173,7 +182,9 @@ def _take_payload(start_ref: WeightsRef, cache: Path, target: Path) -> None:
     ):
         if source.parent.parent == cache:
             source.rename(target)
+
         for cached_ref in disk.published_versions(cache):
             shutil.rmtree(cached_ref.path, ignore_errors=True)
+
         if not target.exists():
             shutil.copyfile(source, target)

@@ -56,6 +56,7 @@ def new_version(directory: Path, version: PolicyVersion) -> Iterator[Path]:
     work_directory = _temporary_path(directory)
     version_directory = Path(ref_to(directory, version).path)
     work_directory.mkdir()
+
     try:
         yield work_directory
         if version_directory.exists():
@@ -87,10 +88,12 @@ def read_manifest(ref: WeightsRef) -> Manifest:
     path = Path(ref.path) / MANIFEST
     with WeightsError.instead_of(OSError, *UNDECODABLE, text=f"weights {ref.path}: no usable {MANIFEST}"):
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+
     if manifest.version != ref.version:
         raise WeightsError(f"weights {ref.path}: expected {ref.label}; found {manifest.version.label}")
     if manifest.checksum != overall_checksum(manifest.tensors):
         raise WeightsError(f"weights {ref.path}: {MANIFEST} does not match its own checksum")
+
     return manifest
 
 
@@ -126,9 +129,11 @@ def assemble_arrays(
     arrays = ranges.map_file(payload_file, whole_manifest.layout, mode)
     for delta_ref, delta_manifest in reversed(lineage[:-1]):
         _apply_delta(arrays, delta_ref, delta_manifest)
+
     for entry in manifest.tensors:
         if ranges.tensor_entry(entry.spec, arrays[entry.name]) != entry:
             raise WeightsError(f"weights {ref.path}: tensor {entry.name} does not match its manifest entry")
+
     return arrays
 
 
@@ -136,6 +141,7 @@ def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
     """A version and those it builds upon, newest first; the last one is whole. Raises WeightsError."""
     manifest = read_manifest(ref)
     yield ref, manifest
+
     while (delta := manifest.delta) is not None:
         base_ref = ref_to(Path(ref.path).parent, delta.version)
         manifest = read_manifest(base_ref)
@@ -152,6 +158,7 @@ def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
         data = (Path(ref.path) / DELTA).read_bytes()
         if len(data) != manifest.delta.size:
             raise WeightsError("it is cut off")
+
         delta_offset = 0
         for spec, changed_ranges in zip(manifest.layout, manifest.delta.ranges, strict=True):
             tensor_offset = 0
@@ -175,6 +182,7 @@ def lock_version(ref: WeightsRef) -> Iterator[None]:
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a `prune` that is about to delete it
             is_current = os.path.samestat(os.fstat(descriptor), path.stat())
+
         if not is_current:
             raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} (it was replaced meanwhile)")
         yield
@@ -194,6 +202,7 @@ def prune(directory: Path, keep: int = KEPT_VERSIONS) -> list[WeightsRef]:
     """Delete all but the newest `keep` versions, held ones and what these build upon; return the deleted."""
     refs = published_versions(directory)
     old_refs = refs[: max(0, len(refs) - keep)]
+
     with ExitStack() as stack:  # a version that is not held now cannot be held before it is deleted
         locked_refs = [ref for ref in old_refs if not stack.enter_context(_claimed(ref))]
         needed_versions = set[PolicyVersion]().union(
@@ -202,6 +211,7 @@ def prune(directory: Path, keep: int = KEPT_VERSIONS) -> list[WeightsRef]:
         deleted_refs = [ref for ref in old_refs if ref.version not in needed_versions]
         for ref in deleted_refs:
             delete_version(ref)
+
     return deleted_refs
 
 
@@ -245,22 +255,28 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
     on_disk = run_dir / "weights"
     if setting == "run":
         return on_disk
+
     unique_name = own_name(run_dir, run_name)
     if setting not in ("auto", "shm"):
         if not Path(setting).is_absolute():
             raise ConfigError(f"weights.directory: {setting!r} is none of auto, shm, run, an absolute path")
         return Path(setting) / unique_name
+
     shared_directory = SHARED_MEMORY / f"asyncrl-{unique_name}"
     free_bytes = 0
+
     if SHARED_MEMORY.is_dir():
         free_bytes = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(
             shared_directory
         )  # the run's own is written over
+
     if free_bytes >= needed_bytes:
         return shared_directory
+
     if setting == "shm":
         problem = f"{SHARED_MEMORY} has {free_bytes} bytes free and the weights need {needed_bytes}"
         raise ConfigError(f"{problem}; set weights.directory=run")
+
     return on_disk
 
 
@@ -312,6 +328,7 @@ def _claimed(ref: WeightsRef) -> Iterator[bool]:
             claimed = False
         else:
             claimed = True
+
         yield claimed
 
 

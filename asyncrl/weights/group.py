@@ -60,6 +60,7 @@ class ServerGroup:
         self._seconds = timedelta(seconds=seconds)
         # Does not wait for training's kernels; `torch.cuda.stream` takes None, too.
         self._send_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
         # On all interfaces. Rank 0 itself does not wait for other ranks here.
         self._rendezvous_store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self._rendezvous_store.port
@@ -121,16 +122,19 @@ class ServerGroup:
         # A client of its own: a store answers one call at a time, also those that wait.
         store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=default_pg_timeout)
         nested_store = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
+
         if self.backend == "gloo":
             group = ProcessGroupGloo(PrefixStore("cpu/", nested_store), 0, self.ranks, default_pg_timeout)
             group._set_default_timeout(self._seconds)
             return group
+
         # Has not been run, for lack of a GPU.
         from torch.distributed import ProcessGroupNCCL  # exists with CUDA only
 
         options = ProcessGroupNCCL.Options()
         options._timeout = default_pg_timeout  # then its watchdog ends the process; `close` comes long before
         torch.cuda.set_device(self._device)
+
         return ProcessGroupNCCL(PrefixStore("cuda/", nested_store), 0, self.ranks, options)
 
 

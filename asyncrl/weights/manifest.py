@@ -81,6 +81,7 @@ def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
             start = index
             bucket_size = 0
         bucket_size += spec.nbytes
+
     if layout:
         yield slice(start, len(layout))
 

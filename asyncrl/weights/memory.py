@@ -70,6 +70,7 @@ def page_locked(size: int) -> torch.Tensor:
             "%.2f GB of main memory cannot be pinned: copies to and from a GPU are slower", size / 1e9
         )
         _clear_cuda_error()
+
     return torch.from_numpy(pages)
 
 

@@ -149,9 +149,11 @@ def _leaf_values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     for name in tree.keys() - IGNORED_KEYS:
         value = tree[name]
         key = f"{prefix}{name}"
+
         if isinstance(value, dict) and len(value) <= MAX_VALUE_SIZE:
             yield from _leaf_values(value, f"{key}.")
             continue
+
         text = msgspec.json.encode(value, order="sorted")
         yield key, value if len(text) <= MAX_VALUE_SIZE else xxhash.xxh3_64_hexdigest(text)
 
@@ -164,6 +166,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: missing; a model directory needs it") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable as JSON ({error}); write it anew") from None
+
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: is no JSON object; write it anew")
+
     return value

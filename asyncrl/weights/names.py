@@ -54,6 +54,7 @@ def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) 
     mapping = get_model_conversion_mapping(model, add_legacy=False)[::-1]
     # A prefix that files may lack or have: which, `save_pretrained` does not know either.
     reverse_rules = [rule.reverse_transform() for rule in mapping if not isinstance(rule, PrefixChange)]
+
     renamings = [rule for rule in reverse_rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reverse_rules if isinstance(rule, WeightConverter)]
     pieces_by_parameter = {}
@@ -64,6 +65,7 @@ def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) 
         pieces_by_parameter[parameter] = tuple(
             _cut_pieces(stacked_names or (parameter,), parameter, tuple(tensors[parameter].shape))
         )
+
     return tuple(piece for parameter in tensors for piece in pieces_by_parameter[parameter])
 
 
@@ -83,11 +85,13 @@ def _stacked_names(name: str, rule: WeightConverter) -> tuple[str, ...]:
     *split_operations, stack = rule.operations
     if not isinstance(stack, SplitModulelist) or stack.dim != 0 or rule.target_patterns[0] not in name:
         return ()
+
     if not all(
         isinstance(operation, Chunk) and (operation.dim, operation.num_shards_attribute) == (1, None)
         for operation in split_operations
     ):
         return ()
+
     return tuple(name.replace(rule.target_patterns[0], part) for part in rule.target_patterns)
 
 
@@ -95,6 +99,7 @@ def _cut_pieces(names: tuple[str, ...], parameter: str, shape: tuple[int, ...]) 
     if "*" not in names[0]:
         yield FilePiece(names[0], parameter, shape)
         return
+
     experts, rows, *inner_shape = shape
     piece_shape = (rows // len(names), *inner_shape)
     for index in range(experts * len(names)):

@@ -31,6 +31,7 @@ class TrainingPause:
         with self._state_changed:
             self._waiting_threads += 1
             self._state_changed.notify_all()
+
         try:
             with self._state_changed:
                 if not self._state_changed.wait_for(lambda: self._is_paused, seconds):
@@ -46,6 +47,7 @@ class TrainingPause:
         once where nobody does. What waits in a pause has a deadline of its own."""
         if not self._waiting_threads:
             return
+
         self._device_module.synchronize()
         with self._state_changed:
             self._is_paused = True

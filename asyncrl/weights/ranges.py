@@ -55,6 +55,7 @@ def make_range_part(
         xxhash.xxh3_64_digest(tensor_bytes[offset : min(offset + GRID_BYTES, end)].data)
         for offset in range(head_end, end, GRID_BYTES)
     )
+
     data_pieces = tuple(
         data[offset : offset + MAX_FIELD_BYTES] for offset in range(0, len(data), MAX_FIELD_BYTES)
     )
@@ -78,8 +79,10 @@ def join_parts(spec: TensorSpec, range_parts: Iterable[RangePart]) -> TensorEntr
         if open_block and (len(open_block) == GRID_BYTES or end == spec.nbytes):
             blocks.append(xxhash.xxh3_64_digest(open_block))
             open_block = b""
+
         blocks.append(range_part.blocks)
         open_block += range_part.tail
+
     assert not open_block and end == spec.nbytes, f"shares of {spec.name} are missing"
     return TensorEntry(*spec, xxhash.xxh3_64_hexdigest(b"".join(blocks)))
 
@@ -118,10 +121,12 @@ def map_file(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
     expected_header = file_header(layout)
     with WeightsError.instead_of(OSError, ValueError, text=f"weights {path.parent}: no usable {path.name}"):
         data = np.memmap(path, np.uint8, mode)
+
     size = len(expected_header) + sum(spec.nbytes for spec in layout)
     if data[: len(expected_header)].tobytes() != expected_header or data.size != size:
         problem = f"{path.name} and its manifest name different tensors"
         raise WeightsError(f"weights {path.parent}: {problem}, or it is cut off")
+
     offsets = dict(tensor_offsets(layout))
     return {spec.name: data[offsets[spec.name] :][: spec.nbytes] for spec in layout}
 
@@ -135,6 +140,7 @@ def file_header(layout: Layout) -> bytes:
         end = end + spec.nbytes
         dtype_code = _DTYPE_CODES.get(spec.dtype) or f"{spec.dtype[0].upper()}{8 * ITEM_BYTES[spec.dtype]}"
         fields[spec.name] = {"dtype": dtype_code, "shape": spec.shape, "data_offsets": (start, end)}
+
     header_text = msgspec.json.encode(fields)
     header_text = header_text.ljust(-(-len(header_text) // 8) * 8)
     return struct.pack("<Q", len(header_text)) + header_text

@@ -87,9 +87,11 @@ class HostShards:
         self.file_offsets = dict(tensor_offsets(self.layout))
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
+
         self._group: dist.ProcessGroup | None = None
         if self.ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
+
         bytes_here = {
             piece.name: _count_held(piece, shards[piece.parameter]) * dtype.itemsize for piece in pieces
         }
@@ -98,6 +100,7 @@ class HostShards:
         own_sizes = self._sizes_by_rank[self.rank]
         lower_sizes = self._sizes_by_rank[: self.rank]
         self._buffer_offsets = list(accumulate(own_sizes, initial=0))  # where tensors begin in a buffer
+
         self._offsets_in_tensor = [
             sum(tensor_sizes) for tensor_sizes in zip([0] * len(own_sizes), *lower_sizes, strict=True)
         ]
@@ -106,6 +109,7 @@ class HostShards:
         self.received_bytes = 0  # bytes, by this collector
         self._collect_lock = threading.Lock()  # one bucket is collected at a time
         self._is_collector = self.ranks > 1 and self.rank < collectors
+
         self._threads = [
             threading.Thread(target=self._serve_collector, args=(rank,), name="weight-shards", daemon=True)
             for rank in range(min(collectors, self.ranks))
@@ -118,7 +122,9 @@ class HostShards:
 
     def claim(self, gather: Callable[[list[int]], list[list[int]]]) -> int:
         """The buffer that all ranks copy into next. A collective: `gather` gives the lists of all ranks."""
-        return self._buffers.claim_buffer({index for busy in gather(self._buffers.begin_claim()) for index in busy})
+        return self._buffers.claim_buffer(
+            {index for busy in gather(self._buffers.begin_claim()) for index in busy}
+        )
 
     def copy(self, index: int, shards: Shards, buffers: Mapping[str, Tensor] = {}) -> None:
         """Copy this rank's shards, cast to the exported type, and on rank 0 the buffers. With adapters a
@@ -127,7 +133,9 @@ class HostShards:
         typed_buffers = [(buffer, buffer.dtype) for buffer in own_buffers]
         larger_buffers = [buffer for buffer in typed_buffers if buffer[1].itemsize > self._dtype.itemsize]
         own_shards = ((_local_part(shard), self._dtype) for shard in shards.values())
-        self._buffers.copy_tensors(index, chain(larger_buffers, own_shards, typed_buffers[len(larger_buffers) :]))
+        self._buffers.copy_tensors(
+            index, chain(larger_buffers, own_shards, typed_buffers[len(larger_buffers) :])
+        )
 
     def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
         """Return a collector: the copy just made as a version."""
@@ -146,6 +154,7 @@ class HostShards:
                 log.info("a rank was gone before its thread was ended: %s", error)
             finally:
                 self._collect_lock.release()
+
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -160,6 +169,7 @@ class HostShards:
         """Collects what all ranks have of each of the tensors; `memory`, `base`: of this rank."""
         if self.ranks == 1:
             return [(range_part,) for range_part in self._own_parts(memory, base, ask)]
+
         rank_failure = WeightsError.instead_of(RuntimeError, text="a trainer rank did not deliver its shards")
         with self._collect_lock, rank_failure:
             self._send_ask(ask, self._deadline)
@@ -167,6 +177,7 @@ class HostShards:
                 self._own_parts(memory, base, ask) if rank == self.rank else self._receive_parts(rank)
                 for rank in range(self.ranks)
             ]
+
         return list(zip(*parts_by_rank, strict=True))
 
     def _send_ask(self, ask: Ask, timeout: float) -> None:
@@ -207,6 +218,7 @@ class HostShards:
             assert memory is not None, "every question names a copy"
             data = bytearray()
             msgspec.msgpack.Encoder().encode_into(self._own_parts(memory, base, ask), data)
+
         for message in (torch.tensor([len(data)]), torch.frombuffer(data, dtype=torch.uint8)):
             _wait_for(dist.isend(message, collector, group=self._group, tag=_ANSWER_TAG), self._deadline)
 
@@ -220,6 +232,7 @@ class HostShards:
         writes_file = bool(ask.file) and ask.machine == socket.gethostname() and file.is_file()
         old_tensors = [None] * len(sizes) if base is None else self.own_bytes(base, tensor_range).split(sizes)
         new_tensors = self.own_bytes(memory, tensor_range).split(sizes)
+
         range_parts = []
         for spec, tensor_bytes, old_bytes, start_byte in zip(
             self.layout[tensor_range],
@@ -235,9 +248,11 @@ class HostShards:
                 )
             elif writes_file and len(data):
                 writes_file = _write_range(file, self.file_offsets[spec.name] + start_byte, data)
+
             range_parts.append(
                 make_range_part(spec, tensor_bytes.numpy(), start_byte, NO_BYTES if writes_file else data)
             )
+
         return range_parts
 
     def own_bytes(self, memory: Tensor, part: slice) -> Tensor:

@@ -38,7 +38,9 @@ NO_ARRAY = np.empty(0, np.uint8)
 class HeldCopy(Protocol):
     """A copy of the weights that is not written over."""
 
-    def collect_parts(self, part: slice, file: str = "", base: Self | None = None) -> list[Sequence[RangePart]]:
+    def collect_parts(
+        self, part: slice, file: str = "", base: Self | None = None
+    ) -> list[Sequence[RangePart]]:
         """Return what each rank has of the tensors of a part of the layout, in order: its bytes, which it
         may have written into the safetensors `file` instead, or what has changed since a `base`. Memory is
         that of the copy, not to be written to. Raises WeightsError when a rank does not deliver."""
@@ -132,10 +134,12 @@ class Buffers:
             if not free_indices:  # the trainer does not wait
                 self._buffers.append(self._new_buffer())
                 free_indices = [len(self._buffers) - 1]
+
             oldest_index = min(free_indices, key=lambda index: self._buffers[index].copied)
             self._buffers[oldest_index].copied = 0
             self._claiming = False
             self._changed.notify_all()
+
             return oldest_index
 
     def copy_tensors(self, index: int, tensors: Iterable[tuple[Tensor, torch.dtype]]) -> None:
@@ -144,18 +148,21 @@ class Buffers:
         buffer = self._buffers[index]
         with self._changed:
             buffer.copied = 0
+
         start = 0
         for tensor, dtype in tensors:
             size = tensor.numel() * dtype.itemsize
             target = buffer.memory[start : start + size].view(dtype)
             target.copy_(tensor.reshape(-1), non_blocking=True)
             start += size
+
         assert start == self._size, "other tensors than the buffers are for"
         if self._page_locked:
             # From a GPU all this is only enqueued, in front of the next change of the weights on the stream.
             # Not run so far, for lack of a GPU.
             buffer.event = torch.cuda.Event()
             buffer.event.record()
+
         with self._changed:
             self.copy_count += 1
             buffer.copied = self.copy_count
@@ -176,6 +183,7 @@ class Buffers:
                 raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
             buffer = self._buffers[index]
             buffer.readers += 1
+
         try:
             if buffer.event is not None:
                 buffer.event.synchronize()
@@ -212,6 +220,7 @@ class Publisher:
         self.full = ""
         self._pending_snapshot: Snapshot | None = None
         self._closing = False
+
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
@@ -257,6 +266,7 @@ class Publisher:
                         if not self._wake.wait_for(lambda: self._closing, FULL_RETRY_SECONDS):
                             self._pending_snapshot = self._pending_snapshot or snapshot
                     continue
+
                 log.exception("publishing v%d failed", snapshot.version.step)
                 self.error = error  # the owner raises it at its next submit
                 return

@@ -63,6 +63,7 @@ class AdapterLoader:
         self._previous_ref: WeightsRef | None = None  # the one before: who sends requests has heard of it
         self._config = config
         self._cache = cache
+
         self._attachment = attachment
         self._has_base = based
         self._deadline = config.weights.deadline
@@ -76,9 +77,11 @@ class AdapterLoader:
             try:
                 with disk.lock_version(ref):
                     manifest = await to_its_end(partial(self._write_peft_files, ref, adapter_files))
+
                 if not self._has_base:
                     with self.sleeping.waking():
                         await self._load_base()
+
                 loaded_names = await self.api.adapters()  # some, where this one's caller gave up a load
                 for agent, name in self._adapter_names(ref).items():
                     if name not in loaded_names:
@@ -87,6 +90,7 @@ class AdapterLoader:
                         )
             finally:
                 await asyncio.to_thread(shutil.rmtree, adapter_files, ignore_errors=True)
+
             self._previous_ref = self.loaded
             self.loaded = ref
             if self._unload_task is None or self._unload_task.done():
@@ -127,12 +131,14 @@ class AdapterLoader:
         on before an adapter is loaded, as that may wait for the end of requests that use an old one."""
         path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
         load = partial(self.api.update_from_disk, path, BASE_LABEL, self._deadline)
+
         if self.sleeping.asleep:
             async with self.sleeping.waking_load():
                 await load()
         else:
             await load()
             await self.api.flush_cache(wait=self._deadline)
+
         self._has_base = True
 
     def _adapter_names(self, ref: WeightsRef) -> dict[str, str]:
@@ -146,6 +152,7 @@ class AdapterLoader:
         manifest, arrays = disk.read_arrays(ref)
         if not manifest.adapters:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of adapters")
+
         with WeightsError.instead_of(OSError, text=f"weights {ref.path}: cannot be copied to {files}"):
             for agent, spec in manifest.adapters.items():
                 agent_tensors = [tensor for tensor in manifest.layout if alone(tensor.name, agent)]
@@ -155,6 +162,7 @@ class AdapterLoader:
                 (files / agent / "adapter_config.json").write_bytes(adapter_config)
                 with (files / agent / "adapter_model.safetensors").open("wb") as file:
                     write_file(file, layout, (arrays[tensor.name] for tensor in agent_tensors))
+
         return manifest
 
     async def _unload_old(self) -> None:

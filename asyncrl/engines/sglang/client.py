@@ -48,6 +48,7 @@ class SGLangClient:
         self._vocabulary = vocabulary
         self._salt = salt
         self._uses_adapters = config.adapters_apart
+
         self._in_place = config.update_mode == "in_place" and not self._uses_adapters
         # Then retractions are not for want of memory.
         self._updates_retract = config.shifts or (config.update_mode == "retract" and not self._uses_adapters)
@@ -66,7 +67,9 @@ class SGLangClient:
                 (call, stream) for call, stream in self._open_calls.items() if stream and stream.tokens
             ]
             self._cut_calls(
-                call for call, stream in started_calls if is_outdated(stream.acked_version, version, self._config)
+                call
+                for call, stream in started_calls
+                if is_outdated(stream.acked_version, version, self._config)
             )
 
     def sleeps(self, asleep: bool) -> None:
@@ -80,6 +83,7 @@ class SGLangClient:
         remaining_room = self._config.rollout.max_tokens - len(request.ids)
         token_limit = min(remaining_room, request.sampling.max_new_tokens)
         sampling = msgspec.structs.replace(request.sampling, max_new_tokens=token_limit)
+
         request = msgspec.structs.replace(request, sampling=sampling)
         stream = None
         try:
@@ -102,8 +106,10 @@ class SGLangClient:
             return _good_part(stream)
         finally:
             self._open_calls.pop(call, None)
+
         if sampled.stop is StopReason.ABORT:
             self._explain_abort(stream, sampled)
+
         return sampled
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -118,14 +124,17 @@ class SGLangClient:
         `score` does, and EngineError on ids that the model has not."""
         if max(ids) >= self._vocabulary:
             raise EngineError(f"token {max(ids)} is beyond the scorer's vocabulary of {self._vocabulary}")
+
         start = len(ids) - count - 1
         seconds = self._config.engine.request_timeout
         async with self._request_slot():
             meta_info = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
+
         self.usage.requests += 1
         self.usage.prompt_tokens += meta_info.prompt_tokens
         self.usage.cached_tokens += meta_info.cached_tokens
         top_entries = [candidates or () for candidates in meta_info.input_top_logprobs[1:]]
+
         return TokenScores(
             logprobs=np.array(
                 [token.logprob for token in meta_info.input_token_logprobs[1:]], "<f4"
@@ -167,6 +176,7 @@ class SGLangClient:
         try:
             silence = self._config.engine.request_timeout
             clock = asyncio.get_running_loop().time
+
             next_part_at = clock() + request.part_seconds
             async with self.api.generate(self._request_body(request), silence) as events:
                 async for payload in events:
@@ -178,6 +188,7 @@ class SGLangClient:
                         self.usage.retracted += stream.retractions - retracted_before
                     if stream.ends_by_watch():
                         break  # which aborts the request
+
                     if clock() >= next_part_at:
                         await request.on_part(stream.generation())
                         next_part_at = clock() + request.part_seconds
@@ -203,11 +214,13 @@ class SGLangClient:
         }
         if self._config.trainer.router_replay and request.routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
+
         if adapter := self._adapter_name_of(request.agent):
             body["lora_path"] = adapter  # which is part of what the cache goes by
         elif self._in_place:
             # The cache outlives updates. What a request finds under its salt is no older than the salt says.
             body["cache_salt"] = f"{self._salt}/{self._acked_version.label}"
+
         return body
 
     def _explain_abort(self, stream: StreamedTurn, sampled: Generation) -> None:
@@ -217,11 +230,13 @@ class SGLangClient:
             raise self._engine_lost("the stream ended, but not the request", stream)
         if finish.type == "abort":
             raise self._engine_lost(f"the server took the request back ({finish.message})", stream)
+
         if finish.type == "length":
             sampled_part = f"{len(sampled.ids)} of {stream.request.sampling.max_new_tokens} tokens"
             raise EngineError(
                 f"server {self.api.url} cut a turn to {sampled_part}: raise its --context-length"
             )
+
         if isinstance(finish.matched, str):  # the server reports NaN in this way
             raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
         if not sampled.ids:  # asked again at once it may do so for ever; losses are counted

@@ -188,6 +188,7 @@ class ServerApi:
             "top_logprobs_num": top,
             "cache_salt": salt,
         }
+
         meta_info = decode_event(await self.generate_whole(body, seconds)).meta_info
         scored_ids = [entry.id for entry in meta_info.input_token_logprobs]
         expected_ids = ids[start:]
@@ -197,6 +198,7 @@ class ServerApi:
             for scored_id, expected_id in zip(scored_ids, expected_ids, strict=True)
         ):
             raise EngineError(f"server {self.url} scored other ids than it was given")
+
         return meta_info
 
     # -- control --------------------------------------------------------------------------------------
@@ -276,6 +278,7 @@ class ServerApi:
             "group_name": name,
             "backend": backend,
         }
+
         await self._change_weights("/init_weights_update_group", body, seconds)
 
     async def update_from_group(
@@ -299,6 +302,7 @@ class ServerApi:
         }
         if label is not None:
             body["weight_version"] = label
+
         await self._change_weights("/update_weights_from_distributed", body, seconds)
 
     async def destroy_group(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
@@ -345,17 +349,20 @@ class UpdateProtocol:
         if not self.needs_session:
             yield
             return
+
         try:
             await server.begin_update()
         except WeightsError:  # one is open: its owner died
             await server.end_update()
             await server.begin_update()
+
         try:
             yield
         except BaseException:
             with suppress(AsyncrlError):  # the error of the body says more
                 await server.end_update(CLEANUP_SECONDS)
             raise
+
         await server.end_update()
 
 

@@ -59,6 +59,7 @@ class ServerLoader:
         self.sleeping = ServerSleep(api)
         self._pause_mode = config.mode
         self._deadline = config.deadline
+
         self._cache = cache
         self._receiver = receiver
         self._model_shapes = model_shapes
@@ -108,6 +109,7 @@ class ServerLoader:
                 await self.api.update_from_disk(path, ref.label, self._deadline)
 
             await self._replace_weights(ref, load)
+
         self._model_shapes = self._model_shapes or Shapes.from_layout(manifest.layout)
         return manifest
 
@@ -128,6 +130,7 @@ class ServerLoader:
                 manifests.append(await push.load_buckets())
 
             await self._replace_weights(ref, load)
+
         self._model_shapes = self._model_shapes or Shapes.from_layout(layout)
         return manifests[0]
 
@@ -146,6 +149,7 @@ class ServerLoader:
         except AsyncrlError as error:
             self.broken = f"the load of {ref.label} failed ({one_line(error)})"
             raise WeightsError(f"server {self.api.url}: {self.broken}") from error
+
         self.broken = ""
         self.loaded = ref
 
@@ -231,11 +235,13 @@ class Shapes:
             for name, shape in self.shapes.items()
             if given_shapes.get(name, shape) != shape
         ]
+
         parts = [
             _describe_tensors("lacks", missing),
             _describe_tensors("has unknown", unknown),
             "; ".join(mismatched[:NAMES_SHOWN]),
         ]
+
         return "; ".join(part for part in parts if part)
 
 

@@ -57,6 +57,7 @@ def server_command(
         "skip-server-warmup": True,  # the first load is checked anyway
         "log-level-http": "warning",  # a line per request is a line per turn
     }
+
     if config.adapters_apart:
         own_flags |= {
             "enable-lora": True,
@@ -64,6 +65,7 @@ def server_command(
             "lora-target-modules": sorted(served_modules(config.model.path)),
             "max-loras-per-batch": config.adapters_held,
         }
+
     command = engine.server_command or [sys.executable, "-m", "sglang.launch_server"]
     return [*command, *_command_flags({**own_flags, **engine.server_args})]
 
@@ -75,11 +77,13 @@ def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
     engine = config.engine
     gpus_needed = config.engine.tp
     gpus_before = index * config.engine.tp
+
     if scorer:
         gpus_needed = config.scorers[scorer].tp
         gpus_before = 0 if engine.urls else engine.keepers * engine.tp
         earlier_scorers = (config.scorers[name] for name, _ in config.scorer_places[:index])
         gpus_before += sum(scorer_config.tp for scorer_config in earlier_scorers if not scorer_config.urls)
+
     shares_gpus = config.launch.kind != "local" or (config.shifts and not scorer)
     first_gpu = gpus_before + (0 if shares_gpus else config.ranks_on_gpus)
     return first_gpu if first_gpu + gpus_needed <= gpus else gpus_before % max(1, gpus - gpus_needed + 1)
@@ -92,15 +96,18 @@ def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
     gpus_by_server = dict[str, list[int]]()
     if engine.server_args.get("device", "cuda") != "cuda":
         return gpus_by_server
+
     for index in range(0 if engine.urls else engine.keepers):
         first_gpu = base_gpu(config, index, gpus)
         gpus_by_server[f"engine-{index}"] = [*range(first_gpu, min(first_gpu + engine.tp, gpus))]
+
     for index, (name, _) in enumerate(config.scorer_places):
         if not config.scorers[name].urls:
             first_gpu = base_gpu(config, index, gpus, name)
             gpus_by_server[f"scorer-{index}"] = [
                 *range(first_gpu, min(first_gpu + config.scorers[name].tp, gpus))
             ]
+
     return gpus_by_server
 
 
@@ -177,20 +184,24 @@ class ServerProcess:
         try:
             port = int(reserved_socket.getsockname()[1])
             kv_tokens = kept_tokens(directory, index) if config.shifts and not scorer else 0
+
             command = server_command(config, index, host, port, torch.cuda.device_count(), scorer, kv_tokens)
             if shutil.which(command[0]) is None:
                 raise EngineError(
                     f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"
                 )
+
             key_file = _write_keys(config.engine, f"{'scorer-' * bool(scorer)}{index}", directory)
             if key_file is not None:
                 command += ["--config", str(key_file)]
+
             process = await asyncio.create_subprocess_exec(
                 *wrapped(command, STOP_SECONDS), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )
         except BaseException:
             reserved_socket.close()
             raise
+
         return cls(process, f"http://{host}:{port}", reserved_socket, key_file)
 
     @property
@@ -225,7 +236,9 @@ def _write_keys(engine: EngineConfig, server: str, directory: Path) -> Path | No
     given_keys = {name: value for name, value in all_keys.items() if value}
     if not given_keys:
         return None
+
     directory.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:
         file.write(msgspec.yaml.encode(given_keys))
+
     return path

@@ -75,7 +75,9 @@ class Push:
                         label=self.label if index == last_index else None,
                         seconds=self.deadline - asyncio.get_running_loop().time(),
                     )
+
             sent = await self.connection.ask_sender(messages.BucketRequest(last_index + 1), messages.Sent)
+
         self.is_done = True
         return sent.manifest
 
@@ -89,6 +91,7 @@ class Push:
             server_nccl = NCCL_REFUSAL.search(str(error))
             if server_nccl is None or server_nccl[1] == self.trainer_nccl:
                 raise
+
             raise WeightsError(
                 f"weights.transport=collective: the trainer has NCCL {self.trainer_nccl}, the server "
                 f"{server_nccl[1]}, and both need the same: install one version of torch in both "
@@ -117,6 +120,7 @@ class Receiver:
             async with asyncio.timeout_at(deadline):
                 push = await self._prepare_push(ref, deadline)
                 yield push
+
             if not push.is_done:
                 await self.close()
         except BaseException as error:
@@ -133,6 +137,7 @@ class Receiver:
         self._connection = None
         if connection is None:
             return
+
         connection.writer.close()  # first: the server may be waiting for the sender, which sees this
         if connection.group:
             with suppress(AsyncrlError):
@@ -142,11 +147,13 @@ class Receiver:
         connection = await self._connect(self._sender_path(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
         request = messages.VersionRequest(f"engine {self._server_index}", ref.version, self._ranks, seconds)
+
         plan = await connection.ask_sender(request, messages.Plan)
         if plan.port:
             await self._join_group(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
+
         ready = ref.label, plan.buckets, connection, self._server, deadline, plan.group
         return Push(*ready, self._protocol, plan.nccl)
 
@@ -164,11 +171,13 @@ class Receiver:
         open_connection = self._connection
         if open_connection is not None and (open_connection.path != path or open_connection.reader.at_eof()):
             await self.close()  # another trainer's, or one that has heard nothing from here for long
+
         if self._connection is None:
             address = urlsplit(path)
             with WeightsError.instead_of(OSError, text=f"weights {path}: no sender there"):
                 streams = await asyncio.open_connection(address.hostname, address.port)
             self._connection = SenderConnection(path, *streams)
+
         return self._connection
 
     async def _join_group(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:

@@ -79,17 +79,20 @@ async def attach(
     try:
         while not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
             await asyncio.sleep(POLL_SECONDS)
+
         attached = await _described_server(config, server, scorer)
         if not scorer:  # which nobody pauses
             if not fresh and not await server.ready():
                 await server.invalidate()
                 attached = replace(attached, model=await server.model_info())
             await server.resume()
+
         while not await server.ready():  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
     except BaseException:
         await server.close()
         raise
+
     return attached
 
 
@@ -105,17 +108,20 @@ def loader(config: RunConfig, index: int, server: Attached, attachment: str = ""
     model_path = config.model.path
     api = server.api
     served_model = server.model
+
     if config.adapters_apart:
         has_base = (
             served_model.weight_version == BASE_LABEL
             and Path(served_model.model_path).resolve() == Path(model_path).resolve()
         )
         return AdapterLoader(api, config, cache, attachment, has_base)
+
     model_shapes = shapes_of(
         model_path, bool(_model_config(model_path).get_text_config().tie_word_embeddings)
     )
     receiver = Receiver(api, index, server.info.tp_size, protocol_of(server.info.version, api.url))
     weights = structs.replace(config.weights, mode=config.update_mode)
+
     return ServerLoader(api, weights, cache, receiver, model_shapes)
 
 
@@ -143,6 +149,7 @@ def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
     else:
         log.warning("%s: %s is not here, so its vocabulary is not compared", key, path)
         return
+
     if not same_vocabulary:
         raise ConfigError(
             f"{key}: {path} has another vocabulary than the policy, whose token ids it is to "
@@ -163,11 +170,13 @@ async def _described_server(config: RunConfig, server: ServerApi, scorer: str) -
     await server.ready()  # whatever the answer: it is an SGLang server
     if not scorer:
         await server.try_admin_key()
+
     attached = Attached(server, await server.server_info(), await server.model_info())
     if scorer:
         await asyncio.to_thread(check_scorer, config, scorer, server.url, attached.info, attached.model)
     else:
         await asyncio.to_thread(check_engine_server, config, server.url, attached.info, attached.model)
+
     return attached
 
 
@@ -177,30 +186,36 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
     if config.weights.mode not in modes:
         supported_modes = f"its version {info.version} knows {', '.join(modes)}"
         raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {supported_modes}")
+
     if config.shifts and not ("retract" in modes and info.enable_memory_saver and info.max_total_num_tokens):
         missing_feature = (
             "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
         )
         missing_feature = missing_feature if "retract" in modes else "a newer SGLang (0.5.22)"
         raise ConfigError(f"server {url} cannot sleep, as engine.colocated needs: it lacks {missing_feature}")
+
     if config.weights.transport != "disk" and info.dp_size != 1:
         raise ConfigError(
             f"server {url} has --dp-size {info.dp_size}, and weights.transport={config.weights.transport} "
             "needs 1: start a server for each replica, or set weights.transport=disk"
         )
+
     if config.trainer.router_replay and not info.enable_return_routed_experts:
         raise ConfigError(
             f"server {url} does not return routed experts: start it with "
             "--enable-return-routed-experts, or set trainer.router_replay=false"
         )
+
     if config.adapters_apart:
         _check_adapters(config, url, info)
+
     lent_scorers = config.scorers_lent
     if lent_scorers and Path(model.model_path).resolve() != Path(config.model.path).resolve():
         raise ConfigError(
             f"server {url} was started with {model.model_path}, whose weights are back after a restart: with "
             f"scorers.{', '.join(lent_scorers)}.urls=[engines] start it with model.path ({config.model.path})"
         )
+
     _check_room(config, url, info, prompted=bool(lent_scorers))
     differences = _differences(_model_config(config.model.path), url, info, model)
     if differences:
@@ -233,6 +248,7 @@ def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
         f"--max-loaded-loras {adapters_loaded}": info.max_loaded_loras is not None
         and info.max_loaded_loras < adapters_loaded,
     }
+
     if missing := [argument for argument, lacking in is_lacking.items() if lacking]:
         raise ConfigError(
             f"server {url} cannot take this run's adapters: start it with {' '.join(missing)}, or set "
@@ -255,6 +271,7 @@ def _differences(own_config: Any, url: str, info: ServerInfo, model: ModelInfo) 
             (size, getattr(own_text_config, size, None), getattr(their_text_config, size, None))
             for size in COMPARED_SIZES
         ]
+
     return [
         f"{subject} {actual} instead of {expected}"
         for subject, expected, actual in compared_values

@@ -96,10 +96,12 @@ def decode_event(payload: bytes) -> StreamEvent:
         server_error = msgspec.json.decode(event.error) if event.error else None
     except UNDECODABLE as error:  # no `instead_of`, which takes longer than the rest
         raise EngineError(f"a server's answer is not understood ({one_line(error)})") from None
+
     if event.error:
         raise _server_failure(
             server_error.get("code") if isinstance(server_error, dict) else None, error_text(payload)
         )
+
     return event
 
 
@@ -119,12 +121,14 @@ class StreamedTurn:
         self.prompt_tokens = self.cached_tokens = self.retractions = 0
         self.acked_version = acked
         self._in_place = in_place
+
         self._has_adapter = adapter
         self._started = time.perf_counter()
         self._seen_labels: set[str] = set()
         self._label_spans: tuple[LabelSpan, ...] | None = None
         self._watched_ids: list[int] = []  # ids that the request's watch has heard of
         self._ended_by_watch = False  # by the watch
+
         self._routes: Routes | None = None
 
     def add_event(self, event: StreamEvent) -> None:
@@ -135,6 +139,7 @@ class StreamedTurn:
         finish = self.finish_reason
         if finish and finish.status_code is not None and finish.message != ABORTED and not self.tokens:
             raise _server_failure(finish.status_code, finish.message)
+
         self._extend_tokens(meta.output_token_logprobs, meta.completion_tokens)
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
@@ -150,9 +155,11 @@ class StreamedTurn:
         tokens = len(self.request.ids) + len(self.tokens) - 1 - start
         with EngineError.instead_of(ValueError, text="the server's routes cannot be read"):
             experts = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+
         is_complete = tokens > 0 and experts.size and experts.size % tokens == 0
         if not is_complete or not 0 <= experts.min() <= experts.max() < _MAX_EXPERTS:
             raise EngineError(f"the server sent {experts.size} routes for {tokens} tokens")
+
         return Routes(start, tokens, experts.astype("<u2").tobytes())
 
     def _extend_tokens(self, new_tokens: tuple[OutputToken, ...], total_tokens: int) -> None:
@@ -172,12 +179,14 @@ class StreamedTurn:
         watch = self.request.watch
         if watch is None:
             return False
+
         for token in self.tokens[len(self._watched_ids) :]:
             self._watched_ids.append(token.id)
             if watch(self._watched_ids):
                 del self.tokens[len(self._watched_ids) :]
                 self._ended_by_watch = True
                 return True
+
         return False
 
     def generation(self) -> Generation:
@@ -204,10 +213,14 @@ class StreamedTurn:
             # count as of the oldest version that may have sampled them.
             versions = {self.acked_version, *map(_version_of_label, self._seen_labels)}
             stamps = [(0, min(versions), len(versions) == 1)]
+
         # In place, the request reads KV of its own and, by its salt, of others from `acked` on.
-        kv_versions = [min(version, self.acked_version) if self._in_place else version for _, version, _ in stamps]
+        kv_versions = [
+            min(version, self.acked_version) if self._in_place else version for _, version, _ in stamps
+        ]
         token_count = len(self.tokens)  # fewer than the record is of where the watch ended the turn
         span_ends = [min(start, token_count) for start, _, _ in stamps[1:]] + [token_count]
+
         return tuple(
             VersionSpan(start, end, version.step, oldest.step if certain else UNKNOWN)
             for (start, version, certain), oldest, end in zip(stamps, kv_versions, span_ends, strict=True)
@@ -222,6 +235,7 @@ class StreamedTurn:
         labelled_spans = [(span.start, _version_of_label(span.version)) for span in spans]
         if not self._in_place:
             return [(start, version, True) for start, version in labelled_spans]
+
         stamps: list[Stamp] = []
         previous_version = self.acked_version
         stamped_until = 0
@@ -231,6 +245,7 @@ class StreamedTurn:
                 stamped_until = min(start + 1, len(self.tokens))
             stamps.append((max(start, stamped_until), version, True))
             previous_version = version
+
         return stamps
 
 

@@ -61,13 +61,16 @@ class HttpTransport:
         """The body of a successful answer; `failure` is raised for what the server refuses."""
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         headers = _CLOSE_CONNECTION | (self._admin_headers if admin else self._api_headers)
+
         with self._as_server_gone(f"{method} {path}", f"{seconds:g} s"):
             async with self._open_session().request(
                 method, self.url + path, json=body, headers=headers, timeout=timeout
             ) as response:
                 content = await response.read()
+
         if response.status != 200:
             raise self._error_for(path, response.status, content, failure)
+
         return content
 
     async def status(self, path: str, seconds: float) -> int:
@@ -85,16 +88,19 @@ class HttpTransport:
         connection. ServerGone, also from the iterator: cut, or silent for `silence` seconds."""
         read_timeout = None if self._server_asleep else silence
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_timeout)
+
         with self._as_server_gone(f"POST {path}", f"{silence:g} s"):
             response = await self._open_session().post(
                 self.url + path, json=body, headers=self._api_headers, timeout=timeout
             )
+
         try:
             self._open_streams[response] = silence
             if response.status != 200:
                 with self._as_server_gone(f"POST {path}", f"{silence:g} s"):
                     content = await response.read()
                 raise self._error_for(path, response.status, content, EngineError)
+
             yield self._stream_payloads(path, response, silence)
         finally:
             del self._open_streams[response]
@@ -117,6 +123,7 @@ class HttpTransport:
                     if payload == _DONE_PAYLOAD:
                         return
                     yield payload
+
         raise ServerGone(f"server {self.url}: the stream of {path} ended before its end mark")
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -147,6 +154,7 @@ class HttpTransport:
             return EngineBusy(description)
         if status == 400 and failure is EngineError:
             return EngineRefused(description)
+
         return failure(description)
 
 
@@ -165,6 +173,7 @@ class EventSplitter:
             self._searched_bytes = 0
             if event.startswith(_DATA_PREFIX):
                 yield event[len(_DATA_PREFIX) :].strip()
+
         self._searched_bytes = max(0, len(self._pending_bytes) - len(_EVENT_END) + 1)
 
 
@@ -175,9 +184,11 @@ def error_text(content: bytes) -> str:
         answer = msgspec.json.decode(content)
     except UNDECODABLE:
         return " ".join(content.decode(errors="replace").split())[:300]
+
     for key in ("error", "message", "detail", "error_message"):
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
+
     return " ".join(str(answer).split())[:300]
 
 

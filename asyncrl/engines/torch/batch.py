@@ -43,6 +43,7 @@ class Run:
         self.slot: Slot | None = None
         self.prefix_source: PrefixSource | None = None  # of a longer prefix than its slot holds, to be copied
         self.filled_length = 0  # leading ids whose KV is in the cache
+
         self.watched_ids: list[int] = []  # sampled ids that its watch has heard of
         self.decoding = False
         self.earlier_spans: tuple[VersionSpan, ...] = ()  # of what it had sampled before the last sleep
@@ -71,12 +72,14 @@ class Batcher:
         self.generated_tokens = 0  # tokens, in all
         self.runs_by_session: dict[str, Run] = {}  # by session: all that have not ended
         self.cache = KVCache(model, slot_count, max_len)
+
         self._recorded_step = RecordedStep(self.cache)
         self.slots = Slots(slot_count)
         self._prefix_index = PrefixIndex()
         self._waiting_runs: deque[Run] = deque()
         self._filling_runs: list[Run] = []
         self._decoding_runs: dict[int, Run] = {}  # by slot
+
         self._slot_lengths = np.zeros(
             slot_count, dtype=np.int64
         )  # ids of decoding slots; the last one has no KV yet
@@ -123,6 +126,7 @@ class Batcher:
             run.decoding = False
             run.earlier_spans = sampled.spans
             run.version_marks = [(len(sampled.ids), self.version)]
+
         self._filling_runs = [*self._decoding_runs.values(), *self._filling_runs]
         self._decoding_runs = {}
         self._steady_plan = None
@@ -130,9 +134,11 @@ class Batcher:
         self._slot_lengths[:] = 0
         for slot in self.slots.every_slot:
             slot.held_ids = ()
+
         for run in self._filling_runs:
             run.filled_length = 0
             self._find_prefix_source(run)
+
         self._asleep_since = time.perf_counter()
 
     def wake(self) -> None:
@@ -157,11 +163,13 @@ class Batcher:
             self._reorder_slots()
             chunks = self._plan_chunks()
             plan = build_layout(self.cache, self._slot_sampling, self._slot_lengths, list(chunks.values()))
+
         ended_slots = self._recorded_step(plan)
         self._steady_plan = plan
         self._slot_lengths += self._slot_lengths > 0
         for run, chunk in chunks.items():
             self._note_filled(run, chunk)
+
         self.generated_tokens += len(self._decoding_runs)
         return [self._decoding_runs[slot] for slot in ended_slots]
 
@@ -181,13 +189,18 @@ class Batcher:
         del self.runs_by_session[run.request.session]
         ids = generation.ids
         all_finite = all(map(math.isfinite, generation.logprobs))
-        self._remove_run(run, (run.request.ids + ids)[: -1 if run.decoding else run.filled_length] if all_finite else ())
+        self._remove_run(
+            run, (run.request.ids + ids)[: -1 if run.decoding else run.filled_length] if all_finite else ()
+        )
+
         if not all_finite:
             if not self.asleep:
                 self.cache.wipe_slot(run.slot_index)
             raise EngineError(f"session {run.request.session!r}: the model's logits are not finite numbers")
+
         if stop is None:
             stop = StopReason.STOP if ids[-1] in run.request.sampling.stop_ids else StopReason.LENGTH
+
         return replace(generation, stop=stop)
 
     def sampled_so_far(self, run: Run) -> Generation:
@@ -198,6 +211,7 @@ class Batcher:
             for (start, version), (end, _) in pairwise([*run.version_marks, (sampled_count, 0)])
             if start < end
         )
+
         return Generation(
             *self._sampled_tokens(run, sampled_count),
             spans,
@@ -210,24 +224,33 @@ class Batcher:
         lengths = self._slot_lengths.copy()
         for run in self._filling_runs:  # they decode soon
             lengths[run.slot_index] = len(run.prefill_ids)
+
         source_slots = reordered_slots(lengths)
         if source_slots is None:
             return
+
         moved_slots = np.flatnonzero(source_slots != np.arange(len(source_slots)))
         longest_prefix = max(self._used_positions(self.slots.every_slot[slot]) for slot in moved_slots)
         self.cache.move_slots(source_slots[moved_slots], moved_slots, longest_prefix)
         self._slot_lengths = self._slot_lengths[source_slots]
         self._slot_sampling.reorder_slots(source_slots)
         self.slots.reorder_slots(source_slots.tolist())
+
         self._decoding_runs = {run.slot_index: run for run in self._decoding_runs.values()}
 
     def _used_positions(self, used_slot: Slot) -> int:
         """The number of leading positions of a slot that hold something."""
         run = self.runs_by_session.get(used_slot.session or "")
-        return run.prompt_length + self._sampled_count(run) if run and run.slot is used_slot else len(used_slot.held_ids)
+        return (
+            run.prompt_length + self._sampled_count(run)
+            if run and run.slot is used_slot
+            else len(used_slot.held_ids)
+        )
 
     def _sampled_count(self, run: Run) -> int:
-        return (int(self._slot_lengths[run.slot_index]) if run.decoding else len(run.prefill_ids)) - run.prompt_length
+        return (
+            int(self._slot_lengths[run.slot_index]) if run.decoding else len(run.prefill_ids)
+        ) - run.prompt_length
 
     def _sampled_tokens(self, run: Run, sampled_count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         if sampled_count == 0:
@@ -245,25 +268,35 @@ class Batcher:
             adapter_index = self._adapter_index(request.agent)
             if adapter_index != self._adapter_index(slot.agent):
                 slot.held_ids = ()
+
             slot.agent, self.cache.adapter_indices[slot.index] = request.agent, adapter_index
             run.slot = slot
             run.filled_length = slot.keep_prefix(request.ids)
             self._find_prefix_source(run)
             new_ids = torch.tensor(request.ids[run.filled_length :], device=self.cache.device)
             self.cache.ids[slot.index, run.filled_length : run.prompt_length] = new_ids
+
             self._slot_sampling.set_slot(slot.index, request.key, request.sampling, run.max_length)
             self._filling_runs.append(run)
 
     def _find_prefix_source(self, run: Run) -> None:
         assert run.slot is not None
-        prefix_source = self._prefix_index.enter_prompt(run.slot, run.prefill_ids, self._adapter_index(run.request.agent))
-        run.prefix_source = prefix_source if prefix_source and prefix_source.length > run.filled_length else None
+        prefix_source = self._prefix_index.enter_prompt(
+            run.slot, run.prefill_ids, self._adapter_index(run.request.agent)
+        )
+        run.prefix_source = (
+            prefix_source if prefix_source and prefix_source.length > run.filled_length else None
+        )
 
     def _plan_chunks(self) -> dict[Run, Chunk]:
         """Tokens to prefill in this step. They are padded to the first one's length, and padding counts."""
         chunks: dict[Run, Chunk] = {}
         ready_runs = [run for run in self._filling_runs if not self._awaits_prefix(run)]
-        width = min(len(ready_runs[0].prefill_ids) - ready_runs[0].filled_length, self.token_budget) if ready_runs else 1
+        width = (
+            min(len(ready_runs[0].prefill_ids) - ready_runs[0].filled_length, self.token_budget)
+            if ready_runs
+            else 1
+        )
         for run in ready_runs:
             chunk_size = min(len(run.prefill_ids) - run.filled_length, width)
             if chunk_size * _MAX_PADDING_RATIO >= width:
@@ -271,6 +304,7 @@ class Batcher:
                 chunks[run] = Chunk(run.slot_index, run.filled_length, end, end == len(run.prefill_ids))
             if (len(chunks) + 1) * width > self.token_budget:
                 break
+
         return chunks
 
     def _awaits_prefix(self, run: Run) -> bool:
@@ -278,9 +312,11 @@ class Batcher:
         the present weights computed all of it: its tokens are then as exact as without."""
         if run.prefix_source is None:
             return False
+
         (source_slot, length), own_slot = run.prefix_source, run.slot
         prefix = run.prefill_ids[:length]
         assert own_slot is not None
+
         if (
             self._adapter_index(source_slot.agent) == self._adapter_index(own_slot.agent)
             and source_slot.held_ids[:length] == prefix
@@ -293,8 +329,11 @@ class Batcher:
                 own_slot.swap_count = source_slot.swap_count
         else:
             runs_ahead = takewhile(lambda earlier_run: earlier_run is not run, self._filling_runs)
-            if any(other.slot is source_slot and other.prefill_ids[:length] == prefix for other in runs_ahead):
+            if any(
+                other.slot is source_slot and other.prefill_ids[:length] == prefix for other in runs_ahead
+            ):
                 return True
+
         run.prefix_source = None
         return False
 
@@ -304,8 +343,10 @@ class Batcher:
         if chunk.start == 0:
             run.slot.oldest_version = self.version
             run.slot.swap_count = self._swap_count
+
         run.filled_length = chunk.end
         run.slot.held_ids = run.prefill_ids[: chunk.end]
+
         if chunk.is_last:
             self._filling_runs.remove(run)
             run.decoding = True
@@ -318,9 +359,11 @@ class Batcher:
         if run.slot is None:
             self._waiting_runs.remove(run)
             return
+
         if run.decoding:
             del self._decoding_runs[run.slot_index]
         else:
             self._filling_runs.remove(run)
+
         run.decoding, self._slot_lengths[run.slot_index], self._steady_plan = False, 0, None
         self.slots.finish_turn(run.slot, kept_ids)

@@ -43,6 +43,7 @@ def decoding_problem(model: PreTrainedModel) -> str:
         generator.integers(min(RESERVED, vocabulary_size - 1), vocabulary_size, length).tolist()
         for length in (33, 9, 14, 12, 5)
     )
+
     prompts = {"a": shared_prefix + endings[0], "b": shared_prefix + endings[1], "c": endings[2]}
     try:
         batcher = Batcher(model, len(prompts), SLOT_TOKENS, CHUNK_TOKENS, version=0)
@@ -54,6 +55,7 @@ def decoding_problem(model: PreTrainedModel) -> str:
         if passes(error):
             raise
         return str(error) if isinstance(error, ConfigError) else f"it fails with {one_line(error)}"
+
     return "" if gap < AGREE else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward"
 
 
@@ -63,9 +65,11 @@ def _sample_turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, 
         batcher.add_request(Request(name, tuple(ids), Sampling(NEW_TOKENS, stop_ids=()), key)): name
         for key, (name, ids) in enumerate(prompts.items())
     }
+
     turns: dict[str, Generation] = {}
     while len(turns) < len(runs):
         turns |= {runs[run]: batcher.end_run(run) for run in batcher.step()}
+
     return turns
 
 

@@ -56,12 +56,14 @@ class TorchEngine:
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
         self._turn_futures: dict[Run, asyncio.Future[Generation]] = {}
         self._pending_changes: list[Callable[[], None]] = []  # to be made after the step under way
+
         self._is_stepping = False
         self._step_thread = ThreadPoolExecutor(1, "torch-engine")
         self._serve_task: asyncio.Task[None] | None = None
         self._wake_event = asyncio.Event()
         self._load_lock = asyncio.Lock()
         self._break_error: EngineError | None = None
+
         self._adapters: Adapters | None = None  # from the first version of some on
         self._released_memory = ReleasedStorages()
         self._awake_event = asyncio.Event()  # or broken
@@ -82,12 +84,15 @@ class TorchEngine:
     async def generate(self, request: Request) -> Generation:
         if self._break_error is not None:
             raise self._break_error
+
         check_request(request, self._vocabulary_size, self._batcher.cache.max_len)
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._between_steps(lambda: self._start_turn(request, future))
+
         if self._serve_task is None or self._serve_task.done():
             self._wake_event = asyncio.Event()
             self._serve_task = asyncio.create_task(self._serve_turns(), name="torch-engine")
+
         self._wake_event.set()
         try:
             while not (await asyncio.wait([future], timeout=request.part_seconds))[0]:
@@ -118,12 +123,15 @@ class TorchEngine:
         async with self._load_lock:  # versions are applied in the order of the calls
             if self._break_error is not None:
                 raise self._break_error
+
             manifest, tensors = await asyncio.to_thread(disk.read_tensors, ref)
             apply_version = partial(self._apply_tensors, manifest.adapters, tensors)
+
             if self.asleep:
                 base_model = await asyncio.to_thread(self._read_base_model) if manifest.adapters else None
                 apply_version = partial(self._wake_with, base_model, apply_version)
             await self._make_change(lambda: self._swap_version(apply_version, ref.version.step))
+
         return manifest
 
     async def sleep(self) -> None:
@@ -159,8 +167,10 @@ class TorchEngine:
         tokens = torch.tensor([ids] * row_count, device=self._model.device)
         if self._adapters is not None:
             self._adapters.use(torch.arange(row_count, device=tokens.device)[:, None].expand_as(tokens))
+
         with self._adapters.disabled() if self._adapters and base else nullcontext():
             output = self._model(tokens, use_cache=False, logits_to_keep=count + 1)
+
         logits = output.logits[:, :-1].flatten(0, 1)
         labels = tokens[:, len(ids) - count :].reshape(-1, 1)
         chunk_scores = []
@@ -169,6 +179,7 @@ class TorchEngine:
         ):
             logprobs = chunk_logits.float().log_softmax(-1)
             chunk_scores.append((logprobs.gather(1, chunk_labels), *logprobs.topk(top)))
+
         label_logprobs, top_logprobs, top_ids = (
             torch.cat(column).cpu().numpy() for column in zip(*chunk_scores, strict=True)
         )
@@ -194,6 +205,7 @@ class TorchEngine:
     def _start_turn(self, request: Request, future: asyncio.Future[Generation]) -> None:
         if future.done():  # its caller did not wait
             return
+
         if self._break_error is not None:
             future.set_exception(self._break_error)
         elif request.session in self._batcher.runs_by_session:
@@ -217,19 +229,23 @@ class TorchEngine:
         if not specs:
             replace_weights(self._model, tensors)
             return
+
         if self._adapters is None:
             adapter_sizes = {agent: (spec.rank, spec.alpha) for agent, spec in specs.items()}
             self._adapters = Adapters(self._model, adapter_sizes)
             for piece in self._adapters.published:  # in case the version is refused
                 torch.nn.init.zeros_(self._model.get_parameter(piece.parameter))
             self._batcher.use_adapters(self._adapters)
+
         if self._adapters.specs != specs:
             raise WeightsError(f"adapters are of {specs}, and not of {self._adapters.specs}")
+
         parameters = {
             piece.name: self._model.get_parameter(piece.parameter) for piece in self._adapters.published
         }
         if parameters.keys() != tensors.keys():
             raise WeightsError("the version's tensors are not those of its adapters")
+
         copy_tensors(parameters, tensors)
 
     def _swap_version(self, apply_version: Callable[[], None], version: int) -> None:
@@ -249,6 +265,7 @@ class TorchEngine:
             if isinstance(error, torch.OutOfMemoryError):  # there may be enough when it is tried again
                 raise WeightsError(one_line(error)) from error
             raise
+
         self._batcher.wake()
         self._awake_event.set()
 
@@ -261,7 +278,9 @@ class TorchEngine:
         """Give up all that every version brings, and the KV."""
         kept_names = self._model._keys_to_ignore_on_save or ()
         named_parameters = self._model.named_parameters()
-        self._released_memory.release(parameter for name, parameter in named_parameters if name not in kept_names)
+        self._released_memory.release(
+            parameter for name, parameter in named_parameters if name not in kept_names
+        )
         self._released_memory.release(self._batcher.cache.pools)
         torch.cuda.empty_cache()
         trim_heap()
@@ -276,6 +295,7 @@ class TorchEngine:
     def _run_change(self, change: Callable[[], None], change_made: asyncio.Future[None]) -> None:
         if change_made.done():  # its caller did not wait
             return
+
         try:
             change()
         except WeightsError as error:
@@ -309,13 +329,16 @@ class TorchEngine:
                 self._step_thread, self._step_until_needed
             )
             stop_reasons: dict[Run, StopReason | None] = dict.fromkeys(ended_runs)
-            stop_reasons |= {run: StopReason.TEXT for run in self._turn_futures if self._batcher.ends_by_watch(run)}
+            stop_reasons |= {
+                run: StopReason.TEXT for run in self._turn_futures if self._batcher.ends_by_watch(run)
+            }
             for run, stop in stop_reasons.items():
                 self._answer_turn(run, stop)
         finally:
             self._is_stepping = False
             changes = self._pending_changes
             self._pending_changes = []
+
             for change in changes:
                 try:
                     change()
@@ -382,6 +405,7 @@ def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor])
     )
     if unknown or missing:
         raise WeightsError(f"weights are not this model's: unknown {unknown[:3]}, missing {missing[:3]}")
+
     copy_tensors(model_tensors, tensors)
 
 
@@ -411,4 +435,5 @@ def build(
     options = {"label": f"model.path {model_path}", "dtype": getattr(torch, dtype)}
     base = partial(load_pretrained, "AutoModelForCausalLM", model_path, **options)
     model: Any = base()
+
     return TorchEngine(model.to(device), base, slots, max_len, max_batch_tokens, version)

@@ -55,9 +55,11 @@ class RecordedStep:
         step_tensors = _step_tensors(plan)
         if kind not in self._step_functions:
             self._step_functions[kind] = _Step(self._cache, kind)
+
         self._step_counts[kind] += 1
         if self._can_record and self._step_counts[kind] == RECORD_AFTER:
             self._step_functions[kind] = _record_step(self._step_functions[kind], step_tensors)
+
         ended_samples = self._step_functions[kind](*step_tensors)
         return [plan.slots[index] for index in ended_samples.tolist()]
 
@@ -95,12 +97,14 @@ class _Step(torch.nn.Module):
         layout = Layout(cells, positions, slot_groups, kind.decoding)
         logits = cache.forward(layout, logit_indices)
         cells = cells[logit_indices] + 1
+
         positions = positions[logit_indices] + 1
         params = Params(seed, temperature, greedy, kind.any_greedy)
         ids, logprobs = sample(logits, positions, params, cache.vocabulary)
         cache.ids.view(-1).index_copy_(0, cells, ids)
         cache.logprobs.view(-1).index_copy_(0, cells, logprobs)
         stopped = (ids[:, None] == stops).any(1)
+
         ended = (stopped | (positions + 1 >= limits) | logprobs.isnan()) & (is_live == 1)
         return ended.nonzero().flatten()
 
@@ -124,6 +128,7 @@ def _record_step(
         warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         previous_verbosity = get_verbosity()
         set_verbosity_error()  # the recording reads every attribute of the model, and some warn when read
+
         try:
             return torch.jit.trace(step, tensors, check_trace=False)
         except Exception as error:

@@ -68,6 +68,7 @@ def _draw_indices(weights: torch.Tensor, uniforms: torch.Tensor, vocabulary: int
     target = uniforms * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, target, right=True)
     block.clamp_(max=(vocabulary + padding) // WEIGHTS_PER_BLOCK - 1)  # NaN compares false with everything
+
     weight_before = F.pad(cumulative, (1, 0)).gather(1, block)
     cumulative_inside = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(-1, dtype=torch.float64)
     inner_index = torch.searchsorted(cumulative_inside, target - weight_before, right=True)
@@ -75,6 +76,7 @@ def _draw_indices(weights: torch.Tensor, uniforms: torch.Tensor, vocabulary: int
     last_weighted = torch.searchsorted(
         cumulative_inside, total
     )  # with weight: the two sums may differ by rounding
+
     return (
         (block * WEIGHTS_PER_BLOCK + torch.minimum(inner_index, last_weighted))
         .squeeze(1)

@@ -43,7 +43,9 @@ class Layout(NamedTuple):
     cells: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
     groups: tuple[SlotGroup, ...]
-    decoding_groups: int  # so many groups, the first ones, decode: slots 0, 1, …, read in place. Others are gathered
+    decoding_groups: (
+        int  # so many groups, the first ones, decode: slots 0, 1, …, read in place. Others are gathered
+    )
 
 
 class KVCache:
@@ -56,6 +58,7 @@ class KVCache:
         self.columns = max_len + 1
         self.device = model.device
         self.ids = torch.zeros(slot_count, self.columns, dtype=torch.long, device=self.device)
+
         self.logprobs = torch.zeros(slot_count, self.columns, dtype=torch.float32, device=self.device)
         self.adapter_indices = torch.zeros(
             slot_count, dtype=torch.long, device=self.device
@@ -64,6 +67,7 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}  # layer -> [kv_heads, slots, columns, head_dim]
         self.values: dict[int, torch.Tensor] = {}
         self.query_group_sizes: dict[int, int] = {}  # layer -> query heads of one KV head
+
         self._all_columns = torch.arange(self.columns, device=self.device)
         self._current_layout: Layout
         self._group_biases: list[torch.Tensor] = []
@@ -89,6 +93,7 @@ class KVCache:
         self._group_biases = [self._attention_bias(group) for group in layout.groups]
         if self.adapters is not None:
             self.adapters.use(self.adapter_indices[layout.cells // self.columns])
+
         output = self.model(
             input_ids=self.ids.view(-1)[layout.cells][None],
             position_ids=layout.positions[None],
@@ -97,6 +102,7 @@ class KVCache:
             logits_to_keep=logit_indices,
             slots=self,
         )
+
         return output.logits[0]
 
     def attend(
@@ -108,12 +114,15 @@ class KVCache:
         values = self.values[layer]
         for pool, states in ((keys, key), (values, value)):
             pool.flatten(1, 2).index_copy_(1, self._current_layout.cells, states[0])
+
         group_outputs: list[torch.Tensor] = []
         start = 0
         for group, bias in zip(self._current_layout.groups, self._group_biases, strict=True):
             end = start + group.positions.numel()
             slot_selection = (
-                slice(start, end) if len(group_outputs) < self._current_layout.decoding_groups else group.slots
+                slice(start, end)
+                if len(group_outputs) < self._current_layout.decoding_groups
+                else group.slots
             )
             key = _group_states(keys, group, slot_selection)
             value = _group_states(values, group, slot_selection)
@@ -121,6 +130,7 @@ class KVCache:
                 _attend_group(query[0, :, start:end], key, value, bias, self.query_group_sizes[layer], scale)
             )
             start = end
+
         return (group_outputs[0] if len(group_outputs) == 1 else torch.cat(group_outputs))[None]
 
     def move_slots(self, source_slots: np.ndarray, target_slots: np.ndarray, length: int) -> None:
@@ -130,6 +140,7 @@ class KVCache:
         )
         for token_table in (self.ids, self.logprobs):
             token_table[target_indices, :length] = token_table[source_indices, :length]
+
         self.adapter_indices[target_indices] = self.adapter_indices[source_indices]
         for pool in self.pools:
             pool[:, target_indices, :length] = pool[:, source_indices, :length]
@@ -156,9 +167,11 @@ class KVCache:
         Returns the number of its logits."""
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
         self.model.set_attn_implementation(ATTENTION)
+
         for module in self.model.modules():
             if isinstance(module, torch.nn.Embedding):
                 module.padding_idx = None  # for gradients only; a recording may not compare it
+
         probe = _Probe(self)
         with torch.no_grad():
             probe_input = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -169,9 +182,11 @@ class KVCache:
                 use_cache=False,
                 slots=probe,
             )
+
         if not self.keys:
             name = type(self.model).__name__
             raise ConfigError(f"the embedded engine cannot serve {name}: it has its own attention")
+
         return output.logits.shape[-1]
 
 
@@ -213,6 +228,7 @@ def _attend_group(
         .permute(2, 0, 1, 3, 4)
         .flatten(2, 3)
     )
+
     bias = bias[:, :, None].expand(-1, -1, query_group_size, -1, -1).flatten(2, 3)
     attended = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
     return attended.unflatten(2, (query_group_size, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
@@ -231,12 +247,14 @@ def _attention(
     """The registered attention function. Without a cache it is plain SDPA: the module can still be called."""
     if slots is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
     if isinstance(slots, _Probe):
         unknown_arguments = unknown(kwargs)
         if unknown_arguments:
             raise ConfigError(
                 f"the embedded engine has no {', '.join(unknown_arguments)} attention; use another engine"
             )
+
     return slots.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
 
 
@@ -270,6 +288,7 @@ class Slot:
             0  # policy version that wrote position 0: KV is written in order, so the oldest of all
         )
         self.swap_count = 0  # how often weights had been swapped then
+
         self.is_busy = False
         self.last_used = 0
 
@@ -299,10 +318,12 @@ class Slots:
             idle_slots = [slot for slot in self.every_slot if not slot.is_busy]
             if not idle_slots:
                 return None
+
             slot = min(idle_slots, key=lambda slot: slot.last_used if slot.session else -1)
             self._clear_slot(slot)
             slot.session = session
             self._slot_by_session[session] = slot
+
         slot.is_busy = True
         return slot
 
@@ -353,6 +374,7 @@ class PrefixIndex:
         for block_hash in self._blocks_by_slot.pop(slot, ()):
             if self._slot_by_block.get(block_hash) is slot:
                 del self._slot_by_block[block_hash]
+
         source = None
         block_hashes = []
         prefix_hash = adapter_index
@@ -363,6 +385,7 @@ class PrefixIndex:
             block_hashes.append(prefix_hash)
             if prefix_hash in self._slot_by_block:
                 source = PrefixSource(self._slot_by_block[prefix_hash], end)
+
         self._slot_by_block |= dict.fromkeys(block_hashes, slot)
         self._blocks_by_slot[slot] = block_hashes
         return source

@@ -61,6 +61,7 @@ class SlotSampling:
         missing_columns = len(sampling.stop_ids) - self.stops.shape[1]
         if missing_columns > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing_columns)), constant_values=-1)
+
         self.stops[slot] = -1
         self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
@@ -88,10 +89,12 @@ def reordered_slots(lengths: np.ndarray) -> np.ndarray | None:
     cells = _SHORT_LENGTH * 2.0**length_classes * (length_classes >= 0)
     if (_largest_behind(cells) - cells).sum() < _WORTHWHILE_CELLS:
         return None
+
     sorted_classes = np.sort(length_classes)[::-1]
     misplaced = np.flatnonzero(length_classes != sorted_classes)
     source_slots = np.arange(len(lengths))
     source_slots[misplaced] = misplaced[np.argsort(-length_classes[misplaced], kind="stable")]
+
     return source_slots
 
 
@@ -113,6 +116,7 @@ def build_layout(
     sampled_slots = np.concatenate(
         [np.arange(decoding_count), np.array([chunk.slot for chunk in last_chunks], dtype=np.int64)]
     )
+
     last_indices: list[int] = []
     if chunks:
         chunk_starts = np.array([[chunk.start] for chunk in chunks])
@@ -121,19 +125,25 @@ def build_layout(
         prompt_positions = np.where(prompt_positions < chunk_ends, prompt_positions, cache.scratch)  # padded
         longest = max(chunk.end for chunk in chunks)
         spans.append(_Span(np.array([chunk.slot for chunk in chunks]), prompt_positions, longest))
+
         width = prompt_positions.shape[1]
         last_indices = [
             decoding_count + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.is_last
         ]
+
     layout = _pack_spans(cache, spans, len(decoding_spans))
     room_left = [
         len(g.columns) - s.longest for g, s in zip(layout.groups, spans, strict=True) if len(s.slots)
     ]
     return StepLayout(
         layout=layout,
-        logit_indices=_tensor(np.array([*range(decoding_count), *last_indices], dtype=np.int64), cache.device),
+        logit_indices=_tensor(
+            np.array([*range(decoding_count), *last_indices], dtype=np.int64), cache.device
+        ),
         slots=sampled_slots.tolist(),
-        is_live=_tensor(np.concatenate([is_decoding, np.ones(len(last_chunks), dtype=np.int64)]), cache.device),
+        is_live=_tensor(
+            np.concatenate([is_decoding, np.ones(len(last_chunks), dtype=np.int64)]), cache.device
+        ),
         params=sampling.slot_params(sampled_slots, cache.device),
         stops=_tensor(sampling.stops[sampled_slots], cache.device),
         limits=_tensor(sampling.limits[sampled_slots], cache.device),
@@ -154,13 +164,16 @@ def _decoding_spans(lengths: np.ndarray, scratch: int) -> list[_Span]:
     used_lengths = np.trim_zeros(lengths, "b")
     if not len(used_lengths):
         return []
+
     reach_lengths = _largest_behind(used_lengths)
     half, saved_cells = _best_cut(reach_lengths)
     cut_points = [0]
+
     if (
         saved_cells >= _WORTHWHILE_CELLS
     ):  # four, of which some may be empty: each number of groups is a kind of step to record
         cut_points = [0, _best_cut(reach_lengths[:half])[0], half, half + _best_cut(reach_lengths[half:])[0]]
+
     positions = np.where(used_lengths > 0, used_lengths - 1, scratch)[:, None]
     return [
         _Span(np.arange(start, end), positions[start:end], int(used_lengths[start:end].max(initial=0)))
@@ -180,12 +193,14 @@ def _pack_spans(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
     """Pack the spans one after another; the first `decoding` ones decode."""
     flat_positions = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
     cells = np.concatenate([(s.slots[:, None] * cache.columns + s.positions).reshape(-1) for s in spans])
+
     groups = []
     start = 0
     for slots, positions, longest in spans:
         group_positions = flat_positions[start : start + positions.size].view(positions.shape)
         groups.append(SlotGroup(_tensor(slots, cache.device), group_positions, cache.columns_for(longest)))
         start += positions.size
+
     return Layout(_tensor(cells, cache.device), flat_positions, tuple(groups), decoding)
 
 
