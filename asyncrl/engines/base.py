@@ -28,7 +28,7 @@ Watch = Callable[[Sequence[int]], bool]
 never raises, and keeps no hold of the ids. Fewer ids than before: those since then were lost."""
 
 OnPart = Callable[[Generation], Awaitable[None]]
-"""Called with all that a turn which lasts has sampled so far."""
+"""Called with everything that a long turn has sampled so far."""
 
 
 async def ignore_part(sampled: Generation) -> None:
@@ -38,12 +38,12 @@ async def ignore_part(sampled: Generation) -> None:
 class Request(msgspec.Struct, frozen=True):
     """Asks for one turn of one episode.
 
-    `session` names the episode: its prefix may be kept between turns. `ids` is the whole prefix.
-    `key` seeds the sampling: for the embedded engine, the token at position p depends on (key, p) and the
-    weights only. `watch` hears of every id as it is sampled, and may end the turn with it (StopReason.TEXT);
-    ids that were sampled after that one are dropped. `routes_from`: of the tokens before it the routes are
-    known; None: none are wanted. `agent`: whose adapter samples it, where they have some. `on_part` hears of
-    a turn that lasts, each `part_seconds`.
+    `session` names the episode: the engine may keep the episode's prefix between turns. `ids` is the whole
+    prefix. `key` seeds the sampling: in the embedded engine, the token at position p depends on (key, p) and
+    the weights only. `watch` is called for every sampled id, and may end the turn there (StopReason.TEXT);
+    ids sampled later are dropped. `routes_from`: the routes of earlier tokens are known; None: no routes are
+    wanted. `agent`: the agent whose adapter samples the turn, where agents have adapters. `on_part` gets the
+    beginning of a long turn, every `part_seconds`.
     """
 
     session: str
@@ -58,7 +58,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class EngineRefused(EngineError):
-    """The request itself is wrong, or asks for what the engine cannot do: it would be refused again."""
+    """The request is malformed or asks for something that the engine cannot do: a retry would fail, too."""
 
 
 class EngineBusy(EngineError):
@@ -66,8 +66,8 @@ class EngineBusy(EngineError):
 
 
 class EngineLost(EngineError):
-    """The server died, or aborted the request, after it had sampled `partial`: the turn can be continued
-    from there, on the same or another server."""
+    """The server died or aborted the request after sampling `partial`: the turn can be continued from there,
+    on the same or another server."""
 
     def __init__(self, message: str, partial: Generation) -> None:
         super().__init__(message)
@@ -87,30 +87,30 @@ class Engine(Protocol):
 
     @property
     def asleep(self) -> bool:
-        """It holds neither KV cache nor weights."""
+        """True while the engine holds neither KV cache nor weights."""
 
     async def sleep(self) -> None:
-        """Give up KV cache and weights until the next `load`. Turns under way keep what they have sampled,
-        and wait, as new ones do. Nothing, if it sleeps."""
+        """Give up KV cache and weights until the next `load`. Turns under way keep their sampled tokens, and
+        wait, as new turns do. Does nothing if the engine sleeps already."""
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Cancelling the call ends it. Raises EngineError on a request it must refuse."""
+        """Sample one turn. Cancelling the call ends the turn. Raises EngineError for an invalid request."""
 
     def release(self, session: str) -> None:
-        """The episode is over: end its running turn with StopReason.ABORT and forget its prefix. Unknown
-        sessions are fine."""
+        """Forget a finished episode: end the session's running turn with StopReason.ABORT and drop the
+        prefix. Unknown sessions are fine."""
 
     async def load(self, ref: WeightsRef) -> Manifest:
-        """Swap in a published version without waiting for running turns; returns what was loaded. Raises
-        WeightsError and keeps the old weights, or sleeps on, when the files are missing or damaged."""
+        """Swap in a published version without waiting for running turns; returns the version's manifest.
+        Raises WeightsError and keeps the old weights, or sleeps on, when the files are missing or damaged."""
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn. Waits
-        while the engine sleeps."""
+        """Return log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn.
+        Waits while the engine sleeps."""
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
-        """Score the last `count` of these ids, without adapters, at temperature 1, and name the `top`
-        likeliest at each of their places."""
+        """Score the last `count` ids, without adapters, at temperature 1, and name the `top` likeliest tokens
+        at each of these positions."""
 
     async def close(self) -> None: ...
 
@@ -119,7 +119,7 @@ engines: Registry = Registry("engine", modules={"torch": "asyncrl.engines.torch.
 
 
 def check_request(request: Request, vocabulary: int, max_len: int) -> None:
-    """EngineRefused for a request that cannot be served. (SGLang servers die of unknown ids.)"""
+    """Raise EngineRefused for a request that cannot be served. (SGLang servers die of unknown ids.)"""
     prompt_length = len(request.ids)
     sampling = request.sampling
     problem = ""
@@ -142,8 +142,9 @@ NOTHING = Generation((), (), (), StopReason.ABORT)
 
 
 def remaining_request(request: Request, sampled: Generation) -> Request:
-    """Returns the request that continues a turn of which a lost server has `sampled` a part: of 10 tokens,
-    4 of them sampled, it asks for 6 after the prompt and those 4; `extended` puts both together."""
+    """Return the request that continues a turn after a lost server has `sampled` the beginning. Example: of
+    10 tokens 4 are sampled; the new request has the prompt and these 4 as its prefix, and asks for 6.
+    `with_part` puts beginning and continuation together."""
     remaining_tokens = request.sampling.max_new_tokens - len(sampled.ids)
     sampling = replace(request.sampling, max_new_tokens=remaining_tokens)
     watch = None if request.watch is None else _watch_after(sampled.ids, request.watch)
@@ -161,28 +162,35 @@ def remaining_request(request: Request, sampled: Generation) -> Request:
 
 
 def _watch_after(sampled: tuple[int, ...], watch: Watch) -> Watch:
-    """The same watch, of what follows the ids that it has heard of."""
-    return (lambda ids: watch((*sampled, *ids))) if sampled else watch
+    """Return a watch for the ids after `sampled`: it calls `watch` with both."""
+    if not sampled:
+        return watch
+    return lambda ids: watch((*sampled, *ids))
 
 
 def with_part(request: Request, sampled: Generation, part: Generation) -> Generation:
-    """`sampled` and the part after it, as if one engine had sampled both."""
+    """Join `sampled` and the part that follows, as if one engine had sampled both."""
     generation = concat(sampled, part)
     stop = end_reason(request, generation.ids) if part.stop is StopReason.ABORT else part.stop
     return replace(generation, stop=stop)
 
 
 def concat(sampled: Generation, part: Generation) -> Generation:
-    """Join `sampled` and the part after it, which stopped as that did."""
-    spans = sampled.spans + tuple(shift_span(span, len(sampled.ids)) for span in part.spans)
-    both = sampled.ids + part.ids, sampled.logprobs + part.logprobs
-    seconds = sampled.seconds + part.seconds
-    routes = concat_routes(sampled.routes, part.routes)
-    return Generation(*both, spans, part.stop, seconds, routes)
+    """Join `sampled` and the part that follows; the stop reason is that of the part."""
+    part_spans = tuple(shift_span(span, len(sampled.ids)) for span in part.spans)
+    return Generation(
+        sampled.ids + part.ids,
+        sampled.logprobs + part.logprobs,
+        sampled.spans + part_spans,
+        part.stop,
+        sampled.seconds + part.seconds,
+        concat_routes(sampled.routes, part.routes),
+    )
 
 
 def suffix_after(sampled: Generation, generation: Generation) -> Generation:
-    """Return the part of `whole` after `sampled`, without routes: the server that goes on tells them all."""
+    """Return the part of `generation` after `sampled`, without routes: the server that continues the turn
+    reports all routes."""
     count = len(sampled.ids)
     clipped_spans = (
         replace(span, start=max(span.start, count)) for span in generation.spans if span.end > count
@@ -193,8 +201,8 @@ def suffix_after(sampled: Generation, generation: Generation) -> Generation:
 
 
 def concat_routes(first_routes: Routes | None, later_routes: Routes | None) -> Routes | None:
-    """The routes of a turn's beginning, and of what follows it. A server that is lost has told none: then
-    those of the server that went on are of all of it."""
+    """Join the routes of a turn's beginning and of its continuation. A lost server has reported no routes:
+    then the server that continued the turn has reported the routes of all tokens."""
     if first_routes is None or later_routes is None:
         return first_routes or later_routes
     return Routes(
@@ -203,12 +211,12 @@ def concat_routes(first_routes: Routes | None, later_routes: Routes | None) -> R
 
 
 def end_reason(request: Request, ids: tuple[int, ...]) -> StopReason:
-    """Returns the reason why the request ends after it has sampled `ids`; ABORT: it does not end there."""
+    """Return the reason why a request ends after sampling `ids`; ABORT: the request does not end there."""
     if ids and ids[-1] in request.sampling.stop_ids:
         return StopReason.STOP
     return StopReason.LENGTH if len(ids) >= request.sampling.max_new_tokens else StopReason.ABORT
 
 
 def shift_span(span: VersionSpan, tokens: int) -> VersionSpan:
-    """Return the same span of a text with `tokens` more in front."""
+    """Return the same span in a text that has `tokens` more in front."""
     return VersionSpan(span.start + tokens, span.end + tokens, span.version, span.kv_version)

@@ -38,15 +38,15 @@ class Run:
 
     def __init__(self, request: Request, max_length: int, version: int, started_at: float) -> None:
         self.request = request
-        self.prefill_ids = request.ids  # to prefill: after a sleep, with what it had sampled
-        self.max_length = max_length  # length at which it ends
+        self.prefill_ids = request.ids  # after a sleep: with the ids sampled before
+        self.max_length = max_length  # prompt and sampled ids together
         self.slot: Slot | None = None
-        self.prefix_source: PrefixSource | None = None  # of a longer prefix than its slot holds, to be copied
+        self.prefix_source: PrefixSource | None = None  # has a longer prefix than the slot: to be copied
         self.filled_length = 0  # leading ids whose KV is in the cache
 
-        self.watched_ids: list[int] = []  # sampled ids that its watch has heard of
+        self.watched_ids: list[int] = []  # sampled ids that the watch was called with
         self.decoding = False
-        self.earlier_spans: tuple[VersionSpan, ...] = ()  # of what it had sampled before the last sleep
+        self.earlier_spans: tuple[VersionSpan, ...] = ()  # of the ids sampled before the last sleep
         self.version_marks = [(0, version)]  # (ids sampled before, version in use from there on)
         self.started_at = started_at
 
@@ -67,10 +67,10 @@ class Batcher:
         self, model: PreTrainedModel, slot_count: int, max_len: int, token_budget: int, version: int
     ) -> None:
         self.version = version
-        self._swap_count = 0  # of weights: two may have one version number
+        self._swap_count = 0  # weight swaps: two may have one version number
         self.token_budget = token_budget
-        self.generated_tokens = 0  # tokens, in all
-        self.runs_by_session: dict[str, Run] = {}  # by session: all that have not ended
+        self.generated_tokens = 0
+        self.runs_by_session: dict[str, Run] = {}  # all that have not ended
         self.cache = KVCache(model, slot_count, max_len)
 
         self._recorded_step = RecordedStep(self.cache)
@@ -78,16 +78,15 @@ class Batcher:
         self._prefix_index = PrefixIndex()
         self._waiting_runs: deque[Run] = deque()
         self._filling_runs: list[Run] = []
-        self._decoding_runs: dict[int, Run] = {}  # by slot
+        self._decoding_runs: dict[int, Run] = {}  # by slot index
 
-        self._slot_lengths = np.zeros(
-            slot_count, dtype=np.int64
-        )  # ids of decoding slots; the last one has no KV yet
+        # Number of ids of each decoding slot, the last of which has no KV yet; 0 for other slots.
+        self._slot_lengths = np.zeros(slot_count, dtype=np.int64)
         self._slot_sampling = SlotSampling(slot_count)
         self._steady_plan: StepLayout | None = None  # the last plan, while it only needs to be advanced
-        # asleep since then; seconds before that
+
         self._asleep_since = math.inf
-        self._slept_seconds = 0.0
+        self._slept_seconds = 0.0  # in earlier sleeps
 
     def add_request(self, request: Request) -> Run:
         max_length = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)
@@ -98,17 +97,17 @@ class Batcher:
         return run
 
     def use_adapters(self, adapters: Adapters) -> None:
-        """From the next step on, each slot is computed with the adapter of its agent, too."""
+        """Compute each slot with the adapter of its agent, from the next step on."""
         self.cache.adapters = adapters
         for slot in self.slots.every_slot:
             self.cache.adapter_indices[slot.index] = self._adapter_index(slot.agent)
-        self._recorded_step = RecordedStep(self.cache)  # recordings are of the model without them
+        self._recorded_step = RecordedStep(self.cache)  # old recordings are of the model without adapters
 
     def _adapter_index(self, agent: str) -> int:
         return self.cache.adapters.adapter_index(agent) if self.cache.adapters else 0
 
     def mark_version(self, version: int) -> None:
-        """From the next step on, tokens are sampled by other weights."""
+        """Note that tokens are sampled by other weights from the next step on."""
         self.version = version
         self._swap_count += 1
         for run in self.runs_by_session.values():
@@ -119,7 +118,7 @@ class Batcher:
         return self._asleep_since < math.inf
 
     def sleep(self) -> None:
-        """The KV is lost: what has sampled already is prefilled again with that, after `wake`."""
+        """Drop the KV: after `wake`, prompts are prefilled again, with the ids sampled before."""
         for run in self._decoding_runs.values():
             sampled = self.sampled_so_far(run)
             run.prefill_ids = run.request.ids + sampled.ids
@@ -142,19 +141,20 @@ class Batcher:
         self._asleep_since = time.perf_counter()
 
     def wake(self) -> None:
-        """There are weights again, and room for KV."""
+        """Go on: there are weights again, and room for KV."""
         for pool in self.cache.pools:
             pool.zero_()  # no mask stops a NaN
         self._slept_seconds += time.perf_counter() - self._asleep_since
         self._asleep_since = math.inf
 
     def _awake_time(self) -> float:
-        """Return the time, which stands still during a sleep."""
+        """Return a time that stands still during a sleep, in seconds."""
         return min(time.perf_counter(), self._asleep_since) - self._slept_seconds
 
     @torch.inference_mode()
     def step(self) -> list[Run]:
-        """Sample one token for every decoding slot and prefill what fits; returns the runs to `end`."""
+        """Sample one token for every decoding slot and prefill as many prompt tokens as fit; return the runs
+        for `end_run`."""
         self._admit_waiting()
         if self._steady_plan and self._steady_plan.steps_left and not self._filling_runs:
             plan = self._steady_plan.advance()
@@ -174,24 +174,27 @@ class Batcher:
         return [self._decoding_runs[slot] for slot in ended_slots]
 
     def ends_by_watch(self, run: Run) -> bool:
-        """Tell the run's watch of its new id; whether the run ends with it."""
-        if (watch := run.request.watch) is None or (sampled_count := self._sampled_count(run)) == len(
-            run.watched_ids
-        ):
+        """Call the run's watch with the new id; True if the run ends with this id."""
+        watch = run.request.watch
+        if watch is None:
+            return False
+
+        sampled_count = self._sampled_count(run)
+        if sampled_count == len(run.watched_ids):
             return False
         run.watched_ids.append(int(self.cache.ids[run.slot_index, run.prompt_length + sampled_count - 1]))
         return watch(run.watched_ids)
 
     def end_run(self, run: Run, stop: StopReason | None = None) -> Generation:
-        """Take a run out of the batch with what it has sampled. `stop` says why if it was not done. Raises
-        EngineError if its log-probs are not finite; it is out all the same."""
+        """Take a run out of the batch and return its sampled ids. `stop`: the reason, if the run was not
+        done. Raises EngineError if log-probs are not finite; the run is out of the batch in this case,
+        too."""
         generation = self.sampled_so_far(run)
         del self.runs_by_session[run.request.session]
         ids = generation.ids
         all_finite = all(map(math.isfinite, generation.logprobs))
-        self._remove_run(
-            run, (run.request.ids + ids)[: -1 if run.decoding else run.filled_length] if all_finite else ()
-        )
+        computed_length = len(run.request.ids + ids) - 1 if run.decoding else run.filled_length
+        self._remove_run(run, (run.request.ids + ids)[:computed_length] if all_finite else ())
 
         if not all_finite:
             if not self.asleep:
@@ -204,7 +207,7 @@ class Batcher:
         return replace(generation, stop=stop)
 
     def sampled_so_far(self, run: Run) -> Generation:
-        """Return what a run has sampled."""
+        """Return the ids that a run has sampled, as a generation without an end."""
         sampled_count = self._sampled_count(run)
         spans = run.earlier_spans + tuple(
             VersionSpan(start, end, version, run.slot.oldest_version if run.slot else version)
@@ -220,9 +223,10 @@ class Batcher:
         )
 
     def _reorder_slots(self) -> None:
-        """Move slots so that long rows lie together: attention reads a range as far as its longest row."""
+        """Move slots so that long sequences lie together: attention reads a range of slots as far as the
+        longest sequence there."""
         lengths = self._slot_lengths.copy()
-        for run in self._filling_runs:  # they decode soon
+        for run in self._filling_runs:  # will decode soon
             lengths[run.slot_index] = len(run.prefill_ids)
 
         source_slots = reordered_slots(lengths)
@@ -239,18 +243,15 @@ class Batcher:
         self._decoding_runs = {run.slot_index: run for run in self._decoding_runs.values()}
 
     def _used_positions(self, used_slot: Slot) -> int:
-        """The number of leading positions of a slot that hold something."""
+        """Return the number of leading positions of a slot that are in use."""
         run = self.runs_by_session.get(used_slot.session or "")
-        return (
-            run.prompt_length + self._sampled_count(run)
-            if run and run.slot is used_slot
-            else len(used_slot.held_ids)
-        )
+        if run and run.slot is used_slot:
+            return run.prompt_length + self._sampled_count(run)
+        return len(used_slot.held_ids)
 
     def _sampled_count(self, run: Run) -> int:
-        return (
-            int(self._slot_lengths[run.slot_index]) if run.decoding else len(run.prefill_ids)
-        ) - run.prompt_length
+        length = int(self._slot_lengths[run.slot_index]) if run.decoding else len(run.prefill_ids)
+        return length - run.prompt_length
 
     def _sampled_tokens(self, run: Run, sampled_count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         if sampled_count == 0:
@@ -269,7 +270,8 @@ class Batcher:
             if adapter_index != self._adapter_index(slot.agent):
                 slot.held_ids = ()
 
-            slot.agent, self.cache.adapter_indices[slot.index] = request.agent, adapter_index
+            slot.agent = request.agent
+            self.cache.adapter_indices[slot.index] = adapter_index
             run.slot = slot
             run.filled_length = slot.keep_prefix(request.ids)
             self._find_prefix_source(run)
@@ -289,14 +291,15 @@ class Batcher:
         )
 
     def _plan_chunks(self) -> dict[Run, Chunk]:
-        """Tokens to prefill in this step. They are padded to the first one's length, and padding counts."""
+        """Choose the tokens to prefill in this step. Chunks are padded to the length of the first chunk, and
+        padding counts against the budget."""
         chunks: dict[Run, Chunk] = {}
         ready_runs = [run for run in self._filling_runs if not self._awaits_prefix(run)]
-        width = (
-            min(len(ready_runs[0].prefill_ids) - ready_runs[0].filled_length, self.token_budget)
-            if ready_runs
-            else 1
-        )
+        if not ready_runs:
+            return chunks
+
+        first_run = ready_runs[0]
+        width = min(len(first_run.prefill_ids) - first_run.filled_length, self.token_budget)
         for run in ready_runs:
             chunk_size = min(len(run.prefill_ids) - run.filled_length, width)
             if chunk_size * _MAX_PADDING_RATIO >= width:
@@ -308,12 +311,13 @@ class Batcher:
         return chunks
 
     def _awaits_prefix(self, run: Run) -> bool:
-        """True if a request ahead is still computing the run's prefix. Copies the prefix once it is there, if
-        the present weights computed all of it: its tokens are then as exact as without."""
+        """True if a request ahead is still computing the run's prefix. Copies a complete prefix if the
+        present weights computed all of its KV: the sampled tokens are then as exact as without a copy."""
         if run.prefix_source is None:
             return False
 
-        (source_slot, length), own_slot = run.prefix_source, run.slot
+        source_slot, length = run.prefix_source
+        own_slot = run.slot
         prefix = run.prefill_ids[:length]
         assert own_slot is not None
 
@@ -330,7 +334,7 @@ class Batcher:
         else:
             runs_ahead = takewhile(lambda earlier_run: earlier_run is not run, self._filling_runs)
             if any(
-                other.slot is source_slot and other.prefill_ids[:length] == prefix for other in runs_ahead
+                ahead.slot is source_slot and ahead.prefill_ids[:length] == prefix for ahead in runs_ahead
             ):
                 return True
 
@@ -338,7 +342,7 @@ class Batcher:
         return False
 
     def _note_filled(self, run: Run, chunk: Chunk) -> None:
-        """The chunk's KV is in the cache; after the last one the slot decodes."""
+        """Note that a chunk's KV is in the cache; after the last chunk the slot decodes."""
         assert run.slot is not None
         if chunk.start == 0:
             run.slot.oldest_version = self.version
@@ -351,10 +355,11 @@ class Batcher:
             self._filling_runs.remove(run)
             run.decoding = True
             slot_index = run.slot_index
-            self._decoding_runs[slot_index], self._slot_lengths[slot_index] = run, len(run.prefill_ids) + 1
+            self._decoding_runs[slot_index] = run
+            self._slot_lengths[slot_index] = len(run.prefill_ids) + 1
 
     def _remove_run(self, run: Run, kept_ids: tuple[int, ...]) -> None:
-        """The run is over; the KV of `held` stays for the session's next turn: all but the last sampled id,
+        """End a run. The KV of `kept_ids` stays for the session's next turn: all but the last sampled id,
         which was never fed back."""
         if run.slot is None:
             self._waiting_runs.remove(run)
@@ -365,5 +370,7 @@ class Batcher:
         else:
             self._filling_runs.remove(run)
 
-        run.decoding, self._slot_lengths[run.slot_index], self._steady_plan = False, 0, None
+        run.decoding = False
+        self._slot_lengths[run.slot_index] = 0
+        self._steady_plan = None
         self.slots.finish_turn(run.slot, kept_ids)

@@ -22,7 +22,7 @@ CHUNK_TOKENS = 24
 
 
 def check_served(model_path: str) -> None:
-    """ConfigError for an architecture that the slots of the embedded engine compute otherwise."""
+    """Raise ConfigError for an architecture whose log-probs differ in the slots of the embedded engine."""
     config = AutoConfig.from_pretrained(model_path)
     known_result = remembered(config, "engine", lambda model: {"decoding": decoding_problem(model)})
     if known_result and (problem := known_result["decoding"]):
@@ -34,8 +34,8 @@ def check_served(model_path: str) -> None:
 
 
 def decoding_problem(model: PreTrainedModel) -> str:
-    """Says what is wrong with turns of three sessions, with prompts in chunks, a prefix that two share, and a
-    second turn; '' for nothing."""
+    """Describe how the engine's log-probs differ from a plain forward, '' if they agree: for turns of three
+    sessions, with prompts in chunks, a prefix that two sessions share, and a second turn."""
     plain_model = copy.deepcopy(model)
     generator = np.random.default_rng(0)
     vocabulary_size = model.config.get_text_config().vocab_size
@@ -60,7 +60,7 @@ def decoding_problem(model: PreTrainedModel) -> str:
 
 
 def _sample_turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generation]:
-    """A turn of each session, sampled together."""
+    """Sample a turn of each session, all in one batch."""
     runs = {
         batcher.add_request(Request(name, tuple(ids), Sampling(NEW_TOKENS, stop_ids=()), key)): name
         for key, (name, ids) in enumerate(prompts.items())

@@ -38,8 +38,8 @@ LOGITS_CHUNK_TOKENS = 512  # tokens whose logits are held in float32 at once
 
 
 class TorchEngine:
-    """An `Engine` in this process. The model's attention function is replaced, by one that still serves plain
-    calls. `base` reads the model again, to wake for adapters alone."""
+    """An `Engine` in this process. The model's attention function is replaced; plain calls of the model still
+    work. `read_base_model` reads the model again, to wake with a version that holds adapters only."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TorchEngine:
         self._vocabulary_size = _vocabulary_size_of(model)
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
         self._turn_futures: dict[Run, asyncio.Future[Generation]] = {}
-        self._pending_changes: list[Callable[[], None]] = []  # to be made after the step under way
+        self._pending_changes: list[Callable[[], None]] = []  # to make after the step under way
 
         self._is_stepping = False
         self._step_thread = ThreadPoolExecutor(1, "torch-engine")
@@ -64,7 +64,7 @@ class TorchEngine:
         self._load_lock = asyncio.Lock()
         self._break_error: EngineError | None = None
 
-        self._adapters: Adapters | None = None  # from the first version of some on
+        self._adapters: Adapters | None = None  # set by the first version that holds adapters
         self._released_memory = ReleasedStorages()
         self._awake_event = asyncio.Event()  # or broken
         self._awake_event.set()
@@ -99,17 +99,18 @@ class TorchEngine:
                 await request.on_part(await self._sampled_so_far(future))
             return await future
         finally:
-            future.cancel()  # no effect once it is done
+            future.cancel()  # no effect on a finished future
             if future.cancelled():
                 self._between_steps(lambda: self._abort_turn(future))
 
     async def _sampled_so_far(self, turn_future: asyncio.Future[Generation]) -> Generation:
-        """Return what a turn has sampled; NOTHING if it ends meanwhile, or the engine breaks."""
+        """Return the ids that a turn has sampled; NOTHING if the turn ends meanwhile, or the engine
+        breaks."""
         sampled_future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
         def read_sampled() -> None:
             run = next((run for run, future in self._turn_futures.items() if future is turn_future), None)
-            if not sampled_future.done():  # else its caller did not wait
+            if not sampled_future.done():  # else the caller did not wait
                 sampled_future.set_result(NOTHING if run is None else self._batcher.sampled_so_far(run))
 
         self._between_steps(read_sampled)
@@ -136,7 +137,7 @@ class TorchEngine:
 
     async def sleep(self) -> None:
         async with self._load_lock:
-            if self._break_error is not None:  # it may have broken while it fell asleep, and hold memory
+            if self._break_error is not None:  # a break while falling asleep may have left memory in use
                 raise self._break_error
             if not self.asleep:
                 await self._make_change(self._fall_asleep)
@@ -150,7 +151,7 @@ class TorchEngine:
             return await self._compute_in_thread(partial(self._score, ids, count, top, base=True))
 
     async def _compute_in_thread(self, compute: Callable[[], T]) -> T:
-        """Compute in the thread, after the step under way or the sleep, all of it under the same weights."""
+        """Compute in the thread, after the step under way or the sleep, under the same weights throughout."""
         while True:
             await self._awake_event.wait()
             async with self._load_lock:
@@ -190,7 +191,7 @@ class TorchEngine:
         self._break(EngineError("the engine was closed"))
         self._wake_event.set()
         if self._serve_task is not None:
-            await self._serve_task  # ends with the step under way
+            await self._serve_task  # the step under way is its last
         self._step_thread.shutdown(cancel_futures=True)
 
     # -- between two steps -----------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class TorchEngine:
             change()
 
     def _start_turn(self, request: Request, future: asyncio.Future[Generation]) -> None:
-        if future.done():  # its caller did not wait
+        if future.done():  # the caller did not wait
             return
 
         if self._break_error is not None:
@@ -225,7 +226,7 @@ class TorchEngine:
         self._batcher.slots.release_session(session)
 
     def _apply_tensors(self, specs: Mapping[str, AdapterSpec], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightsError, changing nothing."""
+        """Copy a version's tensors into the model or the adapters. Raises WeightsError, changing nothing."""
         if not specs:
             replace_weights(self._model, tensors)
             return
@@ -254,7 +255,8 @@ class TorchEngine:
         self._wake_event.set()
 
     def _wake_with(self, base_model: PreTrainedModel | None, apply_version: Callable[[], None]) -> None:
-        """Raises what `replace` does, or WeightsError where a GPU has too little memory, and sleeps on."""
+        """Wake with a new version. Raises the error of `apply_version`, or WeightsError where a GPU has too
+        little memory, and sleeps on."""
         try:
             self._released_memory.allocate()
             if base_model is not None:
@@ -262,7 +264,7 @@ class TorchEngine:
             apply_version()
         except Exception as error:
             self._free_memory()
-            if isinstance(error, torch.OutOfMemoryError):  # there may be enough when it is tried again
+            if isinstance(error, torch.OutOfMemoryError):  # the next try may find enough memory
                 raise WeightsError(one_line(error)) from error
             raise
 
@@ -275,7 +277,7 @@ class TorchEngine:
         self._free_memory()
 
     def _free_memory(self) -> None:
-        """Give up all that every version brings, and the KV."""
+        """Give up the memory of the KV and of all tensors that every version brings."""
         kept_names = self._model._keys_to_ignore_on_save or ()
         named_parameters = self._model.named_parameters()
         self._released_memory.release(
@@ -286,14 +288,14 @@ class TorchEngine:
         trim_heap()
 
     async def _make_change(self, change: Callable[[], None]) -> None:
-        """Make a change between two steps. Raises its WeightsError, which says that nothing was changed; any
-        other error breaks the engine."""
+        """Make a change between two steps. Raises WeightsError if the change raised this error and so changed
+        nothing; any other error breaks the engine."""
         change_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._between_steps(lambda: self._run_change(change, change_made))
         await change_made
 
     def _run_change(self, change: Callable[[], None], change_made: asyncio.Future[None]) -> None:
-        if change_made.done():  # its caller did not wait
+        if change_made.done():  # the caller did not wait
             return
 
         try:
@@ -309,7 +311,7 @@ class TorchEngine:
     # -- steps -----------------------------------------------------------------------------------------
 
     async def _serve_turns(self) -> None:
-        """The decode loop. It outlives every request and dies with the first error."""
+        """Run the decode loop, which outlives every request and ends with the first error."""
         while self._break_error is None:
             if self._turn_futures and not self.asleep:
                 try:
@@ -321,8 +323,8 @@ class TorchEngine:
                 await self._wake_event.wait()
 
     async def _run_steps(self) -> None:
-        """More ids for every running turn, until there is something to do here: answer the turns that end
-        with them, tell watches, make changes."""
+        """Sample more ids for every running turn until the event loop is needed: to answer turns that end, to
+        call watches, and to make changes."""
         self._is_stepping = True
         try:
             ended_runs = await asyncio.get_running_loop().run_in_executor(
@@ -342,12 +344,12 @@ class TorchEngine:
             for change in changes:
                 try:
                     change()
-                except Exception as error:  # those after it are made: their callers wait for them
+                except Exception as error:  # later changes are still made: their callers wait
                     self._break(_breaking_error(error))
 
     def _step_until_needed(self) -> list[Run]:
-        """Compute steps until one needs the loop: each return to it costs as much as several rows of a step.
-        Returns the turns that ended."""
+        """Compute steps until the event loop is needed: each return to the loop costs as much as several
+        sequences of a step. Returns the turns that ended."""
         any_watch = any(run.request.watch for run in self._turn_futures)
         while True:
             ended_runs = self._batcher.step()
@@ -355,7 +357,7 @@ class TorchEngine:
                 return ended_runs
 
     def _answer_turn(self, run: Run, stop: StopReason | None = None) -> None:
-        """Answer a request; its log-probs may make that an error."""
+        """Answer a request, with an error if the log-probs are not finite."""
         try:
             generation = self._batcher.end_run(run, stop)
         except EngineError as error:
@@ -368,7 +370,7 @@ class TorchEngine:
                 future.set_result(generation)
 
     def _break(self, error: EngineError) -> None:
-        """Fail what is pending and everything to come."""
+        """Fail all pending and future requests."""
         self._break_error = self._break_error or error
         self._awake_event.set()
         futures = self._turn_futures
@@ -389,8 +391,9 @@ def _vocabulary_size_of(model: PreTrainedModel) -> int:
 
 
 def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy published tensors into the model, in place and cast to its types. Tied weights may be published
-    under any of their names, or several. Raises WeightsError, changing nothing, if names or shapes differ."""
+    """Copy published tensors into the model, in place and cast to the model's types. Tied weights may be
+    published under one or several of the tied names. Raises WeightsError, changing nothing, if names or
+    shapes differ."""
     model_state = model.state_dict()
     model_tensors = {
         piece.name: piece.within(model_state[piece.parameter]) for piece in pieces(model, model_state)
@@ -410,7 +413,8 @@ def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor])
 
 
 def copy_tensors(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into those of the same names. Raises WeightsError, changing nothing, if shapes differ."""
+    """Copy tensors into the targets of the same names. Raises WeightsError, changing nothing, if shapes
+    differ."""
     for name, tensor in tensors.items():
         if tensor.shape != targets[name].shape:
             shapes = f"{tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
@@ -430,7 +434,8 @@ def build(
     version: int = 0,
     device: str = "cpu",
 ) -> TorchEngine:
-    """An engine with the weights in `model_path`, as version `version`. ConfigError if it cannot serve it."""
+    """Build an engine with the weights in `model_path` as version `version`. Raises ConfigError for a model
+    that the engine cannot serve."""
     check_served(model_path)
     options = {"label": f"model.path {model_path}", "dtype": getattr(torch, dtype)}
     base = partial(load_pretrained, "AutoModelForCausalLM", model_path, **options)

@@ -28,12 +28,12 @@ from asyncrl.errors import one_line
 
 log = logging.getLogger("asyncrl.engine")
 
-RECORD_AFTER = 300  # steps of a kind: a recording costs about as much as so many steps
+RECORD_AFTER = 300  # steps of a kind: a recording costs about as much as 300 steps
 _RECORDING_LOCK = threading.Lock()  # torch records one module at a time
 
 
 class StepKind(NamedTuple):
-    """The values of a plan beside its tensors: a recording is valid for one of these."""
+    """The values of a plan beside its tensors: a recording is valid for one kind of step."""
 
     groups: int
     decoding: int
@@ -50,7 +50,7 @@ class RecordedStep:
         self._step_functions: dict[StepKind, Callable[..., torch.Tensor]] = {}
 
     def __call__(self, plan: StepLayout) -> list[int]:
-        """Compute a step; returns the slots whose turns ended with it."""
+        """Compute a step; return the slots whose turns ended with this step."""
         kind = StepKind(len(plan.layout.groups), plan.layout.decoding_groups, plan.params.any_greedy)
         step_tensors = _step_tensors(plan)
         if kind not in self._step_functions:
@@ -65,8 +65,8 @@ class RecordedStep:
 
 
 class _Step(torch.nn.Module):
-    """The steps of one kind. The tensors that they change are registered as buffers: otherwise a recording
-    would copy them as constants."""
+    """Computes the steps of one kind. The tensors that a step changes are registered as buffers: otherwise a
+    recording would copy these tensors as constants."""
 
     def __init__(self, cache: KVCache, kind: StepKind) -> None:
         super().__init__()
@@ -96,15 +96,15 @@ class _Step(torch.nn.Module):
         slot_groups = tuple(SlotGroup(*groups[first : first + 3]) for first in range(0, 3 * kind.groups, 3))
         layout = Layout(cells, positions, slot_groups, kind.decoding)
         logits = cache.forward(layout, logit_indices)
-        cells = cells[logit_indices] + 1
 
+        cells = cells[logit_indices] + 1
         positions = positions[logit_indices] + 1
         params = Params(seed, temperature, greedy, kind.any_greedy)
         ids, logprobs = sample(logits, positions, params, cache.vocabulary)
         cache.ids.view(-1).index_copy_(0, cells, ids)
         cache.logprobs.view(-1).index_copy_(0, cells, logprobs)
-        stopped = (ids[:, None] == stops).any(1)
 
+        stopped = (ids[:, None] == stops).any(1)
         ended = (stopped | (positions + 1 >= limits) | logprobs.isnan()) & (is_live == 1)
         return ended.nonzero().flatten()
 
@@ -113,8 +113,15 @@ def _step_tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
     layout = plan.layout
     params = plan.params
     return (
-        *(layout.cells, layout.positions, plan.logit_indices, plan.is_live),
-        *(params.seed, params.temperature, params.greedy, plan.stops, plan.limits),
+        layout.cells,
+        layout.positions,
+        plan.logit_indices,
+        plan.is_live,
+        params.seed,
+        params.temperature,
+        params.greedy,
+        plan.stops,
+        plan.limits,
         *(tensor for group in layout.groups for tensor in group),
     )
 
@@ -122,7 +129,8 @@ def _step_tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
 def _record_step(
     step: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]
 ) -> Callable[..., torch.Tensor]:
-    """The recorded step; the step itself if its code depends on values of tensors (mixtures of experts)."""
+    """Return the recorded step, or the step itself if its code depends on values of tensors (mixtures of
+    experts)."""
     with _RECORDING_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]

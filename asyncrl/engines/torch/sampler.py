@@ -27,7 +27,7 @@ class Params(NamedTuple):
 
 
 def mix_key(key: int) -> int:
-    """splitmix64 of a request's key, as a signed 64-bit number."""
+    """Return splitmix64 of a request's key, as a signed 64-bit number."""
     bits = (key + _GOLDEN) & _MASK
     bits = ((bits ^ (bits >> 30)) * _MULTIPLIERS[0]) & _MASK
     bits = ((bits ^ (bits >> 27)) * _MULTIPLIERS[1]) & _MASK
@@ -35,7 +35,8 @@ def mix_key(key: int) -> int:
 
 
 def uniform(seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[n] float64 in [0, 1 - 2^-52]: splitmix64 of seed + position, its upper 52 bits."""
+    """Return random numbers [n], float64 in [0, 1 - 2^-52]: the upper 52 bits of splitmix64(seed +
+    position)."""
     mixed_bits = seed + (positions + 1) * _signed(_GOLDEN)  # int64 arithmetic wraps like uint64
     mixed_bits = (mixed_bits ^ _shift_right(mixed_bits, 30)) * _signed(_MULTIPLIERS[0])
     mixed_bits = (mixed_bits ^ _shift_right(mixed_bits, 27)) * _signed(_MULTIPLIERS[1])
@@ -46,10 +47,10 @@ def uniform(seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def sample(
     logits: torch.Tensor, positions: torch.Tensor, params: Params, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [n] and their log-probs [n] from logits [n, vocabulary].
+    """Sample ids [n] from logits [n, vocabulary]; return ids and log-probs [n].
 
-    A log-prob is the float32 log_softmax(logits / temperature); temperature 1 on greedy slots.
-    It is NaN where the logits are not finite numbers.
+    A log-prob is the float32 log_softmax(logits / temperature), with temperature 1 on greedy slots, and NaN
+    where the logits are not finite numbers.
     """
     logprobs = torch.log_softmax(logits.float() / params.temperature[:, None], -1)
     ids = _draw_indices(logprobs.exp(), uniform(params.seed, positions)[:, None], vocabulary)
@@ -59,8 +60,9 @@ def sample(
 
 
 def _draw_indices(weights: torch.Tensor, uniforms: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Indices [n] into weights [n, V], the first whose cumulative sum is above u [n, 1] of the total:
-    first the block of BLOCK weights, then the one in it. (A sum over all V in float64 is slow.)"""
+    """Return indices [n] into weights [n, V]: the first index whose cumulative sum is above u · total, with u
+    in `uniforms` [n, 1]. The search finds the block of WEIGHTS_PER_BLOCK weights first, then the index within
+    the block: a cumulative sum over all V in float64 is slow."""
     padding = -vocabulary % WEIGHTS_PER_BLOCK
     blocks = (F.pad(weights, (0, padding)) if padding else weights).unflatten(1, (-1, WEIGHTS_PER_BLOCK))
     cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
@@ -73,15 +75,11 @@ def _draw_indices(weights: torch.Tensor, uniforms: torch.Tensor, vocabulary: int
     cumulative_inside = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(-1, dtype=torch.float64)
     inner_index = torch.searchsorted(cumulative_inside, target - weight_before, right=True)
     total = cumulative_inside[:, -1:].contiguous()
-    last_weighted = torch.searchsorted(
-        cumulative_inside, total
-    )  # with weight: the two sums may differ by rounding
 
-    return (
-        (block * WEIGHTS_PER_BLOCK + torch.minimum(inner_index, last_weighted))
-        .squeeze(1)
-        .clamp(max=vocabulary - 1)
-    )
+    # The two sums may differ by rounding: never go beyond the last entry that has weight.
+    last_weighted = torch.searchsorted(cumulative_inside, total)
+    inner_index = torch.minimum(inner_index, last_weighted)
+    return (block * WEIGHTS_PER_BLOCK + inner_index).squeeze(1).clamp(max=vocabulary - 1)
 
 
 def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:

@@ -43,9 +43,8 @@ class Layout(NamedTuple):
     cells: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
     groups: tuple[SlotGroup, ...]
-    decoding_groups: (
-        int  # so many groups, the first ones, decode: slots 0, 1, …, read in place. Others are gathered
-    )
+    # The first groups decode, so many of them: slots 0, 1, …, read in place. Other groups are gathered.
+    decoding_groups: int
 
 
 class KVCache:
@@ -57,12 +56,10 @@ class KVCache:
         self.max_len = max_len
         self.columns = max_len + 1
         self.device = model.device
-        self.ids = torch.zeros(slot_count, self.columns, dtype=torch.long, device=self.device)
 
+        self.ids = torch.zeros(slot_count, self.columns, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(slot_count, self.columns, dtype=torch.float32, device=self.device)
-        self.adapter_indices = torch.zeros(
-            slot_count, dtype=torch.long, device=self.device
-        )  # places of their adapters
+        self.adapter_indices = torch.zeros(slot_count, dtype=torch.long, device=self.device)
         self.adapters: Adapters | None = None
         self.keys: dict[int, torch.Tensor] = {}  # layer -> [kv_heads, slots, columns, head_dim]
         self.values: dict[int, torch.Tensor] = {}
@@ -82,13 +79,13 @@ class KVCache:
         return (*self.keys.values(), *self.values.values())
 
     def columns_for(self, length: int) -> torch.Tensor:
-        """[reach] The columns 0, 1, … that sequences of at most `length` tokens attend to; reach is rounded
-        up, so that kernels see few shapes."""
+        """Return the columns 0, 1, … that sequences of at most `length` tokens attend to, [reach]. The reach
+        is rounded up, so that kernels see few shapes."""
         return self._all_columns[: min(-(-length // _LENGTH_BUCKET) * _LENGTH_BUCKET, self.max_len)]
 
     def forward(self, layout: Layout, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Run the model on the tokens in these cells and write their KV. Returns logits [len(keep),
-        vocabulary] of the tokens with these indices."""
+        """Run the model on the tokens in the layout's cells and write their KV. Returns logits
+        [len(logit_indices), vocabulary] of the tokens with these indices."""
         self._current_layout = layout
         self._group_biases = [self._attention_bias(group) for group in layout.groups]
         if self.adapters is not None:
@@ -108,8 +105,8 @@ class KVCache:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Write key and value [1, kv_heads, N, d] into their cells; query [1, heads, N, d] reads its slots.
-        Returns [1, N, heads, d]."""
+        """Write key and value [1, kv_heads, N, d] into the cells of the tokens; query [1, heads, N, d] reads
+        the slots. Returns [1, N, heads, d]."""
         keys = self.keys[layer]
         values = self.values[layer]
         for pool, states in ((keys, key), (values, value)):
@@ -119,11 +116,9 @@ class KVCache:
         start = 0
         for group, bias in zip(self._current_layout.groups, self._group_biases, strict=True):
             end = start + group.positions.numel()
-            slot_selection = (
-                slice(start, end)
-                if len(group_outputs) < self._current_layout.decoding_groups
-                else group.slots
-            )
+            slot_selection: slice | torch.Tensor = group.slots
+            if len(group_outputs) < self._current_layout.decoding_groups:
+                slot_selection = slice(start, end)
             key = _group_states(keys, group, slot_selection)
             value = _group_states(values, group, slot_selection)
             group_outputs.append(
@@ -134,10 +129,10 @@ class KVCache:
         return (group_outputs[0] if len(group_outputs) == 1 else torch.cat(group_outputs))[None]
 
     def move_slots(self, source_slots: np.ndarray, target_slots: np.ndarray, length: int) -> None:
-        """Slots `tos` get the first `length` positions of `froms`, the same slots in another order."""
-        source_indices, target_indices = (
-            torch.from_numpy(slots).to(self.device) for slots in (source_slots, target_slots)
-        )
+        """Copy the first `length` positions of `source_slots` to `target_slots`, the same slots in another
+        order."""
+        source_indices = torch.from_numpy(source_slots).to(self.device)
+        target_indices = torch.from_numpy(target_slots).to(self.device)
         for token_table in (self.ids, self.logprobs):
             token_table[target_indices, :length] = token_table[source_indices, :length]
 
@@ -146,7 +141,7 @@ class KVCache:
             pool[:, target_indices, :length] = pool[:, source_indices, :length]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """The KV of a slot's first `length` positions to another slot."""
+        """Copy the KV of a slot's first `length` positions to another slot."""
         for pool in self.pools:
             pool[:, target, :length] = pool[:, source, :length]
 
@@ -157,14 +152,14 @@ class KVCache:
             pool[:, :, self.scratch].zero_()
 
     def _attention_bias(self, group: SlotGroup) -> torch.Tensor:
-        """Additive mask [r, 1, width, reach]: 0 where a token may look, -inf on later positions."""
+        """Return an additive mask [r, 1, width, reach]: 0 where a token attends, -inf on later positions."""
         is_later = group.columns > group.positions[:, None, :, None]
         bias = torch.zeros(is_later.shape, dtype=self.model.dtype, device=self.device)
         return bias.masked_fill_(is_later, -torch.inf)
 
     def _allocate_layers(self) -> int:
-        """Run one token through the model to learn the shapes of its layers and that it can be served.
-        Returns the number of its logits."""
+        """Run one token through the model to learn the shapes of the layers and to see that the engine can
+        serve the model. Returns the number of logits per token."""
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
         self.model.set_attn_implementation(ATTENTION)
 
@@ -207,7 +202,7 @@ class _Probe:
 
 
 def _group_states(pool: torch.Tensor, group: SlotGroup, slot_selection: slice | torch.Tensor) -> torch.Tensor:
-    """The keys or values of a group's slots: [r, kv_heads, reach, d]."""
+    """Return the keys or values of a group's slots: [r, kv_heads, reach, d]."""
     return pool[:, :, : group.columns.shape[0]][:, slot_selection].transpose(0, 1)
 
 
@@ -219,8 +214,8 @@ def _attend_group(
     query_group_size: int,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention of one group: query [heads, r * width, d], returns [r * width, heads, d]. Query heads that
-    share a KV head are folded into the query's length, so that keys and values are never repeated."""
+    """Compute one group's attention: query [heads, r * width, d] gives [r * width, heads, d]. Query heads
+    that share a KV head are folded into the query's length, so that keys and values are never repeated."""
     slot_count = bias.shape[0]
     width = bias.shape[2]
     folded = (
@@ -244,7 +239,8 @@ def _attention(
     slots: KVCache | _Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function. Without a cache it is plain SDPA: the module can still be called."""
+    """Compute attention with the cache `slots`; plain SDPA without a cache, so that the model can still be
+    called. Registered with transformers under the name ATTENTION."""
     if slots is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
@@ -282,28 +278,28 @@ class Slot:
     def __init__(self, index: int) -> None:
         self.index = index
         self.session: str | None = None
-        self.agent = ""  # whose adapter computes it
+        self.agent = ""  # the slot is computed with this agent's adapter
         self.held_ids: tuple[int, ...] = ()  # ids whose KV the slot holds
-        self.oldest_version = (
-            0  # policy version that wrote position 0: KV is written in order, so the oldest of all
-        )
-        self.swap_count = 0  # how often weights had been swapped then
-
+        # The policy version that wrote position 0: KV is written in order, so no position has an older
+        # version.
+        self.oldest_version = 0
+        self.swap_count = 0  # weight swaps before position 0 was written
         self.is_busy = False
         self.last_used = 0
 
     def keep_prefix(self, ids: Sequence[int]) -> int:
-        """Returns the number of leading ids that need no prefill: the common prefix with what is held, short
-        of the last id (whose logits are needed). Forgets the rest."""
+        """Return the number of leading ids that need no prefill: the common prefix with `held_ids`, without
+        the last id, as logits are needed there. Forgets all later held ids."""
         common_length = min(len(self.held_ids), len(ids) - 1)
         if self.held_ids[:common_length] != tuple(ids[:common_length]):
-            common_length = next(i for i in range(common_length) if self.held_ids[i] != ids[i])
+            common_length = next(at for at in range(common_length) if self.held_ids[at] != ids[at])
         self.held_ids = self.held_ids[:common_length]
         return common_length
 
 
 class Slots:
-    """Slots by session. An idle session keeps its slot until it is needed: least recently used first."""
+    """Slots by session. An idle session keeps its slot until another session needs the slot; the least
+    recently used slot goes first."""
 
     def __init__(self, count: int) -> None:
         self.every_slot = [Slot(index) for index in range(count)]
@@ -311,7 +307,7 @@ class Slots:
         self._use_counter = 0
 
     def acquire_slot(self, session: str) -> Slot | None:
-        """The session's own slot, a free one, or that of an idle session; None when all are busy.
+        """Return the session's own slot, a free slot, or that of an idle session; None when all are busy.
         Free slots are taken from below, which keeps the slots in use together."""
         slot = self._slot_by_session.get(session)
         if slot is None:
@@ -328,13 +324,13 @@ class Slots:
         return slot
 
     def reorder_slots(self, sources: Sequence[int]) -> None:
-        """Slot number i becomes the one that was number sources[i]."""
+        """Renumber the slots: slot number i becomes the former number sources[i]."""
         self.every_slot = [self.every_slot[source] for source in sources]
         for index, slot in enumerate(self.every_slot):
             slot.index = index
 
     def finish_turn(self, slot: Slot, held_ids: tuple[int, ...]) -> None:
-        """The slot's turn is over and the KV of these ids may be used by the next one."""
+        """Note that the slot's turn is over; the next turn may use the KV of these ids."""
         self._use_counter += 1
         slot.is_busy = False
         slot.held_ids = held_ids
@@ -362,15 +358,15 @@ class PrefixSource(NamedTuple):
 
 class PrefixIndex:
     """Finds the slot that has computed the beginning of a prompt: members of a group, and prompts with the
-    same examples in front, are prefilled once and copied. It knows the last slot of each block."""
+    same examples in front, are prefilled once and copied. The index has the last slot of each block."""
 
     def __init__(self) -> None:
         self._slot_by_block: dict[int, Slot] = {}  # by the hash of all ids up to a block's end
         self._blocks_by_slot: dict[Slot, list[int]] = {}
 
     def enter_prompt(self, slot: Slot, ids: Sequence[int], adapter_index: int) -> PrefixSource | None:
-        """`slot` is given a prompt. Returns the longest beginning of it that another slot was given before
-        for the same adapter; by its hash, so they are to be compared."""
+        """Enter the prompt of `slot`. Returns the longest beginning of the prompt that another slot has with
+        the same adapter. Prefixes are found by their hashes, so the caller has to compare the ids."""
         for block_hash in self._blocks_by_slot.pop(slot, ()):
             if self._slot_by_block.get(block_hash) is slot:
                 del self._slot_by_block[block_hash]

@@ -35,12 +35,12 @@ class StepLayout(NamedTuple):
     params: Params
     stops: torch.Tensor  # [samples, most stop ids of a request], -1 where there are fewer
     limits: torch.Tensor  # [samples] length at which the slot ends
-    steps_left: int  # how many times it can be advanced: 0 with chunks
+    steps_left: int  # how often the layout can be advanced: 0 with chunks
 
     def advance(self) -> StepLayout:
-        """Return the same decoding slots one token further."""
+        """Return the layout of the next step: the same decoding slots, one token further."""
         self.layout.cells.add_(self.is_live)
-        self.layout.positions.add_(self.is_live)  # those of its groups are views of them
+        self.layout.positions.add_(self.is_live)  # the positions of the groups are views of this tensor
         return self._replace(steps_left=self.steps_left - 1)
 
 
@@ -56,8 +56,10 @@ class SlotSampling:
 
     def set_slot(self, slot: int, key: int, sampling: Sampling, limit: int) -> None:
         is_greedy = sampling.temperature == 0
-        self.seed[slot], self.limits[slot] = mix_key(key), limit
-        self.greedy[slot], self.temperature[slot] = is_greedy, 1.0 if is_greedy else sampling.temperature
+        self.seed[slot] = mix_key(key)
+        self.limits[slot] = limit
+        self.greedy[slot] = is_greedy
+        self.temperature[slot] = 1.0 if is_greedy else sampling.temperature
         missing_columns = len(sampling.stop_ids) - self.stops.shape[1]
         if missing_columns > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing_columns)), constant_values=-1)
@@ -66,7 +68,7 @@ class SlotSampling:
         self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
     def reorder_slots(self, source_slots: np.ndarray) -> None:
-        """Slot number i becomes the one that was number sources[i]."""
+        """Renumber the slots: slot number i becomes the former number source_slots[i]."""
         for name, values in vars(self).items():
             setattr(self, name, values[source_slots])
 
@@ -80,9 +82,11 @@ class SlotSampling:
 
 
 def reordered_slots(lengths: np.ndarray) -> np.ndarray | None:
-    """`lengths` [slots] counts the ids of slots that decode, or soon will, and is 0 for others. Slots are
-    read in place, each as far as the longest one at or behind it: long rows belong in front, others at the
-    end. Returns the slot [slots] whose content each slot should get, or None while the order is good."""
+    """Return the slot [slots] whose content each slot should get, or None while the order is good.
+
+    `lengths` [slots] counts the ids of slots that decode, or soon will, and is 0 for other slots. Slots are
+    read in place, each as far as the longest slot at or behind its position: long sequences belong in front.
+    """
     # k where the length is at most _SHORT · 2^k; -1 where it is 0.
     length_classes = np.ceil(np.log2(np.maximum(lengths, _SHORT_LENGTH) / _SHORT_LENGTH)).astype(np.int64)
     length_classes[lengths == 0] = -1
@@ -99,7 +103,7 @@ def reordered_slots(lengths: np.ndarray) -> np.ndarray | None:
 
 
 def _largest_behind(values: np.ndarray) -> np.ndarray:
-    """Return the largest value at or behind each place."""
+    """Return the largest value at or behind each position."""
     return np.maximum.accumulate(values[::-1])[::-1]
 
 
@@ -107,7 +111,7 @@ def build_layout(
     cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: list[Chunk]
 ) -> StepLayout:
     """Lay out one token for every decoding slot, and the chunks. `lengths` [slots] counts the known ids of
-    decoding slots, the last of which is the one to forward, and is 0 for others."""
+    decoding slots, the last of which is to be forwarded, and is 0 for other slots."""
     decoding_spans = _decoding_spans(lengths, cache.scratch)
     decoding_count = sum(len(span.slots) for span in decoding_spans)
     spans = list(decoding_spans)
@@ -160,7 +164,7 @@ class _Span(NamedTuple):
 
 
 def _decoding_spans(lengths: np.ndarray, scratch: int) -> list[_Span]:
-    """The slots up to the last one that decodes, in one group or in four."""
+    """Return the slots up to the last decoding slot, in one group or in four."""
     used_lengths = np.trim_zeros(lengths, "b")
     if not len(used_lengths):
         return []
@@ -182,15 +186,15 @@ def _decoding_spans(lengths: np.ndarray, scratch: int) -> list[_Span]:
 
 
 def _best_cut(reach_lengths: np.ndarray) -> tuple[int, int]:
-    """Return where to cut slots in two, and how many cells that saves. `reach` [r], not empty, does not
-    rise."""
+    """Return where to cut slots in two, and how many cells the cut saves. `reach_lengths` [r], not empty,
+    does not rise."""
     saved_cells = (reach_lengths[0] - reach_lengths) * np.arange(len(reach_lengths), 0, -1)
     cut_point = int(saved_cells.argmax())
     return cut_point, int(saved_cells[cut_point])
 
 
 def _pack_spans(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
-    """Pack the spans one after another; the first `decoding` ones decode."""
+    """Pack the spans one after another; the first `decoding` spans decode."""
     flat_positions = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
     cells = np.concatenate([(s.slots[:, None] * cache.columns + s.positions).reshape(-1) for s in spans])
 
