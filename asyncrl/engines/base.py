@@ -24,8 +24,9 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 Watch = Callable[[Sequence[int]], bool]
-"""Called with the ids of a turn so far, once for each new one: whether the turn ends with it. It is cheap,
-never raises, and keeps no hold of the ids. Fewer ids than before: those since then were lost."""
+"""Called with the ids of a turn so far, once for each new id; returns True if the turn ends with this id. A
+watch is cheap, never raises, and keeps no reference to the ids. Fewer ids than at the last call mean that the
+latest ids were lost."""
 
 OnPart = Callable[[Generation], Awaitable[None]]
 """Called with everything that a long turn has sampled so far."""

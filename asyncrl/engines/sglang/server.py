@@ -231,8 +231,8 @@ def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
         prompt_note = f", and kl.prompt may take {prompt_tokens} more" if prompt_tokens else ""
         raise ConfigError(
-            f"server {url} has room for {input_limit} tokens, rollout.max_tokens is {policy_tokens}{prompt_note}: "
-            f"{remedy}"
+            f"server {url} has room for {input_limit} tokens, rollout.max_tokens is {policy_tokens}"
+            f"{prompt_note}: {remedy}"
         )
 
 

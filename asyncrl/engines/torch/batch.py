@@ -28,9 +28,8 @@ from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
 from asyncrl.weights.adapters import Adapters
 
-_MAX_PADDING_RATIO = (
-    4  # a prompt waits for a later step rather than be padded to more than 4 times its length
-)
+# A prompt that would be padded to more than 4 times its length waits for a later step.
+_MAX_PADDING_RATIO = 4
 
 
 class Run:

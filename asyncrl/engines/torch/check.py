@@ -15,10 +15,9 @@ from asyncrl.errors import ConfigError, one_line
 from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
 from asyncrl.types import Generation
 
-# tokens of a turn; of a slot; of a step's prompts
-NEW_TOKENS = 24
-SLOT_TOKENS = 112
-CHUNK_TOKENS = 24
+NEW_TOKENS = 24  # sampled in a turn
+SLOT_TOKENS = 112  # room of a slot
+CHUNK_TOKENS = 24  # prompt tokens of a step
 
 
 def check_served(model_path: str) -> None:

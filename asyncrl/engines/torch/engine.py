@@ -32,9 +32,10 @@ from asyncrl.weights.names import pieces
 
 T = TypeVar("T")
 
-PREFILL_TOKENS = 1024  # of prompts, at most, between two decode steps; on a CPU more is not faster
-
-LOGITS_CHUNK_TOKENS = 512  # tokens whose logits are held in float32 at once
+# Prompt tokens at most between two decode steps; on a CPU more is not faster.
+PREFILL_TOKENS = 1024
+# Tokens whose logits are held in float32 at once.
+LOGITS_CHUNK_TOKENS = 512
 
 
 class TorchEngine:

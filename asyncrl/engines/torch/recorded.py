@@ -3,10 +3,10 @@
 A step of a small model is some hundred small operations, and Python takes longer to issue them than they take
 to run. So on a CPU each kind of step is recorded by `torch.jit.trace` after it has been made often: the same
 operations on the same tensors are then issued from C++, while other threads of Python run. Sizes are not part
-of a recording, and weights and KV are read where they are, so it stays valid for other batches and weights.
-Without recordings 8 streams of a model of 0.9M parameters get a third fewer tokens per second, 64 a fifth
-(tools/bench/engine.py, --plain). On a GPU steps are issued as they are: torch's tracing is deprecated, and
-nothing was measured there.
+of a recording, and weights and KV are read in place, so a recording stays valid for other batches and
+weights. Without recordings 8 streams of a model of 0.9M parameters get a third fewer tokens per second, 64 a
+fifth (tools/bench/engine.py, --plain). On a GPU steps are issued as they are: torch's tracing is deprecated,
+and nothing was measured there.
 """
 
 from __future__ import annotations

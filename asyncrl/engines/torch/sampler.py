@@ -20,7 +20,7 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 class Params(NamedTuple):
     """Holds sampling settings of n slots. All tensors are [n]; the flag says if any slot is greedy."""
 
-    seed: torch.Tensor  # int64, `mixed` key of the request
+    seed: torch.Tensor  # int64, `mix_key` of the request's key
     temperature: torch.Tensor  # float32, 1 on greedy slots
     greedy: torch.Tensor  # bool
     any_greedy: bool

@@ -37,8 +37,8 @@ class SlotGroup(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The places of the N tokens of one forward in the cache, and how they attend: the tokens of the groups,
-    one group after another."""
+    """Places the N tokens of one forward in the cache, and says how these tokens attend: the tokens of the
+    groups, one group after another."""
 
     cells: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]

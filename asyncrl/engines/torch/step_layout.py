@@ -12,8 +12,10 @@ from asyncrl.engines.base import Sampling
 from asyncrl.engines.torch.sampler import Params, mix_key
 from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
 
-_SHORT_LENGTH = 256  # slots are ordered by length: up to this one, up to twice of it, and so on
-_WORTHWHILE_CELLS = 4096  # cells that a step reads needlessly, for which slots are moved or cut into groups
+# Slots are ordered by classes of lengths: up to 256 ids, up to 512, and so on.
+_SHORT_LENGTH = 256
+# Slots are moved or cut into groups if this saves a step so many cells.
+_WORTHWHILE_CELLS = 4096
 
 
 class Chunk(NamedTuple):
@@ -131,23 +133,24 @@ def build_layout(
         spans.append(_Span(np.array([chunk.slot for chunk in chunks]), prompt_positions, longest))
 
         width = prompt_positions.shape[1]
-        last_indices = [
-            decoding_count + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.is_last
-        ]
+        for index, chunk in enumerate(chunks):
+            if chunk.is_last:
+                last_indices.append(decoding_count + index * width + chunk.end - chunk.start - 1)
 
     layout = _pack_spans(cache, spans, len(decoding_spans))
     room_left = [
-        len(g.columns) - s.longest for g, s in zip(layout.groups, spans, strict=True) if len(s.slots)
+        len(group.columns) - span.longest
+        for group, span in zip(layout.groups, spans, strict=True)
+        if len(span.slots)
     ]
+    logit_indices = np.array([*range(decoding_count), *last_indices], dtype=np.int64)
+    is_live = np.concatenate([is_decoding, np.ones(len(last_chunks), dtype=np.int64)])
+
     return StepLayout(
         layout=layout,
-        logit_indices=_tensor(
-            np.array([*range(decoding_count), *last_indices], dtype=np.int64), cache.device
-        ),
+        logit_indices=_tensor(logit_indices, cache.device),
         slots=sampled_slots.tolist(),
-        is_live=_tensor(
-            np.concatenate([is_decoding, np.ones(len(last_chunks), dtype=np.int64)]), cache.device
-        ),
+        is_live=_tensor(is_live, cache.device),
         params=sampling.slot_params(sampled_slots, cache.device),
         stops=_tensor(sampling.stops[sampled_slots], cache.device),
         limits=_tensor(sampling.limits[sampled_slots], cache.device),
@@ -160,7 +163,7 @@ class _Span(NamedTuple):
 
     slots: np.ndarray  # [r]
     positions: np.ndarray  # [r, width]
-    longest: int  # ids that its tokens attend to
+    longest: int  # number of ids that the tokens attend to
 
 
 def _decoding_spans(lengths: np.ndarray, scratch: int) -> list[_Span]:
@@ -173,9 +176,8 @@ def _decoding_spans(lengths: np.ndarray, scratch: int) -> list[_Span]:
     half, saved_cells = _best_cut(reach_lengths)
     cut_points = [0]
 
-    if (
-        saved_cells >= _WORTHWHILE_CELLS
-    ):  # four, of which some may be empty: each number of groups is a kind of step to record
+    # Four groups, of which some may be empty: each number of groups is another kind of step to record.
+    if saved_cells >= _WORTHWHILE_CELLS:
         cut_points = [0, _best_cut(reach_lengths[:half])[0], half, half + _best_cut(reach_lengths[half:])[0]]
 
     positions = np.where(used_lengths > 0, used_lengths - 1, scratch)[:, None]
@@ -196,7 +198,9 @@ def _best_cut(reach_lengths: np.ndarray) -> tuple[int, int]:
 def _pack_spans(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
     """Pack the spans one after another; the first `decoding` spans decode."""
     flat_positions = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
-    cells = np.concatenate([(s.slots[:, None] * cache.columns + s.positions).reshape(-1) for s in spans])
+    cells = np.concatenate(
+        [(span.slots[:, None] * cache.columns + span.positions).reshape(-1) for span in spans]
+    )
 
     groups = []
     start = 0
