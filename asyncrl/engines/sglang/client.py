@@ -1,10 +1,11 @@
-"""A worker's client of one SGLang server: ids in; ids, log-probs and their versions out. Never text.
+"""A worker's client of one SGLang server: ids in; ids, log-probs and versions out. Never text.
 
     request ──► room ──► stream ──► events put together ──► Generation
                            └► cut, silent or taken back ──► EngineLost, with what was streamed
 
-One call is one HTTP request. The server may end it before the turn is over, at an end-of-sequence id of its
-own: the caller (rollout/server_pool.py) asks for the rest. The server forgets prefixes by itself.
+One call is one HTTP request. The server may end the request before the turn is over, at an end-of-sequence id
+of its own: the caller (rollout/server_pool.py) asks for the remaining tokens. The server forgets prefixes by
+itself.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from asyncrl.wire.messages.worker import EngineUse
 
 SEED_MASK = (1 << 31) - 1
 ADAPTER_REFUSAL = "LoRA adapter"  # in the refusal of a request whose adapter the server does not have
-MAX_REQUESTS = 256  # that one worker has open at one server at once; more wait in the worker
+MAX_REQUESTS = 256  # of one worker, open at one server at once; more wait in the worker
 
 
 class SGLangClient:
     """Calls the server at `api.url`. Used within one event loop.
 
-    `vocabulary`: of the model. `use`: totals of what the server has done. `salt`: names the run's attachment
-    to the server; other runs give the same labels to other weights, and the server's cache outlives them.
+    `vocabulary`: the number of the model's ids. `use`: totals of the server's work. `salt`: names the run's
+    attachment to the server; other runs give the same labels to different weights, and the server's cache
+    outlives runs.
     """
 
     def __init__(
@@ -50,17 +52,18 @@ class SGLangClient:
         self._uses_adapters = config.adapters_apart
 
         self._in_place = config.update_mode == "in_place" and not self._uses_adapters
-        # Then retractions are not for want of memory.
+        # Where updates retract requests, a retraction is no sign of too little memory.
         self._updates_retract = config.shifts or (config.update_mode == "retract" and not self._uses_adapters)
         self._acked_version = NO_VERSION
         self._free_requests = asyncio.Semaphore(MAX_REQUESTS)
-        # Without a deadline until `close`, or until the version of their adapter is outdated.
+        # Calls have no deadline until `close`, or until the version of their adapter is outdated.
         self._open_calls: dict[asyncio.Timeout, StreamedTurn | None] = {}  # None: waits for room
         self._is_closed = False
 
     def mark(self, version: PolicyVersion) -> None:
-        """The server has confirmed this version: requests from now on see nothing older. Those whose
-        adapter is outdated end, as far as they are; not before their first token, or none might come."""
+        """Note that the server has confirmed this version: later requests see nothing older. Requests whose
+        adapter is outdated end with the tokens so far, but not before the first token: else a turn might
+        never get a token."""
         self._acked_version = version
         if self._uses_adapters:
             started_calls = [
@@ -73,18 +76,18 @@ class SGLangClient:
             )
 
     def sleeps(self, asleep: bool) -> None:
-        """Tell whether the server sleeps: then streams may be silent."""
+        """Note whether the server sleeps: streams may be silent during a sleep."""
         self.api.set_asleep(asleep)
 
     async def generate(self, request: Request) -> Generation:
-        """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost when another
+        """Sample a turn, or the beginning of a turn (stop: ABORT). Raises EngineBusy, EngineLost when another
         server can go on, and EngineError on a request that no server can serve."""
         check_request(request, self._vocabulary, self._config.rollout.max_tokens)
         remaining_room = self._config.rollout.max_tokens - len(request.ids)
         token_limit = min(remaining_room, request.sampling.max_new_tokens)
         sampling = msgspec.structs.replace(request.sampling, max_new_tokens=token_limit)
-
         request = msgspec.structs.replace(request, sampling=sampling)
+
         stream = None
         try:
             async with asyncio.timeout(None) as call:
@@ -113,15 +116,15 @@ class SGLangClient:
         return sampled
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Samples a turn, as `Engine.generate` does. Raises EngineBusy, and EngineLost when another server
-        may have an answer."""
+        """Return log-probs of ids[1:] as `Engine.score` does, with the first adapter, if there are adapters.
+        Raises EngineBusy, and EngineLost when another server may have an answer."""
         adapter = self._adapter_name_of(next(iter(self._config.adapters), ""))
         async with self._request_slot():
             return await self.api.score(ids, self._config.engine.request_timeout, adapter)
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
-        """Scores the last `count` of these ids, by a server whose weights stay as they are. Raises what
-        `score` does, and EngineError on ids that the model has not."""
+        """Score the last `count` ids, at a server whose weights never change. Raises the errors of `score`,
+        and EngineError for ids that the model does not have."""
         if max(ids) >= self._vocabulary:
             raise EngineError(f"token {max(ids)} is beyond the scorer's vocabulary of {self._vocabulary}")
 
@@ -147,7 +150,8 @@ class SGLangClient:
 
     @asynccontextmanager
     async def _request_slot(self) -> AsyncIterator[None]:
-        """The body asks the server for a whole answer."""
+        """Have room for a request during the body, which asks the server for an answer that is not
+        streamed."""
         try:
             async with self._free_requests:
                 yield
@@ -155,7 +159,7 @@ class SGLangClient:
             raise self._engine_lost(error, None) from error
 
     async def close(self) -> None:
-        """Cut all requests: they are lost, with what was streamed."""
+        """Cut all requests, each of which ends with EngineLost and the streamed tokens."""
         self._is_closed = True
         self._cut_calls(self._open_calls)
         await self.api.close()
@@ -166,17 +170,17 @@ class SGLangClient:
             call.reschedule(now)
 
     def _adapter_name_of(self, agent: str) -> str:
-        """Return the name of an agent's newest one; "": versions are whole, or it has none."""
+        """Return the name of an agent's newest adapter; "" where versions are whole models, or the agent has
+        no adapter."""
         own_agent = agent if agent in self._config.agents else ""
         has_adapter = self._uses_adapters and own_agent in self._config.adapters
         return adapter_name(self._acked_version, self._salt, own_agent) if has_adapter else ""
 
     async def _read_stream(self, request: Request, stream: StreamedTurn) -> None:
-        """Send the request and take in its events, to the last."""
+        """Send the request and add all events of the answer to `stream`."""
         try:
             silence = self._config.engine.request_timeout
             clock = asyncio.get_running_loop().time
-
             next_part_at = clock() + request.part_seconds
             async with self.api.generate(self._request_body(request), silence) as events:
                 async for payload in events:
@@ -187,7 +191,7 @@ class SGLangClient:
                     if not self._updates_retract:
                         self.usage.retracted += stream.retractions - retracted_before
                     if stream.ends_by_watch():
-                        break  # which aborts the request
+                        break  # leaving the context aborts the request
 
                     if clock() >= next_part_at:
                         await request.on_part(stream.generation())
@@ -216,15 +220,15 @@ class SGLangClient:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
 
         if adapter := self._adapter_name_of(request.agent):
-            body["lora_path"] = adapter  # which is part of what the cache goes by
+            body["lora_path"] = adapter  # part of the cache's key
         elif self._in_place:
-            # The cache outlives updates. What a request finds under its salt is no older than the salt says.
+            # The cache outlives updates: a request finds no KV older than the version in its salt.
             body["cache_salt"] = f"{self._salt}/{self._acked_version.label}"
 
         return body
 
     def _explain_abort(self, stream: StreamedTurn, sampled: Generation) -> None:
-        """Raises unless the server ended the request at an end-of-sequence id of its own."""
+        """Raise an error unless the server ended the request at an end-of-sequence id of its own."""
         finish = stream.finish_reason
         if finish is None:
             raise self._engine_lost("the stream ended, but not the request", stream)
@@ -239,7 +243,7 @@ class SGLangClient:
 
         if isinstance(finish.matched, str):  # the server reports NaN in this way
             raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
-        if not sampled.ids:  # asked again at once it may do so for ever; losses are counted
+        if not sampled.ids:  # a retry at once might repeat this for ever; losses are counted
             raise self._engine_lost("the server ended the request before its first token", stream)
 
     def _engine_lost(self, reason: object, stream: StreamedTurn | None) -> EngineLost:
@@ -249,7 +253,7 @@ class SGLangClient:
 
 
 def _good_part(stream: StreamedTurn) -> Generation:
-    """Return what is known to be good of a request that was cut."""
+    """Return the tokens of a cut request that are known to be good."""
     with suppress(ForeignWeights):
         return stream.generation()
     return NOTHING

@@ -9,8 +9,8 @@ Every call has a deadline. Nothing is sent twice: the caller decides what may be
     a weight endpoint that refuses or fails           WeightsError
     everything else that is not a success             EngineError
 
-each with the server's own text. Keys: what describes or samples takes the API key; what changes the server
-takes the admin key where it has one (and then refuses the API key).
+each with the server's own text. Keys: requests that describe or sample use the API key; requests that change
+the server use the admin key where the server has an admin key (and then refuses the API key).
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
 
 GET_SECONDS = 10.0
-"""Deadline of a question that the server answers by itself, without its scheduler."""
+"""Deadline of a question that the server answers without its scheduler."""
 LOAD_SECONDS = 2.0
-"""Deadline of a question that may as well go without an answer."""
-CLEANUP_SECONDS = 5.0  # for a server that may be stuck to end a session
+"""Deadline of a question whose answer is not necessary."""
+CLEANUP_SECONDS = 5.0
+"""Deadline for ending a session at a server that may be stuck."""
 ADMIN_SECONDS = 60.0
 """Deadline of a command to the scheduler, unless the call says otherwise."""
 INVALID_LABEL = "broken"
@@ -72,8 +73,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Describes one data-parallel rank in the answer of `/v1/loads`. `token_usage`: share of its KV memory
-    that requests hold; prefixes that are only kept for reuse are not counted."""
+    """Describes one data-parallel rank in the answer of `/v1/loads`. `token_usage`: the fraction of the
+    rank's KV memory that requests hold, without prefixes that are only kept for reuse."""
 
     token_usage: float
 
@@ -83,7 +84,7 @@ class Loads(msgspec.Struct, frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """An entry of `/v1/models`. `parent`: of an adapter, the model that it is for."""
+    """An entry of `/v1/models`. `parent`: the base model, if the entry is an adapter."""
 
     id: str
     parent: str | None = None
@@ -104,8 +105,8 @@ class ServerApi:
     # -- questions ------------------------------------------------------------------------------------
 
     async def ready(self) -> bool:
-        """True if the server takes new requests: it has started and is not paused. Cheap, unlike `/health`,
-        which samples a token, and which says nothing for 20 s during a pause."""
+        """True if the server takes new requests: started, and not paused. Cheap, unlike `/health`, which
+        samples a token and takes 20 s to answer during a pause."""
         status = await self._transport.status("/ready", GET_SECONDS)
         if status not in (200, 503):
             raise EngineError(f"server {self.url}: /ready answered {status}; is this an SGLang server?")
@@ -126,12 +127,13 @@ class ServerApi:
         return await self._get_struct("/model_info", ModelInfo, GET_SECONDS)
 
     async def weight_label(self) -> str:
-        """The label of the last update, or what the server was started with ("default")."""
+        """Return the label of the last update, or "default" for the weights that the server was started
+        with."""
         return (await self.model_info()).weight_version
 
     async def kv_use(self) -> float | None:
-        """Share of the KV memory that requests hold, in [0, 1], of the fullest data-parallel rank. None where
-        the server does not say so, or not at once."""
+        """Return the fraction of KV memory that requests hold, in [0, 1], at the fullest data-parallel rank.
+        None if the server does not answer at once."""
         try:
             answer = await self._get_struct("/v1/loads?include=core", Loads, LOAD_SECONDS)
         except EngineError:
@@ -139,12 +141,13 @@ class ServerApi:
         return max((min(1.0, max(0.0, load.token_usage)) for load in answer.loads), default=None)
 
     async def adapters(self) -> set[str]:
-        """Return the names of those that are loaded."""
+        """Return the names of the loaded adapters."""
         models = await self._get_struct("/v1/models", ServedModels, GET_SECONDS)
         return {model.id for model in models.data if model.parent is not None}
 
     async def try_admin_key(self) -> None:
-        """KeyRejected unless it opens what changes the server. Nothing is changed: no request is named."""
+        """Raise KeyRejected unless the admin key is accepted. Changes nothing: the command aborts no
+        request."""
         await self._send_command("/abort_request", {}, GET_SECONDS)
 
     # -- requests -------------------------------------------------------------------------------------
@@ -152,23 +155,23 @@ class ServerApi:
     def generate(
         self, body: dict[str, Any], silence: float
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """Open a stream of one request: the JSON payloads of its events. Leaving the context before the end
-        cuts the connection, which aborts the request. ServerGone, also from the iterator: the connection was
-        cut by the other side, or nothing came for `silence` seconds."""
+        """Open the stream of one request: the JSON payloads of its events. Leaving the context before the end
+        cuts the connection, which aborts the request. Raises ServerGone, also from the iterator, if the
+        server cuts the connection or is silent for `silence` seconds."""
         return self._transport.stream("/generate", {**body, "stream": True}, silence)
 
     def set_asleep(self, asleep: bool) -> None:
-        """While it does, its streams may be silent for ever."""
+        """Note whether the server sleeps: a sleeping server's streams may be silent for ever."""
         self._transport.set_asleep(asleep)
 
     async def generate_whole(self, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> bytes:
-        """The JSON answer to a request that is not streamed."""
+        """Return the JSON answer to a request that is not streamed."""
         return await self._transport.call("POST", "/generate", seconds, body)
 
     async def score(self, ids: tuple[int, ...], seconds: float, adapter: str = "") -> tuple[float, ...]:
-        """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has
-        none. All are computed anew, not read from what other weights left in the cache. `adapter`: the name
-        of the one to use."""
+        """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has no
+        log-prob. A new salt keeps the server from using KV that other weights left in the cache. `adapter`:
+        the name of the adapter to use."""
         meta_info = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter)
         scored_entries = meta_info.input_token_logprobs[1:]
         return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored_entries)
@@ -176,9 +179,9 @@ class ServerApi:
     async def read(
         self, ids: tuple[int, ...], seconds: float, start: int, *, salt: str, top: int = 0, adapter: str = ""
     ) -> MetaInfo:
-        """Have `ids` read; entries of ids[start:] come back, the first without log-prob, the others at
-        temperature 1, whatever that of the request, with the `top` likeliest tokens at each place. What calls
-        with the same `salt` have read up to `start` is not computed again."""
+        """Have the server read `ids`. Returns entries of ids[start:], the first without a log-prob, later
+        entries at temperature 1, with the `top` likeliest tokens at each position. KV up to `start` from
+        earlier calls with the same `salt` is used again."""
         body = {
             **({"lora_path": adapter} if adapter else {}),
             "input_ids": ids,
@@ -204,8 +207,8 @@ class ServerApi:
     # -- control --------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold new requests. Running ones: `abort` ends them, `retract` frees their KV cache (it is computed
-        again), `in_place` freezes them as they are. The caller must `resume`."""
+        """Hold new requests. Running requests: `abort` ends them, `retract` frees their KV cache (to be
+        computed again), `in_place` freezes them as they are. The caller must `resume`."""
         await self._send_command("/pause_generation", {"mode": mode}, ADMIN_SECONDS)
 
     async def resume(self, seconds: float = ADMIN_SECONDS) -> None:
@@ -216,40 +219,41 @@ class ServerApi:
         await self._send_command(f"/flush_cache?timeout={wait:g}", {}, wait + seconds)
 
     async def release_memory(self) -> None:
-        """Give up KV cache, prefixes and weights. It ends a server where requests run, also paused
-        `in_place`, and where one waits for its grammar."""
+        """Give up KV cache, prefixes and weights. Ends a server where requests run, also if paused
+        `in_place`, and where a request waits for its grammar."""
         await self._send_command(
             "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN_SECONDS
         )
 
     async def resume_memory(self, part: Literal["kv_cache", "weights"]) -> None:
-        """Take the memory of a part again: without content, but for buffers that are no weights. It ends a
-        server that has not given the part up."""
+        """Take the memory of a part again, without its content, except for buffers that are no weights. Ends
+        a server that has not given up this part."""
         await self._send_command("/resume_memory_occupation", {"tags": [part]}, ADMIN_SECONDS)
 
     # -- weights: WeightsError carries the server's text ------------------------------------------------
 
     async def invalidate(self, seconds: float = ADMIN_SECONDS) -> None:
-        """End all requests, and give the weights a label that no run uses: clients discard what the server
-        samples until the next load. In a pause `in_place`, requests end when it does, without another token
-        under the old label."""
+        """End all requests, and give the weights a label that no run uses: clients discard all tokens until
+        the next load. In a pause `in_place`, requests end when the pause ends, without another token under
+        the old label."""
         body = {"new_version": INVALID_LABEL, "abort_all_requests": True}
         await self._change_weights("/update_weight_version", body, seconds)
 
     async def update_from_disk(self, path: str, label: str, seconds: float = ADMIN_SECONDS) -> None:
-        """Load a directory in Hugging Face layout. Unless paused, waits for every running request. The
-        prefix cache is kept: where it cannot be emptied, an update that is to do so half fails (0.5.23) or
-        ends the server (0.5.20)."""
+        """Load a directory in Hugging Face layout. Unless paused, waits for every running request. The prefix
+        cache is kept: an update that shall empty the cache but cannot half fails (0.5.23) or ends the server
+        (0.5.20)."""
         body = {"model_path": path, "weight_version": label, "flush_cache": False}
         await self._change_weights("/update_weights_from_disk", body, seconds)
 
     async def load_adapter(self, name: str, path: str, seconds: float = ADMIN_SECONDS) -> None:
-        """Load a directory in PEFT's layout, beside what runs."""
+        """Load a directory in PEFT's layout, while requests run."""
         await self._change_weights("/load_lora_adapter", {"lora_name": name, "lora_path": path}, seconds)
 
     async def unload_adapter(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
-        """Waits for the requests that use it, and until then the server loads no other. It remembers the
-        path: a request that names the adapter later loads it again, if there is still something there."""
+        """Unload an adapter after the last request that uses it; until then the server loads no other
+        adapter. The server remembers the path: a later request with this name loads the adapter again, if its
+        files still exist."""
         await self._change_weights("/unload_lora_adapter", {"lora_name": name}, seconds)
 
     async def begin_update(self) -> None:
@@ -268,8 +272,8 @@ class ServerApi:
         backend: str,
         seconds: float = ADMIN_SECONDS,
     ) -> None:
-        """Join a process group as ranks `rank_offset`... Rank 0 must be listening before this is called:
-        without it the server's scheduler, and with it everything, hangs."""
+        """Join a process group as ranks `rank_offset`... Rank 0 must be listening before this call: without
+        rank 0 the server's scheduler hangs, and so the whole server."""
         body = {
             "master_address": address,
             "master_port": port,
@@ -290,8 +294,8 @@ class ServerApi:
         label: str | None,
         seconds: float = ADMIN_SECONDS,
     ) -> None:
-        """Receive tensors that rank 0 broadcasts as one block of bytes. `label`: the version this completes;
-        None: more is to come."""
+        """Receive tensors that rank 0 broadcasts as one block of bytes. `label`: the version that these
+        tensors complete; None: more tensors follow."""
         body: dict[str, Any] = {
             "names": list(names),
             "dtypes": list(dtypes),
@@ -325,7 +329,8 @@ class ServerApi:
         await self._transport.call("POST", path, seconds, body, admin=True)
 
     async def _change_weights(self, path: str, body: dict[str, Any], seconds: float) -> None:
-        """WeightsError also when the server says with status 200 that it failed."""
+        """Send a command about weights. Raises WeightsError, also when the server reports a failure with
+        status 200."""
         content = await self._transport.call("POST", path, seconds, body, admin=True, failure=WeightsError)
         answer = msgspec.json.decode(content) if content else {}
         if isinstance(answer, dict) and not answer.get("success", True):
@@ -337,22 +342,22 @@ class ServerApi:
 
 @dataclass(frozen=True)
 class UpdateProtocol:
-    """The protocol of one version. `modes`: what it can do with requests under way at an update. `sessions`:
-    it accepts broadcast weights within a session only, of which there is one at a time."""
+    """How one version of SGLang is updated. `pause_modes`: the ways to treat requests under way at an update.
+    `needs_session`: broadcast weights are accepted within a session only, one session at a time."""
 
     pause_modes: tuple[PauseMode, ...]
     needs_session: bool
 
     @asynccontextmanager
     async def update_session(self, server: ServerApi) -> AsyncIterator[None]:
-        """To be entered around the calls that change weights through a process group."""
+        """Enter this context around the calls that change weights through a process group."""
         if not self.needs_session:
             yield
             return
 
         try:
             await server.begin_update()
-        except WeightsError:  # one is open: its owner died
+        except WeightsError:  # an earlier session is open, whose owner died
             await server.end_update()
             await server.begin_update()
 
@@ -366,7 +371,7 @@ class UpdateProtocol:
         await server.end_update()
 
 
-# It cannot empty its cache while retracted requests wait.
+# 0.5.20 has no mode `retract` here: this version cannot empty its cache while retracted requests wait.
 WITHOUT_SESSIONS = UpdateProtocol(("in_place", "abort"), needs_session=False)
 WITH_SESSIONS = UpdateProtocol(("in_place", "retract", "abort"), needs_session=True)
 PROTOCOLS: Mapping[str, UpdateProtocol] = {
@@ -377,7 +382,7 @@ PROTOCOLS: Mapping[str, UpdateProtocol] = {
 
 
 def protocol_of(version: str, url: str) -> UpdateProtocol:
-    """ConfigError for a version that the project does not know."""
+    """Return the protocol of a version. Raises ConfigError for a version that asyncrl does not know."""
     try:
         return PROTOCOLS[version]
     except KeyError:
