@@ -1,12 +1,12 @@
 """Loads published versions into one server: verified, within a pause that always ends, and confirmed.
 
     files: verified, deltas made whole ──┐
-                                         ├──► pause ──► load, labelled ──► continue ──► its label read back
+                                         ├──► pause ──► load, labelled ──► continue ──► label read back
     sent: server and sender ready ───────┘
 
-Only one process, the server's keeper, may do this. A load that failed after the pause leaves the server with
-anything, perhaps with half of a version. Then the server's label is changed to one that no run uses before it
-goes on, so that clients discard what it samples, and `broken` gives the reason until a load has succeeded.
+Only one process, the server's keeper, may do this. A load that failed after the pause may leave the server
+with half of a version. Then the server's label is changed to a label that no run uses before the server goes
+on, so that clients discard the sampled tokens, and `broken` gives the reason until a load has succeeded.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from asyncrl.weights.model_files import weight_shapes
 
 log = logging.getLogger("asyncrl.keeper")
 
-RESUME_SECONDS = 30.0
-FLUSH_SECONDS = 2.0  # for requests that were just ended to leave
+RESUME_SECONDS = 30.0  # deadline for a pause to end
+FLUSH_SECONDS = 2.0  # for aborted requests to leave
 
 
 class ServerLoader:
-    """The server at `api.url`, as its keeper sees it.
+    """Loads whole versions into the server at `api.url`.
 
-    `cache`: a directory of this loader's own, on a disk that the server reads, for versions published as
-    deltas. `receiver`: for versions that are broadcast. `model`: the tensors of a version; by default those
-    of the first one.
+    `cache`: a directory of this loader alone, on a disk that the server reads, for versions published as
+    deltas. `receiver`: for versions that are broadcast. `model_shapes`: the tensors of a version; by default
+    the tensors of the first version.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class ServerLoader:
         model_shapes: Shapes | None = None,
     ) -> None:
         self.api = api
-        self.broken = ""  # why the server's weights are not to be trusted; empty: they are
-        self.loaded: WeightsRef | None = None  # last
+        self.broken = ""  # why the server's weights must not be used; empty if the weights are good
+        self.loaded: WeightsRef | None = None  # the last version
         self.sleeping = ServerSleep(api)
         self._pause_mode = config.mode
         self._deadline = config.deadline
@@ -68,29 +68,32 @@ class ServerLoader:
         self._preparation: asyncio.Future[tuple[WeightsRef, Manifest]] | None = None
 
     async def load(self, ref: WeightsRef) -> Manifest:
-        """WeightsError: the old weights stay if the version is missing, damaged or another model's, else see
-        `broken`."""
+        """Load a version. Raises WeightsError: the old weights stay if the version is missing, damaged or of
+        another model; after other failures see `broken`."""
         async with self._load_lock:  # versions are applied in the order of the calls
             await self._await_leftovers()
             is_broadcast = ref.path.startswith("tcp://")
-            return await (self._load_broadcast(ref) if is_broadcast else self._load_files(ref))
+            if is_broadcast:
+                return await self._load_broadcast(ref)
+            return await self._load_files(ref)
 
     async def sleep(self) -> None:
-        """Give up KV cache and weights until the next load; requests under way go on after that."""
+        """Give up KV cache and weights until the next load; then requests under way go on."""
         async with self._load_lock:
             await self._await_leftovers()
             await self.sleeping.sleep()
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none."""
+        """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has no
+        log-prob."""
         return await self.api.score(ids, self._deadline)
 
     async def label(self) -> str:
-        """Tell what the server says that its weights are."""
+        """Return the label that the server gives its weights."""
         return await self.api.weight_label()
 
     async def close(self) -> None:
-        """Leave the sender, if versions come from one, delete the cache, if there is one, and disconnect."""
+        """Leave the sender, delete the cache, and disconnect."""
         await self._await_leftovers()
         await self._receiver.close()
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
@@ -98,8 +101,8 @@ class ServerLoader:
 
     async def _load_files(self, ref: WeightsRef) -> Manifest:
         with disk.lock_version(ref):
-            # The server reads files without checking them, keeps what they do not name, and dies of a
-            # damaged one: its way back to the old weights reads the same file again.
+            # Verified here, as the server does not check files: tensors that no file has keep old values, and
+            # a damaged file ends the server, whose way back to the old weights reads the same file again.
             self._preparation = asyncio.ensure_future(asyncio.to_thread(self._verified_whole, ref))
             whole_ref, manifest = await asyncio.shield(self._preparation)
             self._check_layout(ref, manifest.layout)
@@ -158,7 +161,7 @@ class ServerLoader:
             swap_context = self.sleeping.waking_load if self.sleeping.asleep else self._requests_held
             async with asyncio.timeout(self._deadline), swap_context():
                 await load()
-                if not self.sleeping.asleep:  # else the cache went with its memory
+                if not self.sleeping.asleep:  # a sleeping server has lost its cache already
                     await self._flush_cache()
                 server_label = await self.api.weight_label()
                 if server_label != ref.label:
@@ -167,19 +170,18 @@ class ServerLoader:
             raise WeightsError(f"it took longer than {self._deadline:g} s") from late
 
     async def _flush_cache(self) -> None:
-        """In place, requests keep their KV, and salts keep the caches of versions apart. In the other modes
-        the cache is emptied."""
+        """Empty the cache, but not in mode in_place: there requests keep their KV, and salts keep the caches
+        of versions apart."""
         if self._pause_mode == "abort":
             await self.api.flush_cache(wait=FLUSH_SECONDS)
         elif self._pause_mode == "retract":
-            await self.api.flush_cache()  # to wait would be for the retracted requests, too
+            await self.api.flush_cache()  # waiting would include the retracted requests
 
     @asynccontextmanager
     async def _requests_held(self) -> AsyncIterator[None]:
-        """Requests are held during the body. Without that the server would wait for the end of every running
-        request before it touches its weights. If the body fails, they never sample with the weights that it
-        left: they are ended, or, if that fails too, stay held until the next load, or until the keeper ends
-        the server."""
+        """Hold requests during the body: else the server would wait for the end of every running request
+        before the update. If the body fails, no request samples with the unfinished weights: requests are
+        ended, or, if this fails too, stay held until the next load, or until the keeper ends the server."""
         end_pause = self._resume_invalidated
         try:
             await self.api.pause(self._pause_mode)
@@ -194,12 +196,12 @@ class ServerLoader:
         try:
             await self.api.invalidate(RESUME_SECONDS)
             await self.api.resume(RESUME_SECONDS)
-        except AsyncrlError as error:  # what led here is the one to be raised
+        except AsyncrlError as error:  # the earlier error is raised
             log.warning("server %s stays paused, with a load unfinished: %s", self.api.url, one_line(error))
 
     async def _await_leftovers(self) -> None:
-        """Wait for what a cancelled load has left under way: the end of its pause must not fall into the next
-        load's, and its thread still changes the cache."""
+        """Wait for the leftovers of a cancelled load: the end of its pause must not fall into the next pause,
+        and its thread still changes the cache."""
         if leftovers := [future for future in (self._end_of_pause, self._preparation) if future is not None]:
             await asyncio.wait(leftovers)
 
@@ -214,9 +216,9 @@ COMPUTED_BUFFERS = (
 
 @dataclass(frozen=True)
 class Shapes:
-    """The tensors of a server's model by name, to compare a version with: the server does not look. It keeps
-    what an update does not name, and dies of a tensor of another shape. `optional` ones share their
-    storage with another (tied weights)."""
+    """The tensors of a server's model by name, to be compared with a version. The server itself does not
+    check names, and ends at a tensor of another shape. `optional` tensors share storage with another tensor
+    (tied weights)."""
 
     shapes: dict[str, tuple[int, ...]]
     optional: frozenset[str] = frozenset()
@@ -226,7 +228,7 @@ class Shapes:
         return cls({spec.name: tuple(spec.shape) for spec in layout})
 
     def describe_differences(self, layout: Layout) -> str:
-        """Says what is wrong with a version for this model; empty: nothing."""
+        """Describe how a version differs from this model; '' if the version fits."""
         given_shapes = Shapes.from_layout(layout).shapes
         missing = self.shapes.keys() - given_shapes.keys() - self.optional
         unknown = given_shapes.keys() - self.shapes.keys() - self.optional
@@ -246,9 +248,9 @@ class Shapes:
 
 
 def shapes_of(path: str, tied: bool) -> Shapes | None:
-    """Reads the tensors of a model directory from the headers of its files: names as SGLang reads them, which
-    a version must use too. None without such files. `tied`: the output embedding is the input's. Raises
-    ConfigError."""
+    """Read the tensors of a model directory from the headers of its files: the names that SGLang reads, and
+    so the names of a version. None without such files. `tied`: input and output embedding are one tensor.
+    Raises ConfigError."""
     shapes = weight_shapes(path)
     optional = {name for name in shapes if name.endswith(COMPUTED_BUFFERS)} | (
         {"lm_head.weight"} if tied else set()

@@ -1,7 +1,7 @@
 """A server as a child of its keeper: the command line, the start, the end.
 
-It runs under the wrapper of `isolation.child`: neither it nor its own processes outlive the keeper. Its
-output is the keeper's: one log per server.
+The server runs under the wrapper of `isolation.child`, so that no process of the server outlives the keeper.
+Server and keeper write to one log.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from asyncrl.isolation.child import wrapped
 from asyncrl.observe.files import replace_file
 from asyncrl.weights.model_files import served_modules
 
-# From terminate to kill: a server has nothing to save, and its keeper is given little more than a second.
+# Seconds from terminate to kill: a server has nothing to save, and the keeper has little more than a second.
 STOP_SECONDS = 0.8
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
-STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at most when its server dies
+STREAM_INTERVAL = 4  # tokens per event of a stream: the most that a request loses when the server dies
 
 
 Arguments = dict[str, str | int | float | bool | list[str]]
@@ -34,8 +34,8 @@ Arguments = dict[str, str | int | float | bool | list[str]]
 def server_command(
     config: RunConfig, index: int, host: str, port: int, gpus: int, scorer: str = "", tokens: int = 0
 ) -> list[str]:
-    """Return the command line of the engine `index`, or of that server of all scorers', on a machine where
-    `gpus` GPUs are visible, keys left out. `tokens`: the size of its KV cache; 0: what there is memory for.
+    """Return the command line, without keys, of engine `index`, or of server `index` of all scorers, on a
+    machine where `gpus` GPUs are visible. `tokens`: the size of the KV cache; 0: as the memory allows.
     `engine.server_args` come last and win."""
     first_gpu = base_gpu(config, index, gpus, scorer)
     can_sleep = config.shifts and not scorer
@@ -71,9 +71,9 @@ def server_command(
 
 
 def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
-    """Return the first GPU of a server: after those of the trainer ranks on this machine, of engines and
-    scorers before it, or, where these do not leave enough, from 0 on again, shared with them. Engines that
-    take turns with the trainer have its GPUs; Ray shows each server only its own."""
+    """Return the first GPU of a server: after the GPUs of this machine's trainer ranks and of earlier engines
+    and scorers, or, if too few GPUs are left, from 0 on again, shared with them. Engines that take turns with
+    the trainer share the trainer's GPUs; Ray shows each server only its own GPUs."""
     engine = config.engine
     gpus_needed = config.engine.tp
     gpus_before = index * config.engine.tp
@@ -90,8 +90,8 @@ def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
 
 
 def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
-    """Return the GPUs of each server that is started on this machine, which has `gpus`, by the name of its
-    process. Those of a CPU have none."""
+    """Return the GPUs of each server that is started on this machine with `gpus` GPUs, by the name of the
+    server's process. Servers on the CPU have none."""
     engine = config.engine
     gpus_by_server = dict[str, list[int]]()
     if engine.server_args.get("device", "cuda") != "cuda":
@@ -112,8 +112,8 @@ def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
 
 
 def server_memory_share(config: RunConfig, gpu: int, gpus: int) -> float:
-    """Return the part of a GPU's memory that servers on it take while the trainer works. Ray gives each
-    process GPUs of its own, and servers that take turns with the trainer sleep."""
+    """Return the fraction of a GPU's memory that servers take while the trainer works. Ray gives each process
+    its own GPUs, and servers that take turns with the trainer sleep."""
     if config.launch.kind != "local":
         return 0.0
     servers = [name for name, server_devices in server_gpus(config, gpus).items() if gpu in server_devices]
@@ -122,7 +122,8 @@ def server_memory_share(config: RunConfig, gpu: int, gpus: int) -> float:
 
 
 def _command_flags(values: Arguments) -> list[str]:
-    """`{"tp-size": 2, "flag": True, "of": ["a", "b"]}`: `--tp-size 2 --flag --of a b`; no False."""
+    """Return flags: `{"tp-size": 2, "flag": True, "of": ["a", "b"]}` gives `--tp-size 2 --flag --of a b`.
+    False gives no flag."""
     flags: list[str] = []
     for name, value in values.items():
         if value is not False:
@@ -132,8 +133,8 @@ def _command_flags(values: Arguments) -> list[str]:
 
 
 def kept_tokens(directory: Path, index: int) -> int:
-    """Return the size of the KV cache that the engine's first server of the run had; 0: there was none. Later
-    ones are given as much, whatever else is on their devices when they start."""
+    """Return the size of the KV cache, in tokens, of the engine's first server in this run; 0 before the
+    first server. Later servers get the same size, whatever else is on the devices when they start."""
     path = _kv_tokens_file(directory, index)
     return int(path.read_text()) if path.exists() else 0
 
@@ -153,10 +154,11 @@ def keys(engine: EngineConfig) -> tuple[str, str]:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A bound socket that does not listen: until it is closed, its port is given to nobody who asks for any
-    free one, and whoever asks for this one with SO_REUSEADDR, as servers do, may listen on it.
+    """Return a bound socket that does not listen: until the socket is closed, the system gives its port to
+    nobody who asks for any free port, but a server that asks for this port with SO_REUSEADDR may listen
+    there.
 
-    A server takes a minute to start, long enough for another process to be given a port that is only free.
+    A server takes a minute to start, long enough for another process to get a port that is only free.
     """
     reserved_socket = socket.socket()
     reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -165,7 +167,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 class ServerProcess:
-    """Holds a started server. It will listen at `url`."""
+    """A started server, which will listen at `url`."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, url: str, port: socket.socket, key_file: Path | None
@@ -179,7 +181,7 @@ class ServerProcess:
     async def start(
         cls, config: RunConfig, index: int, host: str, directory: Path, scorer: str = ""
     ) -> ServerProcess:
-        """Start one on `host`. EngineError when there is no such command."""
+        """Start a server on `host`. Raises EngineError when the command does not exist."""
         reserved_socket = reserve_port(host)
         try:
             port = int(reserved_socket.getsockname()[1])
@@ -206,20 +208,21 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return its exit code; None while it runs."""
+        """Return the exit code; None while the server runs."""
         return self._process.returncode
 
     async def ended(self) -> int:
         return await self._process.wait()
 
     def ready(self) -> None:
-        """The server answers: it has read its keys, whose file goes, and holds its port itself."""
+        """Note that the server answers: delete the file of keys, which the server has read, and release the
+        reserved port, which the server holds itself."""
         self._reserved_socket.close()
         if self._key_file is not None:
             self._key_file.unlink(missing_ok=True)
 
     async def stop(self) -> None:
-        """Terminate it; what is left of it and its children after STOP_SECONDS is killed."""
+        """Terminate the server; processes that are left after STOP_SECONDS are killed."""
         self.ready()
         if self.exit_code is None:
             self._process.terminate()
@@ -227,8 +230,8 @@ class ServerProcess:
 
 
 def _write_keys(engine: EngineConfig, server: str, directory: Path) -> Path | None:
-    """Keys do not belong on a command line that every user of the machine can read. What a keeper that was
-    killed has left of them goes."""
+    """Write the keys to a file, as every user of the machine can read a command line. Replaces a file that a
+    killed keeper has left."""
     path = directory / f"keys-{server}.yaml"
     path.unlink(missing_ok=True)
     api_key, admin_key = keys(engine)

@@ -21,13 +21,13 @@ from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")
 CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
-# In torch's text of an error of NCCL. Versions that differ are invalid usage; a network or a GPU is not.
+# Torch's text of an NCCL error for versions that differ ("invalid usage"), unlike errors of networks or GPUs.
 NCCL_REFUSAL = re.compile(r"invalid usage.*, NCCL version (\d+(?:\.\d+)+)")
 
 
 @dataclass
 class SenderConnection:
-    """Is a connection to the sender at `path`. `group`: which the server has joined through it."""
+    """A connection to the sender at `path`. `group`: the group that the server has joined through it."""
 
     path: str
     reader: asyncio.StreamReader
@@ -35,11 +35,13 @@ class SenderConnection:
     group: str = ""
 
     async def ask_sender(self, question: messages.Question, kind: type[T]) -> T:
-        """Raises Postponed, WeightsError when the sender refuses or is gone, ProtocolError."""
+        """Return the sender's answer, of this kind. Raises Postponed, WeightsError when the sender refuses or
+        is gone, ProtocolError."""
         with WeightsError.instead_of(OSError, EOFError, text=f"weights {self.path}: the sender is gone"):
             answer = await messages.ask_question(self.reader, self.writer, question)
         if isinstance(answer, messages.Refused):
-            raise (Postponed if answer.postponed else WeightsError)(f"weights {self.path}: {answer.reason}")
+            text = f"weights {self.path}: {answer.reason}"
+            raise Postponed(text) if answer.postponed else WeightsError(text)
         if not isinstance(answer, kind):
             raise ProtocolError(f"weights: a {type(answer).__name__} where a {kind.__name__} is due")
         return answer
@@ -47,7 +49,7 @@ class SenderConnection:
 
 @dataclass
 class Push:
-    """A version that is about to be sent: the server, which is in `group`, still has its old weights."""
+    """A version that is about to be sent: the server, a member of `group`, still has the old weights."""
 
     label: str
     buckets: tuple[Layout, ...]
@@ -60,8 +62,9 @@ class Push:
     is_done: bool = field(default=False, init=False)
 
     async def load_buckets(self) -> Manifest:
-        """Get it into the server, which gets the label with the last bucket. A failure leaves the server with
-        some old and some new weights: WeightsError, or another AsyncrlError when it did not answer."""
+        """Load the version into the server, which gets the label with the last bucket. A failure leaves the
+        server with some old and some new weights. Raises WeightsError, or another AsyncrlError when the
+        server did not answer."""
         last_index = len(self.buckets) - 1
         async with self.protocol.update_session(self.server):
             for index, specs in enumerate(self.buckets):
@@ -83,8 +86,9 @@ class Push:
 
     @contextmanager
     def _explaining_nccl(self) -> Iterator[None]:
-        """Name both versions where the server's NCCL is another one. NCCL makes no group of two versions, but
-        says why in the server's log only; the text of its error is all that tells the server's version."""
+        """Name both versions of NCCL in the error if the server has another version. NCCL makes no group of
+        two versions, and explains this in the server's log only; the server's version is in the error's
+        text."""
         try:
             yield
         except WeightsError as error:
@@ -111,9 +115,9 @@ class Receiver:
 
     @asynccontextmanager
     async def push(self, ref: WeightsRef, seconds: float) -> AsyncIterator[Push]:
-        """Get the sender ready to push `ref`, and the server ready to receive. All of it, what is done within
-        the context included, takes at most `seconds`. WeightsError from entering: nothing has changed
-        (Postponed: it is asked for again). Any failure gives up the group, for a new one next time.
+        """Get the sender ready to push `ref`, and the server ready to receive. Preparation and body together
+        take at most `seconds`. WeightsError from entering: nothing has changed (Postponed: ask again). Any
+        failure gives up the group; the next push makes a new group.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         try:
@@ -127,18 +131,18 @@ class Receiver:
             await self.close()
             if isinstance(error, TimeoutError):
                 problem = f"weights {ref.path}: {ref.label} did not arrive within {seconds:g} s"
-                raise WeightsError(problem) from None  # the trainer may be the one that is late
+                raise WeightsError(problem) from None  # the trainer may be late
             raise
 
     async def close(self) -> None:
-        """Leave the sender, and have the server give up its end of the group. Takes a few seconds at most,
-        also with a server that does not answer."""
+        """Leave the sender, and have the server leave the group. Takes a few seconds at most, also with a
+        server that does not answer."""
         connection = self._connection
         self._connection = None
         if connection is None:
             return
 
-        connection.writer.close()  # first: the server may be waiting for the sender, which sees this
+        connection.writer.close()  # first: the server may wait for the sender, which notices the closing
         if connection.group:
             with suppress(AsyncrlError):
                 await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
@@ -158,7 +162,7 @@ class Receiver:
         return Push(*ready, self._protocol, plan.nccl)
 
     def _sender_path(self, paths: list[str]) -> str:
-        """Return the source of this server's versions: its own machine, if there is a sender."""
+        """Return the address of this server's sender: a sender on the server's machine, if there is one."""
         for path in paths:
             address = urlsplit(path)
             if address.scheme != "tcp" or not address.hostname or not address.port:
@@ -170,7 +174,7 @@ class Receiver:
     async def _connect(self, path: str) -> SenderConnection:
         open_connection = self._connection
         if open_connection is not None and (open_connection.path != path or open_connection.reader.at_eof()):
-            await self.close()  # another trainer's, or one that has heard nothing from here for long
+            await self.close()  # of another trainer, or closed by the sender after a long silence
 
         if self._connection is None:
             address = urlsplit(path)

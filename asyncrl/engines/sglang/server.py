@@ -35,7 +35,7 @@ COMPARED_SIZES = (
 
 
 def vocabulary_of(path: str) -> int:
-    """From the model's config.json. Raises ConfigError."""
+    """Return the vocabulary's size from the model's config.json. Raises ConfigError."""
     size: int = _model_config(path).get_text_config().vocab_size
     return size
 
@@ -54,8 +54,8 @@ class Attached:
 
 
 async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = "", scorer: str = "") -> None:
-    """Check whether the server can serve this run, without changing it: another run may be using it, or have
-    paused it. ConfigError: it never can; other EngineErrors may pass."""
+    """Check whether the server can serve this run, without changing the server, which another run may use or
+    have paused. Raises ConfigError if the server never can; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
         await _described_server(config, server, scorer)
@@ -71,17 +71,18 @@ async def attach(
     scorer: str = "",
     fresh: bool = False,
 ) -> Attached:
-    """Return a server for the keeper of an engine, or of a scorer, once it is ready: of a version that is
-    known, it serves the model that the run needs. `fresh`: it was started for this. Another one that is not
-    ready may have half of a version, whose loader died: its weights are nobody's until the next load. Waits
-    without a deadline. ConfigError: it can never serve this run; other EngineErrors may pass."""
+    """Return a server for the keeper of an engine, or of a scorer, once the server is ready: a supported
+    version of SGLang that serves the run's model. `fresh`: the server was started for this run. Any other
+    server that is not ready may have half of a version, whose loader died: then its weights are declared
+    invalid until the next load. Waits without a deadline. Raises ConfigError if the server can never serve
+    this run; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
         while not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
             await asyncio.sleep(POLL_SECONDS)
 
         attached = await _described_server(config, server, scorer)
-        if not scorer:  # which nobody pauses
+        if not scorer:  # nobody pauses a scorer
             if not fresh and not await server.ready():
                 await server.invalidate()
                 attached = replace(attached, model=await server.model_info())
@@ -100,8 +101,8 @@ Loader = ServerLoader | AdapterLoader
 
 
 def loader(config: RunConfig, index: int, server: Attached, attachment: str = "") -> Loader:
-    """Return what loads versions into the server of engine `index`. `attachment`: see `AdapterLoader`. Reads
-    files."""
+    """Return the loader of versions for the server of engine `index`. `attachment`: see `AdapterLoader`.
+    Reads files."""
     run_dir = Path(config.run_dir) / config.name
     cache_bytes = published_bytes(config) * max(1, config.versions_held)
     cache = cache_directory(config.weights.directory, run_dir, config.name, cache_bytes, index)
@@ -126,7 +127,7 @@ def loader(config: RunConfig, index: int, server: Attached, attachment: str = ""
 
 
 def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, model: ModelInfo) -> None:
-    """ConfigError that says what differs from what the scorer has to be."""
+    """Raise ConfigError if the server does not fit the scorer."""
     protocol_of(info.version, url)
     path = config.scorers[scorer].path
     if path and (differences := _differences(_model_config(path), url, info, model)):
@@ -137,8 +138,8 @@ def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, mod
 
 
 def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
-    """ConfigError where the model that `key` names has other tokens than the policy, by their tokenizer.json,
-    or else by the sizes in config.json; what is not on this machine is not compared."""
+    """Raise ConfigError if the model that `key` names has other tokens than the policy, by tokenizer.json, or
+    else by the sizes in config.json. A model that is not on this machine is not compared."""
     own_tokenizer, other_tokenizer = (
         Path(directory) / "tokenizer.json" for directory in (config.model.path, path)
     )
@@ -166,8 +167,8 @@ def _tokens_with_ids(path: Path) -> tuple[Any, list[tuple[int, str]]]:
 
 
 async def _described_server(config: RunConfig, server: ServerApi, scorer: str) -> Attached:
-    """Checks the server and our keys, and returns its description. Changes nothing."""
-    await server.ready()  # whatever the answer: it is an SGLang server
+    """Check the server and the run's keys, and return the server's description. Changes nothing."""
+    await server.ready()  # any answer shows that this is an SGLang server
     if not scorer:
         await server.try_admin_key()
 
@@ -223,7 +224,8 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
 
 
 def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool) -> None:
-    """`prompted`: it reads rows behind kl.prompt, which has at most as many tokens as bytes."""
+    """Raise ConfigError if the server's inputs are too short. `prompted`: the server reads sequences behind
+    kl.prompt, which has at most as many tokens as bytes."""
     input_limit = info.max_req_input_len
     policy_tokens = config.rollout.max_tokens
     prompt_tokens = len(config.kl.prompt.encode()) if prompted else 0
@@ -257,7 +259,8 @@ def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
 
 
 def _differences(own_config: Any, url: str, info: ServerInfo, model: ModelInfo) -> list[str]:
-    """Sizes are compared if the server's model can be read from here; if not, the first load finds out."""
+    """Describe how the server's model differs from `own_config`. Sizes are compared if the server's model can
+    be read from here; if not, the first load fails."""
     compared_values: list[tuple[str, object, object]] = [
         ("architecture", ", ".join(own_config.architectures or ()), ", ".join(model.architectures or ()))
     ]

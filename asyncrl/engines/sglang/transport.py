@@ -13,8 +13,8 @@ from asyncrl.engines.base import EngineBusy, EngineRefused
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, EngineError, one_line
 
 CONNECT_SECONDS = 10.0
-KEEP_ALIVE_SECONDS = 4.0  # the server drops idle connections after 5: never reuse one it is about to drop
-# Commands are rare. Each has a connection of its own: the server drops connections after an error 500.
+KEEP_ALIVE_SECONDS = 4.0  # the server drops idle connections after 5: never reuse a dropped connection
+# Each command has its own connection: commands are rare, and the server drops connections after an error 500.
 _CLOSE_CONNECTION = {"Connection": "close"}
 _DONE_PAYLOAD = b"[DONE]"
 _DATA_PREFIX = b"data:"
@@ -22,7 +22,7 @@ _EVENT_END = b"\n\n"
 
 
 class ServerGone(EngineError):
-    """The server does not answer: it is down, or hangs, or the connection was cut."""
+    """The server does not answer: the server is down or hangs, or the connection was cut."""
 
 
 class KeyRejected(ConfigError, EngineError):
@@ -30,22 +30,22 @@ class KeyRejected(ConfigError, EngineError):
 
 
 class HttpTransport:
-    """Connections to the server at `url`, those of streams pooled. Used within one event loop."""
+    """Connections to the server at `url`; connections of streams are pooled. Used within one event loop."""
 
     def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:
         self.url = url.rstrip("/")
         self._api_headers = _bearer_headers(api_key)
         self._admin_headers = _bearer_headers(admin_key or api_key)
         self._http_session: aiohttp.ClientSession | None = None
-        self._open_streams: dict[aiohttp.ClientResponse, float] = {}  # and how long each may be silent
+        self._open_streams: dict[aiohttp.ClientResponse, float] = {}  # with the longest silence, in seconds
         self._server_asleep = False
 
     def set_asleep(self, asleep: bool) -> None:
-        """While the server sleeps, its streams may be silent for ever."""
+        """Note whether the server sleeps: a sleeping server's streams may be silent for ever."""
         self._server_asleep = asleep
         for response, silence in self._open_streams.items():
             connection = response.connection
-            if connection is not None and connection.protocol is not None:  # it is not over
+            if connection is not None and connection.protocol is not None:  # the stream is not over
                 connection.protocol.read_timeout = None if asleep else silence
                 connection.protocol.start_timeout()
 
@@ -58,7 +58,7 @@ class HttpTransport:
         admin: bool = False,
         failure: type[AsyncrlError] = EngineError,
     ) -> bytes:
-        """The body of a successful answer; `failure` is raised for what the server refuses."""
+        """Send a request and return the body of a successful answer; a refusal raises `failure`."""
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         headers = _CLOSE_CONNECTION | (self._admin_headers if admin else self._api_headers)
 
@@ -74,7 +74,7 @@ class HttpTransport:
         return content
 
     async def status(self, path: str, seconds: float) -> int:
-        """The status of an answer to a request that needs no key."""
+        """Return the HTTP status of the answer to a request that needs no key."""
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         with self._as_server_gone(f"GET {path}", f"{seconds:g} s"):
             async with self._open_session().get(
@@ -84,8 +84,9 @@ class HttpTransport:
 
     @asynccontextmanager
     async def stream(self, path: str, body: Any, silence: float) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Post, and open the event stream that answers. Leaving the context before its end cuts the
-        connection. ServerGone, also from the iterator: cut, or silent for `silence` seconds."""
+        """Post a body and open the event stream of the answer. Leaving the context before the stream's end
+        cuts the connection. Raises ServerGone, also from the iterator, if the stream is cut or silent for
+        `silence` seconds."""
         read_timeout = None if self._server_asleep else silence
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_timeout)
 
@@ -115,7 +116,7 @@ class HttpTransport:
     async def _stream_payloads(
         self, path: str, response: aiohttp.ClientResponse, silence: float
     ) -> AsyncIterator[bytes]:
-        """Payloads up to `[DONE]`; a stream that ends without it was cut."""
+        """Yield the payloads before `[DONE]`. Raises ServerGone for a stream that ends without this mark."""
         events = EventSplitter()
         with self._as_server_gone(f"the stream of {path}", f"{silence:g} s"):
             async for chunk in response.content.iter_any():
@@ -128,14 +129,14 @@ class HttpTransport:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._http_session is None:
-            # Not limited here: the engine bounds its streams, and an abort must not queue behind them.
+            # No limit here: the client limits its streams, and an abort must not queue behind streams.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
             self._http_session = aiohttp.ClientSession(connector=connector, json_serialize=_encode_json)
         return self._http_session
 
     @contextmanager
     def _as_server_gone(self, request_name: str, deadline: str) -> Iterator[None]:
-        """Failures of the connection become ServerGone."""
+        """Turn failures of the connection into ServerGone."""
         try:
             yield
         except TimeoutError as error:  # before ClientError: aiohttp's timeouts are both
@@ -159,7 +160,7 @@ class HttpTransport:
 
 
 class EventSplitter:
-    """Splits a byte stream into the payloads of server-sent events, wherever it was cut."""
+    """Splits a byte stream into the payloads of server-sent events; chunks may end anywhere."""
 
     def __init__(self) -> None:
         self._pending_bytes = bytearray()
@@ -178,7 +179,7 @@ class EventSplitter:
 
 
 def error_text(content: bytes) -> str:
-    """The server's own error message, on one line: of `{"error": {"message"}}`, `{"error": text}`,
+    """Return the server's own error message, on one line: of `{"error": {"message"}}`, `{"error": text}`,
     `{"message"}`, `{"detail"}`, `{"error_message"}` or plain text."""
     try:
         answer = msgspec.json.decode(content)
