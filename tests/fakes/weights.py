@@ -27,7 +27,7 @@ class PinnedTensors:
     layout: Layout
     kept: Tensors
 
-    def shares(
+    def collect_parts(
         self, part: slice, file: str = "", base: PinnedTensors | None = None
     ) -> list[Sequence[RangePart]]:
         found: list[Sequence[RangePart]] = []
@@ -62,9 +62,9 @@ def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapsh
 
 def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
     """Its tensors, in groups of at most so many bytes (a larger tensor alone)."""
-    with snapshot.pin() as pinned:
+    with snapshot.hold_copy() as pinned:
         for part in split(snapshot.layout, bucket_bytes):
-            shares = zip(snapshot.layout[part], pinned.shares(part), strict=True)
+            shares = zip(snapshot.layout[part], pinned.collect_parts(part), strict=True)
             yield {
                 spec.name: whole(own).view(getattr(torch, spec.dtype)).view(spec.shape)
                 for spec, own in shares
@@ -73,9 +73,9 @@ def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
 
 def whole_tensors(snapshot: Snapshot) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Its tensors, and copies of their bytes."""
-    with snapshot.pin() as pinned:
+    with snapshot.hold_copy() as pinned:
         for index, spec in enumerate(snapshot.layout):
-            yield spec, whole(pinned.shares(slice(index, index + 1))[0])
+            yield spec, whole(pinned.collect_parts(slice(index, index + 1))[0])
 
 
 def publish(

@@ -233,14 +233,14 @@ async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[
             await asyncio.to_thread(versions.publish, next(steps), bench.apart, count) for _ in range(count)
         ]
         await asyncio.sleep(2.0)
-        tokens = bench.client.usage.tokens
+        tokens = bench.client.use.tokens
         start = time.perf_counter()
         used = bench.seconds
         for at in range(pushes):
             await bench.load(refs[at % count])
             await asyncio.sleep(start + (at + 1) * every - time.perf_counter())
         await asyncio.sleep(start + (seconds if every else seconds / 2) - time.perf_counter())
-        tokens = bench.client.usage.tokens - tokens
+        tokens = bench.client.use.tokens - tokens
         windows.append((every, tokens / (time.perf_counter() - start), tokens / (bench.seconds - used)))
     for task in running:
         task.cancel()
@@ -313,7 +313,7 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
     seconds = time.perf_counter() - start
     updating.cancel()
     await asyncio.gather(updating, return_exceptions=True)
-    uses = [client.usage for client in bench.clients[first:]]
+    uses = [client.use for client in bench.clients[first:]]
     prompts = sum(use.prompt_tokens for use in uses)
     cached = sum(use.cached_tokens for use in uses)
     return [

@@ -45,7 +45,7 @@ class SGLangClient:
         self, api: ServerApi, config: RunConfig, vocabulary: int, use: EngineUse | None = None, salt: str = ""
     ) -> None:
         self.api = api
-        self.usage = use or EngineUse(api.url)
+        self.use = use or EngineUse(api.url)
         self._config = config
         self._vocabulary = vocabulary
         self._salt = salt
@@ -133,9 +133,9 @@ class SGLangClient:
         async with self._request_slot():
             meta_info = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
 
-        self.usage.requests += 1
-        self.usage.prompt_tokens += meta_info.prompt_tokens
-        self.usage.cached_tokens += meta_info.cached_tokens
+        self.use.requests += 1
+        self.use.prompt_tokens += meta_info.prompt_tokens
+        self.use.cached_tokens += meta_info.cached_tokens
         top_entries = [candidates or () for candidates in meta_info.input_top_logprobs[1:]]
 
         return TokenScores(
@@ -187,9 +187,9 @@ class SGLangClient:
                     tokens_before = len(stream.tokens)
                     retracted_before = stream.retractions
                     stream.add_event(decode_event(payload))
-                    self.usage.tokens += len(stream.tokens) - tokens_before  # at once: a sign of life
+                    self.use.tokens += len(stream.tokens) - tokens_before  # at once: a sign of life
                     if not self._updates_retract:
-                        self.usage.retracted += stream.retractions - retracted_before
+                        self.use.retracted += stream.retractions - retracted_before
                     if stream.ends_by_watch():
                         break  # leaving the context aborts the request
 
@@ -197,9 +197,9 @@ class SGLangClient:
                         await request.on_part(stream.generation())
                         next_part_at = clock() + request.part_seconds
         finally:
-            self.usage.requests += 1
-            self.usage.prompt_tokens += stream.prompt_tokens
-            self.usage.cached_tokens += stream.cached_tokens
+            self.use.requests += 1
+            self.use.prompt_tokens += stream.prompt_tokens
+            self.use.cached_tokens += stream.cached_tokens
 
     def _request_body(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling

@@ -28,7 +28,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(engine: TorchEngine) -> dict[recorded.StepKind, bool]:
     """The kinds of steps so far, and whether they are recorded."""
-    steps = engine._batcher._recorded_step._steps
+    steps = engine._batcher._recorded_step._step_functions
     return {kind: isinstance(step, torch.jit.ScriptModule) for kind, step in steps.items()}
 
 
@@ -51,10 +51,10 @@ async def test_a_recording_serves_other_batches(
 
     reference = tiny(family, **changes)
     engine = serve(tiny(family, **changes), slots=7, budget=24)
-    move = Mock(wraps=engine._batcher.cache.move)
+    move = Mock(wraps=engine._batcher.cache.move_slots)
     monkeypatch.setattr(engine._batcher.cache, "move", move)
     await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(9))), 120)
-    request = ask(prompt(9), 8, engine._batcher.slots.all[-1].session or "")
+    request = ask(prompt(9), 8, engine._batcher.slots.every_slot[-1].session or "")
     assert_logprobs(reference, request, await engine.generate(request))
     kinds = made(engine)
     assert len(kinds) == 5 and all(kinds.values()), kinds  # 0, 1 or 4 groups decode, with prompts or not
@@ -92,7 +92,7 @@ def test_steps_on_a_gpu_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
     cache: Any = SimpleNamespace(ids=torch.empty(1, device="meta"))
     steps = recorded.RecordedStep(cache)
     kind = recorded.StepKind(groups=0, decoding=0, any_greedy=False)
-    steps._steps[kind] = lambda *tensors: torch.tensor([1])
+    steps._step_functions[kind] = lambda *tensors: torch.tensor([1])
     layout = SimpleNamespace(groups=(), decoding=0, cells=None, positions=None)
     params = SimpleNamespace(seed=None, temperature=None, greedy=None, any_greedy=False)
     plan: Any = SimpleNamespace(

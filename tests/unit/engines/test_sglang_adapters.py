@@ -298,7 +298,7 @@ async def test_a_turn_with_an_outdated_adapter_ends_where_it_is() -> None:
         turn = asyncio.create_task(client.generate(request))
         await heard.wait()
         client.mark(PolicyVersion(1, 7 + OLDEST))
-        [call] = client._calls
+        [call] = client._open_calls
         assert call.when() is None
         client.mark(PolicyVersion(1, 8 + OLDEST))
         generation = await turn

@@ -131,7 +131,7 @@ def test_a_server_that_ignores_the_word_to_end_is_killed(
             while not (tmp_path / "up").exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         await process.stop()
-        return process.code
+        return process.exit_code
 
     assert asyncio.run(main()) == -signal.SIGKILL
 

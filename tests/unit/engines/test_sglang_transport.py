@@ -158,13 +158,13 @@ async def test_a_server_that_sleeps_may_be_silent_and_then_has_its_time_anew():
                 async for _ in events:
                     begun.set()
 
-        server.sleeps(True)
+        server.set_asleep(True)
         stream = asyncio.create_task(read())
         await begun.wait()
         done, _ = await asyncio.wait([stream], timeout=0.5)  # more than it may be silent awake
         assert not done
         start = asyncio.get_running_loop().time()
-        server.sleeps(False)
+        server.set_asleep(False)
         with pytest.raises(ServerGone, match=r"got no answer within 0\.2 s"):
             await stream
         assert asyncio.get_running_loop().time() - start >= 0.19

@@ -255,7 +255,7 @@ async def test_a_turn_that_cannot_be_ended_breaks_the_engine_and_hangs_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ):
     engine = serve(slots=2)
-    monkeypatch.setattr(engine._batcher, "end", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._batcher, "end_run", lambda *_: 1 / 0)
     asked = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(n)))) for n in (3, 9)]
     for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60):
         assert isinstance(outcome, EngineError) and "ZeroDivisionError" in str(outcome)

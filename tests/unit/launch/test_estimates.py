@@ -388,8 +388,8 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
     readers = copies - 1 - (full_every > 1)
     with ExitStack() as reading:
         for copied in range(1, 2 * readers + 3):
-            index = buffers.claim(buffers.begin_claim())
-            buffers.copy(index, [(torch.zeros(10), torch.bfloat16)])
+            index = buffers.claim_buffer(buffers.begin_claim())
+            buffers.copy_tensors(index, [(torch.zeros(10), torch.bfloat16)])
             if copied <= readers:
                 reading.enter_context(buffers.reading(index, copied, wait=0))
     assert len(buffers._buffers) == readers + 1

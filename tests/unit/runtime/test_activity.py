@@ -30,16 +30,16 @@ class Written:
 
     def run(self, name: str, start: float, end: float) -> None:
         self.now = start
-        begun = self.activity.begin(name)
+        begun = self.activity.begin_call(name)
         self.now = end
-        self.activity.end(begun)
+        self.activity.end_call(begun)
 
 
 def test_calls_that_overlap_or_follow_soon_are_one_span() -> None:
     written = Written()
-    outer = written.activity.begin("tool")
+    outer = written.activity.begin_call("tool")
     written.run("tool", 0.25, 1.0)
-    written.activity.end(outer)
+    written.activity.end_call(outer)
     written.run("tool", 1.0 + JOIN_GAP_SECONDS, 1.5)
     written.run("tool", 1.5 + JOIN_GAP_SECONDS + 0.25, 2.25)  # not so soon
     written.now = 10.0
@@ -49,12 +49,12 @@ def test_calls_that_overlap_or_follow_soon_are_one_span() -> None:
 
 def test_what_goes_on_is_cut_every_period() -> None:
     written = Written()
-    begun = written.activity.begin("tool")
+    begun = written.activity.begin_call("tool")
     for step in range(1, 5):
         written.now = step * FLUSH_SECONDS / 2
         written.activity.tick()
     written.now += 1.0
-    written.activity.end(begun)
+    written.activity.end_call(begun)
     written.activity.flush()
     written.activity.flush()
     cuts = (0.0, FLUSH_SECONDS, 2 * FLUSH_SECONDS, 2 * FLUSH_SECONDS + 1)
@@ -68,10 +68,10 @@ def test_a_worker_of_many_slots_writes_little() -> None:
     calls = 0
     for tick in range(int(5 * FLUSH_SECONDS * 50)):
         written.now = tick / 50
-        begun = [written.activity.begin(f"tool {(tick * 64 + task) % 1000}") for task in range(64)]
+        begun = [written.activity.begin_call(f"tool {(tick * 64 + task) % 1000}") for task in range(64)]
         written.now += 0.015
         for name in begun:
-            written.activity.end(name)
+            written.activity.end_call(name)
             calls += 1
         written.activity.tick()
     written.activity.flush()

@@ -52,7 +52,7 @@ class Broadcasts:
 
     async def _pushed(self, ref: WeightsRef) -> Found:
         async with self._receiver.push(ref, DEADLINE) as push:
-            manifest = await push.load()
+            manifest = await push.load_buckets()
         label, entries = self._server.look()
         assert label == ref.label
         return manifest, entries

@@ -148,7 +148,7 @@ async def test_training_stands_still_while_a_group_sends_its_first_bucket(spawn)
 
     def look(name: str) -> None:
         # After a pause `_paused` stays until the training thread runs again; it runs when nobody wants one.
-        stands_still.append((name, pause._paused and pause._wanted > 0))
+        stands_still.append((name, pause._is_paused and pause._waiting_threads > 0))
 
     server.before = look
     with (
@@ -170,16 +170,18 @@ async def test_training_goes_on_while_the_second_bucket_is_collected(spawn, monk
     server = spawn()
     pause = TrainingPause(torch.device("cpu"))
     collected = list[int]()
-    shares = PinnedTensors.shares
+    shares = PinnedTensors.collect_parts
 
     def collect(pinned: PinnedTensors, part: slice) -> Any:
         if len(collected) == 1:
-            with pause._changed:
-                assert pause._changed.wait_for(lambda: not pause._wanted, FEW), "training still waits"
+            with pause._state_changed:
+                assert pause._state_changed.wait_for(lambda: not pause._waiting_threads, FEW), (
+                    "training still waits"
+                )
         collected.append(part.start)
         return shares(pinned, part)
 
-    monkeypatch.setattr(PinnedTensors, "shares", collect)
+    monkeypatch.setattr(PinnedTensors, "collect_parts", collect)
     with (
         training(pause),
         closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender,
@@ -333,7 +335,7 @@ async def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
 
 async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
     """However long it takes rank 0 to get there."""
-    make = ServerGroup._make
+    make = ServerGroup._make_group
     there = []
 
     def slowly(group: ServerGroup) -> Any:
@@ -343,7 +345,7 @@ async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypat
         there.append(bool(server.calls))
         return make(group)
 
-    monkeypatch.setattr(ServerGroup, "_make", slowly)
+    monkeypatch.setattr(ServerGroup, "_make_group", slowly)
     server = spawn()
     await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), offer(sender))
     assert there == [False]
@@ -438,13 +440,13 @@ async def test_a_rank_that_does_not_deliver(spawn, sender):
     """The server is not told to receive a bucket that the trainer cannot collect. The trainer is told."""
 
     class Broken(PinnedTensors):
-        def shares(self, part: slice, *rest: Any) -> Any:
+        def collect_parts(self, part: slice, *rest: Any) -> Any:
             if part.start:
                 raise WeightsError("a trainer rank did not deliver its shards")
-            return super().shares(part, *rest)
+            return super().collect_parts(part, *rest)
 
     snapshot = snapshot_of(weights(1), PolicyVersion(0, 1))
-    broken = replace(snapshot, pin=lambda: nullcontext(Broken(snapshot.layout, weights(1))))
+    broken = replace(snapshot, hold_copy=lambda: nullcontext(Broken(snapshot.layout, weights(1))))
     server = spawn()
     receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     with pytest.raises(WeightsError, match="did not deliver"):

@@ -99,8 +99,8 @@ def test_versions_between_whole_ones_are_deltas(training: Training):
 def test_a_share_is_cut_into_what_one_message_holds(training: Training, monkeypatch: pytest.MonkeyPatch):
     """MessagePack takes less than 4 GiB at once; a test of ranks sends such shares."""
     monkeypatch.setattr(ranges, "MAX_FIELD_BYTES", 100)
-    with training.snapshot().pin() as pinned:
-        (embedding,) = pinned.shares(slice(0, 3))[2]
+    with training.snapshot().hold_copy() as pinned:
+        (embedding,) = pinned.collect_parts(slice(0, 3))[2]
     assert embedding.count == embedding.size == 400 * 16 * 2
     assert max(map(len, embedding.data)) == 100
     for _ in range(3):
@@ -159,7 +159,7 @@ def test_a_version_that_was_never_read_breaks_no_lineage(training: Training):
 
     training.publish()
     with pytest.raises(Superseded):
-        training.writer.write(replace(training.snapshot(), pin=gone))
+        training.writer.write(replace(training.snapshot(), hold_copy=gone))
     ref = training.publish()
     assert files(ref) == {disk.DELTA}
     training.check(ref)

@@ -20,8 +20,8 @@ from tests.fakes.weights import snapshot_of
 
 
 def copy(buffers: Buffers, value: float) -> int:
-    index = buffers.claim(buffers.begin_claim())
-    buffers.copy(index, [(torch.full(shape, value), torch.bfloat16) for shape in ((2, 3), (4,))])
+    index = buffers.claim_buffer(buffers.begin_claim())
+    buffers.copy_tensors(index, [(torch.full(shape, value), torch.bfloat16) for shape in ((2, 3), (4,))])
     return index
 
 
@@ -91,10 +91,10 @@ def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: p
     def shares(*values: bytes) -> list[RangePart]:
         return [RangePart(len(data), b"", b"", b"", (memoryview(data),)) for data in values]
 
-    first = buckets.fill(shares(b"ab", b"", b"c"), 10)
-    second = buckets.fill(shares(b"0123456789"), 10)
+    first = buckets.fill_next(shares(b"ab", b"", b"c"), 10)
+    second = buckets.fill_next(shares(b"0123456789"), 10)
     assert bytes(first.tolist()) == b"abc" and bytes(second.tolist()) == b"0123456789"
-    third = buckets.fill(shares(b"de"), 10)
+    third = buckets.fill_next(shares(b"de"), 10)
     assert third.data_ptr() == first.data_ptr() != second.data_ptr()
     assert bytes(third.tolist()) == b"de" and bytes(second.tolist()) == b"0123456789"
     assert sizes == [10, 10]
@@ -116,7 +116,7 @@ def test_a_newer_copy_replaces_one_that_nobody_reads(buffers: Buffers):
 def test_a_claimed_buffer_holds_nothing(buffers: Buffers):
     copy(buffers, 1)
     copy(buffers, 2)
-    buffers.claim(buffers.begin_claim())
+    buffers.claim_buffer(buffers.begin_claim())
     with pytest.raises(Superseded, match="copy 1"), buffers.reading(0, 1, wait=0):
         pass
 
@@ -140,7 +140,7 @@ def test_a_copy_that_comes_late_is_waited_for(buffers: Buffers):
 
     reader = threading.Thread(target=read)
     reader.start()
-    buffers.copy(1, [(torch.full((10,), 7.0), torch.bfloat16)])
+    buffers.copy_tensors(1, [(torch.full((10,), 7.0), torch.bfloat16)])
     reader.join(30)
     assert found == [7.0]
 
@@ -148,8 +148,8 @@ def test_a_copy_that_comes_late_is_waited_for(buffers: Buffers):
 def test_what_is_read_elsewhere_is_not_claimed(buffers: Buffers):
     copy(buffers, 1)
     copy(buffers, 2)
-    assert buffers.begin_claim() == [] and buffers.claim([0]) == 1
-    assert buffers.begin_claim() == [] and buffers.claim([0, 1]) == 2
+    assert buffers.begin_claim() == [] and buffers.claim_buffer([0]) == 1
+    assert buffers.begin_claim() == [] and buffers.claim_buffer([0, 1]) == 2
 
 
 def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
@@ -172,7 +172,7 @@ def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
     reader.start()
     started.wait(30)
     reader.join(0.05)
-    assert found == [] and buffers.claim(busy) == first
+    assert found == [] and buffers.claim_buffer(busy) == first
     reader.join(30)
     assert found == ["superseded"]
 

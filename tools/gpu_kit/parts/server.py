@@ -375,10 +375,10 @@ class ServerAndTrainer:
     ) -> AsyncIterator[list[asyncio.Task[Generation]]]:
         """Streams that have some tokens. After the block none of them goes on, also when it has failed: they
         would slow down the next stage."""
-        before = client.usage.tokens
+        before = client.use.tokens
         streams = self.streams(client, tokens)
         try:
-            while client.usage.tokens < before + BEGUN and not any(stream.done() for stream in streams):  # noqa: ASYNC110
+            while client.use.tokens < before + BEGUN and not any(stream.done() for stream in streams):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             yield streams
         finally:
@@ -400,13 +400,13 @@ class ServerAndTrainer:
                 Request(f"{index}", tuple(ids), Sampling(self.sizes.new, ()))
                 for index, ids in enumerate(prompts.tolist())
             ]
-            before = client.usage.tokens
+            before = client.use.tokens
             began = time.perf_counter()
             cpu = time.process_time()
             await asyncio.gather(*map(client.generate, requests))
             seconds = time.perf_counter() - began
             busy = (time.process_time() - cpu) / seconds
-            rates.append((client.usage.tokens - before) / seconds)
+            rates.append((client.use.tokens - before) / seconds)
         value = f"{rates[-1]:,.0f} tokens/s (the first time {rates[0]:,.0f})"
         note = f"{self.sizes.new} new tokens each; the client's process was busy for {busy:.0%} of the time"
         name = f"speed, {streams} at once"
@@ -494,11 +494,11 @@ class ServerAndTrainer:
                 await self.loader.sleep()
                 asleep_s.append(time.perf_counter() - began)
                 await asyncio.sleep(0.3)  # for what is on its way
-                tokens = client.usage.tokens
+                tokens = client.use.tokens
                 freed_mb.append(used - server_mb(self.context))
                 await asyncio.sleep(0.3)
                 opened += sum(not stream.done() for stream in streams)
-                silent += client.usage.tokens == tokens
+                silent += client.use.tokens == tokens
                 began = time.perf_counter()
                 await self.loader.load(ref)
                 awake_s.append(time.perf_counter() - began)
@@ -593,14 +593,14 @@ class PublisherHere:
 async def longest_silence(client: SGLangClient, streams: Sequence[asyncio.Task[Generation]]) -> float:
     """Return the longest time in seconds without a new token of any stream, until the first of them ends."""
     longest = 0.0
-    tokens = client.usage.tokens
+    tokens = client.use.tokens
     since = time.perf_counter()
     while not any(stream.done() for stream in streams):
         await asyncio.sleep(0.001)
-        if client.usage.tokens != tokens:
+        if client.use.tokens != tokens:
             now = time.perf_counter()
             longest = max(longest, now - since)
-            tokens = client.usage.tokens
+            tokens = client.use.tokens
             since = now
     return longest
 
