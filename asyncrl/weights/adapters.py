@@ -3,8 +3,9 @@
     layer: q_proj.weight, frozen │ q_proj.lora_a [rank, in], q_proj.lora_b [out, rank]
     files: base_model.model.…q_proj.lora_A.weight and lora_B.weight, as PEFT and servers read them
 
-The trainer computes with them, engines that know them load A and B alone, others the merged weights. Of the
-agent `coder` they are `q_proj.lora_a_coder`, and in files `q_proj.lora_A.coder.weight`; '' is nobody's name.
+The trainer computes with adapters. Engines that support adapters load A and B alone, other engines load the
+merged weights. The adapters of agent `coder` are called `q_proj.lora_a_coder`, and in files
+`q_proj.lora_A.coder.weight`; no agent is called ''.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ ROLES = {A: "lora_A.weight", B: "lora_B.weight"}
 
 
 class Adapters:
-    """Adapts all linear layers of a model but the output layer; its own parameters do not train:
+    """Adapts all linear layers of a model but the output layer; the model's own parameters do not train:
     y = W·x + (alpha/rank)·B·A·x with W frozen (LoRA, arXiv 2106.09685).
 
-    `sizes`: rank and alpha of the adapter of each of these agents; '': of all others. Each token is computed
-    with that of its agent (`use`). A and B are parameters of the adapted layer itself (`q_proj.lora_a` beside
-    `q_proj.weight`), added to its output by a hook. So the weights keep their names, and merging is
-    arithmetic on shards. `published`: A and B of all layers, as files name them; `specs`: what files say of
-    each agent's."""
+    `sizes`: rank and alpha of each agent's adapter; '': of the adapter of all agents without an entry. Each
+    token is computed with the adapter of its agent (`use`). A and B are parameters of the adapted layer
+    itself (`q_proj.lora_a` beside `q_proj.weight`); a hook adds their product to the layer's output. So the
+    weights keep their names, and merging is arithmetic on shards. `published`: A and B of all layers, by the
+    names in files; `specs`: the description of each agent's adapter in files."""
 
     def __init__(self, model: PreTrainedModel, sizes: Mapping[str, tuple[int, float]]) -> None:
         self._is_enabled = True
@@ -79,7 +80,8 @@ class Adapters:
         return tuple(self._scale_by_agent)
 
     def adapter_index(self, agent: str) -> int:
-        """Find the place of an agent's adapter: its own, else that of all others, else behind the last."""
+        """Return the index of an agent's adapter: the agent's own, else the adapter '', else one behind the
+        last."""
         adapter_agents = [*self._scale_by_agent]
         return next(
             (adapter_agents.index(name) for name in (agent, "") if name in adapter_agents),
@@ -87,8 +89,8 @@ class Adapters:
         )
 
     def use(self, agents: Tensor | None) -> None:
-        """From here on, tokens are computed with the adapters at these places, [tokens] in any shape. None:
-        with the first one. All are computed for all, so that ranks agree on what has a gradient."""
+        """Set the adapters' indices for the next forwards, [tokens] in any shape; None: the first adapter.
+        Every adapter is computed for every token, so that ranks agree on the parameters with gradients."""
         for adapter_index, agent in enumerate(self._scale_by_agent):
             self._token_masks[agent] = (
                 float(adapter_index == 0) if agents is None else agents == adapter_index
@@ -112,7 +114,7 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model without them: the base."""
+        """Compute with the base model, without adapters, during the body."""
         self._is_enabled = False
         try:
             yield
@@ -120,8 +122,8 @@ class Adapters:
             self._is_enabled = True
 
     def merged(self, name: str, weight: DTensor) -> DTensor:
-        """Return W + (alpha/rank)·B·A for the parameter called `name`, sharded as it is; W if it is not
-        adapted, or by agents' own adapters alone. A collective: A is gathered."""
+        """Return W + (alpha/rank)·B·A for the parameter called `name`, sharded as W is; W itself if there is
+        no adapter '' for this parameter. A collective: A is gathered."""
         if self.names(name) is None:
             return weight
         layer = self._adapted_layers[name]
@@ -129,31 +131,31 @@ class Adapters:
         return cast(DTensor, weight + update.redistribute(weight.device_mesh, weight.placements))
 
     def change(self, name: str, lora_a: Tensor, lora_b: Tensor) -> Tensor:
-        """Returns what adapters A, B of all agents add to the weight called `name`."""
+        """Return the update that the adapter '' of all agents, A and B, adds to the weight called `name`."""
         product = self._scale_by_agent[""] * (lora_b @ lora_a)
         return (
             product.t() if isinstance(self._adapted_layers[name], Conv1D) else product
         )  # which keeps it transposed
 
     def names(self, name: str) -> tuple[str, str] | None:
-        """Returns the names of a weight's adapters for all agents; None if it has none."""
+        """Return the names of A and B for a weight, of the adapter ''; None without an adapter."""
         stem = name.removesuffix("weight")
         return (stem + A, stem + B) if name in self._adapted_layers and "" in self._scale_by_agent else None
 
 
 def named(role: str, agent: str) -> str:
-    """Names a layer's A or B for an agent."""
+    """Name a layer's A or B for an agent."""
     return f"{role}_{agent}" if agent else role
 
 
 def owner(parameter: str) -> str | None:
-    """Return the agent whose adapter a parameter, by its name, belongs to; None: it is of no adapter."""
+    """Return the agent whose adapter a parameter, by its name, belongs to; None: of no adapter."""
     parameter_name = parameter.rpartition(".")[2]
     return parameter_name[len(A) + 1 :] if parameter_name[: len(A)] in ROLES else None
 
 
 def peft_name(parameter: str) -> str:
-    """Names an adapter's parameter as PEFT's files do, an agent's as PEFT does in memory."""
+    """Name an adapter's parameter as PEFT's files do, an agent's parameter as PEFT does in memory."""
     layer, _, parameter_name = parameter.rpartition(".")
     role, _, weight = ROLES[parameter_name[: len(A)]].partition(".")
     agent = owner(parameter)
@@ -161,8 +163,8 @@ def peft_name(parameter: str) -> str:
 
 
 def initial(name: str, parameter: Tensor) -> Tensor:
-    """Return the first values of what a model directory does not hold: A uniform in ±1/√in, the rest zero. So
-    an adapted model starts as its base does, and a value head at 0."""
+    """Return the first values of a parameter that a model directory does not hold: A uniform in ±1/√in, all
+    other parameters zero. So an adapted model starts as its base does, and a value head at 0."""
     values = torch.zeros(parameter.shape, dtype=parameter.dtype)
     if owner(name) is not None and f".{A}" in name:
         values.uniform_(-1, 1).div_(math.sqrt(parameter.shape[1]))

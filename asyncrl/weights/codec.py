@@ -33,7 +33,8 @@ WIDE_GAP = 255  # see above
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """`changed`: how many numbers changed. `wide`: how many distances take 4 bytes. `data`: compressed."""
+    """One encoded block. `changed`: how many numbers changed. `wide`: how many distances take 4 bytes.
+    `data`: compressed."""
 
     kind: Literal["same", "sparse", "dense"]
     changed: int = 0
@@ -45,14 +46,15 @@ _decoder = msgspec.msgpack.Decoder(list[Block])
 
 
 def encode_changes(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes:
-    """The changes from `old` to `new`, two byte arrays of equal length that hold numbers of `item` bytes."""
+    """Encode the changes from `old` to `new`, two byte arrays of equal length with numbers of `item_bytes`
+    bytes."""
     pairs = zip(_split_blocks(old, item_bytes), _split_blocks(new, item_bytes), strict=True)
     return msgspec.msgpack.encode([_encode_block(before, after) for before, after in pairs])
 
 
 def apply_changes(target: np.ndarray, piece: bytes, item_bytes: int) -> None:
-    """Apply what `encode` returned to the bytes `target`, in place. WeightsError when the piece cannot be
-    read; a piece with wrong values is noticed only by the checksum of the whole version."""
+    """Apply a piece that `encode_changes` returned to the bytes `target`, in place. Raises WeightsError for a
+    piece that cannot be read; only the checksum of the whole version shows wrong values."""
     try:
         blocks = _decoder.decode(piece)
         for words, block in zip(_split_blocks(target, item_bytes), blocks, strict=True):
@@ -101,7 +103,7 @@ def _apply_block(words: np.ndarray, block: Block) -> None:
 
 
 def _byte_planes(words: np.ndarray) -> bytes:
-    """Return the first bytes of all words, then the second ones, and so on."""
+    """Return the first bytes of all words, then the second bytes, and so on."""
     return words.view(np.uint8).reshape(-1, words.itemsize).T.tobytes()
 
 

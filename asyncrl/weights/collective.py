@@ -1,9 +1,9 @@
 """Weights through a process group: the trainer's end, and the protocol with the keepers.
 
-As many ranks of the trainer as there are servers, or all, have one `Sender` each; server i belongs to the
-sender i modulo their number, of those on its machine if there are any. Its keeper has one `Receiver`
-(engines/sglang/receiver.py), which asks for versions and controls the server over HTTP. The weights go from
-the sender, rank 0 of a group, to the server.
+As many ranks of the trainer as there are servers, or all, have one `Sender` each. Server i belongs to sender
+i modulo the number of senders, of senders on the server's machine if there are any. The server's keeper has
+one `Receiver` (engines/sglang/receiver.py), which asks for versions and controls the server over HTTP. The
+weights go from the sender, rank 0 of a group, to the server.
 
     keeper                                trainer                        server
     VersionRequest            ──►  its turn; rank 0 listens; a pause of training begins
@@ -15,15 +15,16 @@ the sender, rank 0 of a group, to the server.
     BucketRequest(after last) ──►
     the version is loaded     ◄──  Sent(manifest)
 
-One connection carries this, and owns the group: while it is open the group is whole, and is used for the next
-version. Whatever goes wrong, on either side, closes it; the other side sees that at once and gives the group
-up too, so that a server that waits for a broadcast gets an error instead. A server joins only when rank 0 is
-listening, and receives only when the bucket is ready, so that it never waits for a process that is not there.
+One connection carries these messages and owns the group: an open connection means a complete group, which is
+used for the next version, too. A failure on either side closes the connection; the other side notices at once
+and gives the group up, so that a server that waits for a broadcast gets an error instead. A server joins only
+when rank 0 is listening, and receives only when the bucket is ready, so a server never waits for a process
+that does not exist.
 
 Processes may also freeze: both ends have deadlines, but a server that waits for a frozen trainer answers no
-request and has to be started again. On a GPU training stands still while a server joins a new group and is
-sent the first bucket, with which NCCL makes its communicator (pause.py). Training may compile for minutes
-before it comes to that: the server has not been told of the group yet, and goes on with its old weights.
+request and has to be started again. On a GPU, training stands still while a server joins a new group and gets
+the first bucket, with which NCCL makes its communicator (pause.py). Training may compile for minutes before
+this pause: the server does not know of the group yet, and goes on with the old weights.
 
 Nothing here is authenticated or encrypted: for private networks.
 """
@@ -54,19 +55,19 @@ from asyncrl.weights.snapshot import BucketBuffers, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
 
-IDLE_SECONDS = 3600.0  # in which a keeper that asks for nothing is given up: it dials again when it needs to
+IDLE_SECONDS = 3600.0  # without a request, until a keeper is disconnected; a keeper may dial again
 REFUSAL_SECONDS = 5.0  # for a refusal to be sent
-PAUSE_FRACTION = 0.5  # of a request's time, for training to pause: then the keeper hears in time to ask again
+PAUSE_FRACTION = 0.5  # of a request's time, for training to pause: so a refusal leaves time to ask again
 OFFER_SECONDS = 5.0  # between the first rank's offer of a version and the last one's
 RETRY_SECONDS = 1.0  # seconds until the sender listens again after it could not take a connection
 
 
 class Sender:
-    """Offers the newest version to all engines, and pushes it to one after another.
+    """Offers the newest version to all engines, and pushes the version to one engine after another.
 
-    It listens at `host`, which servers and keepers must be able to reach. A push takes at most `seconds`.
-    What it cannot read of a version is kept in `error` for the owner to raise. `pause`: of training, while a
-    new group makes its communicator; None: training is not disturbed by that.
+    A sender listens at `host`, which servers and keepers must be able to reach. A push takes at most
+    `seconds`. `error`: a failure to read a version, for the owner to raise. `pause`: stops training while a
+    new group makes its communicator; None: a new communicator does not disturb training.
     """
 
     def __init__(
@@ -95,15 +96,15 @@ class Sender:
         run_in_background(self._accept_keepers)
 
     def offer(self, snapshot: Snapshot) -> WeightsRef:
-        """From now on engines that ask get this version. A push under way goes on with the older one."""
+        """Offer this version to engines from now on. A push under way goes on with the older version."""
         with self._offer_condition:
             self._latest_snapshot = snapshot
             self._offer_condition.notify_all()
         return WeightsRef(snapshot.version, self.address)
 
     def latest_snapshot(self, version: PolicyVersion, seconds: float) -> Snapshot | None:
-        """Holds the version that is offered. `version` has been announced: by another rank perhaps, a little
-        before it is offered here."""
+        """Return the offered version, after a short wait for `version`: another rank may announce a version a
+        little before this rank offers it."""
 
         def is_offered() -> bool:
             return self._latest_snapshot is not None and self._latest_snapshot.version >= version
@@ -148,11 +149,11 @@ class EngineConnection:
         self._engine = "an engine"
 
     def serve_engine(self) -> None:
-        """Until the engine leaves, or a push fails."""
+        """Serve requests until the engine leaves, or a push fails."""
         if self._sender.device.type == "cuda":
             torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would pin its buckets
 
-        seconds = self._sender.seconds  # for who has just dialled to say what for
+        seconds = self._sender.seconds  # for the first request after dialling
         try:
             while (request := self._next_request(time.monotonic() + seconds)) is not None:
                 seconds = IDLE_SECONDS
@@ -183,7 +184,7 @@ class EngineConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _push_in_turn(self, request: messages.VersionRequest, deadline: float) -> None:
-        # Waits, before it is this engine's turn.
+        # Waits for the version before the lock, so that other engines can be served meanwhile.
         self._sender.latest_snapshot(request.version, messages.seconds_left(deadline))
         if not self._sender.push_lock.acquire(timeout=messages.seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
@@ -236,7 +237,8 @@ class EngineConnection:
         )
 
     def _join_group(self, ranks: int, deadline: float) -> tuple[ServerGroup, int]:
-        """The engine's group, and the port where a new one is to be joined."""
+        """Return the engine's group, and the port at which the engine joins a new group; 0 for an old
+        group."""
         if self._group is not None and self._group.ranks == ranks:
             return self._group, 0
         if self._group is not None:
@@ -251,8 +253,8 @@ class EngineConnection:
     def _flatten_buckets(
         self, snapshot: Snapshot, bucket_slices: list[slice], entries: list[TensorEntry]
     ) -> Generator[Tensor]:
-        """Each bucket as the bytes of its tensors, one behind the other, which `entries` get. It is kept
-        until the next but one is asked for. An error in reading it is the trainer's, not the engine's."""
+        """Yield each bucket as the bytes of its tensors, one behind the other; `entries` gets the tensors. A
+        bucket is valid until the next but one. An error in reading goes to the trainer, not to the engine."""
         largest_bucket = max(
             (sum(spec.nbytes for spec in snapshot.layout[bucket_slice]) for bucket_slice in bucket_slices),
             default=0,

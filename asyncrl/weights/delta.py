@@ -1,11 +1,11 @@
-"""Versions whole and as what changed since the one before: the publisher's end, and a reader's with a cache.
+"""Whole versions and deltas, the changes since the version before: a publisher, and a reader with a cache.
 
     published:  e0-v0 whole ◄── e0-v1 delta ◄── e0-v2 delta     e0-v3 whole ◄── e0-v4 delta
     cached:     e0-v1 whole, which becomes e0-v2 in place, or e0-v3 by a copy
 
-A delta can be applied only to the exact bytes it was made from. The publisher's ranks keep their copies of
-those, a reader has them in its cache. The manifest names the version that they must be, and the checksums of
-the result show whether they were.
+A delta can be applied only to the exact bytes of its base version. The publisher's ranks keep copies of these
+bytes, a reader has them in its cache. The manifest names the base version, and the checksums of the result
+show whether the base was right.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Version = tuple[WeightsRef, Manifest]
 
 
 class VersionWriter:
-    """Publishes versions to a directory: a whole one, then up to `full_every` - 1 deltas, fewer when these
-    add up to a whole one. The copy that the last one was made of is kept until the next one is made.
-    `adapters`: versions are of these alone, by agent."""
+    """Publishes versions to a directory: a whole version, then up to `full_every` - 1 deltas, fewer when the
+    deltas add up to the size of a whole version. The copy of the last version is kept until the next version
+    is written. `adapters`: versions hold these adapters only, by agent."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class VersionWriter:
         self._delta_count = self._delta_bytes = 0  # since the last whole version
 
     def write(self, snapshot: Snapshot) -> WeightsRef:
-        """Publish a version, whole or not at all. Raises Superseded, WeightsError, and OSError; the next one
-        may be a delta still."""
+        """Publish a version, completely or not at all. Raises Superseded, WeightsError, and OSError; after an
+        error the next version may still be a delta."""
         base_copy = self._base_copy
         is_full = self._delta_count + 1 >= self.full_every or self._delta_bytes >= snapshot.total_bytes
         if base_copy is None or is_full or base_copy[0].layout != snapshot.layout:
@@ -78,9 +78,12 @@ class VersionWriter:
                 self._base_lock = copy_lock.pop_all()
 
         delta = manifest.delta
-        self._delta_count, self._delta_bytes = (
-            (self._delta_count + 1, self._delta_bytes + delta.size) if delta else (0, 0)
-        )
+        if delta:
+            self._delta_count += 1
+            self._delta_bytes += delta.size
+        else:
+            self._delta_count = 0
+            self._delta_bytes = 0
         return disk.ref_to(self.directory, snapshot.version)
 
     def _write_payload(
@@ -90,7 +93,7 @@ class VersionWriter:
         held_copy: HeldCopy,
         base_copy: tuple[Manifest, HeldCopy] | None,
     ) -> Manifest:
-        """Have ranks write their bytes, or write what has changed in them."""
+        """Have ranks write their bytes, or write the changes in the bytes of all ranks."""
         entries = []
         changed_ranges = []
 
@@ -125,11 +128,11 @@ class VersionWriter:
 
 
 def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
-    """The version as a directory of whole weights in `cache`, which has one reader and holds nothing else.
+    """Make a version a directory of whole weights in `cache`, which has one reader and holds nothing else.
 
-    It is made from the version that the cache holds, if `ref` builds upon that and it is undamaged, else
-    from the last whole version published; the cached version is used up. Raises WeightsError when there is
-    no way to `ref`, and OSError when the cache has no room for one version.
+    The version is made from the cached version, if `ref` builds upon this and the cache is undamaged, else
+    from the last whole version published; the cached version is used up. Raises WeightsError when `ref`
+    cannot be made, and OSError when the cache has no room for one version.
     """
     lineage = list(disk.lineage_of(ref))
     shorter_lineage = _lineage_from(_cached_version(cache), lineage)
@@ -143,7 +146,7 @@ def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
 
 
 def _cached_version(cache: Path) -> Version | None:
-    """Returns the version that the cache holds, unread."""
+    """Return the version that the cache holds, without reading its tensors."""
     for ref in reversed(disk.published_versions(cache)):
         with suppress(WeightsError):
             return ref, disk.read_manifest(ref)
@@ -151,7 +154,7 @@ def _cached_version(cache: Path) -> Version | None:
 
 
 def _lineage_from(cached_version: Version | None, lineage: list[Version]) -> list[Version] | None:
-    """The lineage, newest first, as far back as the held version only; None if that is not of it."""
+    """Return the lineage, newest first, as far back as the cached version; None if this is not part of it."""
     if cached_version is not None:
         for index, (ref, manifest) in enumerate(lineage):
             if (ref.version, manifest.checksum) == (cached_version[0].version, cached_version[1].checksum):
@@ -161,7 +164,8 @@ def _lineage_from(cached_version: Version | None, lineage: list[Version]) -> lis
 
 def _build_version(lineage: list[Version], cache: Path) -> WeightsRef:
     """Change the bytes of the last of `lineage` into those of the first, in the cache."""
-    (ref, manifest), (start_ref, _) = lineage[0], lineage[-1]
+    ref, manifest = lineage[0]
+    start_ref, _ = lineage[-1]
     with ExitStack() as stack:
         for lineage_ref, _ in lineage:
             stack.enter_context(disk.lock_version(lineage_ref))
@@ -174,8 +178,8 @@ def _build_version(lineage: list[Version], cache: Path) -> WeightsRef:
 
 
 def _take_payload(start_ref: WeightsRef, cache: Path, target: Path) -> None:
-    """Move a whole payload out of the cache, or copy one into it; either way the cache is empty otherwise,
-    for it need not have room for two."""
+    """Move a whole payload out of the cache, or copy a payload into the cache. All other versions there are
+    deleted first, as the cache need not have room for two."""
     source = Path(start_ref.path) / disk.PAYLOAD
     with WeightsError.instead_of(
         FileNotFoundError, text=f"weights {start_ref.path}: no usable {disk.PAYLOAD}"

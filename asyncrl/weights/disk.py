@@ -7,9 +7,9 @@ when complete, so a reader sees all of it or nothing. One process publishes to a
 Nothing is synced to the disk: a version lost in a power cut is published again, and a damaged one does not
 pass its checksums.
 
-Versions that are held, and those that kept ones build upon, are not pruned. A version that is not held may
-be deleted at any time: what a reader has mapped stays readable, everything else is a WeightsError. To hold a
-version is to lock its manifest (flock), which works on network file systems, too.
+Locked versions, and base versions of kept versions, are not pruned. A version without a lock may be deleted
+at any time: mapped files stay readable, every other access raises WeightsError. A reader locks a version by
+its manifest (flock), which works on network file systems, too.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ PAYLOAD = "model.safetensors"
 DELTA = "delta.bin"
 MANIFEST = "manifest.json"
 SHARED_MEMORY = Path("/dev/shm")
-KEPT_VERSIONS = 3  # versions: engines that load one do not see it deleted, and those that come late find one
+KEPT_VERSIONS = 3  # so that no version is deleted during a load, and late engines find a version
 _TEMPORARY = ".writing-"
 log = logging.getLogger("asyncrl.weights")
 
 
 @contextmanager
 def new_version(directory: Path, version: PolicyVersion) -> Iterator[Path]:
-    """A directory to fill, which becomes that of a version when the body succeeds. Publishing a version again
-    replaces it. Raises OSError, naming a file, if it does not fit."""
+    """Yield a directory to fill, which becomes a version's directory when the body succeeds. Publishing a
+    version again replaces the old files. Raises OSError, naming a file, if the disk is full."""
     directory.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(directory)
     work_directory = _temporary_path(directory)
@@ -84,7 +84,7 @@ def payload_path(directory: Path) -> Path:
 
 
 def read_manifest(ref: WeightsRef) -> Manifest:
-    """Reads a version's manifest, without its tensors. Raises WeightsError."""
+    """Read a version's manifest, without the tensors. Raises WeightsError."""
     path = Path(ref.path) / MANIFEST
     with WeightsError.instead_of(OSError, *UNDECODABLE, text=f"weights {ref.path}: no usable {MANIFEST}"):
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
@@ -114,8 +114,8 @@ def verify_version(ref: WeightsRef) -> Manifest:
 
 
 def read_arrays(ref: WeightsRef) -> tuple[Manifest, Arrays]:
-    """A version's manifest and the bytes of its tensors, verified; a delta is applied to what it changes, in
-    this process's memory. Raises WeightsError."""
+    """Return a version's manifest and the bytes of its tensors, verified; deltas are applied in this
+    process's memory. Raises WeightsError."""
     lineage = list(lineage_of(ref))
     return lineage[0][1], assemble_arrays(lineage, Path(lineage[-1][0].path) / PAYLOAD, "c")
 
@@ -123,9 +123,10 @@ def read_arrays(ref: WeightsRef) -> tuple[Manifest, Arrays]:
 def assemble_arrays(
     lineage: Sequence[tuple[WeightsRef, Manifest]], payload_file: Path, mode: Literal["c", "r+"]
 ) -> Arrays:
-    """Turn the bytes of the last of a lineage, in a file, into those of the first, and verify them; see
-    `map_file`. Raises WeightsError."""
-    (ref, manifest), (_, whole_manifest) = lineage[0], lineage[-1]
+    """Turn the bytes of a lineage's last version, in a file, into the bytes of the first, and verify the
+    result; `mode`: see `map_file`. Raises WeightsError."""
+    ref, manifest = lineage[0]
+    _, whole_manifest = lineage[-1]
     arrays = ranges.map_file(payload_file, whole_manifest.layout, mode)
     for delta_ref, delta_manifest in reversed(lineage[:-1]):
         _apply_delta(arrays, delta_ref, delta_manifest)
@@ -138,7 +139,7 @@ def assemble_arrays(
 
 
 def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
-    """A version and those it builds upon, newest first; the last one is whole. Raises WeightsError."""
+    """Yield a version and its base versions, newest first; the last version is whole. Raises WeightsError."""
     manifest = read_manifest(ref)
     yield ref, manifest
 
@@ -152,7 +153,7 @@ def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
 
 
 def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
-    """Turn the bytes of the version that `ref`, a delta, builds upon into its own, in place."""
+    """Turn the bytes of the base version of `ref`, a delta, into the bytes of `ref`, in place."""
     assert manifest.delta is not None
     try:
         data = (Path(ref.path) / DELTA).read_bytes()
@@ -173,14 +174,14 @@ def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
 
 @contextmanager
 def lock_version(ref: WeightsRef) -> Iterator[None]:
-    """The version, and what it builds upon, is not pruned during the body. The lock ends with this process at
-    the latest. Raises WeightsError when the version is gone already."""
+    """Keep a version and its base versions from being pruned during the body. The lock ends with this process
+    at the latest. Raises WeightsError when the version is gone already."""
     path = Path(ref.path) / MANIFEST
     with ExitStack() as stack:
         with WeightsError.instead_of(OSError, text=f"weights {ref.path}: no usable {MANIFEST}"):
             descriptor = os.open(path, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a `prune` that is about to delete it
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a `prune` that is about to delete the version
             is_current = os.path.samestat(os.fstat(descriptor), path.stat())
 
         if not is_current:
@@ -199,11 +200,11 @@ def published_versions(directory: Path) -> list[WeightsRef]:
 
 
 def prune(directory: Path, keep: int = KEPT_VERSIONS) -> list[WeightsRef]:
-    """Delete all but the newest `keep` versions, held ones and what these build upon; return the deleted."""
+    """Delete all but the newest `keep` versions, locked versions and base versions; return the deleted."""
     refs = published_versions(directory)
     old_refs = refs[: max(0, len(refs) - keep)]
 
-    with ExitStack() as stack:  # a version that is not held now cannot be held before it is deleted
+    with ExitStack() as stack:  # a version without a lock cannot be locked before the deletion
         locked_refs = [ref for ref in old_refs if not stack.enter_context(_claimed(ref))]
         needed_versions = set[PolicyVersion]().union(
             *(_needed_versions(ref) for ref in [*locked_refs, *refs[len(old_refs) :]])
@@ -216,7 +217,8 @@ def prune(directory: Path, keep: int = KEPT_VERSIONS) -> list[WeightsRef]:
 
 
 def delete_version(ref: WeightsRef) -> None:
-    """All at once for readers; what cannot be removed is tried again when the next version is written."""
+    """Delete a version, all at once for readers. Files that cannot be removed are removed with the next
+    version that is written."""
     aside_directory = _temporary_path(Path(ref.path).parent)
     with suppress(OSError):
         Path(ref.path).rename(aside_directory)
@@ -224,8 +226,8 @@ def delete_version(ref: WeightsRef) -> None:
 
 
 def delete_damaged(ref: WeightsRef) -> None:
-    """Delete what may be damaged of a version and what it builds upon: whole versions that do not match their
-    checksums, and deltas, which cannot be checked alone."""
+    """Delete the parts of a version and of its base versions that may be damaged: whole versions that do not
+    match their checksums, and deltas, which cannot be checked alone."""
     for version in _needed_versions(ref):
         part_ref = ref_to(Path(ref.path).parent, version)
         with suppress(WeightsError):
@@ -236,22 +238,23 @@ def delete_damaged(ref: WeightsRef) -> None:
 
 
 def bytes_needed(version_bytes: int, deltas: bool, caches: int, served_adapters: int = 0) -> int:
-    """Bytes that the versions kept at once may take, the one being written and one being read included. With
-    deltas: two lineages, each a whole version and deltas of about as much, and readers' `caches`, if they are
-    beside the versions. `held` by a server, of adapters: it maps copies in its reader's cache."""
+    """Return the bytes that all versions kept at once may take, with one being written and one being read.
+    With deltas: two lineages, each a whole version and deltas of about the same size, and readers' `caches`,
+    if beside the versions. `held`: adapter versions of a server, which maps copies in its reader's cache."""
     return version_bytes * (KEPT_VERSIONS + 2 + (2 + caches if deltas else 0) + caches * served_adapters)
 
 
 def space_needed(config: RunConfig, version_bytes: int) -> int:
-    """Bytes that a run's versions may take at once."""
+    """Return the bytes that a run's versions may take at once."""
     deltas = config.weights.full_every > 1
     return bytes_needed(version_bytes, deltas, config.engine.keepers, config.versions_held)
 
 
 def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:
-    """Chooses where a run publishes, by the key weights.directory: in shared memory when that has room for
-    `needed_bytes` (all versions kept at once), in the run's own directory, or under an absolute path. `write`
-    creates it. Raises ConfigError if `shm` is asked for and full, or `where` is something else."""
+    """Choose where a run publishes, by the key weights.directory: in shared memory with room for
+    `needed_bytes` (all versions kept at once), in the run's own directory, or under an absolute path.
+    `new_version` creates the directory. Raises ConfigError for `shm` without enough room, and for any other
+    text."""
     on_disk = run_dir / "weights"
     if setting == "run":
         return on_disk
@@ -281,20 +284,21 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
 
 
 def own_name(run_dir: Path, run_name: str) -> str:
-    """Runs may share a name, on a path that machines share even that of their directory."""
+    """Return a name that no other run has: runs may share a name, and on a path that machines share even the
+    path of their directory."""
     origin = f"{socket.gethostname()}:{run_dir.resolve()}"
     return f"{run_name}-{blake2s(origin.encode(), digest_size=4).hexdigest()}"
 
 
 def cache_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: int, index: int) -> Path:
-    """Chooses where reader `index` makes deltas whole: on its own machine always, beside the versions unless
-    these are on a path that machines may share."""
+    """Choose where reader `index` makes deltas whole: always on its own machine, beside the versions unless
+    machines may share the path of the versions."""
     local_setting = "auto" if Path(setting).is_absolute() else setting
     return weights_directory(local_setting, run_dir, run_name, needed_bytes) / f"cache-{index}"
 
 
 def _bytes_in(directory: Path) -> int:
-    """Return the size of its files; some may go meanwhile."""
+    """Return the size of a directory's files; files may be deleted meanwhile."""
     total = 0
     for parent, _, names in os.walk(directory):
         for name in names:
@@ -304,7 +308,7 @@ def _bytes_in(directory: Path) -> int:
 
 
 def _needed_versions(ref: WeightsRef) -> set[PolicyVersion]:
-    """A version and those it builds upon, as far as they can be read."""
+    """Return a version and its base versions, as far as the manifests can be read."""
     versions = {ref.version}
     with suppress(WeightsError):
         versions |= {base.version for base, _ in lineage_of(ref)}
@@ -313,10 +317,11 @@ def _needed_versions(ref: WeightsRef) -> set[PolicyVersion]:
 
 @contextmanager
 def _claimed(ref: WeightsRef) -> Iterator[bool]:
-    """True: the version is not held, nor can be in the body. One that cannot be locked counts as held."""
+    """Yield True if no reader has locked the version; then no reader can during the body. False also for a
+    version that cannot be locked."""
     with ExitStack() as stack:
         try:
-            # To be opened for writing: on NFS an exclusive lock needs that.
+            # Opened for writing: on NFS an exclusive lock needs this.
             descriptor = os.open(Path(ref.path) / MANIFEST, os.O_RDWR)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -337,6 +342,6 @@ def _temporary_path(directory: Path) -> Path:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove what a crashed publish left behind."""
+    """Remove the leftovers of a crashed publish."""
     for leftover in directory.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
