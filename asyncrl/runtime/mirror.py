@@ -1,12 +1,12 @@
 """The trainer's versions as files of this machine: read over the network where its own are not in sight.
 
 consumes: versions that engines are to load
-waits for: whom the version is read from, as long as pieces of it come; another process of this machine
+waits for: the source of a version, as long as pieces come; another process of this machine
 unblocks: the loads of all engines of this machine, and machines that read the version from here
 
-One process of a machine at a time fetches, which a lock on a file in the run directory ensures; the others
-find what it has brought. So a version comes to a machine once, however many engines are there. A fetch that
-is killed leaves nothing but a temporary directory, which the next one removes.
+One process of a machine at a time fetches, which a lock on a file in the run directory ensures; other
+processes find the fetched files. So a version comes to a machine once, however many engines are there. A
+killed fetch leaves nothing but a temporary directory, which the next fetch removes.
 """
 
 from __future__ import annotations
@@ -49,19 +49,18 @@ from asyncrl.wire.sockets import COORDINATOR, ROLES, Endpoints, Gate, KeyPair, L
 log = logging.getLogger("asyncrl.weights")
 
 FETCH = "fetch_weights"  # a span of the timeline
-MAX_PENDING_PIECES = (
-    16  # pieces that are asked for at once: bounds memory, and fills a line with up to 16 MB under way
-)
-STALL_SECONDS = 10.0  # seconds without a sign of life of the source
-BARREN_SECONDS = 30.0  # seconds in which a source that waits itself may have nothing for us
-CLOSING_SECONDS = 0.5  # seconds after which a wait for it ends with the process
+# Pieces requested at once: few for the memory, enough to fill a line with up to 16 MB under way.
+MAX_PENDING_PIECES = 16
+STALL_SECONDS = 10.0  # without a sign of life, until a source is given up
+BARREN_SECONDS = 30.0  # without a piece, until a source that waits itself is given up
+CLOSING_SECONDS = 0.5  # between two looks at whether the process ends
 ENDING = "this process ends"
-MAX_SOURCES = 3  # sources
-SLACK_FACTOR = 4.0  # a fetch may take so many times as long as the last one made expect
+MAX_SOURCES = 3  # tried for one version
+SLACK_FACTOR = 4.0  # a fetch may take so many times the seconds that the rate of the last fetch predicts
 
 
 class Mirror:
-    """The end of one process. `role`, `index`: of the process."""
+    """Brings versions to this machine, for one process. `role`, `index`: of the process."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, role: str, index: int, timeline: Timeline
@@ -80,7 +79,7 @@ class Mirror:
         self._versions_travel = versions_travel(config) and bool(endpoints.versions)
         self._sees_files = not self._versions_travel or is_here(endpoints.control)
 
-        self._joined_later = not set(ROLES) <= endpoints.keys.keys()  # it knows no keys of others
+        self._joined_later = not set(ROLES) <= endpoints.keys.keys()  # no keys of other processes are known
         self._directory: Path | None = None
         self._fetch_lock = threading.Lock()
         self._arriving_versions: dict[PolicyVersion, ArrivingVersion] = {}
@@ -93,9 +92,9 @@ class Mirror:
 
     @asynccontextmanager
     async def local_copy(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
-        """The version as files that this machine sees, and which stay during the body. If that fails, what is
-        damaged here is deleted. Raises Unreachable when nobody delivers it, Superseded when only a newer one
-        is left, and WeightsError."""
+        """Yield the version as files of this machine, which stay during the body. If the body fails, damaged
+        files are deleted. Raises Unreachable when nobody delivers the version, Superseded when only a newer
+        version is left, and WeightsError."""
         if not self._is_elsewhere(ref):
             yield ref
             return
@@ -110,19 +109,19 @@ class Mirror:
                 raise
 
     def prefetch(self, ref: WeightsRef) -> None:
-        """Bring a version here in the background; one that still waits is skipped. A failure shows when the
-        version is to be loaded."""
+        """Bring a version here in the background; an earlier version that still waits is skipped. A failure
+        shows when the version is to be loaded."""
         self._wanted_ref = ref
         if self._prefetch_task is None or self._prefetch_task.done():
             self._prefetch_task = asyncio.create_task(self._prefetch_wanted())
 
     def close(self) -> None:
-        """A fetch under way ends with an error. What was brought is deleted by the parent of the last process
-        of this machine."""
+        """End a fetch under way with an error. The parent of the last process of this machine deletes the
+        fetched files."""
         self._closing_event.set()
         if self._prefetch_task is not None:
             self._prefetch_task.cancel()
-        with self._fetch_lock:  # its thread looks every CLOSING_S
+        with self._fetch_lock:  # the fetching thread looks every CLOSING_SECONDS
             if self._server is not None:
                 self._server.close()
                 self._gate.close()
@@ -135,14 +134,14 @@ class Mirror:
                     await asyncio.to_thread(self._fetch_once, ref.version)
 
     def _is_elsewhere(self, ref: WeightsRef) -> bool:
-        """Returns True when it is to be fetched. Where files of the trainer's machine are in sight, one that
-        is gone is asked for, too: the answer says whether there is a newer one."""
+        """True if the version must be fetched. Where files of the trainer's machine are in sight, a version
+        that is gone is requested, too: the answer says whether there is a newer version."""
         return self._versions_travel and not (self._sees_files and Path(ref.path).is_dir())
 
     # -- in a thread -----------------------------------------------------------------------------------
 
     def _fetch_once(self, version: PolicyVersion) -> WeightsRef:
-        """The version's files here, fetched unless another process has done it meanwhile."""
+        """Return the version's files here, fetched unless another process has fetched them meanwhile."""
         try:
             with self._machine_lock() as lock, self._fetch_lock:
                 if self._directory is None and (directory_name := lock.read_text()):
@@ -163,8 +162,9 @@ class Mirror:
 
     @contextmanager
     def _machine_lock(self) -> Iterator[Path]:
-        """The only one of this machine that fetches. The file is touched when a piece has come, and before
-        each source: it is left after BARREN_S, and waits for its last answer and for the name of the next."""
+        """Be the only process of this machine that fetches, during the body. The file is touched at each
+        piece, and before each source: a source is left after BARREN_SECONDS, plus the waits for its last
+        answer and for the next source."""
         lock_path = self._lock_path
         last_touched = 0
         give_up_at = math.inf
@@ -188,7 +188,7 @@ class Mirror:
             yield lock_path
 
     def _local_version(self, version: PolicyVersion) -> WeightsRef | None:
-        """The version, with what it builds upon, if all is here."""
+        """Return the version, if the version and its base versions are here."""
         if self._directory is None:
             return None
 
@@ -201,9 +201,8 @@ class Mirror:
         return None
 
     def _fetch_version(self, version: PolicyVersion, lock: Path) -> WeightsRef:
-        arriving = self._arriving_versions[version] = (
-            ArrivingVersion()
-        )  # others may ask for it as soon as it is opened
+        arriving = ArrivingVersion()
+        self._arriving_versions[version] = arriving  # other machines may ask for pieces from now on
         try:
             return self._fetch_into(arriving, version, lock)
         finally:
@@ -241,7 +240,7 @@ class Mirror:
         return disk.ref_to(directory, version)
 
     def _open_version(self, version: PolicyVersion, anew: bool = False) -> OpenedVersion:
-        """Ask the coordinator's machine from whom to read."""
+        """Ask the coordinator's machine for the source to read from."""
         address, key = self._served_at()
         with self._open_link(self._endpoints.versions, self._endpoints.keys[COORDINATOR].public) as link:
             link.send(OpenVersion(version, address, key, anew))
@@ -251,7 +250,7 @@ class Mirror:
         return answer
 
     def _receive_payload(self, opened: OpenedVersion, arriving: ArrivingVersion, lock: Path) -> None:
-        """All bytes of a version. Where one source fails, the trainer's machine goes on."""
+        """Receive all bytes of a version. If a source fails, the trainer's machine goes on."""
         with arriving.file.open("wb") as payload_file:
             if opened.size:
                 os.posix_fallocate(payload_file.fileno(), 0, opened.size)  # a full disk shows now
@@ -265,7 +264,7 @@ class Mirror:
                 return
             except AsyncrlError as error:
                 if not tries_left or time.monotonic() > give_up_at or self._closing_event.is_set():
-                    self._bytes_per_second = 0.0  # it need not be what it was
+                    self._bytes_per_second = 0.0  # the rate may have changed
                     raise
 
                 log.warning("%s from %s: %s", opened.version.label, opened.address, one_line(error))
@@ -274,11 +273,11 @@ class Mirror:
     def _read_from(
         self, opened: OpenedVersion, arriving: ArrivingVersion, lock: Path, give_up_at: float
     ) -> None:
-        """Read what has not arrived so far, in order."""
+        """Read the bytes that have not arrived so far, in order."""
         wanted_offsets = iter(range(arriving.received_bytes, opened.size, PIECE))
         pending_sizes: dict[int, int] = {}  # sizes of pieces by where they begin
 
-        asked_end = arriving.received_bytes  # of what was asked for
+        asked_end = arriving.received_bytes  # end of the requested bytes
         barren_at = time.monotonic() + BARREN_SECONDS
         with self._open_link(opened.address, opened.key) as link:
             while True:
@@ -312,7 +311,7 @@ class Mirror:
                 os.utime(lock)
 
     def _served_at(self) -> tuple[str, str]:
-        """Gives the address where others read from this process, and the key."""
+        """Return the address where other machines read from this process, and the key."""
         if self._joined_later:
             return "", ""
 
@@ -330,8 +329,8 @@ class Mirror:
         return self._server.address, self._server.key
 
     def _await_answer(self, link: Link) -> tuple[OpenedVersion | VersionBytes, list[bytes]]:
-        """The next answer. DeadlineError: none comes, or this process ends. Superseded, WeightsError: the
-        version is gone."""
+        """Return the next answer. Raises DeadlineError without an answer, or when this process ends;
+        Superseded and WeightsError when the version is gone."""
         give_up_at = time.monotonic() + STALL_SECONDS
         while not self._closing_event.is_set():
             if (received := link.receive(CLOSING_SECONDS)) is not None:
@@ -343,7 +342,8 @@ class Mirror:
 
         answer, frames = received
         if isinstance(answer, VersionGone):
-            raise (Superseded if answer.newer else WeightsError)(f"{answer.version.label} is gone")
+            text = f"{answer.version.label} is gone"
+            raise Superseded(text) if answer.newer else WeightsError(text)
 
         return answer, frames
 
@@ -360,7 +360,7 @@ class Mirror:
 def _received_piece(
     answer: tuple[OpenedVersion | VersionBytes, list[bytes]], pending_sizes: Mapping[int, int]
 ) -> tuple[int, bytes] | None:
-    """A piece that was asked for, and where it begins; None: the source is waiting for it itself."""
+    """Return where a requested piece begins, and the piece; None: the source itself waits for the piece."""
     message, frames = answer
     if not isinstance(message, VersionBytes) or message.offset not in pending_sizes:
         raise ProtocolError(f"{type(message).__name__} that nobody has asked for")

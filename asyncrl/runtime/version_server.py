@@ -1,13 +1,13 @@
 """Serves versions of the weights to machines that do not see the trainer's files.
 
-The coordinator's server is the root, and says who reads from whom. The machines form a chain, and each one
-passes a version on while it is still receiving it, so the trainer's machine sends a version once, however
-many machines and engines there are:
+The coordinator's server is the root, and gives each reader its source. The machines form a chain, and each
+machine passes a version on while still receiving, so the trainer's machine sends a version once, however many
+machines and engines there are:
 
-    root ──► machine 2 ──► machine 3 ──► …      a piece goes on as soon as it is there
+    root ──► machine 2 ──► machine 3 ──► …      a piece goes on as soon as it has arrived
 
-Who gets nothing from its source any more asks the root anew, and reads from there. So do machines that nobody
-can read from: those that have joined, with keys that the others do not know.
+A reader that gets nothing from its source asks the root again, and reads from the root. So do machines that
+nobody can read from: machines that joined later, with keys that other machines do not know.
 """
 
 from __future__ import annotations
@@ -35,24 +35,20 @@ from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 log = logging.getLogger("asyncrl.weights")
 
-POLL_SECONDS = 0.005  # seconds between two looks for pieces that others wait for
-MAX_REQUESTS_PER_PASS = (
-    64  # requests before others' waits are looked at: readers may ask as fast as they are answered
-)
-PENDING_SECONDS = 2.0  # seconds after which a reader is told that its piece has not come so far
-UNUSED_SECONDS = 60.0  # seconds without a request after which a version may be deleted
-HELD_VERSIONS = 2  # versions that may not: those that were asked for last
-LOCAL_DIRECTORIES = (
-    "auto",
-    "shm",
-    "run",
-)  # values of weights.directory that are another directory on each machine
+POLL_SECONDS = 0.005  # between two looks for pieces that readers wait for
+# Requests between two looks at waiting readers: other readers may ask as fast as they get answers.
+MAX_REQUESTS_PER_PASS = 64
+PENDING_SECONDS = 2.0  # until a reader hears that its piece has not come so far
+UNUSED_SECONDS = 60.0  # without a request, until a version may be deleted
+HELD_VERSIONS = 2  # last requested versions, which are never deleted
+# Values of weights.directory that mean another directory on each machine.
+LOCAL_DIRECTORIES = ("auto", "shm", "run")
 REMEMBERED_CHAINS = 4  # newest versions whose readers are remembered
 
 
 @dataclass
 class ArrivingVersion:
-    """A version that this process is receiving into a file. `have`: bytes that are there, from its start."""
+    """A version that this process is receiving into a file. `received_bytes`: from the start of the file."""
 
     file: Path = Path()
     received_bytes: int = 0
@@ -60,7 +56,8 @@ class ArrivingVersion:
 
 @dataclass
 class Chain:
-    """Holds the readers of a version. `end`: address and key of the one that nobody reads it from so far."""
+    """The readers of a version. `last_member`: address and key of the reader that nobody reads from so
+    far."""
 
     last_member: tuple[str, str]
     members: set[str] = field(default_factory=set)
@@ -68,7 +65,7 @@ class Chain:
 
 @dataclass
 class PendingRead:
-    """A request for a piece that is not here so far; `told`: when the reader has heard that last."""
+    """A request for a piece that has not arrived; `told_at`: when the reader was told so last."""
 
     peer: bytes
     request: ReadBytes
@@ -76,9 +73,9 @@ class PendingRead:
 
 
 class VersionServer:
-    """A thread that answers until `close`. It binds `endpoint`; others dial `address`, the same if it is ''.
-    `directory`: of the versions; None: there are none so far.
-    `arriving`: those that this process is receiving; the root has none."""
+    """A thread that answers until `close`. Binds `endpoint`; readers dial `address`, by default the same.
+    `directory`: of the versions; None: no versions so far. `arriving`: the versions that this process is
+    receiving; none at the root."""
 
     def __init__(
         self,
@@ -102,7 +99,7 @@ class VersionServer:
         self._thread = vital_thread("versions", self._run)
 
     def close(self) -> None:
-        """Readers have deadlines of their own."""
+        """Stop answering; readers have their own deadlines."""
         self._closing_event.set()
         self._thread.join()
         self._release_versions(math.inf, 0)
@@ -131,7 +128,7 @@ class VersionServer:
                 self._send_piece(peer, message, told_at)
         except (WeightsError, OSError) as error:
             log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
-            if lacks_resources(error):  # of this process: the version is there, and is asked for again
+            if lacks_resources(error):  # of this process: the version is there, and the reader asks again
                 return
 
             published_refs = disk.published_versions(directory) if (directory := self._directory()) else ()
@@ -147,8 +144,8 @@ class VersionServer:
         return OpenedVersion(message.version, manifest, size, *self._choose_source(message))
 
     def _choose_source(self, message: OpenVersion) -> tuple[str, str]:
-        """The end of the chain, which the asker is from now on; but the root for who is in it already, so
-        that nobody is told to read from who reads from it."""
+        """Return the end of the chain, and put the asker there; but the root for a member of the chain, so
+        that the chain never forms a cycle."""
         root_source = (self.address, self.key)
         chain = self._chains.setdefault(message.version, Chain(root_source))
         for old_version in sorted(self._chains)[:-REMEMBERED_CHAINS]:
@@ -166,7 +163,7 @@ class VersionServer:
     # -- pieces ----------------------------------------------------------------------------------------
 
     def _send_piece(self, peer: bytes, request: ReadBytes, told_at: float) -> None:
-        """Send a piece, or keep the request until it is there."""
+        """Send a piece, or keep the request until the piece arrives."""
         piece = self._piece_bytes(request)
         if piece is not None:
             self._hub.send(peer, VersionBytes(request.offset), (piece,))
@@ -180,17 +177,19 @@ class VersionServer:
         self._pending_reads.append(PendingRead(peer, request, told_at))
 
     def _piece_bytes(self, request: ReadBytes) -> bytes | None:
-        """None: they have not come yet. WeightsError, or OSError: they never will."""
+        """Return the bytes of a piece; None: not arrived yet. Raises WeightsError or OSError for bytes that
+        never will."""
         arriving = self._arriving.get(request.version)
         if arriving is not None:
             if arriving.received_bytes < request.offset + request.size:
                 return None
-            with suppress(FileNotFoundError):  # it is complete, and was renamed just now
+            with suppress(FileNotFoundError):  # the file is complete, and was renamed just now
                 return _read_at(arriving.file, request)
         return _read_at(disk.payload_path(self._hold_version(request.version)), request)
 
     def _hold_version(self, version: PolicyVersion) -> Path:
-        """Its directory, which stays for as long as it is asked for. WeightsError when it is gone."""
+        """Return a version's directory, which stays as long as readers ask for the version. Raises
+        WeightsError when the version is gone."""
         directory = self._directory()
         if directory is None:
             raise WeightsError("no version is known here so far")
@@ -204,7 +203,8 @@ class VersionServer:
         return Path(ref.path)
 
     def _release_versions(self, unused_since: float, keep_count: int) -> None:
-        """Let go of versions that nobody has asked for since then, and of all but the last `most`."""
+        """Unlock versions without a request since `unused_since`, and all but the last `keep_count`
+        versions."""
         newest_first = sorted(
             self._held_locks, key=lambda version: self._held_locks[version][1], reverse=True
         )
@@ -218,8 +218,8 @@ class VersionServer:
 def root(
     config: RunConfig, endpoints: Endpoints, gate: Gate, newest: Callable[[], WeightsRef | None]
 ) -> VersionServer | None:
-    """The coordinator's, where versions are not on a path that all machines share. `newest`: the newest
-    version, if that is known."""
+    """Return the coordinator's server, unless versions are on a path that all machines share. `newest`:
+    returns the newest version, if known."""
     if not versions_travel(config) or not endpoints.versions:
         return None
 
@@ -232,7 +232,7 @@ def root(
 
 
 def versions_travel(config: RunConfig) -> bool:
-    """Returns True when versions are files of the trainer's machine alone."""
+    """True if versions are files of the trainer's machine alone."""
     return config.weights.transport == "disk" and config.weights.directory in LOCAL_DIRECTORIES
 
 

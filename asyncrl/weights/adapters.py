@@ -133,9 +133,9 @@ class Adapters:
     def change(self, name: str, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         """Return the update that the adapter '' of all agents, A and B, adds to the weight called `name`."""
         product = self._scale_by_agent[""] * (lora_b @ lora_a)
-        return (
-            product.t() if isinstance(self._adapted_layers[name], Conv1D) else product
-        )  # which keeps it transposed
+        if isinstance(self._adapted_layers[name], Conv1D):  # keeps its weight transposed
+            return product.t()
+        return product
 
     def names(self, name: str) -> tuple[str, str] | None:
         """Return the names of A and B for a weight, of the adapter ''; None without an adapter."""

@@ -221,13 +221,12 @@ class EngineConnection:
             plan = messages.Plan(buckets, group.name, port, group.backend, group.nccl_version)
             messages.send_answer(self._socket, plan, deadline)
 
-            for index, bucket_bytes in enumerate(
-                chain((first_bucket,), flat_buckets)
-            ):  # read while the last one is under way
+            # A bucket is read while the bucket before is under way.
+            for index, bucket_bytes in enumerate(chain((first_bucket,), flat_buckets)):
                 self._await_arrival(index, last_broadcast, deadline)
                 messages.send_answer(self._socket, messages.BucketReady(index), deadline)
-                # A server makes its part of the communicator in its first broadcast only. Training goes on as
-                # soon as that is sent, and not after the next bucket has been collected from all ranks.
+                # A server makes its part of the communicator in the first broadcast only. Training goes on as
+                # soon as this bucket is sent, before the next bucket is collected from all ranks.
                 last_broadcast = group.broadcast(bucket_bytes, then=pause_stack.close)
 
             self._await_arrival(len(bucket_slices), last_broadcast, deadline)

@@ -53,10 +53,10 @@ class VersionWriter:
         self.bucket_bytes = bucket_bytes
         self.full_every = full_every
         self._adapters = dict(adapters or {})
-        self._base_copy: tuple[Manifest, HeldCopy] | None = None  # of the last version
-        self._base_lock = ExitStack()  # it
-
-        self._delta_count = self._delta_bytes = 0  # since the last whole version
+        self._base_copy: tuple[Manifest, HeldCopy] | None = None  # the last version
+        self._base_lock = ExitStack()  # keeps the base's buffer from being overwritten
+        self._delta_count = 0  # since the last whole version
+        self._delta_bytes = 0  # since the last whole version
 
     def write(self, snapshot: Snapshot) -> WeightsRef:
         """Publish a version, completely or not at all. Raises Superseded, WeightsError, and OSError; after an

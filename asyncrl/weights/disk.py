@@ -240,7 +240,8 @@ def delete_damaged(ref: WeightsRef) -> None:
 def bytes_needed(version_bytes: int, deltas: bool, caches: int, served_adapters: int = 0) -> int:
     """Return the bytes that all versions kept at once may take, with one being written and one being read.
     With deltas: two lineages, each a whole version and deltas of about the same size, and readers' `caches`,
-    if beside the versions. `held`: adapter versions of a server, which maps copies in its reader's cache."""
+    if beside the versions. `served_adapters`: versions of a server, which maps copies in its reader's
+    cache."""
     return version_bytes * (KEPT_VERSIONS + 2 + (2 + caches if deltas else 0) + caches * served_adapters)
 
 
@@ -269,9 +270,8 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
     free_bytes = 0
 
     if SHARED_MEMORY.is_dir():
-        free_bytes = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(
-            shared_directory
-        )  # the run's own is written over
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+        free_bytes += _bytes_in(shared_directory)  # the run's own files are written over
 
     if free_bytes >= needed_bytes:
         return shared_directory

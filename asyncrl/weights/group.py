@@ -1,8 +1,8 @@
-"""Rank 0 of a process group beside the default one of this process; its other ranks may die or freeze.
+"""Rank 0 of a process group beside this process's default group; the group's other ranks may die or freeze.
 
-It is made with the backend's own class, not by `init_process_group`: the default group of this process is
-training's. The other ranks come as SGLang's `init_custom_process_group` does, which nests the
-prefixes of keys as `ServerGroup._make` does.
+The group is made with the backend's own class, not by `init_process_group`: the default group of this process
+is training's. Other ranks join by SGLang's `init_custom_process_group`, which nests the prefixes of keys as
+`ServerGroup._make_group` does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ POLL_SECONDS = 0.005  # seconds between two looks at whether rank 0 is listening
 
 
 def run_in_background(task: Callable[[], T]) -> Future[T]:
-    """Run on a thread of its own that keeps no process from ending: for calls that nothing can interrupt."""
+    """Run a task on a new daemon thread, which keeps no process from ending: for calls without
+    interruption."""
     future: Future[T] = Future()
     threading.Thread(target=fulfil, args=(future, task), name="weights-group", daemon=True).start()
     return future
@@ -38,8 +39,8 @@ def run_in_background(task: Callable[[], T]) -> Future[T]:
 
 def loaded_nccl_version() -> str:
     """Return the version of the NCCL library in this process, "2.29.7", which torch's errors name, too.
-    `torch.cuda.nccl.version()` is of the one that torch was compiled with: it is the same only where that is
-    linked into torch."""
+    `torch.cuda.nccl.version()` names the library that torch was compiled with: the same only if linked into
+    torch."""
     version = ctypes.c_int()
     with suppress(OSError):  # no library of its own
         nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
@@ -50,7 +51,8 @@ def loaded_nccl_version() -> str:
 
 
 class ServerGroup:
-    """`ranks` in all; a broadcast takes at most `seconds`. Rank 0 has the store at which they meet."""
+    """A group of `ranks` ranks; a broadcast takes at most `seconds`. Rank 0 has the store at which ranks
+    meet."""
 
     def __init__(self, name: str, ranks: int, device: torch.device, seconds: float) -> None:
         self.name = name
@@ -58,10 +60,10 @@ class ServerGroup:
         self.backend: Backend = "nccl" if device.type == "cuda" else "gloo"
         self._device = device
         self._seconds = timedelta(seconds=seconds)
-        # Does not wait for training's kernels; `torch.cuda.stream` takes None, too.
+        # A separate stream does not wait for training's kernels; `torch.cuda.stream` takes None, too.
         self._send_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-        # On all interfaces. Rank 0 itself does not wait for other ranks here.
+        # The store listens on all interfaces. Rank 0 itself does not wait for other ranks here.
         self._rendezvous_store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self._rendezvous_store.port
         self._group_future = run_in_background(self._make_group)
@@ -72,8 +74,8 @@ class ServerGroup:
         return loaded_nccl_version() if self.backend == "nccl" else ""
 
     def await_listening(self, deadline: float) -> None:
-        """Wait until a rank that joins finds rank 0: without it that rank, and its server, hang for half an
-        hour. Raises what kept rank 0 from listening."""
+        """Wait until a joining rank finds rank 0: without rank 0 the joining rank, and its server, would hang
+        for half an hour. Raises the error that kept rank 0 from listening."""
         while not self._group_future.done() and not self._rendezvous_store.num_keys():
             if time.monotonic() > deadline:
                 raise DeadlineError(f"group {self.name}: rank 0 was not listening in time")
@@ -82,8 +84,9 @@ class ServerGroup:
             self._group_future.result()
 
     def broadcast(self, data: Tensor, then: Callable[[], None] = lambda: None) -> Future[None]:
-        """Begin to send `data` to all other ranks, once they have joined. Not to be written to meanwhile.
-        `then` is called on another thread when all have it, before the future is done."""
+        """Begin to send `data` to all other ranks, after all have joined. The caller must not write to `data`
+        meanwhile. `then` is called on another thread when all ranks have the data, before the future is
+        done."""
         group_future = self._group_future
 
         def send() -> None:
@@ -93,9 +96,10 @@ class ServerGroup:
         return run_in_background(send)
 
     def close(self) -> None:
-        """Never waits. Ranks that wait for a broadcast get an error; one that joins late still finds rank 0,
-        without which it would hang. What is under way ends by itself, within `seconds`."""
-        # the last reference waits for what is under way
+        """Give up the group without waiting. Ranks that wait for a broadcast get an error; a rank that joins
+        late still finds rank 0, without which that rank would hang. A broadcast under way ends by itself,
+        within `seconds`."""
+        # Dropping the last reference would wait for a broadcast under way, so a callback aborts the group.
         group_future = self._group_future
         self._group_future = Future()
         group_future.add_done_callback(_abort_group)
@@ -105,7 +109,7 @@ class ServerGroup:
         options.rootRank = 0
         with torch.cuda.stream(self._send_stream):
             group.broadcast([data.to(self._device)], options).wait()
-            if self._send_stream is not None:  # NCCL's wait is one of the stream only
+            if self._send_stream is not None:  # NCCL's `wait` only makes the stream wait
                 self._await_sent(self._send_stream.record_event())
 
     def _await_sent(self, sent: Any) -> None:
@@ -119,7 +123,7 @@ class ServerGroup:
             time.sleep(POLL_SECONDS)
 
     def _make_group(self) -> Any:
-        # A client of its own: a store answers one call at a time, also those that wait.
+        # Needs its own client: a store answers one call at a time, and some calls wait.
         store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=default_pg_timeout)
         nested_store = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
 

@@ -1,4 +1,4 @@
-"""The name of a published policy version, and what a manifest says about it."""
+"""The name of a published policy version, and the manifest that describes the version."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class WeightsError(AsyncrlError):
 
 
 class Unreachable(WeightsError):
-    """Nobody delivers the version: nothing is known to be wrong with it."""
+    """Nobody delivers the version, which may be undamaged."""
 
 
 class Postponed(WeightsError):
-    """The version is not to be had now, through no fault of who asks: it is asked for again."""
+    """The version is not available now, without a fault of the reader, who may ask again."""
 
 
 class Superseded(Postponed):
-    """Only a newer version can be had."""
+    """Only a newer version is available."""
 
 
 class WeightsRef(msgspec.Struct, frozen=True):
-    """Names a published version: which, and where."""
+    """The version and the path of published weights."""
 
     version: PolicyVersion
     path: str
@@ -51,13 +51,13 @@ class WeightsRef(msgspec.Struct, frozen=True):
 
 
 def version_of(label: str) -> PolicyVersion | None:
-    """Return the version of a `PolicyVersion.label`; None for what this project did not name."""
+    """Return the version of a `PolicyVersion.label`; None for a label of another form."""
     match = _LABEL.fullmatch(label)
     return PolicyVersion(int(match[1]), int(match[2])) if match else None
 
 
 class TensorSpec(NamedTuple):
-    """Describes a whole tensor; `dtype` is a key of ITEM_BYTES."""
+    """The name, shape and type of a whole tensor; `dtype` is a key of ITEM_BYTES."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ Layout = tuple[TensorSpec, ...]
 
 
 def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
-    """Consecutive tensors of at most `bucket_bytes` together; a larger one alone."""
+    """Yield slices of consecutive tensors of at most `bucket_bytes` together; a larger tensor alone."""
     start = 0
     bucket_size = 0
     for index, spec in enumerate(layout):
@@ -100,9 +100,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A fixed text as the trainer scored it with a version: `logprobs` are those of ids[1:] at temperature 1,
-    with each adapter in turn. An engine that was just started must agree before it samples a token. `noise`:
-    the largest difference that the trainer's own rounding makes, in nats."""
+    """A fixed text with the trainer's scores under a version: `logprobs` of ids[1:] at temperature 1, with
+    each adapter in turn. A new engine must agree before sampling a token. `noise`: the largest difference
+    that the trainer's own rounding makes, in nats."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -110,8 +110,8 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """The version whose bytes a delta changes. `ranges`: of each tensor the consecutive ranges of bytes, and
-    how many bytes of the delta belong to each."""
+    """The base version of a delta. `ranges`: for each tensor its consecutive byte ranges, as (bytes of the
+    range, bytes of the delta that belong to the range)."""
 
     version: PolicyVersion
     checksum: str
@@ -119,13 +119,13 @@ class Delta(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Return bytes of the delta."""
+        """Return the bytes of the delta's file."""
         return sum(size for ranges in self.ranges for _, size in ranges)
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):
-    """Says what the tensors of low-rank adapters are for: `layers` of the model, whose weights are kept
-    `transposed` in models like GPT-2; alpha / rank scales what they add."""
+    """Describes low-rank adapters: for these `layers` of the model, whose weights are stored `transposed` in
+    models like GPT-2; alpha / rank scales the update."""
 
     rank: int
     alpha: float
@@ -152,15 +152,16 @@ _AGENT_TENSOR = re.compile(r"(.*?\.lora_[AB])(?:\.([\w-]+))?\.weight")
 
 
 def alone(name: str, agent: str) -> str:
-    """Name a tensor of an agent's adapter as in a file of its own; '': it is not of that agent."""
+    """Name a tensor of an agent's adapter as in a file for this agent alone; '': a tensor of another
+    agent."""
     match = _AGENT_TENSOR.fullmatch(name)
     return f"{match[1]}.weight" if match and (match[2] or "") == agent else ""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries: the same for a version
-    that is published whole and one that is published as a `delta`. `adapters`: they are those of adapters, by
-    agent; '' is that of all agents without one of their own."""
+    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries: the same whether a
+    version is published whole or as a `delta`. `adapters`: descriptions by agent, if the tensors belong to
+    adapters; '': the adapter of all agents without an entry."""
 
     version: PolicyVersion
     tensors: tuple[TensorEntry, ...]
@@ -184,10 +185,10 @@ def build_manifest(
 
 
 def xxh3(data: Any) -> str:
-    """64-bit xxh3 of anything with a buffer, as 16 hex digits."""
+    """Return the 64-bit xxh3 of any buffer, as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def overall_checksum(tensors: Iterable[TensorEntry]) -> str:
-    """Computes one checksum over the names, shapes, types and checksums of all tensors, in order."""
+    """Compute one checksum over the names, shapes, types and checksums of all tensors, in order."""
     return xxh3(msgspec.json.encode(tuple(tensors)))

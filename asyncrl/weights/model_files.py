@@ -1,4 +1,4 @@
-"""The files of a model directory: those of weights, and what the others say."""
+"""The files of a model directory: weights, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MAX_VALUE_SIZE = 64  # keys, or characters of JSON
 
 
 def weight_files(path: str) -> list[Path]:
-    """The files that transformers reads, not others beside them, such as a second copy in a publisher's own
-    layout, or adapters. Empty where there is no safetensors; one that an index names may be missing."""
+    """Return the files that transformers reads, without a second copy in a publisher's own layout, or
+    adapters. Empty without safetensors; a file that an index names may be missing."""
     directory = Path(path)
     if (directory / INDEX).is_file():
         return [directory / name for name in set(read_json(directory / INDEX).get("weight_map", {}).values())]
@@ -41,12 +41,12 @@ def weight_files(path: str) -> list[Path]:
 
 
 def weight_bytes(path: str) -> int:
-    """Return bytes of the files of weights; 0 without any."""
+    """Return the bytes of the files of weights; 0 without files."""
     return sum(file.stat().st_size for file in weight_files(path) if file.is_file())
 
 
 def published_bytes(config: RunConfig) -> int:
-    """Return bytes of a version."""
+    """Return the bytes of a version."""
     model = config.model
     if not config.adapters_apart:
         return weight_bytes(model.path)
@@ -54,7 +54,7 @@ def published_bytes(config: RunConfig) -> int:
 
 
 def parameter_count(path: str) -> int:
-    """Count the parameters, where shared ones are one. 0 without files of weights."""
+    """Count the parameters, shared parameters once. 0 without files of weights."""
     return sum(map(prod, weight_shapes(path).values()))
 
 
@@ -104,8 +104,8 @@ def adapter_count(config: RunConfig) -> int:
 
 
 def served_modules(path: str) -> set[str]:
-    """Return the kinds of layers that a model's adapters adapt, as servers name them. Empty where they know
-    others, or none for a part of the model: experts."""
+    """Return the kinds of layers that a model's adapters adapt, by the names of servers. Empty where servers
+    do not support adapters of a layer, or of experts."""
     modules = {name.split(".")[-2] for name in linear_shapes(path)}
     return (
         modules
@@ -115,8 +115,8 @@ def served_modules(path: str) -> set[str]:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: {name: {dtype, shape, data_offsets}}. ConfigError if it has
-    none, or if the file is shorter or longer than the header says."""
+    """Return the header of a safetensors file: {name: {dtype, shape, data_offsets}}. Raises ConfigError
+    without a header, and for a file that is shorter or longer than its header says."""
     try:
         size = file.stat().st_size
         with file.open("rb") as header_file:
@@ -135,8 +135,8 @@ def _read_header(file: Path) -> dict[str, Any]:
 
 
 def identity(path: str) -> dict[str, Any]:
-    """The values in a model's files, or their hashes, which decide beside the weights what it reads, computes
-    and writes. `config.json: rope_theta` → 10000.0."""
+    """Return the values in a model's files, or hashes of long values, that decide beside the weights how the
+    model reads, computes and writes. Example: `config.json: rope_theta` → 10000.0."""
     values_by_key: dict[str, Any] = {}
     for file in (Path(path) / name for name in IDENTITY_FILES):
         if file.is_file():
@@ -159,7 +159,7 @@ def _leaf_values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file. ConfigError, which says what to do, when there is none."""
+    """Return the JSON object in a file. Raises ConfigError, with advice, when there is none."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""The names that others know a model's weights by: those of Hugging Face's files.
+"""The names of a model's weights in Hugging Face's files, which servers and other programs use.
 
 transformers stacks the experts of a layer while it reads them: `experts.gate_up_proj` [experts, 2 * width,
 hidden] is made of `experts.0.gate_proj.weight`, `experts.0.up_proj.weight`, `experts.1.gate_proj.weight`, …
-Files and servers have them one by one. Each is one contiguous piece of the stacked tensor, so to split it is
-to read it piece by piece: nothing is copied, and a tensor that is sharded by experts stays so.
+Files and servers have the experts one by one. Each expert is one contiguous piece of the stacked tensor, so
+splitting means reading piece by piece: nothing is copied, and a tensor sharded by experts stays sharded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 
 
 class FilePiece(NamedTuple):
-    """A tensor of the files, `name`, as part of a model's: `offset` numbers of `parameter` are before it."""
+    """A tensor of the files, `name`, as part of a model's `parameter`, behind `offset` numbers."""
 
     name: str
     parameter: str
@@ -39,7 +39,8 @@ class FilePiece(NamedTuple):
         return math.prod(self.shape)
 
     def within(self, tensor: Tensor, start: int = 0) -> Tensor:
-        """Its place in the parameter, of which `tensor` holds what follows the first `start` numbers."""
+        """Return a view of the piece in `tensor`, which holds the parameter without the first `start`
+        numbers."""
         if tuple(tensor.shape) == self.shape:
             return tensor
         position = self.offset - start
@@ -47,12 +48,12 @@ class FilePiece(NamedTuple):
 
 
 def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> tuple[FilePiece, ...]:
-    """Lists what `save_pretrained` would write of the parameters, or other `tensors` of the model, by name,
-    in the order of the tensors, and within one as they lie in memory. What is converted in another way than
-    by stacking experts keeps the model's names."""
+    """List the tensors that `save_pretrained` would write for the parameters, or for other `tensors` of the
+    model by name: in the order of the tensors, and pieces of a tensor as in memory. A tensor with another
+    conversion than stacking experts keeps the model's name."""
     tensors = dict(model.named_parameters()) if tensors is None else tensors
     mapping = get_model_conversion_mapping(model, add_legacy=False)[::-1]
-    # A prefix that files may lack or have: which, `save_pretrained` does not know either.
+    # Files may have or lack such a prefix; `save_pretrained` does not know either.
     reverse_rules = [rule.reverse_transform() for rule in mapping if not isinstance(rule, PrefixChange)]
 
     renamings = [rule for rule in reverse_rules if isinstance(rule, WeightRenaming)]
@@ -70,8 +71,8 @@ def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) 
 
 
 def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns what `save_pretrained` writes beside the parameters, by the model's names: persistent buffers,
-    one that modules share under the last of its names, if that is not tied to another."""
+    """Return the buffers that `save_pretrained` writes beside the parameters, by the model's names:
+    persistent buffers, a shared buffer under its last name that is not tied to another tensor."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     unsaved_names = {name for name, _ in model.named_non_persistent_buffers(remove_duplicate=False)}
     names = sorted(buffers.keys() - unsaved_names - {*(model._keys_to_ignore_on_save or ())})
@@ -80,8 +81,8 @@ def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _stacked_names(name: str, rule: WeightConverter) -> tuple[str, ...]:
-    """Returns the names of what lies side by side in each expert of a stack, with `*` for its number; () for
-    another conversion. `rule` takes the stack apart, and has given it the first of the names."""
+    """Return the names of the tensors side by side in each expert of a stack, with `*` for the expert's
+    number; () for another conversion. `rule` splits the stack, and `name` is the first of its names."""
     *split_operations, stack = rule.operations
     if not isinstance(stack, SplitModulelist) or stack.dim != 0 or rule.target_patterns[0] not in name:
         return ()

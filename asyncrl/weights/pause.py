@@ -3,8 +3,8 @@
     a pushing thread:  entered() ── waits ──► │ inside │ ──► goes on
     training:          micro-batch, allow() ──► waits  ──► next micro-batch
 
-Two communicators of NCCL on one device may wait for each other: one is being made, which needs the device,
-while collectives of the other are under way on it, which need other ranks.
+Two communicators of NCCL on one device may wait for each other for ever: a new communicator needs the device,
+which the collectives of the other occupy until other ranks take part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TrainingPause:
 
     @contextmanager
     def entered(self, seconds: float) -> Iterator[None]:
-        """Inside, the training thread stands still. Postponed if it does not come to that in time."""
+        """Hold the training thread during the body. Raises Postponed if training does not pause in time."""
         with self._state_changed:
             self._waiting_threads += 1
             self._state_changed.notify_all()
@@ -43,8 +43,8 @@ class TrainingPause:
                 self._state_changed.notify_all()
 
     def allow(self) -> None:
-        """Stand still while others want it: called by the training thread, where it is in no collective. At
-        once where nobody does. What waits in a pause has a deadline of its own."""
+        """Pause training while pushing threads want it: called by the training thread outside of collectives.
+        Returns at once if no thread wants a pause. Threads in a pause have their own deadlines."""
         if not self._waiting_threads:
             return
 

@@ -1,11 +1,11 @@
-"""A version as a map of byte ranges: each process has its own bytes of each tensor, and says what is in them.
+"""A version as a map of byte ranges: each process has its own bytes of each tensor, and reports checksums.
 
     a tensor, on a grid of blocks:    |--------|--------|--------|----|
     bytes of rank 0, then of rank 1:   000000000000000111111111111111
 
-Its checksum is that of its blocks' checksums. A block across a border is completed by the process that
-collects the shares. The grid does not depend on the ranks, so the same weights have the same checksums
-however many ranks there are. There is no torch here: processes that only keep and check files need none.
+A tensor's checksum is that of its blocks' checksums. A block across a border is completed by the process that
+collects the parts. The grid does not depend on the ranks, so the same weights have the same checksums however
+many ranks there are. There is no torch here: processes that only keep and check files need none.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import xxhash
 from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorEntry, TensorSpec, WeightsError
 
 GRID_BYTES = 1 << 16  # bytes of a block
-MAX_FIELD_BYTES = 1 << 30  # bytes that msgpack is given at once: it takes less than 4 GiB
+MAX_FIELD_BYTES = 1 << 30  # bytes of one msgpack field, which can hold less than 4 GiB
 NO_BYTES = memoryview(b"")
 
 
 class RangePart(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive bytes of one tensor: how many, the checksums of the blocks within them, the bytes of blocks
-    that others have a part of, and what goes into a version's file for them, cut into MOST bytes each."""
+    """Consecutive bytes of one tensor. `count`: how many. `blocks`: the checksums of the complete blocks.
+    `head`, `tail`: bytes of the blocks that other processes have a part of. `data`: the bytes for a version's
+    file, cut into pieces of MAX_FIELD_BYTES."""
 
     count: int
     head: bytes
@@ -45,11 +46,11 @@ class RangePart(msgspec.Struct, frozen=True, array_like=True):
 def make_range_part(
     spec: TensorSpec, tensor_bytes: np.ndarray, start: int = 0, data: memoryview = NO_BYTES
 ) -> RangePart:
-    """The share that `own` bytes of a tensor are, [n] of uint8, from its byte `start` on."""
+    """Return the part of a tensor that `tensor_bytes` is, [n] of uint8, from the tensor's byte `start` on."""
     head_end = min(-start % GRID_BYTES, tensor_bytes.size)
-    tail_size = (
-        (tensor_bytes.size - head_end) % GRID_BYTES if start + tensor_bytes.size < spec.nbytes else 0
-    )  # the last block is short
+    tail_size = 0  # a tensor's last block may be short: it is complete
+    if start + tensor_bytes.size < spec.nbytes:
+        tail_size = (tensor_bytes.size - head_end) % GRID_BYTES
     end = tensor_bytes.size - tail_size
     blocks = (
         xxhash.xxh3_64_digest(tensor_bytes[offset : min(offset + GRID_BYTES, end)].data)
@@ -69,7 +70,7 @@ def make_range_part(
 
 
 def join_parts(spec: TensorSpec, range_parts: Iterable[RangePart]) -> TensorEntry:
-    """A tensor with its checksum, of shares that make it up in this order."""
+    """Return a tensor with its checksum, from the parts that make up the tensor, in order."""
     blocks = []
     open_block = b""
     end = 0
@@ -83,7 +84,7 @@ def join_parts(spec: TensorSpec, range_parts: Iterable[RangePart]) -> TensorEntr
         blocks.append(range_part.blocks)
         open_block += range_part.tail
 
-    assert not open_block and end == spec.nbytes, f"shares of {spec.name} are missing"
+    assert not open_block and end == spec.nbytes, f"parts of {spec.name} are missing"
     return TensorEntry(*spec, xxhash.xxh3_64_hexdigest(b"".join(blocks)))
 
 
@@ -94,21 +95,21 @@ def tensor_entry(spec: TensorSpec, data: np.ndarray) -> TensorEntry:
 
 # -- a safetensors file, written range by range and read in place ----------------------------------------
 #
-# Its header follows from the layout alone, so a file with another header is not that version's.
+# The header follows from the layout alone, so a file with another header belongs to another version.
 
 Arrays = dict[str, np.ndarray]  # by tensor: its bytes, [n] of uint8
 _DTYPE_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
 def write_file(file: Any, layout: Layout, data: Iterable[np.ndarray]) -> None:
-    """Write all of a file, of the bytes of each tensor."""
+    """Write a whole file from the bytes of each tensor."""
     file.write(file_header(layout))
     for _, tensor_bytes in zip(layout, data, strict=True):
         file.write(tensor_bytes.data)
 
 
 def tensor_offsets(layout: Layout) -> Iterator[tuple[str, int]]:
-    """The tensors by name, and where in the file their bytes begin."""
+    """Yield the tensors' names, and where in the file their bytes begin."""
     offset = len(file_header(layout))
     for spec in layout:
         yield spec.name, offset
@@ -116,8 +117,8 @@ def tensor_offsets(layout: Layout) -> Iterator[tuple[str, int]]:
 
 
 def map_file(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
-    """The file's bytes by tensor, mapped into memory: writes stay in this process ("c") or go to the file
-    ("r+"). Raises WeightsError for a file that does not hold exactly this layout."""
+    """Map a file into memory and return the bytes by tensor: writes stay in this process ("c") or go to the
+    file ("r+"). Raises WeightsError for a file that does not hold exactly this layout."""
     expected_header = file_header(layout)
     with WeightsError.instead_of(OSError, ValueError, text=f"weights {path.parent}: no usable {path.name}"):
         data = np.memmap(path, np.uint8, mode)
@@ -132,7 +133,7 @@ def map_file(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
 
 
 def file_header(layout: Layout) -> bytes:
-    """The header before the data, which starts at a multiple of 8."""
+    """Return the header before the data; the data start at a multiple of 8."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for spec in layout:

@@ -207,11 +207,8 @@ class ServerLoader:
 
 
 NAMES_SHOWN = 3  # names in a message
-COMPUTED_BUFFERS = (
-    "inv_freq",
-    ".masked_bias",
-    "position_ids",
-)  # computed, and yet in the files of older models
+# Names of buffers that models compute, and that older models have in their files, too.
+COMPUTED_BUFFERS = ("inv_freq", ".masked_bias", "position_ids")
 
 
 @dataclass(frozen=True)

@@ -374,9 +374,8 @@ class PrefixIndex:
         source = None
         block_hashes = []
         prefix_hash = adapter_index
-        for end in range(
-            PREFIX_BLOCK, len(ids), PREFIX_BLOCK
-        ):  # the last id is computed in any case, for its logits
+        # Without the last id, which is computed in any case, for its logits.
+        for end in range(PREFIX_BLOCK, len(ids), PREFIX_BLOCK):
             prefix_hash = hash((prefix_hash, tuple(ids[end - PREFIX_BLOCK : end])))
             block_hashes.append(prefix_hash)
             if prefix_hash in self._slot_by_block:
