@@ -1,11 +1,11 @@
-"""Records what the tasks of a process do and wait for at once, in few spans: 512 slots have
-thousands of waits a second.
+"""Records the simultaneous work and waits of a process's tasks in few spans: 512 slots have thousands of
+waits a second.
 
-    begin, end (any number of tasks, by name) ──► one span a name in PERIOD seconds ──► the timeline
+    begin_call, end_call (any number of tasks, by name) ──► one span a name in FLUSH_SECONDS ──► the timeline
 
-Spans of one name are joined while they overlap, or follow within `gap` seconds; each keeps the number of
-calls and their seconds together. A process writes at most NAMES * (1 / PERIOD + 1 / gap) lines a second, of
-about 120 bytes; NAMES / PERIOD where all names are busy all the time.
+Spans of one name are joined while they overlap, or follow within `gap` seconds; a joined span has the number
+of calls and the sum of their seconds. A process writes at most MAX_NAMES * (1 / FLUSH_SECONDS + 1 / gap)
+lines a second, of about 120 bytes; MAX_NAMES / FLUSH_SECONDS where all names are busy all the time.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import msgspec
 from asyncrl.observe.metrics import duration
 from asyncrl.observe.timeline import Timeline
 
-FLUSH_SECONDS = 2.0  # seconds after which a span that goes on is cut; also what a crash may lose
-JOIN_GAP_SECONDS = 0.25  # seconds
-MAX_NAMES = 32  # at a time; what begins beyond them is recorded as OTHER
+FLUSH_SECONDS = 2.0  # after which a span that goes on is cut; a crash may lose so many seconds
+JOIN_GAP_SECONDS = 0.25  # longest pause between two joined spans
+MAX_NAMES = 32  # at a time; calls of more names are recorded as OTHER
 OTHER = "other waits"
-MIN_SPAN_SECONDS = 0.001  # seconds together; less is left out
-INSTANT_SECONDS = 0.0001  # seconds; a call that ends sooner has waited for nothing, and is not counted
+MIN_SPAN_SECONDS = 0.001  # of all calls of a span together; shorter spans are left out
+INSTANT_SECONDS = 0.0001  # a shorter call has not waited, and is not counted
 
 StartedCall = tuple[str, float]
 
 
 class JoinedSpan(msgspec.Struct):
-    """The span under way of one name, in monotonic seconds."""
+    """The span under way for one name, in monotonic seconds."""
 
     start: float
     changed: float  # when `running` last changed
     running: int = 0
     calls: int = 0
     seconds: float = 0.0
-    longest: float = 0.0  # of the calls that ended
+    longest: float = 0.0  # seconds of the longest call that ended
 
     def advance(self, now: float) -> None:
         self.seconds += self.running * (now - self.changed)
@@ -47,8 +47,9 @@ class JoinedSpan(msgspec.Struct):
 
 
 class Activity:
-    """Durations are of a clock that cannot be set; only where spans lie is of the `wall` clock. `gap` 0:
-    spans of one name are joined only while they overlap, and written when the last of them ends."""
+    """Records calls by name. Durations are by a clock that cannot be set; only the position of spans is by
+    the `wall` clock. `gap` 0: spans of one name are joined only while overlapping, and written when the last
+    call ends."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Activity:
         self._flushed_at = clock()
 
     def begin_call(self, name: str) -> StartedCall:
-        """A task begins. Returns what to `end` it with."""
+        """Note that a task begins. Returns a token for `end_call`."""
         now = self._clock()
         if name not in self._span_by_name and len(self._span_by_name) >= MAX_NAMES:
             name = OTHER
@@ -83,7 +84,7 @@ class Activity:
         return name, now
 
     def end_call(self, started_call: StartedCall) -> None:
-        """A task ends."""
+        """Note that a task ends."""
         name, began_at = started_call
         now = self._clock()
         span = self._span_by_name[name]
@@ -100,12 +101,12 @@ class Activity:
             self._write_span(name, self._span_by_name.pop(name), now)
 
     def tick(self) -> None:
-        """To be called now and then: every PERIOD seconds it writes what there is."""
+        """Write the spans so far if FLUSH_SECONDS have passed. Call now and then."""
         if self._clock() - self._flushed_at >= FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Write the spans so far; those that go on begin anew."""
+        """Write the spans so far; unfinished spans begin anew."""
         now = self._flushed_at = self._clock()
         for name, span in list(self._span_by_name.items()):
             if span.running:
@@ -129,8 +130,8 @@ DECODE = "decode"  # at least one turn is sampled; by a server: `decode on <its 
 
 
 class BusyTimer:
-    """Busy while at least one turn is being sampled. The totals decide how much is sampled at once, so they
-    are of a clock that cannot be set; only the spans are of the `wall` clock."""
+    """Measures how long at least one turn is being sampled. The totals decide how many turns are sampled at
+    once, so they are measured by a clock that cannot be set; only the spans are by the `wall` clock."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class BusyTimer:
 
     @contextmanager
     def turn(self, server: str = "") -> Iterator[None]:
-        """The body samples a turn, on a server of this name or an engine of its own."""
+        """Measure the body, which samples a turn, on a server of this name or on the process's own engine."""
         if not self._running_turns:
             self._busy_since = self._clock()
 
@@ -167,7 +168,7 @@ class BusyTimer:
                 self._busy_seconds += self._clock() - self._busy_since
 
     def tick(self) -> None:
-        """To be called now and then: what is not written yet, a crash loses."""
+        """Write the spans so far if FLUSH_SECONDS have passed. A crash loses spans that are not written."""
         self._all_turns.tick()
         self._server_turns.tick()
 
@@ -178,7 +179,7 @@ class BusyTimer:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """(busy, idle) since the start."""
+        """Return (busy, idle) seconds since the start."""
         now = self._clock()
         busy = self._busy_seconds + (now - self._busy_since if self._running_turns else 0.0)
         return busy, now - self._started_at - busy
@@ -187,12 +188,12 @@ class BusyTimer:
 # -- waiting by name ---------------------------------------------------------------------------------------
 
 
-FRESHER = "fresher weights"  # how the timeline calls a turn's wait for an engine that it may use
+FRESHER = "fresher weights"  # in the timeline: a turn's wait for an engine with a new enough version
 MIN_REPORTED = 1.0  # seconds; shorter waits are normal and not reported
 
 
 class Notifier:
-    """Wakes all tasks that wait for a condition, to check it again."""
+    """Wakes all tasks that wait for a condition, so that each checks the condition again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -211,7 +212,8 @@ MakeContext = Callable[[], AbstractContextManager[None]]
 
 
 class Sleeps:
-    """Whether the engines of a sampler sleep, and what lasts meanwhile."""
+    """Knows whether the engines of a sampler sleep, and switches the contexts of bodies that wait for
+    engines."""
 
     def __init__(self, asleep: bool = False) -> None:
         self.asleep = asleep
@@ -219,7 +221,8 @@ class Sleeps:
 
     @contextmanager
     def during(self, awake: MakeContext = nullcontext, asleep: MakeContext = nullcontext) -> Iterator[None]:
-        """The body waits for engines: within `awake()`, or within `asleep()` whenever they sleep."""
+        """Run the body, which waits for engines, within `awake()`, or within `asleep()` whenever engines
+        sleep."""
         with ExitStack() as state_stack:
             self._open_states[state_stack] = awake, asleep
             try:
@@ -229,7 +232,7 @@ class Sleeps:
                 del self._open_states[state_stack]
 
     def change(self, asleep: bool) -> None:
-        """They have fallen asleep, or are awake."""
+        """Note that the engines have fallen asleep, or are awake."""
         if asleep != self.asleep:
             self.asleep = asleep
             for state_stack, contexts in self._open_states.items():
@@ -243,13 +246,13 @@ class Waits:
     def __init__(self, clock: Callable[[], float] = time.monotonic, activity: Activity | None = None) -> None:
         self._clock = clock
         self._activity = activity
-        self._open_waits: dict[int, tuple[float, str, float]] = {}  # since when, for what, until when
+        self._open_waits: dict[int, tuple[float, str, float]] = {}  # (since, name, deadline)
         self._numbers = itertools.count()
 
     @contextmanager
     def named(self, name: str, seconds: float = 0.0, span: str = "") -> Iterator[None]:
-        """The body waits for what `name` says; `seconds`: the deadline that this has of its own; `span`: its
-        name in the timeline, where `name` has numbers that change."""
+        """Record the body as a wait with this name. `seconds`: the wait's own deadline; `span`: the name in
+        the timeline, where `name` contains changing numbers."""
         number = next(self._numbers)
         now = self._clock()
         self._open_waits[number] = (now, name, now + seconds)
@@ -263,7 +266,8 @@ class Waits:
                 self._activity.end_call(started_call)
 
     def longest(self) -> str:
-        """The oldest wait if it is longer than MIN_REPORTED, with the number of such waits; else ''."""
+        """Describe the oldest wait, with the number of waits of this name; '' if shorter than
+        MIN_REPORTED."""
         if not self._open_waits:
             return ""
 
@@ -277,6 +281,6 @@ class Waits:
 
     @property
     def in_time(self) -> bool:
-        """A wait with a deadline of its own is not over that: however long it is, it is no stall."""
+        """True if a wait is within its own deadline: such a wait, however long, is no stall."""
         now = self._clock()
         return any(now < until for _, _, until in self._open_waits.values())

@@ -1,4 +1,4 @@
-"""Sets up a process of a run: large imports, the signals that end it, the memory that it may use."""
+"""Sets up a process of a run: large imports, the signals that end the process, the memory for the process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import psutil
 
 
 class DeferredModule(ModuleType):
-    """Stands for a module until something of it is used. `import NAME` costs nothing before; `import NAME.x`
-    and `from NAME import x` use it."""
+    """Stands for a module until a name of the module is used. `import NAME` costs nothing before; `import
+    NAME.x` and `from NAME import x` use the module."""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") and attribute not in ("__path__", "__version__"):
@@ -41,7 +41,7 @@ def is_imported(name: str) -> bool:
 
 
 def defer(name: str) -> None:
-    """Let this process import a large module when something of it is used, and not before."""
+    """Let this process import a large module only when a name of the module is used."""
     if name not in sys.modules and (spec := find_spec(name)):
         module = sys.modules[name] = DeferredModule(name)
         module.__spec__ = spec
@@ -50,8 +50,9 @@ def defer(name: str) -> None:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """No garbage collection meanwhile: it finds nothing, and takes a fifth of the time of importing torch and
-    transformers. What is there afterwards is not scanned again, neither in mid-run nor when Python ends."""
+    """Import without garbage collection, which finds nothing and takes a fifth of the time of importing torch
+    and transformers. Objects that exist afterwards are never scanned again, neither in mid-run nor when
+    Python ends."""
     gc.disable()
     try:
         yield
@@ -64,29 +65,30 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal 
 
 
 def ignore_endings() -> None:
-    """In a process of a role, which the launcher stops in order: they would end it without the last
-    checkpoint. A handler, as programs that it starts would inherit SIG_IGN."""
+    """Ignore the signals that end a run, in a process of a role: the launcher stops roles in order, and a
+    signal would end the process without the last checkpoint. By a handler, as started programs would inherit
+    SIG_IGN."""
     for number in ENDING:
         signal.signal(number, lambda *_: None)
 
 
 def at_ending(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Call this in the loop at such a signal, where the loop is of the main thread."""
+    """Have the loop call `call` at a signal that ends the run, if the loop belongs to the main thread."""
     if threading.current_thread() is threading.main_thread():
         for number in ENDING:
             loop.add_signal_handler(number, call)
 
 
 class MainMemory(NamedTuple):
-    """Bytes."""
+    """Main memory, in bytes."""
 
     total: int
     available: int
 
 
 class CgroupFiles(NamedTuple):
-    """Files in which a version of cgroups says what a group may use and uses. `cache`: what of it the kernel
-    frees on demand, a line of memory.stat."""
+    """Files with the memory limit and the used memory of a group, in one version of cgroups. `cache`: the
+    line of memory.stat for the used memory that the kernel frees on demand."""
 
     mount: str
     limit: str
@@ -103,7 +105,8 @@ CGROUP_VERSIONS = {
 
 
 def main_memory(root: Path = Path("/")) -> MainMemory:
-    """Now. `root`: of the file system."""
+    """Return this machine's memory now, within the limits of this process's groups. `root`: of the file
+    system."""
     machine = psutil.virtual_memory()
     total = int(machine.total)
     available = int(machine.available)
@@ -114,8 +117,8 @@ def main_memory(root: Path = Path("/")) -> MainMemory:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields what each group of this process, and each around it, may use and uses. Inside a container a path
-    may be that outside of it: the container's own group is the mount then."""
+    """Yield (limit, used bytes) of each group of this process, and of each enclosing group. Inside a
+    container a path may be the path outside of the container: then the container's own group is the mount."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""The versions an engine is to load: a mailbox in which the latest wins, and the checks of what was loaded.
+"""The versions for an engine to load: a mailbox in which the latest wins, and the checks of loaded versions.
 
 consumes: versions offered, orders to sleep
 waits for: the version to be at hand; the engine, at most `deadline` seconds a load
@@ -23,8 +23,9 @@ from asyncrl.weights.manifest import Manifest, Postponed, Probe, Unreachable, We
 from asyncrl.wire.messages.shared import Loaded, Sleep, Slept
 
 LOAD = "load_weights"  # a span of the timeline
-LOAD_TRIES = 3  # failed loads in a row, over a time that the owner allows, after which an engine is given up
-PROCESS_PATIENCE = 20.0  # seconds at most, where it is its process that fails: another one may do better
+# Failed loads in a row, over a time that the owner allows, after which an engine is given up.
+LOAD_TRIES = 3
+PROCESS_PATIENCE = 20.0  # seconds at most, where the engine's process fails: another process may do better
 
 
 class Loadable(Protocol):
@@ -36,7 +37,7 @@ class Loadable(Protocol):
 
 
 class LoadFailures:
-    """Failed loads in a row. A version that is not to be had now is no failure."""
+    """Counts failed loads in a row. A version that is not available now is no failure."""
 
     def __init__(self) -> None:
         self._failure_count = 0
@@ -57,8 +58,8 @@ class LoadFailures:
         self._failing_since = min(self._failing_since, time.monotonic())
 
     def too_many(self, patience: float) -> str:
-        """Says why the engine is to be given up: LOAD_TRIES or more, over `patience` seconds; else "". Of
-        a process that lacks something the patience is PROCESS_PATIENCE at most."""
+        """Say why the engine is to be given up: LOAD_TRIES failures or more, over `patience` seconds; else
+        "". If the process failed each time, the patience is PROCESS_PATIENCE at most."""
         if self._process_failed:
             patience = min(patience, PROCESS_PATIENCE)
         if self._failure_count < LOAD_TRIES or time.monotonic() - self._failing_since < patience:
@@ -67,7 +68,8 @@ class LoadFailures:
 
 
 class WeightLoader:
-    """`engine` is called at each load; it may build one. `mirror` brings versions of another machine here."""
+    """Loads offered versions into one engine. `engine` is called at each load, and may build the engine.
+    `mirror` brings versions from another machine here."""
 
     def __init__(
         self,
@@ -91,28 +93,28 @@ class WeightLoader:
         self._sleeps_asked = 0  # asked for, and not over
 
     def offer(self, ref: WeightsRef, probe: Probe | None = None) -> None:
-        """Load this version next; one that waited is skipped. What is being loaded is not loaded again."""
+        """Load this version next; a waiting version is skipped. A version under way is not loaded again."""
         if self._loading_version != (ref, probe) or self._sleeps_asked:
             self._offered_version = ref, probe
         self.changed.notify()
 
     @property
     def waiting(self) -> bool:
-        """A version has been offered and can be loaded now."""
+        """True if a version has been offered and can be loaded now."""
         return self._offered_version is not None and not self._sleeps_asked
 
     @property
     def pending(self) -> bool:
-        """A version is being loaded, or is about to be."""
+        """True if a version is being loaded, or is about to be."""
         return self._loading_version is not None or self._offered_version is not None
 
     @property
     def version(self) -> PolicyVersion:
-        """The one that was loaded last, and no load has failed since; else NO_VERSION."""
+        """The version that was loaded last; NO_VERSION if a load has failed since."""
         return self._last_loaded[0].version if self._last_loaded is not None else NO_VERSION
 
     async def next(self) -> Loaded:
-        """Load the version offered last, and check it. There must be one. Failures are in the answer."""
+        """Load and check the version offered last; there must be an offer. Failures are in the answer."""
         assert self._offered_version is not None
         offered = self._loading_version = self._offered_version
         self._offered_version = None
@@ -124,8 +126,8 @@ class WeightLoader:
             self.changed.notify()
 
     def sleep(self, give_up: Callable[[], Awaitable[None]]) -> Awaitable[None]:
-        """Have the engine sleep by `give_up`, after a load under way. What was offered before and is not
-        being loaded is dropped; what is offered from here on is loaded afterwards, and anew."""
+        """Have the engine sleep by `give_up`, after a load under way. An earlier offer that is not being
+        loaded is dropped; a later offer is loaded after the sleep, even if it was loaded before."""
         self._offered_version = None
         self._sleeps_asked += 1
         return self._fall_asleep(give_up)
@@ -187,13 +189,13 @@ class WeightLoader:
         )
 
     def _local_copy(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
-        """The files of a version, where they are needed."""
+        """Yield the files of a version, where a load needs files."""
         if self._mirror is None or (self._last_loaded is not None and self._last_loaded[0] == ref):
             return nullcontext(ref)
         return self._mirror.local_copy(ref)
 
     async def _swap_version(self, engine: Loadable, ref: WeightsRef, files: WeightsRef) -> Manifest:
-        """Load a version; one that is in use already is only confirmed again."""
+        """Load a version; a version in use is only confirmed again."""
         if self._last_loaded is None or self._last_loaded[0] != ref:
             self._last_loaded = None  # until it is in: after a failure the engine may hold anything
             self._last_loaded = ref, await engine.load(files)
@@ -201,7 +203,7 @@ class WeightLoader:
 
 
 async def slept(order: Sleep, falling: Awaitable[Any]) -> Slept:
-    """Answer an order once the engine has fallen asleep. Failures are in the answer."""
+    """Return the answer to an order to sleep, once the engine sleeps. Failures are in the answer."""
     started_at = time.monotonic()
     with recorded() as failure:
         await falling
@@ -209,16 +211,16 @@ async def slept(order: Sleep, falling: Awaitable[Any]) -> Slept:
 
 
 def _is_of_process(error: BaseException) -> bool:
-    """True where a failed load says nothing of the version: its engine or server, or the process that loads
-    it, was broken, late, or lacked something. (Who cannot be connected to is the trainer that broadcasts.)"""
+    """True if a failed load was not the version's fault: the engine, the server or the loading process was
+    broken, late, or lacked resources. (A failure to connect concerns the trainer that broadcasts.)"""
     if isinstance(error, EngineError | TimeoutError) or lacks_resources(error):
         return True
     return error.__cause__ is not None and _is_of_process(error.__cause__)
 
 
 async def _compare_probe(engine: Loadable, probe: Probe) -> tuple[float, int, float]:
-    """(largest gap, tokens, the trainer's own noise) of the engine's log-probs of the probe against the
-    trainer's. Of an engine that computes nothing there are none."""
+    """Return (largest gap, tokens, the trainer's own noise) between the engine's and the trainer's log-probs
+    of the probe. An engine that computes nothing has no log-probs to compare."""
     engine_logprobs = await engine.score(probe.ids)
     gaps = [
         abs(engine_logprob - trainer_logprob)

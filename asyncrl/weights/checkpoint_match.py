@@ -1,11 +1,11 @@
-"""Compares the tensors in a model directory's files with those that its model has, before any is read.
+"""Compares the tensors in a model directory's files with the tensors of its model, before reading any.
 
     config.json ──► the model on the meta device ┐
                                                  ├──► CheckpointMatch ──► refused, a warning, or nothing
     headers of the files ──► names and shapes ───┘
 
-transformers initialises at random what it does not find, and only logs that. It also knows how names and
-tensors are converted as they are read, so the comparison is a load by transformers, of tensors without data.
+transformers initialises missing tensors at random, and only logs this. As transformers also knows how names
+and tensors are converted in reading, the comparison is a load by transformers, of tensors without data.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _ADAPTER = re.compile(r"lora_[AB]|lora_embedding")
 class CheckpointMatch(msgspec.Struct, frozen=True):
     """How the files of a model directory fit the model that its config.json describes.
 
-    `missing`: tensors of the model that no file has; `unexpected`: tensors of the files that the model has
-    not, by the model's names; `mismatched`: tensors of another shape, as lines. `left_out`: the names in the
-    files that a rule of the model's class leaves out, such as layers for drafts. `unexpected_bytes` of
-    `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
-    `of_transformers`: the class is one of transformers, not of a user's file, which may change.
+    `missing`: tensors of the model that no file has; `unexpected`: tensors of the files that the model does
+    not have, by the model's names; `mismatched`: tensors of another shape, as lines. `left_out`: the names in
+    the files that a rule of the model's class leaves out, for example layers for drafts. `unexpected_bytes`
+    of `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
+    `of_transformers`: the class belongs to transformers, not to a user's file, which may change.
     """
 
     model_class: str = ""
@@ -67,7 +67,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
 
     @property
     def problem(self) -> str:
-        """What makes the files unusable, and the likely cause; '' for nothing."""
+        """Describe why the files are unusable, with the likely cause; '' if the files are usable."""
         if self.missing:
             lacking = (
                 f"its files lack {_describe_names(self.missing)} of {self.model_class}, which would start as "
@@ -93,7 +93,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
 
     @property
     def warning(self) -> str:
-        """What is left out of a model that can be used; '' for nothing."""
+        """Describe the tensors that are left out of a usable model; '' for none."""
         if self.not_compared:
             return f"its tensors were not compared with the model ({self.not_compared})"
         if names := [*self.unexpected, *self.left_out]:
@@ -127,8 +127,8 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         return "a file was not saved or not fetched; fetch or save the model anew"
 
     def _other_prefix(self) -> str:
-        """An example, where the names in the files are those of the model behind another prefix: of the first
-        tensors, since a model may have ten thousands."""
+        """Return an example if names in the files differ from the model's names by a prefix; '' if not.
+        Compares the first tensors only, since a model may have ten thousands."""
         for name in self.missing[:NAMES_SHOWN]:
             for file_name in self.unexpected:
                 if file_name != name and (file_name.endswith(f".{name}") or name.endswith(f".{file_name}")):
@@ -137,12 +137,13 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
 
 
 class UnknownModelError(ConfigError):
-    """transformers has no model for a config.json, or cannot make it here."""
+    """transformers has no model for a config.json, or cannot build the model here."""
 
 
 def check_checkpoint(path: str, label: str, auto_class: AutoClass = "AutoModelForCausalLM") -> str:
-    """Return a warning about what is left out, '' for nothing. Raises ConfigError where tensors are missing,
-    misnamed or of another shape. Both begin with `label`, such as "model.path /models/mine"."""
+    """Return a warning about left-out tensors, '' for none. Raises ConfigError where tensors are missing,
+    misnamed or of another shape. Warning and error begin with `label`, for example "model.path
+    /models/mine"."""
     match = compare_checkpoint(path, label, auto_class)
     if match.problem:
         raise ConfigError(f"{label}: {match.problem}")
@@ -198,7 +199,7 @@ def load_pretrained(auto_class: AutoClass, path: str, label: str, **options: Any
 
 def check_finite(tensor: Any, name: str, label: str) -> None:
     """Raise ConfigError, which begins with `label`, where a tensor holds NaN or infinity."""
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:  # one byte: of a quantized model
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:  # one byte: a quantized model
         return
     if tensor.sum().isfinite():  # costs less than a look at each number, and hides none
         return
@@ -311,9 +312,9 @@ def _left_out_by_class(model: Any, names: Iterable[str]) -> set[str]:
 
 
 def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]:
-    """Return those of `names` that belong to layers for drafts (multi-token prediction), which many published
-    checkpoints have. They have names of their own, or come after the model's last layer and hold tensors that
-    no layer of the model has. (Copies of its layers after the last one show a wrong config.json.)"""
+    """Return the `names` that belong to layers for drafts (multi-token prediction), which many published
+    checkpoints have. Such layers have special names, or come after the model's last layer and hold tensors
+    that no layer of the model has. (Copies of layers after the last layer show a wrong config.json.)"""
     layers: set[str] = set()
     suffixes: set[str] = set()
     for name in model_names:
@@ -339,7 +340,7 @@ def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without its report of what was loaded, and without its progress bar."""
+    """Keep transformers from reporting loaded tensors and showing a progress bar, during the body."""
     from transformers.utils import logging as transformers_logging
 
     logger = logging.getLogger("transformers")
@@ -358,7 +359,7 @@ def _describe_shape(shape: Iterable[int]) -> str:
 
 
 def _describe_names(names: list[str]) -> str:
-    """The first names, and how many there are: "3 tensors (a, b, c)"."""
+    """Return the number of names and the first names: "3 tensors (a, b, c)"."""
     first_names = ", ".join(names[:NAMES_SHOWN])
     if len(names) > NAMES_SHOWN:
         first_names += ", …"

@@ -4,13 +4,14 @@
     background, to files:   rank 0 ──(buffer, copy, tensors, file)──► other ranks ──checksums──► rank 0
     background, else:       collector ──(buffer, copy, tensors)──► other ranks ──bytes──► collector
 
-A version is a map of byte ranges: a rank has one of each tensor. To files each rank of rank 0's machine
-writes its own; for a delta each rank tells what has changed in its own since the copy published before. Rank
-0 announces the version when all have. For broadcasts there is a collector for each server, if there are
-ranks enough. A rank has a thread for each collector.
+A version is a map of byte ranges: a rank has one range of each tensor. To files, each rank of rank 0's
+machine writes its own range; for a delta, each rank reports the changes in its range since the copy published
+before. Rank 0 announces the version when all ranks have written. For broadcasts there is a collector for each
+server, if there are enough ranks. A rank has a thread for each collector.
 
-Collecting has a gloo group of its own: training's collectives neither wait for it nor meet it in another
-order. As all ranks copy together, the n-th copy is of the same version on each; so a collector names it.
+Collecting has its own gloo group: training's collectives neither wait for collecting nor mix with its
+messages. As all ranks copy together, the n-th copy is of the same version on every rank, so a collector names
+a copy by its number.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from asyncrl.weights.snapshot import Buffers, Snapshot
 log = logging.getLogger("asyncrl.weights")
 
 Shards = Mapping[str, DTensor]  # parameters as FSDP2 shards them, along the first dimension
-IDLE_SECONDS = 1e7  # seconds for a collector to ask for something: one that ends is noticed at once
-ASK_BYTES = 4608  # of an Ask: a path takes most of them
-# tags: two collectors ask each other
+IDLE_SECONDS = 1e7  # deadline of a wait for a collector's next Ask; a collector's end is noticed at once
+ASK_BYTES = 4608  # of an encoded Ask, most of which a path may take
+# Tags of messages keep questions and answers apart: two collectors ask each other.
 _QUESTION_TAG = 1
 _ANSWER_TAG = 2
 
 
 class Ask(msgspec.Struct, frozen=True):
     """Asks a rank for its bytes of the tensors [start, stop). `copy`: index of the buffer, and number of the
-    copy; `base`: of an earlier one, to tell what has changed. `file`: to be written there, if it is on this
-    `machine` and in sight. Without tensors it is the last one."""
+    copy; `base`: an earlier copy, if the changes are wanted. `file`: where to write the bytes, if the rank is
+    on this `machine` and sees the file. An Ask without tensors is the last."""
 
     copy: tuple[int, int] = (0, 0)
     start: int = 0
@@ -65,11 +66,11 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class HostShards:
-    """Serves one rank's end, made by all ranks together. On one rank there is neither group nor thread, and
-    what is read is the buffer itself. `pieces`: what the shards, by name and in their order, are read as.
-    `deadline`: seconds in which a rank must deliver a bucket. `collectors`: the first ones of the ranks.
-    `buffers`: what each rank has whole, in the dtype in which it is sent; rank 0 gives it. `deltas`: the copy
-    published last is read until the next one is written."""
+    """One rank's copies of the weights in host memory, made by all ranks together. With one rank there is
+    neither group nor thread, and readers read the buffer itself. `pieces`: the tensors of files in the
+    shards, in order. `deadline`: seconds in which a rank must deliver a bucket. `collectors`: how many ranks,
+    the first, collect. `buffers`: tensors that each rank has whole, in the dtype of files; rank 0 provides
+    them. `deltas`: the last published copy is read until the next copy is written."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class HostShards:
         ]
         page_locked = any(shard.device.type == "cuda" for shard in shards.values())
         self._buffers = Buffers(self._buffer_offsets[-1], page_locked, 2 + deltas)
-        self.received_bytes = 0  # bytes, by this collector
+        self.received_bytes = 0  # by this collector
         self._collect_lock = threading.Lock()  # one bucket is collected at a time
         self._is_collector = self.ranks > 1 and self.rank < collectors
 
@@ -121,14 +122,15 @@ class HostShards:
     # -- foreground ------------------------------------------------------------------------------------
 
     def claim(self, gather: Callable[[list[int]], list[list[int]]]) -> int:
-        """The buffer that all ranks copy into next. A collective: `gather` gives the lists of all ranks."""
+        """Return the buffer that all ranks copy into next. A collective: `gather` returns the lists of all
+        ranks."""
         return self._buffers.claim_buffer(
             {index for busy in gather(self._buffers.begin_claim()) for index in busy}
         )
 
     def copy(self, index: int, shards: Shards, buffers: Mapping[str, Tensor] = {}) -> None:
-        """Copy this rank's shards, cast to the exported type, and on rank 0 the buffers. With adapters a
-        collective, as reading a shard merges them."""
+        """Copy this rank's shards, cast to the exported type, and on rank 0 the buffers. A collective with
+        adapters, which are merged when a shard is read."""
         own_buffers = [buffers[spec.name] for spec in self.layout if spec.name in buffers and not self.rank]
         typed_buffers = [(buffer, buffer.dtype) for buffer in own_buffers]
         larger_buffers = [buffer for buffer in typed_buffers if buffer[1].itemsize > self._dtype.itemsize]
@@ -138,14 +140,14 @@ class HostShards:
         )
 
     def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
-        """Return a collector: the copy just made as a version."""
+        """Return the copy just made as a version, at a collector."""
         return Snapshot(
             version, self.layout, seconds, partial(self._hold_copy, (index, self._buffers.copy_count))
         )
 
     def close(self, timeout: float) -> None:
-        """On all ranks: collectors end the threads of the others, and each waits for its own; `timeout`
-        seconds at most."""
+        """End the threads, on all ranks: collectors end the threads of other ranks, and each rank waits for
+        its own threads, `timeout` seconds at most."""
         deadline = time.monotonic() + timeout
         if self._is_collector and self._collect_lock.acquire(timeout=timeout):
             try:
@@ -166,7 +168,7 @@ class HostShards:
             yield HeldShards(self, copy, memory)
 
     def collect_parts(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangePart]]:
-        """Collects what all ranks have of each of the tensors; `memory`, `base`: of this rank."""
+        """Collect the parts of all ranks for each tensor; `memory`, `base`: this rank's copies."""
         if self.ranks == 1:
             return [(range_part,) for range_part in self._own_parts(memory, base, ask)]
 
@@ -197,7 +199,7 @@ class HostShards:
     # -- the other ranks -------------------------------------------------------------------------------
 
     def _serve_collector(self, collector: int) -> None:
-        """Give what it asks for, until it needs nothing more."""
+        """Answer a collector's questions, until the last."""
         request = torch.empty(ASK_BYTES, dtype=torch.uint8)
         try:
             while True:
@@ -225,7 +227,8 @@ class HostShards:
     # -- both ------------------------------------------------------------------------------------------
 
     def _own_parts(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[RangePart]:
-        """Give this rank's bytes, written into a file if it sees that, or what has changed in them."""
+        """Return this rank's bytes, written into the file if the rank sees the file, or the changes since
+        `base`."""
         tensor_range = slice(ask.start, ask.stop)
         sizes = self._sizes_by_rank[self.rank][tensor_range]
         file = Path(ask.file)
@@ -256,7 +259,7 @@ class HostShards:
         return range_parts
 
     def own_bytes(self, memory: Tensor, part: slice) -> Tensor:
-        """This rank's bytes of a part of the layout, [n] of uint8."""
+        """Return this rank's bytes of a part of the layout, [n] of uint8."""
         return memory[self._buffer_offsets[part.start] : self._buffer_offsets[part.stop]]
 
     def _exchange_sizes(self, own_sizes: list[int]) -> list[list[int]]:
@@ -270,7 +273,8 @@ class HostShards:
 
 @dataclass(frozen=True)
 class HeldShards:
-    """A `Pinned` copy of all ranks. `copy`: index of the buffer, and number; `memory`: of this rank."""
+    """A `HeldCopy` of all ranks. `copy`: index of the buffer, and number of the copy; `memory`: this rank's
+    copy."""
 
     host: HostShards
     copy: tuple[int, int]
@@ -288,7 +292,8 @@ class HeldShards:
 
 
 def _write_range(file: Path, start: int, data: memoryview) -> bool:
-    """False: rank 0 tries it itself, and finds the error."""
+    """Write bytes into a file; False after an error: then rank 0 writes the bytes itself, and reports the
+    error."""
     with suppress(OSError), file.open("r+b") as open_file:
         open_file.seek(start)
         open_file.write(data)
@@ -297,8 +302,8 @@ def _write_range(file: Path, start: int, data: memoryview) -> bool:
 
 
 def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype, buffers: Mapping[str, Tensor] = {}) -> Layout:
-    """The whole tensors, as they are exported. In files and in buckets each must start at a multiple of
-    its item size, so large items come first."""
+    """Return the layout of the whole tensors in files and buckets. A tensor must start at a multiple of its
+    item size, so large items come first."""
     described = [(piece.name, piece.shape, dtype) for piece in pieces]
     described += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()]
     specs = (
@@ -309,7 +314,7 @@ def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype, buffers: Mapping[
 
 
 def _count_held(piece: FilePiece, shard: DTensor) -> int:
-    """Counts the numbers of a piece that lie on this rank."""
+    """Count the numbers of a piece that lie on this rank."""
     count = _local_part(shard).numel()
     (chunk,) = shard.__create_chunk_list__()
     start = chunk.offsets[0] * math.prod(shard.shape[1:])
@@ -322,7 +327,8 @@ def _wait_for(work: dist.Work | None, timeout: float) -> None:
 
 
 def _local_part(shard: DTensor) -> Tensor:
-    """This rank's part, empty where there are more ranks than rows; of replicas the first one has them."""
+    """Return this rank's part, empty where there are more ranks than rows, and on all replicas but the
+    first."""
     assert shard.placements == (Shard(0),), f"not sharded along the first dimension: {shard.placements}"
     mesh = shard.device_mesh  # the ranks of one replica, of which the first has the lowest
     local_tensor = shard.to_local().detach()

@@ -1,11 +1,11 @@
-"""Copies of the weights in host memory: written by the trainer, read in the background by who publishes them.
+"""Copies of the weights in host memory: written by the trainer, read in the background by the publisher.
 
 The trainer hands a snapshot over to the publisher and goes on.
 
-A buffer that is being read, on any rank, is never written to: ranks tell each other which these are, and
-claim the same one. Copies are numbered, and a reader names the one it wants. The tensors of a version lie in
-ranges on many ranks: a collector reads them a bucket at a time, or has each rank write its own, so the whole
-model is never in one process because of a publish.
+A buffer that is being read, on any rank, is never written to: ranks exchange the indices of busy buffers, and
+claim the same free buffer. Copies are numbered, and a reader names a copy by its number. The tensors of a
+version lie in ranges on many ranks: a collector reads one bucket at a time, or has each rank write its own
+range, so publishing never brings the whole model into one process.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ NO_ARRAY = np.empty(0, np.uint8)
 
 
 class HeldCopy(Protocol):
-    """A copy of the weights that is not written over."""
+    """A copy of the weights that is held for a reader: not written over."""
 
     def collect_parts(
         self, part: slice, file: str = "", base: Self | None = None
     ) -> list[Sequence[RangePart]]:
-        """Return what each rank has of the tensors of a part of the layout, in order: its bytes, which it
-        may have written into the safetensors `file` instead, or what has changed since a `base`. Memory is
-        that of the copy, not to be written to. Raises WeightsError when a rank does not deliver."""
+        """Return the parts of all ranks for the tensors of a part of the layout, in order: a rank's bytes,
+        which the rank may have written into the safetensors `file` instead, or the changes since a `base`.
+        The memory belongs to the copy and must not be changed. Raises WeightsError when a rank does not
+        deliver."""
         ...
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:
-        """The bytes of a part of the layout where they lie, [n] of uint8, not to be written to; None if they
-        do not lie one behind the other, as those of several ranks."""
+        """Return the bytes of a part of the layout in place, [n] of uint8, which must not be changed; None if
+        the bytes are not contiguous, as with several ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version in host memory, of ranks that collect. `seconds`: what the trainer waited for it. `pin` can
-    be used again, from any thread; it raises Superseded when a newer version has taken its place."""
+    """A version in host memory, at ranks that collect. `seconds`: how long the trainer waited for the copy.
+    `hold_copy` can be used several times, from any thread; raises Superseded when a newer version has
+    replaced the copy."""
 
     version: PolicyVersion
     layout: Layout
@@ -68,7 +70,7 @@ class Snapshot:
 
 
 def whole(range_parts: Iterable[RangePart], memory: Tensor | None = None) -> Tensor:
-    """Copy the bytes of some shares one behind the other, [n] of uint8; into `memory`, if that is given."""
+    """Copy the bytes of some parts one behind the other, [n] of uint8, into `memory` if not None."""
     arrays = [np.frombuffer(data, np.uint8) for range_part in range_parts for data in range_part.data]
     size = sum(array.size for array in arrays)
     target = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
@@ -77,8 +79,8 @@ def whole(range_parts: Iterable[RangePart], memory: Tensor | None = None) -> Ten
 
 
 class BucketBuffers:
-    """Memory for buckets of what several ranks have: two buffers in turn, of which one is filled while the
-    other is sent. They are made at the first bucket, and kept. `pinned`: a GPU copies from them directly."""
+    """Memory for buckets from several ranks: two buffers in turn, one filled while the other is sent. The
+    first bucket allocates both buffers. `page_locked`: a GPU copies directly from the buffers."""
 
     def __init__(self, pinned: bool) -> None:
         self._page_locked = pinned
@@ -86,7 +88,7 @@ class BucketBuffers:
         self._fill_count = 0
 
     def fill_next(self, range_parts: Iterable[RangePart], largest_bucket: int) -> Tensor:
-        """Return the bytes of some shares, at most `largest`, in place of those before the last ones."""
+        """Return the bytes of some parts, at most `largest_bucket`; overwrites the bucket before the last."""
         if not self._buffers or len(self._buffers[0]) < largest_bucket:
             allocate = page_locked if self._page_locked else partial(torch.empty, dtype=torch.uint8)
             self._buffers = [allocate(largest_bucket), allocate(largest_bucket)]
@@ -95,13 +97,13 @@ class BucketBuffers:
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    """The bytes of a CPU tensor, not copied if it is contiguous."""
+    """Return the bytes of a CPU tensor, without a copy if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 @dataclass
 class Buffer:
-    """`copied`: number of the copy it holds; 0: none, or one being written."""
+    """One buffer. `copied`: number of the copy in the buffer; 0: no copy, or a copy being written."""
 
     memory: Tensor  # [n] of uint8, all tensors one after another
     copied: int = 0
@@ -110,8 +112,8 @@ class Buffer:
 
 
 class Buffers:
-    """Buffers of `size` bytes, `count` at first, used again and again; one more only if all are being read at
-    once. So there is at most one more than readers, which launch/memory.py counts on."""
+    """Buffers of `size` bytes, `count` at first, used again and again; one more buffer only if all are being
+    read at once. So there is at most one buffer more than readers, as launch/memory.py assumes."""
 
     def __init__(self, size: int, pinned: bool, count: int = 2) -> None:
         self._size = size
@@ -122,13 +124,13 @@ class Buffers:
         self.copy_count = 0
 
     def begin_claim(self) -> list[int]:
-        """Return those that are being read. Nobody begins to read one until `claim`."""
+        """Return the indices of buffers that are being read. No reader begins until `claim_buffer`."""
         with self._changed:
             self._claiming = True
             return [index for index, buffer in enumerate(self._buffers) if buffer.readers]
 
     def claim_buffer(self, busy: Collection[int]) -> int:
-        """The buffer to write next, the oldest that is not `busy`; it holds nothing from now on."""
+        """Return the buffer to write next, the oldest that is not `busy`, which holds no copy from now on."""
         with self._changed:
             free_indices = [index for index in range(len(self._buffers)) if index not in busy]
             if not free_indices:  # the trainer does not wait
@@ -143,8 +145,8 @@ class Buffers:
             return oldest_index
 
     def copy_tensors(self, index: int, tensors: Iterable[tuple[Tensor, torch.dtype]]) -> None:
-        """Copy the tensors, cast to types in which they have `size` bytes in all, into a buffer that was
-        claimed. Those of larger types come first."""
+        """Copy tensors, cast to types with `size` bytes in all, into a claimed buffer. Tensors of larger
+        types come first."""
         buffer = self._buffers[index]
         with self._changed:
             buffer.copied = 0
@@ -158,8 +160,7 @@ class Buffers:
 
         assert start == self._size, "other tensors than the buffers are for"
         if self._page_locked:
-            # From a GPU all this is only enqueued, in front of the next change of the weights on the stream.
-            # Not run so far, for lack of a GPU.
+            # Copies from a GPU are only enqueued, in front of the next change of the weights on the stream.
             buffer.event = torch.cuda.Event()
             buffer.event.record()
 
@@ -170,8 +171,9 @@ class Buffers:
 
     @contextmanager
     def reading(self, index: int, copied: int, wait: float) -> Iterator[Tensor]:
-        """The memory of a copy that is made within `wait` seconds. Raises Superseded if it is not there. 0: a
-        reader that other ranks have not heard of, which must not begin between `begin_claim` and `claim`."""
+        """Yield the memory of a copy that is made within `wait` seconds. Raises Superseded without such a
+        copy. 0: a reader that other ranks do not know of, which must not begin between `begin_claim` and
+        `claim_buffer`."""
 
         def is_copied() -> bool:
             return index < len(self._buffers) and self._buffers[index].copied == copied
@@ -198,17 +200,17 @@ class Buffers:
         return Buffer(torch.empty(self._size, dtype=torch.uint8))
 
 
-FULL_RETRY_SECONDS = 5.0  # seconds after which a write is tried again that the full disk made fail
+FULL_RETRY_SECONDS = 5.0  # until the next try after a write failed on a full disk
 
 log = logging.getLogger("asyncrl.weights")
 
 
 class Publisher:
-    """Is a thread with a mailbox of one: a newer snapshot replaces one that is still waiting.
+    """A thread with a mailbox of one: a newer snapshot replaces a snapshot that still waits.
 
-    It calls `write`, which puts a version where engines find it, and then `announce(ref, snapshot_s,
-    write_s)`. A failed write is kept in `error` for the owner to raise: the thread ends. On a full disk the
-    newest version waits, and `full` is the error.
+    The thread calls `write`, which puts a version where engines read, and then `announce(ref, snapshot_s,
+    write_s)`. A failed write ends the thread, and `error` is for the owner to raise. On a full disk the
+    newest version waits, and `full` is the error's text.
     """
 
     def __init__(
@@ -226,7 +228,7 @@ class Publisher:
         self._thread.start()
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Never blocks. Raises the error that ended an earlier write."""
+        """Submit a snapshot, without blocking. Raises the error that ended an earlier write."""
         if self.error is not None:
             raise self.error
         with self._wake:
@@ -234,7 +236,7 @@ class Publisher:
             self._wake.notify()
 
     def close(self, timeout: float) -> bool:
-        """Write what is pending and end; False when that took longer than `timeout` seconds."""
+        """Write a pending snapshot and end; False after `timeout` seconds."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -242,7 +244,7 @@ class Publisher:
         return not self._thread.is_alive()
 
     def _next_snapshot(self) -> Snapshot | None:
-        """None: there is none any more."""
+        """Wait for the next snapshot; None at the end."""
         with self._wake:
             self._wake.wait_for(lambda: self._pending_snapshot is not None or self._closing)
             snapshot = self._pending_snapshot
