@@ -1,13 +1,14 @@
 """Encodes the change between two versions of a tensor in few bytes.
 
 A fine-tuning step changes a few percent of the bfloat16 numbers, mostly in their low bits. A tensor is cut
-into blocks of BLOCK numbers, and each block is stored in one of three ways:
+into blocks of BLOCK_NUMBERS numbers, and each block is stored in one of three ways:
 
     same:   nothing changed, nothing is stored
     sparse: the distance of each changed number to the one before it, and old XOR new of each changed number
     dense:  old XOR new of all numbers, where so many changed that positions would cost more than zeros
 
-A distance takes one byte. WIDE (255) stands for a longer one, which follows after all distances in 4 bytes.
+A distance takes one byte. WIDE_GAP (255) stands for a longer distance, which follows after all distances in 4
+bytes.
 Example: numbers 3, 10 and 1010 changed; stored are 3, 7, 255, then 1000, then three XOR words.
 
 XOR words are regrouped before compression: the first bytes of all words, then the second bytes, and so on.

@@ -161,6 +161,7 @@ class Buffers:
         assert start == self._size, "other tensors than the buffers are for"
         if self._page_locked:
             # Copies from a GPU are only enqueued, in front of the next change of the weights on the stream.
+            # This has not been run, for lack of a GPU.
             buffer.event = torch.cuda.Event()
             buffer.event.record()
 

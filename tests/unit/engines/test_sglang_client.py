@@ -183,7 +183,7 @@ async def test_closing_gives_back_what_was_streamed_and_who_waits_for_room(monke
         return decode(payload)
 
     streamed = asyncio.Event()
-    decode = sglang_client.decode
+    decode = sglang_client.decode_event
     monkeypatch.setattr(sglang_client, "decode_event", decoded)
     monkeypatch.setattr(sglang_client, "MAX_REQUESTS", 1)
     async with connected() as (script, engine):

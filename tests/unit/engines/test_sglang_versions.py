@@ -33,21 +33,21 @@ async def test_a_session_is_closed_whatever_happens_in_it():
         server = ServerApi(script.url)
         script.says("/begin_weight_update", 200, OK)
         script.says("/end_weight_update", 200, OK)
-        async with WITH_SESSIONS.update(server):
+        async with WITH_SESSIONS.update_session(server):
             assert asked(script) == ["/begin_weight_update"]
         assert asked(script)[1:] == ["/end_weight_update"]
 
         script.says("/end_weight_update", 400, OPEN)
         with pytest.raises(WeightsError, match="of the body"):
-            async with WITH_SESSIONS.update(server):
+            async with WITH_SESSIONS.update_session(server):
                 raise WeightsError("of the body")
         assert asked(script)[3:] == ["/end_weight_update"]
         with pytest.raises(WeightsError, match="already open"):  # its own
-            async with WITH_SESSIONS.update(server):
+            async with WITH_SESSIONS.update_session(server):
                 pass
 
         script.asked.clear()
-        async with WITHOUT_SESSIONS.update(server):
+        async with WITHOUT_SESSIONS.update_session(server):
             pass
         assert asked(script) == []
         await server.close()

@@ -236,7 +236,7 @@ async def test_a_broken_engine_fails_everything_and_hangs_nothing():
 
 async def test_a_change_between_steps_that_fails_drops_none_after_it(monkeypatch: pytest.MonkeyPatch):
     engine = serve(slots=2)
-    monkeypatch.setattr(engine._batcher.slots, "release", lambda _: 1 / 0)
+    monkeypatch.setattr(engine._batcher.slots, "release_session", lambda _: 1 / 0)
     made: list[str] = []
 
     def watch(ids: object) -> bool:  # called in the midst of a step
