@@ -92,7 +92,9 @@ class VersionServer:
         self._arriving = arriving
         self._chains: dict[PolicyVersion, Chain] = {}
 
-        self._held_locks: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
+        self._held_locks: dict[
+            PolicyVersion, tuple[ExitStack, float]
+        ] = {}  # with the time of the last request
         self._pending_reads: deque[PendingRead] = deque()
         self.sent_bytes = 0  # bytes
         self._closing_event = threading.Event()

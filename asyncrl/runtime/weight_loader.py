@@ -197,7 +197,7 @@ class WeightLoader:
     async def _swap_version(self, engine: Loadable, ref: WeightsRef, files: WeightsRef) -> Manifest:
         """Load a version; a version in use is only confirmed again."""
         if self._last_loaded is None or self._last_loaded[0] != ref:
-            self._last_loaded = None  # until it is in: after a failure the engine may hold anything
+            self._last_loaded = None  # until the load ends: after a failure the engine may hold anything
             self._last_loaded = ref, await engine.load(files)
         return self._last_loaded[1]
 

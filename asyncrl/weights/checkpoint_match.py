@@ -240,7 +240,7 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # of a quantization, or a conversion that lacks some of its tensors
+    except Exception as error:  # a quantized model, or a conversion without some of its tensors
         lacking = sorted({piece.name for piece in pieces(model)} - tensors.keys())
         if isinstance(error, RuntimeError) and lacking:
             return CheckpointMatch(model_class=model_class, missing=lacking)

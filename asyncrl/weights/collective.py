@@ -82,8 +82,8 @@ class Sender:
         self.seconds = seconds
         self.device = device
         self.training_pause = pause
-        self.bucket_buffers = BucketBuffers(pinned=device.type == "cuda")  # of who has the turn
-        self.push_lock = threading.Lock()  # of one engine at a time
+        self.bucket_buffers = BucketBuffers(page_locked=device.type == "cuda")
+        self.push_lock = threading.Lock()  # one engine is served at a time, and has the buffers
 
         self._latest_snapshot: Snapshot | None = None
         self._offer_condition = threading.Condition()
@@ -158,7 +158,7 @@ class EngineConnection:
             while (request := self._next_request(time.monotonic() + seconds)) is not None:
                 seconds = IDLE_SECONDS
                 self._engine = request.engine
-                deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # which may be NaN
+                deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # NaN never wins
                 self._push_in_turn(request, deadline)
         except EOFError:
             log.debug("%s needs no more weights from here", self._engine)
@@ -227,7 +227,7 @@ class EngineConnection:
                 messages.send_answer(self._socket, messages.BucketReady(index), deadline)
                 # A server makes its part of the communicator in the first broadcast only. Training goes on as
                 # soon as this bucket is sent, before the next bucket is collected from all ranks.
-                last_broadcast = group.broadcast(bucket_bytes, then=pause_stack.close)
+                last_broadcast = group.broadcast(bucket_bytes, on_sent=pause_stack.close)
 
             self._await_arrival(len(bucket_slices), last_broadcast, deadline)
 

@@ -83,15 +83,15 @@ class ServerGroup:
         if self._group_future.done():
             self._group_future.result()
 
-    def broadcast(self, data: Tensor, then: Callable[[], None] = lambda: None) -> Future[None]:
+    def broadcast(self, data: Tensor, on_sent: Callable[[], None] = lambda: None) -> Future[None]:
         """Begin to send `data` to all other ranks, after all have joined. The caller must not write to `data`
-        meanwhile. `then` is called on another thread when all ranks have the data, before the future is
+        meanwhile. `on_sent` is called on another thread when all ranks have the data, before the future is
         done."""
         group_future = self._group_future
 
         def send() -> None:
             self._send_data(group_future.result(), data)
-            then()
+            on_sent()
 
         return run_in_background(send)
 
@@ -136,7 +136,9 @@ class ServerGroup:
         from torch.distributed import ProcessGroupNCCL  # exists with CUDA only
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = default_pg_timeout  # then its watchdog ends the process; `close` comes long before
+        options._timeout = (
+            default_pg_timeout  # after it the watchdog ends the process; `close` comes long before
+        )
         torch.cuda.set_device(self._device)
 
         return ProcessGroupNCCL(PrefixStore("cuda/", nested_store), 0, self.ranks, options)

@@ -58,7 +58,7 @@ def page_locked(size: int) -> torch.Tensor:
     pages, and its finalizer runs before the pages are freed.
     """
     pages = np.empty(size, np.uint8)
-    if not size:  # which CUDA refuses
+    if not size:  # CUDA refuses 0 bytes
         return torch.from_numpy(pages)
 
     runtime = torch.cuda.cudart()

@@ -17,7 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
-MODEL = "model"  # in the store's meta: `identity` of the model that a run was begun with
+MODEL = "model"  # key in the store's meta: `identity` of the run's first model
 IDENTITY_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja"),
@@ -25,7 +25,7 @@ IDENTITY_FILES = (
 _NO_LINEAR = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
 SERVED_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 IGNORED_KEYS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number, by model.dtype
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # bytes of a number, by model.dtype
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 MAX_VALUE_SIZE = 64  # keys, or characters of JSON
 

@@ -164,7 +164,7 @@ class HostShards:
 
     @contextmanager
     def _hold_copy(self, copy: tuple[int, int]) -> Iterator[HeldShards]:
-        with self._buffers.reading(*copy, wait=0) as memory:
+        with self._buffers.reading(*copy, wait_seconds=0) as memory:
             yield HeldShards(self, copy, memory)
 
     def collect_parts(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangePart]]:
@@ -214,7 +214,7 @@ class HostShards:
     def _answer_ask(self, collector: int, ask: Ask) -> None:
         with ExitStack() as copy_locks:
             memory, base = (
-                copy and copy_locks.enter_context(self._buffers.reading(*copy, wait=self._deadline))
+                copy and copy_locks.enter_context(self._buffers.reading(*copy, wait_seconds=self._deadline))
                 for copy in (ask.copy, ask.base)
             )
             assert memory is not None, "every question names a copy"

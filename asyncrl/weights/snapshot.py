@@ -82,8 +82,8 @@ class BucketBuffers:
     """Memory for buckets from several ranks: two buffers in turn, one filled while the other is sent. The
     first bucket allocates both buffers. `page_locked`: a GPU copies directly from the buffers."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._page_locked = pinned
+    def __init__(self, page_locked: bool) -> None:
+        self._page_locked = page_locked
         self._buffers = list[Tensor]()
         self._fill_count = 0
 
@@ -115,9 +115,9 @@ class Buffers:
     """Buffers of `size` bytes, `count` at first, used again and again; one more buffer only if all are being
     read at once. So there is at most one buffer more than readers, as launch/memory.py assumes."""
 
-    def __init__(self, size: int, pinned: bool, count: int = 2) -> None:
+    def __init__(self, size: int, page_locked: bool, count: int = 2) -> None:
         self._size = size
-        self._page_locked = pinned
+        self._page_locked = page_locked
         self._buffers = [self._new_buffer() for _ in range(count)]
         self._changed = threading.Condition()
         self._claiming = False
@@ -171,8 +171,8 @@ class Buffers:
             self._changed.notify_all()
 
     @contextmanager
-    def reading(self, index: int, copied: int, wait: float) -> Iterator[Tensor]:
-        """Yield the memory of a copy that is made within `wait` seconds. Raises Superseded without such a
+    def reading(self, index: int, copied: int, wait_seconds: float) -> Iterator[Tensor]:
+        """Yield the memory of a copy that is made within `wait_seconds`. Raises Superseded without such a
         copy. 0: a reader that other ranks do not know of, which must not begin between `begin_claim` and
         `claim_buffer`."""
 
@@ -180,9 +180,9 @@ class Buffers:
             return index < len(self._buffers) and self._buffers[index].copied == copied
 
         with self._changed:
-            if not wait and not self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS):
+            if not wait_seconds and not self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS):
                 raise Superseded("ranks have not agreed on what to write next: nothing may be read so long")
-            if not self._changed.wait_for(is_copied, wait):
+            if not self._changed.wait_for(is_copied, wait_seconds):
                 raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
             buffer = self._buffers[index]
             buffer.readers += 1

@@ -128,7 +128,7 @@ class Bench:
         api = ServerApi(server.url)
         if apart:
             loader: AdapterLoader | ServerLoader = AdapterLoader(
-                api, config, directory / "cache", "bench", based=True
+                api, config, directory / "cache", "bench", has_base=True
             )
         else:
             config = sglang_config(TOKENS, model=str(model))

@@ -53,11 +53,13 @@ def is_outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig
 class AdapterLoader:
     """Loads adapters into the server at `api.url`; compare `ServerLoader`. `cache`: a directory of this
     loader alone, on a disk that the server reads. `attachment`: names this keeper among all keepers that the
-    server may have had. `based`: the server has the weights of model.path already."""
+    server may have had. `has_base`: the server has the weights of model.path already."""
 
     broken = ""  # a load that fails leaves earlier versions as they are
 
-    def __init__(self, api: ServerApi, config: RunConfig, cache: Path, attachment: str, based: bool) -> None:
+    def __init__(
+        self, api: ServerApi, config: RunConfig, cache: Path, attachment: str, has_base: bool
+    ) -> None:
         self.api = api
         self.loaded: WeightsRef | None = None  # the last version
         self.sleeping = ServerSleep(api)
@@ -65,7 +67,7 @@ class AdapterLoader:
         self._config = config
         self._cache = cache
         self._attachment = attachment
-        self._has_base = based
+        self._has_base = has_base
         self._deadline = config.weights.deadline
         self._load_lock = asyncio.Lock()
         self._unload_task: asyncio.Task[None] | None = None

@@ -195,6 +195,6 @@ class Receiver:
 
 def _is_local(url: str) -> bool:
     address = urlsplit(url)
-    with suppress(OSError, ValueError):  # of a name that is not known, or no address
+    with suppress(OSError, ValueError):  # an unknown name, or no address
         return is_here(f"tcp://{address.hostname}:{address.port or 80}")
     return False

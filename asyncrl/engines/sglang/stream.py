@@ -25,7 +25,7 @@ Stamp = tuple[int, PolicyVersion, bool]
 ABORTED = "Aborted by AbortReq."  # with status 400 where the request waited for its grammar
 _ERRORS: dict[int | None, type[EngineError]] = {400: EngineRefused, 503: EngineBusy}  # by status
 _MAX_EXPERTS = 1 << 16  # experts: they are kept as uint16
-BASE_LABEL = "default"  # of the weights that a server was started with
+BASE_LABEL = "default"  # label of the weights that a server was started with
 UNKNOWN = -1  # kv_version of tokens for which only the oldest possible version is known
 
 
@@ -74,7 +74,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     weight_versions: tuple[LabelSpan, ...] | None = None
     output_token_logprobs: tuple[OutputToken, ...] = ()
     input_token_logprobs: tuple[InputToken, ...] = ()
-    input_top_logprobs: tuple[tuple[InputToken, ...] | None, ...] = ()  # of each place, the likeliest first
+    input_top_logprobs: tuple[tuple[InputToken, ...] | None, ...] = ()  # by position, the likeliest first
     routed_experts: str | None = None  # base64 of int32 [tokens, layers, k], in the last event
 
 

@@ -67,7 +67,7 @@ class TorchEngine:
 
         self._adapters: Adapters | None = None  # set by the first version that holds adapters
         self._released_memory = ReleasedStorages()
-        self._awake_event = asyncio.Event()  # or broken
+        self._awake_event = asyncio.Event()  # set while the engine is awake or broken
         self._awake_event.set()
 
     @property

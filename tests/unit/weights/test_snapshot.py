@@ -32,15 +32,15 @@ def value(memory: Tensor) -> float:
 
 @pytest.fixture
 def buffers() -> Buffers:
-    return Buffers(20, pinned=False)
+    return Buffers(20, page_locked=False)
 
 
 def test_two_buffers_take_turns_and_their_memory_stays(buffers: Buffers):
     assert [copy(buffers, i) for i in range(4)] == [0, 1, 0, 1]
-    with buffers.reading(0, 3, wait=0) as memory:
+    with buffers.reading(0, 3, wait_seconds=0) as memory:
         place = memory.data_ptr()
     copy(buffers, 5)
-    with buffers.reading(0, 5, wait=0) as memory:
+    with buffers.reading(0, 5, wait_seconds=0) as memory:
         assert memory.data_ptr() == place and value(memory) == 5
 
 
@@ -53,10 +53,10 @@ def test_a_gpu_s_buffers_are_pinned_as_they_are(monkeypatch: pytest.MonkeyPatch)
         cudaHostUnregister=lambda address: None,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    buffers = Buffers(5_000_000, pinned=True)
+    buffers = Buffers(5_000_000, page_locked=True)
     assert registered == {buffer.memory.data_ptr(): 5_000_000 for buffer in buffers._buffers}
     registered.clear()
-    Buffers(0, pinned=True)
+    Buffers(0, page_locked=True)
     assert not registered
 
 
@@ -86,7 +86,7 @@ def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: p
     """They are pinned once. One is filled while the other is sent."""
     sizes = list[int]()
     monkeypatch.setattr(snapshot, "page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte())
-    buckets = BucketBuffers(pinned=True)
+    buckets = BucketBuffers(page_locked=True)
 
     def shares(*values: bytes) -> list[RangePart]:
         return [RangePart(len(data), b"", b"", b"", (memoryview(data),)) for data in values]
@@ -103,13 +103,13 @@ def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: p
 def test_a_newer_copy_replaces_one_that_nobody_reads(buffers: Buffers):
     first = copy(buffers, 1)
     second = copy(buffers, 2)
-    with buffers.reading(first, 1, wait=0) as memory:
+    with buffers.reading(first, 1, wait_seconds=0) as memory:
         assert copy(buffers, 3) == second
-        with pytest.raises(Superseded), buffers.reading(second, 2, wait=0):
+        with pytest.raises(Superseded), buffers.reading(second, 2, wait_seconds=0):
             pass
         assert copy(buffers, 4) == second
         assert value(memory) == 1
-    with buffers.reading(second, 4, wait=0) as memory:
+    with buffers.reading(second, 4, wait_seconds=0) as memory:
         assert value(memory) == 4
 
 
@@ -117,14 +117,14 @@ def test_a_claimed_buffer_holds_nothing(buffers: Buffers):
     copy(buffers, 1)
     copy(buffers, 2)
     buffers.claim_buffer(buffers.begin_claim())
-    with pytest.raises(Superseded, match="copy 1"), buffers.reading(0, 1, wait=0):
+    with pytest.raises(Superseded, match="copy 1"), buffers.reading(0, 1, wait_seconds=0):
         pass
 
 
 def test_readers_of_both_buffers_cost_a_third(buffers: Buffers):
     first = copy(buffers, 1)
     second = copy(buffers, 2)
-    with buffers.reading(first, 1, wait=0) as one, buffers.reading(second, 2, wait=0) as two:
+    with buffers.reading(first, 1, wait_seconds=0) as one, buffers.reading(second, 2, wait_seconds=0) as two:
         third = copy(buffers, 3)
         assert third not in (first, second)
         assert (value(one), value(two)) == (1, 2)
@@ -135,7 +135,7 @@ def test_a_copy_that_comes_late_is_waited_for(buffers: Buffers):
     found = []
 
     def read() -> None:
-        with buffers.reading(1, 1, wait=30) as memory:
+        with buffers.reading(1, 1, wait_seconds=30) as memory:
             found.append(value(memory))
 
     reader = threading.Thread(target=read)
@@ -163,7 +163,7 @@ def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
     def read() -> None:
         started.set()
         try:
-            with buffers.reading(first, 1, wait=0):
+            with buffers.reading(first, 1, wait_seconds=0):
                 found.append("read")
         except Superseded:
             found.append("superseded")
