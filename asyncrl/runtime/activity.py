@@ -107,7 +107,8 @@ class Activity:
 
     def flush(self) -> None:
         """Write the spans so far; unfinished spans begin anew."""
-        now = self._flushed_at = self._clock()
+        now = self._clock()
+        self._flushed_at = now
         for name, span in list(self._span_by_name.items()):
             if span.running:
                 span.advance(now)
@@ -140,10 +141,10 @@ class BusyTimer:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._all_turns, self._server_turns = (
-            Activity(timeline, gap, clock, wall) for gap in (0.0, JOIN_GAP_SECONDS)
-        )
-        self._started_at = self._busy_since = clock()
+        self._all_turns = Activity(timeline, 0.0, clock, wall)
+        self._server_turns = Activity(timeline, JOIN_GAP_SECONDS, clock, wall)
+        self._started_at = clock()
+        self._busy_since = self._started_at
         self._running_turns = 0
         self._busy_seconds = 0.0
 
@@ -226,7 +227,7 @@ class Sleeps:
         with ExitStack() as state_stack:
             self._open_states[state_stack] = awake, asleep
             try:
-                state_stack.enter_context((awake, asleep)[self.asleep]())
+                state_stack.enter_context(asleep() if self.asleep else awake())
                 yield
             finally:
                 del self._open_states[state_stack]

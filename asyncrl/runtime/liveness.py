@@ -56,12 +56,14 @@ class Liveness:
         self.start = start_limit(config)
         self._silence_limit = silence_limit(config)
         self._progress_limit = progress_limit(config)
-        self.progress_at = self.alive_at = now
+        self.progress_at = now
+        self.alive_at = now
 
     def progress(self, now: float) -> None:
         """Note progress: an episode has landed, or a micro-batch, a batch, a checkpoint or a phase is
         done."""
-        self.progress_at = self.alive_at = now
+        self.progress_at = now
+        self.alive_at = now
 
     def alive(self, now: float) -> None:
         """Note a sign of life: a process moved, or waits within its own deadline."""
@@ -104,7 +106,8 @@ class Contact:
         self.give_up = max(give_up, seconds)
         self.interval = min(seconds / 5, 0.5)
         self.welcomed = False
-        self._last_message_at = self._last_tick_at = now
+        self._last_message_at = now
+        self._last_tick_at = now
 
     def message_arrived(self, now: float) -> None:
         """Note that a message of the coordinator arrived."""

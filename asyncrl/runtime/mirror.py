@@ -223,7 +223,8 @@ class Mirror:
             size = sum(spec.nbytes for spec in manifest.layout)
             needed_bytes = disk.bytes_needed(size, manifest.delta is not None, caches=0)
             parent = disk.weights_directory(self._directory_setting, self._run_dir, self._name, needed_bytes)
-            directory = self._directory = parent / self._lock_path.name
+            directory = parent / self._lock_path.name
+            self._directory = directory
             lock.write_text(str(directory))
 
         with disk.new_version(directory, version) as work_directory:

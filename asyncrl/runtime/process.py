@@ -127,9 +127,8 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
                 for group in (inner_path, *inner_path.parents):
                     with suppress(OSError, ValueError, KeyError):  # no such group, no limit
                         group_directory = root / files.mount / group
-                        limit, used = (
-                            int((group_directory / name).read_text()) for name in (files.limit, files.used)
-                        )
+                        limit = int((group_directory / files.limit).read_text())
+                        used = int((group_directory / files.used).read_text())
                         memory_stat = dict(
                             line.split()
                             for line in (group_directory / "memory.stat").read_text().splitlines()

@@ -116,7 +116,8 @@ class WeightLoader:
     async def next(self) -> Loaded:
         """Load and check the version offered last; there must be an offer. Failures are in the answer."""
         assert self._offered_version is not None
-        offered = self._loading_version = self._offered_version
+        offered = self._offered_version
+        self._loading_version = offered
         self._offered_version = None
 
         try:

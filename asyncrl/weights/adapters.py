@@ -56,7 +56,9 @@ class Adapters:
 
         model.requires_grad_(False)
         for layer in self._adapted_layers.values():
-            out_size, in_size = layer.weight.shape[:: -1 if isinstance(layer, Conv1D) else 1]
+            out_size, in_size = layer.weight.shape
+            if isinstance(layer, Conv1D):  # keeps its weight transposed
+                out_size, in_size = in_size, out_size
             for agent, (rank, _) in sizes.items():
                 lora_a = layer.weight.new_empty(rank, in_size)
                 lora_b = layer.weight.new_empty(out_size, rank)

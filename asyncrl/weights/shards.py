@@ -213,11 +213,17 @@ class HostShards:
 
     def _answer_ask(self, collector: int, ask: Ask) -> None:
         with ExitStack() as copy_locks:
-            memory, base = (
-                copy and copy_locks.enter_context(self._buffers.reading(*copy, wait_seconds=self._deadline))
-                for copy in (ask.copy, ask.base)
+            copy_index, copy_number = ask.copy
+            memory = copy_locks.enter_context(
+                self._buffers.reading(copy_index, copy_number, wait_seconds=self._deadline)
             )
-            assert memory is not None, "every question names a copy"
+            base = None
+            if ask.base is not None:
+                base_index, base_number = ask.base
+                base = copy_locks.enter_context(
+                    self._buffers.reading(base_index, base_number, wait_seconds=self._deadline)
+                )
+
             data = bytearray()
             msgspec.msgpack.Encoder().encode_into(self._own_parts(memory, base, ask), data)
 

@@ -182,8 +182,7 @@ class ServerApi:
         """Have the server read `ids`. Returns entries of ids[start:], the first without a log-prob, later
         entries at temperature 1, with the `top` likeliest tokens at each position. KV up to `start` from
         earlier calls with the same `salt` is used again."""
-        body = {
-            **({"lora_path": adapter} if adapter else {}),
+        body: dict[str, Any] = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
@@ -191,6 +190,8 @@ class ServerApi:
             "top_logprobs_num": top,
             "cache_salt": salt,
         }
+        if adapter:
+            body["lora_path"] = adapter
 
         meta_info = decode_event(await self.generate_whole(body, seconds)).meta_info
         scored_ids = [entry.id for entry in meta_info.input_token_logprobs]

@@ -193,7 +193,8 @@ class ServerProcess:
                     f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"
                 )
 
-            key_file = _write_keys(config.engine, f"{'scorer-' * bool(scorer)}{index}", directory)
+            server_name = f"scorer-{index}" if scorer else str(index)
+            key_file = _write_keys(config.engine, server_name, directory)
             if key_file is not None:
                 command += ["--config", str(key_file)]
 

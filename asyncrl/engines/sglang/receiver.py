@@ -158,8 +158,16 @@ class Receiver:
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
 
-        ready = ref.label, plan.buckets, connection, self._server, deadline, plan.group
-        return Push(*ready, self._protocol, plan.nccl)
+        return Push(
+            label=ref.label,
+            buckets=plan.buckets,
+            connection=connection,
+            server=self._server,
+            deadline=deadline,
+            group=plan.group,
+            protocol=self._protocol,
+            trainer_nccl=plan.nccl,
+        )
 
     def _sender_path(self, paths: list[str]) -> str:
         """Return the address of this server's sender: a sender on the server's machine, if there is one."""

@@ -23,7 +23,7 @@ from asyncrl.weights.model_files import published_bytes, read_json
 
 log = logging.getLogger("asyncrl.keeper")
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2  # between two looks at a server that starts
 COMPARED_SIZES = (
     "vocab_size",
     "hidden_size",
@@ -140,9 +140,9 @@ def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, mod
 def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
     """Raise ConfigError if the model that `key` names has other tokens than the policy, by tokenizer.json, or
     else by the sizes in config.json. A model that is not on this machine is not compared."""
-    own_tokenizer, other_tokenizer = (
-        Path(directory) / "tokenizer.json" for directory in (config.model.path, path)
-    )
+    own_tokenizer = Path(config.model.path) / "tokenizer.json"
+    other_tokenizer = Path(path) / "tokenizer.json"
+
     if other_tokenizer.is_file():
         same_vocabulary = _tokens_with_ids(own_tokenizer) == _tokens_with_ids(other_tokenizer)
     elif (Path(path) / "config.json").is_file():
@@ -182,17 +182,19 @@ async def _described_server(config: RunConfig, server: ServerApi, scorer: str) -
 
 
 def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:
-    """ConfigError that says what differs from what the run needs."""
+    """Raise ConfigError if the server does not fit the run."""
     modes = protocol_of(info.version, url).pause_modes
     if config.weights.mode not in modes:
         supported_modes = f"its version {info.version} knows {', '.join(modes)}"
         raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {supported_modes}")
 
     if config.shifts and not ("retract" in modes and info.enable_memory_saver and info.max_total_num_tokens):
-        missing_feature = (
-            "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
-        )
-        missing_feature = missing_feature if "retract" in modes else "a newer SGLang (0.5.22)"
+        if "retract" not in modes:
+            missing_feature = "a newer SGLang (0.5.22)"
+        elif not info.enable_memory_saver:
+            missing_feature = "--enable-memory-saver"
+        else:
+            missing_feature = "max_total_num_tokens in its info"
         raise ConfigError(f"server {url} cannot sleep, as engine.colocated needs: it lacks {missing_feature}")
 
     if config.weights.transport != "disk" and info.dp_size != 1:
