@@ -28,7 +28,7 @@ from asyncrl.errors import UNDECODABLE
 from asyncrl.weights.manifest import WeightsError
 
 BLOCK_NUMBERS = 1 << 22  # numbers; memory in use beside the tensors is a few times this
-DENSE_FRACTION = 0.25  # share of changed numbers above which a block is dense
+DENSE_FRACTION = 0.25  # of changed numbers, above which a block is dense
 COMPRESSION_LEVEL = 1  # zstandard; higher levels take longer and save nothing here
 WIDE_GAP = 255  # see above
 

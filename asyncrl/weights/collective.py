@@ -151,7 +151,7 @@ class EngineConnection:
     def serve_engine(self) -> None:
         """Serve requests until the engine leaves, or a push fails."""
         if self._sender.device.type == "cuda":
-            torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would pin its buckets
+            torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would page-lock its buckets there
 
         seconds = self._sender.seconds  # for the first request after dialling
         try:
