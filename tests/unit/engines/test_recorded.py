@@ -52,7 +52,7 @@ async def test_a_recording_serves_other_batches(
     reference = tiny(family, **changes)
     engine = serve(tiny(family, **changes), slots=7, budget=24)
     move = Mock(wraps=engine._batcher.cache.move_slots)
-    monkeypatch.setattr(engine._batcher.cache, "move", move)
+    monkeypatch.setattr(engine._batcher.cache, "move_slots", move)
     await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(9))), 120)
     request = ask(prompt(9), 8, engine._batcher.slots.every_slot[-1].session or "")
     assert_logprobs(reference, request, await engine.generate(request))

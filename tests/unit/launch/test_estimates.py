@@ -391,7 +391,7 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
             index = buffers.claim_buffer(buffers.begin_claim())
             buffers.copy_tensors(index, [(torch.zeros(10), torch.bfloat16)])
             if copied <= readers:
-                reading.enter_context(buffers.reading(index, copied, wait=0))
+                reading.enter_context(buffers.reading(index, copied, wait_seconds=0))
     assert len(buffers._buffers) == readers + 1
 
 

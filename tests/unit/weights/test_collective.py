@@ -75,7 +75,7 @@ def sender() -> Iterator[Sender]:
 
 async def push(receiver: Receiver, ref: WeightsRef, seconds: float = LONG) -> Manifest:
     async with receiver.push(ref, seconds) as ready:
-        return await ready.load()
+        return await ready.load_buckets()
 
 
 def offer(sender: Sender, version: int = 1) -> WeightsRef:
