@@ -151,7 +151,8 @@ class EngineConnection:
     def serve_engine(self) -> None:
         """Serve requests until the engine leaves, or a push fails."""
         if self._sender.device.type == "cuda":
-            torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would page-lock its buckets there
+            # The device of a new thread is GPU 0, which would page-lock the buckets.
+            torch.cuda.set_device(self._sender.device)
 
         seconds = self._sender.seconds  # for the first request after dialling
         try:

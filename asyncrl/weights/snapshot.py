@@ -69,7 +69,7 @@ class Snapshot:
         return sum(spec.nbytes for spec in self.layout)
 
 
-def whole(range_parts: Iterable[RangePart], memory: Tensor | None = None) -> Tensor:
+def concat_parts(range_parts: Iterable[RangePart], memory: Tensor | None = None) -> Tensor:
     """Copy the bytes of some parts one behind the other, [n] of uint8, into `memory` if not None."""
     arrays = [np.frombuffer(data, np.uint8) for range_part in range_parts for data in range_part.data]
     size = sum(array.size for array in arrays)
@@ -93,7 +93,7 @@ class BucketBuffers:
             allocate = page_locked if self._page_locked else partial(torch.empty, dtype=torch.uint8)
             self._buffers = [allocate(largest_bucket), allocate(largest_bucket)]
         self._fill_count += 1
-        return whole(range_parts, self._buffers[self._fill_count % 2])
+        return concat_parts(range_parts, self._buffers[self._fill_count % 2])
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:

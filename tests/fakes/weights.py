@@ -15,7 +15,7 @@ from asyncrl.weights import codec
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import ITEM_BYTES, AdapterSpec, Layout, TensorSpec, WeightsRef, split
 from asyncrl.weights.ranges import RangePart, make_range_part
-from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, whole
+from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, concat_parts
 
 BUCKET_BYTES = 256 << 20
 
@@ -66,7 +66,7 @@ def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
         for part in split(snapshot.layout, bucket_bytes):
             shares = zip(snapshot.layout[part], pinned.collect_parts(part), strict=True)
             yield {
-                spec.name: whole(own).view(getattr(torch, spec.dtype)).view(spec.shape)
+                spec.name: concat_parts(own).view(getattr(torch, spec.dtype)).view(spec.shape)
                 for spec, own in shares
             }
 
@@ -75,7 +75,7 @@ def whole_tensors(snapshot: Snapshot) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Its tensors, and copies of their bytes."""
     with snapshot.hold_copy() as pinned:
         for index, spec in enumerate(snapshot.layout):
-            yield spec, whole(pinned.collect_parts(slice(index, index + 1))[0])
+            yield spec, concat_parts(pinned.collect_parts(slice(index, index + 1))[0])
 
 
 def publish(

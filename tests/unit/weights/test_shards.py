@@ -24,7 +24,7 @@ from asyncrl.weights import disk, ranges
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import Superseded, WeightsError, split
 from asyncrl.weights.shards import HostShards
-from asyncrl.weights.snapshot import Snapshot, Tensors, whole
+from asyncrl.weights.snapshot import Snapshot, Tensors, concat_parts
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import full_state, save_tiny_qwen
 from tests.fakes.weights import buckets
@@ -83,7 +83,7 @@ def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: 
             for part in split(snapshot.layout, bucket_bytes):
                 contiguous = pinned.contiguous_bytes(part)
                 assert contiguous is not None and contiguous.data_ptr() == end
-                assert torch.equal(contiguous, whole(chain.from_iterable(pinned.collect_parts(part))))
+                assert torch.equal(contiguous, concat_parts(chain.from_iterable(pinned.collect_parts(part))))
                 end += len(contiguous)
     host.close(DEADLINE)
 
