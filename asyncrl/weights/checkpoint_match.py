@@ -263,7 +263,9 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
             *_describe_undeclared_quantization(model, tensors, renamed),
         ],
         left_out=sorted(drafts | _left_out_by_class(model, tensors)),
-        unexpected_bytes=sum(t.nbytes for name, t in tensors.items() if {name, renamed[name]} & unexpected),
+        unexpected_bytes=sum(
+            tensor.nbytes for name, tensor in tensors.items() if {name, renamed[name]} & unexpected
+        ),
         total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         of_transformers=type(model).__module__.startswith("transformers."),
     )

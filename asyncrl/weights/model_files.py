@@ -111,11 +111,8 @@ def served_modules(path: str) -> set[str]:
     """Return the kinds of layers that a model's adapters adapt, by the names of servers. Empty where servers
     do not support adapters of a layer, or of experts."""
     modules = {name.split(".")[-2] for name in linear_shapes(path)}
-    return (
-        modules
-        if modules <= SERVED_MODULES and not any(".experts." in n for n in weight_shapes(path))
-        else set()
-    )
+    has_experts = any(".experts." in name for name in weight_shapes(path))
+    return modules if modules <= SERVED_MODULES and not has_experts else set()
 
 
 def _read_header(file: Path) -> dict[str, Any]:

@@ -403,9 +403,9 @@ def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor])
     given_pointers = {model_tensors[name].data_ptr() for name in tensors.keys() & model_tensors.keys()}
     unsaved_names = model._keys_to_ignore_on_save or ()
     missing = sorted(
-        n
-        for n, tensor in model_tensors.items()
-        if tensor.data_ptr() not in given_pointers and n not in unsaved_names
+        name
+        for name, tensor in model_tensors.items()
+        if tensor.data_ptr() not in given_pointers and name not in unsaved_names
     )
     if unknown or missing:
         raise WeightsError(f"weights are not this model's: unknown {unknown[:3]}, missing {missing[:3]}")
