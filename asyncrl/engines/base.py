@@ -84,7 +84,7 @@ class Engine(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled so far, those of turns under way included: a sign of life."""
+        """Tokens sampled so far, including turns under way: a sign of life."""
 
     @property
     def asleep(self) -> bool:

@@ -137,7 +137,7 @@ class VersionServer:
             newer = any(ref.version > message.version for ref in published_refs)
             self._hub.send(peer, VersionGone(message.version, newer))
 
-    # -- who reads from whom ---------------------------------------------------------------------------
+    # -- the chain of readers ---------------------------------------------------------------------------
 
     def _open_answer(self, message: OpenVersion) -> OpenedVersion:
         version_directory = self._hold_version(message.version)

@@ -58,8 +58,8 @@ log = logging.getLogger("asyncrl.weights")
 IDLE_SECONDS = 3600.0  # without a request, until a keeper is disconnected; a keeper may dial again
 REFUSAL_SECONDS = 5.0  # for a refusal to be sent
 PAUSE_FRACTION = 0.5  # of a request's time, for training to pause: so a refusal leaves time to ask again
-OFFER_SECONDS = 5.0  # between the first rank's offer of a version and the last one's
-RETRY_SECONDS = 1.0  # seconds until the sender listens again after it could not take a connection
+OFFER_SECONDS = 5.0  # at most between the first and the last rank's offer of a version
+RETRY_SECONDS = 1.0  # until the sender listens again after failing to accept a connection
 
 
 class Sender:
@@ -180,7 +180,7 @@ class EngineConnection:
             return None
 
     def disconnect(self) -> None:
-        """Called from another thread: `serve` ends, as it does when the engine leaves."""
+        """End `serve_engine` from another thread, as if the engine had left."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

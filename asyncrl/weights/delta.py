@@ -163,7 +163,7 @@ def _lineage_from(cached_version: Version | None, lineage: list[Version]) -> lis
 
 
 def _build_version(lineage: list[Version], cache: Path) -> WeightsRef:
-    """Change the bytes of the last of `lineage` into those of the first, in the cache."""
+    """Change the bytes of the lineage's last version into the bytes of the first, in the cache."""
     ref, manifest = lineage[0]
     start_ref, _ = lineage[-1]
     with ExitStack() as stack:

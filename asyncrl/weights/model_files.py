@@ -66,7 +66,7 @@ class StoredTensor(NamedTuple):
     """One tensor, as the header of its file describes it."""
 
     shape: tuple[int, ...]
-    dtype: str  # as safetensors writes it: BF16, F32, I64 …
+    dtype: str  # safetensors' name: BF16, F32, I64 …
     nbytes: int
 
     @property

@@ -22,7 +22,7 @@ class TrainingPause:
     def __init__(self, device: torch.device) -> None:
         self._device_module = torch.get_device_module(device)
         self._state_changed = threading.Condition()
-        self._waiting_threads = 0  # threads that wait for a pause, or are in one
+        self._waiting_threads = 0  # that wait for a pause, or use a pause
         self._is_paused = False
 
     @contextmanager

@@ -336,6 +336,6 @@ def _local_part(shard: DTensor) -> Tensor:
     """Return this rank's part, empty where there are more ranks than rows, and on all replicas but the
     first."""
     assert shard.placements == (Shard(0),), f"not sharded along the first dimension: {shard.placements}"
-    mesh = shard.device_mesh  # the ranks of one replica, of which the first has the lowest
+    mesh = shard.device_mesh  # of one replica; the first replica has the lowest ranks
     local_tensor = shard.to_local().detach()
     return local_tensor if mesh.get_rank() < mesh.size() else local_tensor[:0]

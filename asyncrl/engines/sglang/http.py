@@ -338,7 +338,7 @@ class ServerApi:
             raise WeightsError(f"server {self.url}: {path}: {error_text(content)}")
 
 
-# -- what differs between the supported versions of SGLang -------------------------------------------------
+# -- the differences between the supported versions of SGLang -----------------------------------------------
 
 
 @dataclass(frozen=True)

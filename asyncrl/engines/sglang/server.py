@@ -243,7 +243,7 @@ def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool
 def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
     rank = max(rank for rank, _ in config.adapters.values())
     adapters_used = config.adapters_held
-    adapters_loaded = adapters_used + 1  # one that is being loaded
+    adapters_loaded = adapters_used + 1  # and the adapter that is being loaded
     is_lacking = {
         "--enable-lora": not info.enable_lora,
         "--dp-size 1": info.dp_size != 1,

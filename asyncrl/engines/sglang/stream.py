@@ -24,7 +24,7 @@ Stamp = tuple[int, PolicyVersion, bool]
 
 ABORTED = "Aborted by AbortReq."  # with status 400 where the request waited for its grammar
 _ERRORS: dict[int | None, type[EngineError]] = {400: EngineRefused, 503: EngineBusy}  # by status
-_MAX_EXPERTS = 1 << 16  # experts: they are kept as uint16
+_MAX_EXPERTS = 1 << 16  # experts are stored as uint16
 BASE_LABEL = "default"  # label of the weights that a server was started with
 UNKNOWN = -1  # kv_version of tokens for which only the oldest possible version is known
 
@@ -69,7 +69,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    num_retractions: int = 0  # how often its KV was freed and it was queued again
+    num_retractions: int = 0  # how often the request's KV was freed and the request was queued again
     weight_version: str = ""
     weight_versions: tuple[LabelSpan, ...] | None = None
     output_token_logprobs: tuple[OutputToken, ...] = ()

@@ -89,8 +89,8 @@ class _Step(torch.nn.Module):
         limits: torch.Tensor,
         *groups: torch.Tensor,
     ) -> torch.Tensor:
-        """See StepLayout and Layout for the arguments; `groups` has three per SlotGroup. Returns [ended] the
-        indices of the samples that end their turn."""
+        """Compute a step and return the indices of the samples that end their turn, [ended]. For the
+        arguments see StepLayout and Layout; `groups` has three tensors per SlotGroup."""
         cache = self._cache
         kind = self._kind
         slot_groups = tuple(SlotGroup(*groups[first : first + 3]) for first in range(0, 3 * kind.groups, 3))

@@ -83,7 +83,7 @@ def _draw_indices(weights: torch.Tensor, uniforms: torch.Tensor, vocabulary: int
 
 
 def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 to the right, without sign extension."""
     return (values >> bits) & (_MASK >> bits)
 
 

@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     cells: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
     groups: tuple[SlotGroup, ...]
-    # The first groups decode, so many of them: slots 0, 1, …, read in place. Other groups are gathered.
+    # How many of the groups decode, the first: slots 0, 1, …, read in place. Other groups are gathered.
     decoding_groups: int
 
 
@@ -258,7 +258,7 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-# -- the host's side: which session owns which slot, and which ids it still holds --------------------------
+# -- the host's side: the session of each slot, and the ids whose KV the slot holds -------------------------
 
 
 class Slot:
