@@ -136,11 +136,9 @@ class ServerGroup:
         from torch.distributed import ProcessGroupNCCL  # exists with CUDA only
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = (
-            default_pg_timeout  # after it the watchdog ends the process; `close` comes long before
-        )
+        # NCCL's watchdog ends the process after this time; `close` comes long before.
+        options._timeout = default_pg_timeout
         torch.cuda.set_device(self._device)
-
         return ProcessGroupNCCL(PrefixStore("cuda/", nested_store), 0, self.ranks, options)
 
 
