@@ -93,10 +93,10 @@ def test_steps_on_a_gpu_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
     steps = recorded.RecordedStep(cache)
     kind = recorded.StepKind(groups=0, decoding=0, any_greedy=False)
     steps._step_functions[kind] = lambda *tensors: torch.tensor([1])
-    layout = SimpleNamespace(groups=(), decoding=0, cells=None, positions=None)
+    layout = SimpleNamespace(groups=(), decoding_groups=0, cells=None, positions=None)
     params = SimpleNamespace(seed=None, temperature=None, greedy=None, any_greedy=False)
     plan: Any = SimpleNamespace(
-        layout=layout, params=params, keep=None, live=None, stops=None, limits=None, slots=(4, 5)
+        layout=layout, params=params, logit_indices=None, is_live=None, stops=None, limits=None, slots=(4, 5)
     )
     assert [steps(plan) for _ in range(2 * recorded.RECORD_AFTER)] == [[5]] * (2 * recorded.RECORD_AFTER)
     recording.assert_not_called()
